@@ -1,0 +1,166 @@
+"""The contract between planner, session and kernels (FFTW's solver, mapped).
+
+The planner asks `why_not`, `variants`, `footprint` and `work`: arithmetic on shapes, no arrays. The session calls
+`prepare` once per layer, `bind` once per shape, and the step's `run` once per patch. Arrays belong to the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.machine import Machine
+    from znnpy.shapes import LayerShape, Vec3
+
+    Array = npt.NDArray[np.float32]
+    Bytes = npt.NDArray[np.uint8]
+
+Kind = Literal["conv", "pool", "maxfilter", "maxout"]
+Unit = Literal["product", "fft", "copy", "pool"]  # what a rate is measured for
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the search may choose inside a primitive: tile size, blocking, splits. Pure data, e.g. tile=(16, 16, 16)."""
+
+    parameters: tuple[tuple[str, int | tuple[int, int, int]], ...] = ()
+
+    @classmethod
+    def of(cls, **parameters: int | Vec3) -> Variant:
+        return cls(tuple(sorted(parameters.items())))
+
+    def count(self, name: str) -> int:
+        value = dict(self.parameters)[name]
+        if not isinstance(value, int):
+            raise TypeError(f"{name} is {value}, not a count")
+        return value
+
+    def size(self, name: str) -> Vec3:
+        value = dict(self.parameters)[name]
+        if isinstance(value, int):
+            raise TypeError(f"{name} is {value}, not a size")
+        return value
+
+    def __str__(self) -> str:
+        return " ".join(
+            f"{name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for name, value in self.parameters
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """One buffer a step needs beside input and output, alive in stages `first`..`last`, both included."""
+
+    name: str
+    nbytes: int
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one layer, stage by stage: enough to lay it out in an arena without counting a tensor twice.
+
+    The input may be overwritten after stage `input_until`; the output is first written in stage `output_from`.
+    With output_from > input_until the two may share memory (Table II of the ZNNi paper: "FREE-MEMORY(I)").
+    """
+
+    resident: int = 0  # kept between patches: weights, transformed weights
+    input_until: int = 0
+    output_from: int = 0
+    stages: int = 1
+    scratch: tuple[Scratch, ...] = ()
+    allowance: int = 0  # what the libraries (FFTW, BLAS, numpy) allocate themselves while it runs
+
+    def working(self, shape: LayerShape) -> int:
+        """Peak bytes while running: input, output and scratch of the fullest stage."""
+        return (
+            max(
+                (shape.in_bytes if stage <= self.input_until else 0)
+                + (shape.out_bytes if stage >= self.output_from else 0)
+                + sum(s.nbytes for s in self.scratch if s.first <= stage <= s.last)
+                for stage in range(self.stages)
+            )
+            + self.allowance
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one stage does: arithmetic and bytes moved through memory, of one kind of unit."""
+
+    unit: Unit
+    flops: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """Weights of one convolution, as read: cross-correlation."""
+
+    weight: Array  # (f', f, kz, ky, kx) float32
+    bias: Array  # (f',) float32
+
+
+class Step(Protocol):
+    """A primitive bound to one shape: ready to run on any arrays of that shape."""
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        """Compute the layer.
+
+        x        `shape.in_shape` float32; not modified, except that it may share memory with `out` when the
+                 footprint says output_from > input_until. C order within an image; the batch axis has any stride.
+        out      `shape.out_shape` float32; overwritten; strides as `x`. No assumption on what it held.
+        scratch  one array of bytes per Scratch of the footprint, 64-byte aligned; no assumption on what they hold.
+
+        Raises ValuesOverflowError when a convolution's result is infinite or not a number.
+        """
+
+
+class Primitive(Protocol):
+    """A way to compute one kind of layer on one kind of device."""
+
+    @property
+    def name(self) -> str:
+        """`device.layer.method`, e.g. `cpu.conv.fft_tiled`."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of layer it computes."""
+
+    @property
+    def version(self) -> int:
+        """Raised when results or costs change: plans and measured costs name it."""
+
+    @property
+    def summary(self) -> str:
+        """When it is the one to take, in one line for `znnpy primitives`."""
+
+    @property
+    def source(self) -> str:
+        """Where the method comes from."""
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        """None if it applies; else the reason, in words the planner can print."""
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        """What the search may choose from; at least one where `why_not` is None."""
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        """Bytes it needs when run by `threads` threads."""
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        """What it does, stage by stage: a rate turns it into seconds."""
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> Any:
+        """Transformed weights, made once and shared by every shape that meets them. None for layers without weights."""
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> Step:
+        """A step for this shape. May plan transforms; allocates nothing that lasts but their tables."""

@@ -1,0 +1,24 @@
+"""Every primitive znnpy knows, in one table. To add one: write it, test it, add a row."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from znnpy.kernels.primitive import Kind, Primitive
+
+TABLE: tuple[Primitive, ...] = ()
+
+
+def find(name: str, table: tuple[Primitive, ...] = TABLE) -> Primitive:
+    """The primitive called `name`; KeyError lists the near names."""
+    for primitive in table:
+        if primitive.name == name:
+            return primitive
+    names = [p.name for p in table]
+    near = get_close_matches(name, names, n=2) or names
+    raise KeyError(f"no primitive {name!r}; did you mean {' or '.join(near)}?")
+
+
+def of_kind(kind: Kind, table: tuple[Primitive, ...] = TABLE) -> tuple[Primitive, ...]:
+    """All primitives for one kind of layer."""
+    return tuple(p for p in table if p.kind == kind)

@@ -1,0 +1,75 @@
+"""Every exception znnpy raises on purpose, as one tree.
+
+ZnnpyError
+├── ShapeError           a size breaks a layer's arithmetic (also a ValueError)
+├── NetworkFileError     a network or weights file cannot be read or does not fit (also a ValueError)
+├── VolumeError          the input volume cannot be used as it is (also a ValueError)
+├── OutputError          the output cannot be written, or may not be (also an OSError)
+├── ResumeError          what is on disk was written by another job (also a ValueError)
+├── PlanFileError        a plan or cost file is damaged, foreign, or does not fit this machine (also a ValueError)
+├── NoPlanError          no patch size and primitives fit the limits (also a MemoryError)
+├── ValuesOverflowError  a layer's result is infinite or not a number (also an OverflowError)
+├── VerifyError          sampled voxels differ from the definition by more than allowed (also an ArithmeticError)
+└── MissingExtraError    an optional package is needed for this (also an ImportError)
+
+Each message is one sentence of what happened, with the numbers, and one of what to do. Inner code raises the
+cause; the door that knows more (which layer, which patch) adds it with `with_context`.
+
+Stopped is no error: it unwinds worker threads after Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class ZnnpyError(Exception):
+    """The root: whatever znnpy raises on purpose. The command line turns it into one sentence and exit code 1."""
+
+    def with_context(self, context: str) -> Self:
+        """The same error with `context: ` put in front, for the door that knows where it happened."""
+        return type(self)(f"{context}: {self}")
+
+
+class ShapeError(ZnnpyError, ValueError):
+    """A size breaks a layer's arithmetic."""
+
+
+class NetworkFileError(ZnnpyError, ValueError):
+    """A network or weights file cannot be read, or its parts do not fit each other."""
+
+
+class VolumeError(ZnnpyError, ValueError):
+    """The input volume cannot be used as it is."""
+
+
+class OutputError(ZnnpyError, OSError):
+    """The output cannot be written, or may not be."""
+
+
+class ResumeError(ZnnpyError, ValueError):
+    """What is on disk was written by another job, so it cannot be continued."""
+
+
+class PlanFileError(ZnnpyError, ValueError):
+    """A plan or cost file is damaged, belongs to something else, or needs what this machine lacks."""
+
+
+class NoPlanError(ZnnpyError, MemoryError):
+    """No patch size and primitives fit the limits."""
+
+
+class ValuesOverflowError(ZnnpyError, OverflowError):
+    """A layer's result is infinite or not a number although its input was finite."""
+
+
+class VerifyError(ZnnpyError, ArithmeticError):
+    """Sampled voxels differ from the float64 definition by more than allowed."""
+
+
+class MissingExtraError(ZnnpyError, ImportError):
+    """An optional package is needed for this; the message says which and how to install it."""
+
+
+class Stopped(BaseException):
+    """Unwinds worker threads once a run was told to stop."""

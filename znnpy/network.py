@@ -1,0 +1,218 @@
+"""A network as a chain of layers: field of view, fragment period, and the shape of every layer for a patch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from znnpy.errors import ShapeError
+from znnpy.shapes import (
+    Activation,
+    ConvShape,
+    FilterShape,
+    LayerShape,
+    MaxoutShape,
+    PoolShape,
+    Vec3,
+    add,
+    ceil_divide,
+    multiply,
+    subtract,
+    text,
+    valid,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conv:
+    """Valid convolution, bias, activation."""
+
+    kernel: Vec3
+    out: int  # maps
+    activation: Activation = "none"
+    type: Literal["conv"] = "conv"
+
+    def __str__(self) -> str:
+        return f"conv {text(self.kernel)} -> {self.out} {self.activation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Max-pooling; in dense inference it runs as fragments (MPF)."""
+
+    window: Vec3
+    type: Literal["pool"] = "pool"
+
+    def __str__(self) -> str:
+        return f"pool {text(self.window)}"
+
+
+@dataclass(frozen=True, slots=True)
+class MaxFilter:
+    """Maximum over a window at every position (stride 1)."""
+
+    window: Vec3
+    type: Literal["maxfilter"] = "maxfilter"
+
+    def __str__(self) -> str:
+        return f"maxfilter {text(self.window)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Maxout:
+    """Maximum over groups of `of` neighbouring maps."""
+
+    of: int
+    type: Literal["maxout"] = "maxout"
+
+    def __str__(self) -> str:
+        return f"maxout of {self.of}"
+
+
+Layer = Conv | Pool | MaxFilter | Maxout
+
+
+@dataclass(frozen=True, slots=True)
+class Normalise:
+    """x = (grey - mean) / std, one value per input channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A chain of layers and what is known of it without weights. Sizes are (z, y, x)."""
+
+    name: str
+    input_channels: int
+    layers: tuple[Layer, ...]
+    normalise: Normalise | None = None
+
+    def __post_init__(self) -> None:
+        if self.input_channels < 1:
+            raise ShapeError(f"a network needs at least 1 input channel, not {self.input_channels}")
+        if not self.layers:
+            raise ShapeError("a network needs at least one layer")
+        maps = self.input_channels
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, Maxout) and maps % layer.of:
+                raise ShapeError(f"layer {index} ({layer}) does not divide the {maps} maps it gets")
+            maps = _maps_after(layer, maps)
+
+    @cached_property
+    def maps(self) -> tuple[int, ...]:
+        """Feature maps before the first layer and after each: one more entry than there are layers."""
+        maps = [self.input_channels]
+        for layer in self.layers:
+            maps.append(_maps_after(layer, maps[-1]))
+        return tuple(maps)
+
+    @property
+    def output_channels(self) -> int:
+        return self.maps[-1]
+
+    @cached_property
+    def field_of_view(self) -> Vec3:
+        """Input voxels that one output voxel depends on."""
+        fov: Vec3 = (1, 1, 1)
+        for layer in reversed(self.layers):
+            match layer:
+                case Conv(kernel=k) | MaxFilter(window=k):
+                    fov = subtract(add(fov, k), (1, 1, 1))
+                case Pool(window=p):
+                    fov = multiply(fov, p)
+        return fov
+
+    @cached_property
+    def period(self) -> Vec3:
+        """Product of all pooling windows: dense patches are a multiple of it along each axis."""
+        period: Vec3 = (1, 1, 1)
+        for layer in self.layers:
+            if isinstance(layer, Pool):
+                period = multiply(period, layer.window)
+        return period
+
+    @property
+    def convolutions(self) -> tuple[int, ...]:
+        """Indices of the convolutional layers, in order: weights are counted along it."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, Conv))
+
+    @property
+    def parameters(self) -> int:
+        """Trainable numbers: kernels and biases."""
+        pairs = ((self.maps[i], self.layers[i]) for i in self.convolutions)
+        return sum(f * c.out * prod(c.kernel) + c.out for f, c in pairs if isinstance(c, Conv))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of layers, maps and normalisation: equal digests are the same computation for equal weights."""
+        what = {
+            "input_channels": self.input_channels,
+            "layers": [asdict(layer) for layer in self.layers],
+            "normalise": asdict(self.normalise) if self.normalise else None,
+        }
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+    def patch_in(self, out: Vec3) -> Vec3:
+        """Input patch that gives the dense output patch `out`."""
+        return subtract(add(out, self.field_of_view), (1, 1, 1))
+
+    def dense_size(self, volume: Vec3) -> Vec3:
+        """Dense output of a volume: volume - field of view + 1; ShapeError if the field of view does not fit."""
+        for axis, n, fov in zip("zyx", volume, self.field_of_view, strict=True):
+            if n < fov:
+                raise ShapeError(
+                    f"the volume is smaller than the field of view along {axis}: {text(volume)} against "
+                    f"{text(self.field_of_view)}; give at least {fov - n} more voxels there, or use --border reflect"
+                )
+        return valid(volume, self.field_of_view)
+
+    def round_up(self, out: Vec3) -> Vec3:
+        """The smallest valid patch that holds `out`: every axis a multiple of the fragment period."""
+        return multiply(ceil_divide(out, self.period), self.period)
+
+    def layer_shapes(self, out: Vec3, batch: int = 1) -> tuple[LayerShape, ...]:
+        """Shape of every layer when a patch gives `out` dense output voxels, all poolings as fragments.
+
+        ShapeError when `out` is not a multiple of the fragment period.
+        """
+        if any(o < 1 or o % p for o, p in zip(out, self.period, strict=True)):
+            raise ShapeError(
+                f"an output patch must be a multiple of the pooling period {text(self.period)}, not {text(out)}; "
+                f"the next larger one is {text(self.round_up((max(1, out[0]), max(1, out[1]), max(1, out[2]))))}"
+            )
+        shapes: list[LayerShape] = []
+        n = self.patch_in(out)
+        for maps, layer in zip(self.maps, self.layers, strict=False):
+            shape = layer_shape(layer, batch, maps, n)
+            shapes.append(shape)
+            n, batch = shape.out, shape.out_shape[0]
+        return tuple(shapes)
+
+
+def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3) -> LayerShape:
+    """The shape of one layer for `batch` images of `maps` maps and size `n`."""
+    match layer:
+        case Conv():
+            return ConvShape(batch, maps, layer.out, n, layer.kernel, layer.activation)
+        case Pool():
+            return PoolShape(batch, maps, n, layer.window)
+        case MaxFilter():
+            return FilterShape(batch, maps, n, layer.window)
+        case Maxout():
+            return MaxoutShape(batch, maps, n, layer.of)
+
+
+def _maps_after(layer: Layer, maps: int) -> int:
+    match layer:
+        case Conv():
+            return layer.out
+        case Maxout():
+            return maps // layer.of
+        case _:
+            return maps

@@ -1,0 +1,1 @@
+"""A plan awake: arena, session, pipeline."""

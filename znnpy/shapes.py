@@ -1,0 +1,227 @@
+"""The arithmetic of sizes and bytes: one frozen dataclass per kind of layer. No arrays.
+
+Conventions, stated once for the whole project:
+
+* Axes are (z, y, x), x fastest. Activations are `(S, z, y, x, f)`: channels last, C order, float32.
+* "Convolution" is cross-correlation: `out[i] = bias + sum over d of in[i + d] * w[d]`. "Valid": no padding.
+* Max-pooling fragments: fragment `o = (oz * py + oy) * px + ox` of image `s` is image `s * P + o` of the output,
+  P = pz * py * px; its voxel `i` is the maximum of the window that starts at `i * p + o`.
+
+Glossary: S batch · f, fin, fout maps (feature maps) · n input size · k kernel · p pooling window · m output size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeAlias
+
+from znnpy.errors import ShapeError
+
+Vec3: TypeAlias = tuple[int, int, int]
+
+Activation = Literal["none", "relu", "tanh", "sigmoid", "softmax"]
+ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "tanh", "sigmoid", "softmax")
+
+FLOAT32 = 4  # bytes
+COMPLEX64 = 8  # bytes
+
+
+def text(v: tuple[int, ...]) -> str:
+    """`(4, 5, 6)` as `4x5x6`."""
+    return "x".join(map(str, v))
+
+
+def add(a: Vec3, b: Vec3) -> Vec3:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+
+def subtract(a: Vec3, b: Vec3) -> Vec3:
+    return a[0] - b[0], a[1] - b[1], a[2] - b[2]
+
+
+def multiply(a: Vec3, b: Vec3) -> Vec3:
+    return a[0] * b[0], a[1] * b[1], a[2] * b[2]
+
+
+def ceil_divide(a: Vec3, b: Vec3) -> Vec3:
+    return -(-a[0] // b[0]), -(-a[1] // b[1]), -(-a[2] // b[2])
+
+
+def valid(n: Vec3, k: Vec3) -> Vec3:
+    """Positions a window of size `k` has inside `n`: n - k + 1."""
+    return n[0] - k[0] + 1, n[1] - k[1] + 1, n[2] - k[2] + 1
+
+
+def _check_fits(shape: object, n: Vec3, k: Vec3, window: str) -> None:
+    for axis, size, extent in zip("zyx", n, k, strict=True):
+        if size < extent:
+            raise ShapeError(
+                f"input is smaller than the {window} along {axis}: {size} < {extent} ({shape}); "
+                f"grow the patch by at least {extent - size} voxels along {axis}"
+            )
+
+
+def _check_positive(shape: object, **counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ShapeError(f"{name} must be at least 1, not {count} ({shape})")
+
+
+class _Sized(ABC):
+    """What follows from `in_shape` and `out_shape` alone."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        """The input tensor: (S, z, y, x, f)."""
+
+    @property
+    @abstractmethod
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        """The output tensor: (S', m_z, m_y, m_x, f')."""
+
+    @property
+    def in_bytes(self) -> int:
+        return FLOAT32 * prod(self.in_shape)
+
+    @property
+    def out_bytes(self) -> int:
+        return FLOAT32 * prod(self.out_shape)
+
+    @property
+    def out(self) -> Vec3:
+        """Size of one output image, (z, y, x)."""
+        return self.out_shape[1:4]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvShape(_Sized):
+    """One valid (unpadded) 3D convolution with bias and activation: what fixes its cost and its memory.
+
+    Two layers with equal ConvShapes are one problem: they share measured costs.
+    """
+
+    batch: int  # S: patches, or fragments after max-pooling
+    fin: int  # f: input feature maps
+    fout: int  # f': output feature maps
+    n: Vec3  # input size
+    k: Vec3  # kernel size
+    activation: Activation = "none"
+    kind: Literal["conv"] = "conv"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, batch=self.batch, fin=self.fin, fout=self.fout, kernel=min(self.k))
+        _check_fits(self, self.n, self.k, "kernel")
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, *self.n, self.fin
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, *valid(self.n, self.k), self.fout
+
+    @property
+    def weight_bytes(self) -> int:
+        """Kernels and biases as they come: (f', f, k) and (f',) float32."""
+        return FLOAT32 * (self.fout * self.fin * prod(self.k) + self.fout)
+
+    def __str__(self) -> str:
+        return f"conv {self.batch}x{self.fin}->{self.fout} @{text(self.n)} k{text(self.k)} {self.activation}"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape(_Sized):
+    """One max-pooling: plain (one image out per image in) or into fragments (P images out, one per offset)."""
+
+    batch: int
+    f: int
+    n: Vec3
+    p: Vec3  # window
+    fragments: bool = True
+    kind: Literal["pool"] = "pool"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, batch=self.batch, f=self.f, window=min(self.p))
+        _check_fits(self, self.n, self.p, "window")
+        for axis, n, p in zip("zyx", self.n, self.p, strict=True):
+            spare = (n + 1) % p if self.fragments else n % p
+            if spare:
+                rule = "(n + 1) mod p must be 0 for fragments" if self.fragments else "n mod p must be 0"
+                raise ShapeError(
+                    f"pooling window {p} does not fit input {n} along {axis} ({self}): {rule}; "
+                    f"the nearest sizes are {n - spare} and {n - spare + p}"
+                )
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, *self.n, self.f
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        m = (self.n[0] // self.p[0], self.n[1] // self.p[1], self.n[2] // self.p[2])
+        return self.batch * (prod(self.p) if self.fragments else 1), *m, self.f
+
+    def __str__(self) -> str:
+        into = "fragments" if self.fragments else "max"
+        return f"pool {into} {self.batch}x{self.f} @{text(self.n)} p{text(self.p)}"
+
+
+@dataclass(frozen=True, slots=True)
+class FilterShape(_Sized):
+    """One max-filter: the maximum over a window at every position (stride 1, valid); no fragments follow."""
+
+    batch: int
+    f: int
+    n: Vec3
+    p: Vec3  # window
+    kind: Literal["maxfilter"] = "maxfilter"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, batch=self.batch, f=self.f, window=min(self.p))
+        _check_fits(self, self.n, self.p, "window")
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, *self.n, self.f
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, *valid(self.n, self.p), self.f
+
+    def __str__(self) -> str:
+        return f"maxfilter {self.batch}x{self.f} @{text(self.n)} p{text(self.p)}"
+
+
+@dataclass(frozen=True, slots=True)
+class MaxoutShape(_Sized):
+    """One maxout: the maximum over groups of `of` neighbouring maps; f / of maps come out."""
+
+    batch: int
+    f: int
+    n: Vec3
+    of: int
+    kind: Literal["maxout"] = "maxout"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, batch=self.batch, f=self.f, group=self.of)
+        if self.f % self.of:
+            raise ShapeError(f"maxout of {self.of} does not divide {self.f} maps ({self})")
+
+    @property
+    def in_shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, *self.n, self.f
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, *self.n, self.f // self.of
+
+    def __str__(self) -> str:
+        return f"maxout {self.batch}x{self.f} @{text(self.n)} of {self.of}"
+
+
+LayerShape = ConvShape | PoolShape | FilterShape | MaxoutShape
