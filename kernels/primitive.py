@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from znnpy.network import ConvWeights as ConvWeights
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -99,14 +101,6 @@ class Work:
     unit: Unit
     flops: float
     nbytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class ConvWeights:
-    """Weights of one convolution, as read: cross-correlation."""
-
-    weight: Array  # (f', f, kz, ky, kx) float32
-    bias: Array  # (f',) float32
 
 
 class Step(Protocol):

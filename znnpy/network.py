@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from znnpy.errors import ShapeError
 from znnpy.shapes import (
@@ -25,6 +25,10 @@ from znnpy.shapes import (
     text,
     valid,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,14 @@ class Maxout:
 
 
 Layer = Conv | Pool | MaxFilter | Maxout
+
+
+@dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """Weights of one convolution: cross-correlation, C order; read only."""
+
+    weight: npt.NDArray[np.float32]  # (f', f, kz, ky, kx)
+    bias: npt.NDArray[np.float32]  # (f',)
 
 
 @dataclass(frozen=True, slots=True)
