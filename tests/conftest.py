@@ -1,0 +1,60 @@
+"""What every test may ask for: the shared volumes, a crew of threads, small networks with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from znnpy.network import Conv, Layer, Network, Normalise, Pool
+
+if TYPE_CHECKING:
+    from znnpy.kernels.cpu.crew import Crew
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The folder that holds pyproject.toml."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of the real volume, its labels and the original networks; not part of the repository."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"the real volumes are not here: {folder}")
+    return folder
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """An open crew; each test that asks for it runs with one thread and with two."""
+    from znnpy.kernels.cpu.crew import Crew
+
+    with Crew(request.param) as crew:
+        yield crew
+
+
+TINY: tuple[Layer, ...] = (  # field of view 6x8x7, period 2x2x1: no two axes alike
+    Conv((1, 5, 2), 3, "relu"),
+    Pool((2, 2, 1)),
+    Conv((3, 2, 3), 4, "tanh"),
+    Conv((1, 1, 4), 2, "sigmoid"),
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_network() -> Callable[..., Network]:
+    """`tiny_network()`, or with other layers, channels or normalisation: milliseconds to run, every axis different."""
+
+    def make(
+        *layers: Layer, input_channels: int = 1, name: str = "tiny", normalise: Normalise | None = None
+    ) -> Network:
+        return Network(name, input_channels, layers or TINY, normalise)
+
+    return make
