@@ -7,11 +7,14 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-MIB = 2**20
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_DEFAULT_SHARE = 0.75  # of the machine's memory: the rest stays for the file cache and everybody else
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,27 @@ def this_machine() -> Machine:
         blas=blas_kernels(),
         versions=tuple((name, importlib.metadata.version(name)) for name in ("numpy", "pyfftw")),
     )
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from `2G`, `600M`, `1.5T` (powers of 1024) or a plain number; ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    match = _SIZE.fullmatch(size.strip())
+    if match is None:
+        raise ValueError(f"{size!r} is no size: give a number with K, M, G or T, such as 600M or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def limits_of(machine: Machine, ram: int | str | None = None, threads: int | None = None) -> Limits:
+    """Limits as asked for; by default three quarters of the memory and every core this process may use."""
+    ram_bytes = int(_DEFAULT_SHARE * machine.ram_bytes) if ram is None else parse_bytes(ram)
+    count = machine.cores if threads is None else threads
+    if ram_bytes < 1:
+        raise ValueError(f"a RAM limit must be positive, not {ram_bytes} bytes")
+    if count < 1:
+        raise ValueError(f"a run needs at least one thread, not {count}")
+    return Limits(ram_bytes, count)
 
 
 def blas_kernels() -> str:

@@ -1,0 +1,222 @@
+"""The whole job as one function: a volume on disk in, its dense prediction on disk out. And its plan alone."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import znnpy
+from znnpy.errors import OutputError, ResumeError
+from znnpy.formats.networks import DEFAULT, read_network
+from znnpy.formats.weights import sha256
+from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.cpu.fft import export_wisdom, import_wisdom
+from znnpy.machine import Machine, limits_of, this_machine
+from znnpy.network import Network
+from znnpy.patches import cover
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.report import Report
+from znnpy.run import pipeline, wisdom
+from znnpy.run.session import Session
+from znnpy.shapes import Vec3
+from znnpy.trained import load_trained
+from znnpy.volume import open_volume
+from znnpy.volume.journal import JournalHeader
+from znnpy.volume.output import Output
+from znnpy.volume.source import Source, parse_roi
+
+OUTPUT_DTYPES = ("float32", "float16", "uint8")
+BORDERS = ("valid", "reflect")
+DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
+
+
+def plan(
+    network: str | Path = DEFAULT,
+    *,
+    volume: str | Path | None = None,
+    dataset: str | None = None,
+    shape: Vec3 | None = None,
+    roi: str | None = None,
+    border: str = "valid",
+    output_dtype: str = "float32",
+    ram: int | str | None = None,
+    threads: int | None = None,
+    patch: Vec3 | None = None,
+    only: Sequence[str] = (),
+) -> Plan:
+    """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
+
+    Takes the words of `znnpy plan`. NoPlanError names the nearest miss when nothing fits.
+    """
+    file = read_network(network)
+    machine = this_machine()
+    limits = limits_of(machine, ram, threads)
+    itemsize_in = 1
+    with ExitStack() as stack:
+        if volume is not None:
+            opened = stack.enter_context(open_volume(Path(volume), dataset))
+            region = parse_roi(roi, opened.size) if roi else None
+            output = Source(opened, roi=region, border=border, network=file.network, allow_nan=False).output
+            itemsize_in = opened.dtype.itemsize
+        else:
+            size = shape or DEFAULT_SHAPE
+            output = size if border == "reflect" else file.network.dense_size(size)
+    return make_plan(
+        file.network,
+        output,
+        machine,
+        limits,
+        itemsize_in=itemsize_in,
+        itemsize_out=np.dtype(output_dtype).itemsize,
+        patch=patch,
+        only=only,
+    )
+
+
+def infer(
+    volume: str | Path,
+    network: str | Path = DEFAULT,
+    *,
+    weights: str | Path | None = None,
+    out: str | Path | None = None,
+    plan: str | Path | Plan | None = None,
+    dataset: str | None = None,
+    roi: str | None = None,
+    border: str = "valid",
+    output_dtype: str = "float32",
+    allow_nan: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    ram: int | str | None = None,
+    threads: int | None = None,
+    patch: Vec3 | None = None,
+    only: Sequence[str] = (),
+    progress: Callable[[pipeline.Event], None] | None = None,
+) -> Report:
+    """Predict a volume, patch by patch, within the limits; the output is whole or it is not there.
+
+    Takes the words of `znnpy infer`. Every ZnnpyError says what happened, with the numbers, and what to do; what was
+    finished before an error, Ctrl-C or a kill stays on disk and `resume=True` goes on from there, byte for byte.
+    """
+    started = time.perf_counter()
+    if allow_nan and output_dtype == "uint8":
+        raise OutputError(
+            "uint8 has no NaN to write where the volume holds one; choose --output-dtype float32 or float16"
+        )
+    trained = load_trained(read_network(network), weights)
+    target = Path(out) if out is not None else default_output(Path(volume), trained.network.name)
+    machine = this_machine()
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_volume(Path(volume), dataset))
+        region = parse_roi(roi, opened.size) if roi else None
+        source = Source(opened, roi=region, border=border, network=trained.network, allow_nan=allow_nan)
+        job = {
+            "network": trained.network.sha256,
+            "weights": sha256(trained.weights),
+            "volume": opened.identity(),
+            "roi": roi or "",
+            "border": border,
+            "output_dtype": output_dtype,
+            "allow_nan": allow_nan,
+        }
+        output = stack.enter_context(
+            Output(
+                target,
+                volume=Path(volume),
+                shape=(trained.network.output_channels, *source.output),
+                dtype=np.dtype(output_dtype),
+                mode="overwrite" if overwrite else "resume" if resume else "new",
+                job=job,
+            )
+        )
+        begun = output.header
+        if begun is None:
+            wisdom.load(machine)
+            wanted = limits_of(machine, ram, threads)
+            if plan is None:
+                chosen = make_plan(
+                    trained.network,
+                    source.output,
+                    machine,
+                    wanted,
+                    itemsize_in=opened.dtype.itemsize,
+                    itemsize_out=np.dtype(output_dtype).itemsize,
+                    patch=patch,
+                    only=only,
+                )
+            else:
+                chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+                chosen.check_runs(trained.network, machine)
+        else:
+            _check_same_kernels(begun, machine)
+            import_wisdom(begun.wisdom)
+            chosen = Plan.from_json(begun.plan)
+        columns = cover(source.output, chosen.patch_out)
+        crew = stack.enter_context(Crew(chosen.limits.threads))
+        session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
+        warnings = [warning for warning in (machine.blas_warning, wisdom.save(machine)) if warning]
+        if begun is None:
+            header = JournalHeader(
+                job=job, plan=chosen.to_json(), wisdom=export_wisdom(), blas=machine.blas, columns=len(columns)
+            )
+            output.begin(header, _attributes(trained.network, source, job, chosen))
+        timings = pipeline.run(session, crew, source, output, columns, progress)
+        output.complete()
+    return Report(
+        output=target,
+        voxels=prod(source.output),
+        computed=timings.voxels,
+        seconds=time.perf_counter() - started,
+        stage_seconds=timings.stage_seconds,
+        peak_bytes=peak_bytes(),
+        plan=chosen,
+        blas=machine.blas,
+        warnings=tuple(warnings),
+    )
+
+
+def default_output(volume: Path, network: str) -> Path:
+    """Beside the volume: `<volume>_<network>.h5`."""
+    return volume.with_name(f"{volume.stem}_{network}.h5")
+
+
+def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """What the output says of itself: where it lies in the volume, and what made it."""
+    return {
+        "offset": np.array(source.offset, np.int64),
+        "field_of_view": np.array(network.field_of_view, np.int64),
+        "network": network.name,
+        "network_sha256": network.sha256,
+        "weights_sha256": job["weights"],
+        "volume": json.dumps(job["volume"]),
+        "roi": job["roi"],
+        "border": job["border"],
+        "plan": plan.to_json(),
+        "znnpy_version": znnpy.__version__,
+    }
+
+
+def _check_same_kernels(begun: JournalHeader, machine: Machine) -> None:
+    """Rounding depends on the BLAS kernels: a resumed run must use those it began with."""
+    if begun.blas != machine.blas:
+        kernels = begun.blas.rpartition(" ")[2]
+        raise ResumeError(
+            f"the run began with BLAS kernels {begun.blas}, and this process runs {machine.blas}, which round "
+            f"differently; set OPENBLAS_CORETYPE={kernels} and resume, or start again with --overwrite"
+        )
+
+
+def peak_bytes() -> int:
+    """Most resident memory this process ever had (getrusage: KiB on Linux, bytes on macOS)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,96 @@
+"""A network with its weights, to call on numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import NetworkFileError
+from znnpy.formats.networks import NetworkFile, read_network
+from znnpy.formats.weights import read_weights
+from znnpy.kernels.cpu.crew import Crew
+from znnpy.machine import limits_of, this_machine
+from znnpy.network import ConvWeights, Network
+from znnpy.patches import cover
+from znnpy.planner.search import make_plan
+from znnpy.run.session import Session
+from znnpy.shapes import Vec3
+from znnpy.volume.array import ArrayVolume
+from znnpy.volume.source import Source
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """Layers and weights. Calling it gives the dense prediction of an array."""
+
+    network: Network
+    weights: tuple[ConvWeights, ...]
+
+    def __call__(
+        self,
+        array: npt.NDArray[Any],
+        *,
+        border: str = "valid",
+        ram: int | str | None = None,
+        threads: int | None = None,
+        patch: Vec3 | None = None,
+        only: Sequence[str] = (),
+    ) -> npt.NDArray[np.float32]:
+        """Dense prediction of a volume that fits into memory.
+
+        array    (z, y, x) or (c, z, y, x), any integer or float dtype: grey values as the network file's `normalise` means.
+        border   "valid": the output is field of view - 1 smaller; "reflect": as large as the input.
+        ram      limit for the whole process, bytes or "2G"; threads, patch, only: as for `znnpy.infer`.
+        Returns  (maps, z, y, x) float32.
+
+        ShapeError when the array is smaller than the field of view, VolumeError for a dtype or values that cannot be
+        used, NoPlanError when nothing fits into `ram`.
+        """
+        machine = this_machine()
+        limits = limits_of(machine, ram, threads)
+        volume = ArrayVolume(array)
+        source = Source(volume, roi=None, border=border, network=self.network, allow_nan=False)
+        plan = make_plan(
+            self.network,
+            source.output,
+            machine,
+            limits,
+            itemsize_in=volume.dtype.itemsize,
+            itemsize_out=4,
+            patch=patch,
+            only=only,
+        )
+        result = np.empty((self.network.output_channels, *source.output), np.float32)
+        raw = np.empty((volume.channels, *plan.patch_in), volume.dtype)
+        out = np.empty((self.network.output_channels, *plan.patch_out), np.float32)
+        with Crew(limits.threads) as crew, Session(plan, self.network, self.weights, crew) as session:
+            for column in cover(source.output, plan.patch_out):
+                for step in column.steps:
+                    source.read(step.out.lo, raw)
+                    session.run(raw, out)
+                    kept = step.write.shifted((-step.out.lo[0], -step.out.lo[1], -step.out.lo[2]))
+                    result[(slice(None), *step.write.slices)] = out[(slice(None), *kept.slices)]
+        return result
+
+
+def load_network(where: str | Path, weights: str | Path | None = None) -> TrainedNetwork:
+    """Read a network file (.yaml, .znni, or the name of one that ships) and its weights.
+
+    `weights` overrides the file that the network names. NetworkFileError says what is wrong with either.
+    """
+    return load_trained(read_network(where), weights)
+
+
+def load_trained(file: NetworkFile, weights: str | Path | None = None) -> TrainedNetwork:
+    """The network of `file` with `weights`, or with those that the file names."""
+    path = Path(weights) if weights is not None else file.weights
+    if path is None:
+        raise NetworkFileError(
+            f"{file.path} names no weights, and none were given; add `weights: FILE.npz` to it or give --weights FILE.npz"
+        )
+    return TrainedNetwork(file.network, read_weights(path, file.network))
