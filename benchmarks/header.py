@@ -30,7 +30,9 @@ def machine_header() -> dict[str, Any]:
 
     machine = this_machine()
     root = Path(__file__).parents[1]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
     return {
         "processor": machine.processor,
         "simd": machine.simd,

@@ -20,9 +20,9 @@ from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.cpu.crew import Crew
 from znnpy.kernels.cpu.fft import export_wisdom, import_wisdom
-from znnpy.machine import Machine, limits_of, this_machine
+from znnpy.machine import Machine, limits_of, parse_bytes, this_machine
 from znnpy.network import Network
-from znnpy.patches import cover
+from znnpy.patches import Box, cover
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
@@ -124,10 +124,13 @@ def infer(
             "network": trained.network.sha256,
             "weights": sha256(trained.weights),
             "volume": opened.identity(),
-            "roi": roi or "",
+            "roi": _roi_text(region),
             "border": border,
             "output_dtype": output_dtype,
             "allow_nan": allow_nan,
+            "threads": threads,
+            "patch": patch,
+            "only": sorted(only),
         }
         output = stack.enter_context(
             Output(
@@ -155,12 +158,12 @@ def infer(
                     only=only,
                 )
             else:
-                chosen = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+                chosen = _load_plan(plan)
                 chosen.check_runs(trained.network, machine)
         else:
-            _check_same_kernels(begun, machine)
             import_wisdom(begun.wisdom)
             chosen = Plan.from_json(begun.plan)
+            _check_goes_on(begun, chosen, machine, plan, ram)
         columns = cover(source.output, chosen.patch_out)
         crew = stack.enter_context(Crew(chosen.limits.threads))
         session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
@@ -206,14 +209,32 @@ def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Pla
     }
 
 
-def _check_same_kernels(begun: JournalHeader, machine: Machine) -> None:
-    """Rounding depends on the BLAS kernels: a resumed run must use those it began with."""
+def _check_goes_on(
+    begun: JournalHeader, chosen: Plan, machine: Machine, plan: str | Path | Plan | None, ram: int | str | None
+) -> None:
+    """A resumed run keeps its plan and BLAS kernels, because rounding depends on both: refuse what asks for others."""
     if begun.blas != machine.blas:
         kernels = begun.blas.rpartition(" ")[2]
         raise ResumeError(
             f"the run began with BLAS kernels {begun.blas}, and this process runs {machine.blas}, which round "
             f"differently; set OPENBLAS_CORETYPE={kernels} and resume, or start again with --overwrite"
         )
+    if ram is not None and parse_bytes(ram) < chosen.memory.peak:
+        raise ResumeError(
+            f"the run began with a plan that needs {chosen.memory.peak} bytes, and --ram allows {parse_bytes(ram)}; "
+            "allow as much, or start again with --overwrite"
+        )
+    if plan is not None and _load_plan(plan) != chosen:
+        raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
+
+
+def _load_plan(plan: str | Path | Plan) -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+
+
+def _roi_text(region: Box | None) -> str:
+    """`z0:z1,y0:y1,x0:x1`, however it was typed; empty for the whole volume."""
+    return ",".join(f"{lo}:{hi}" for lo, hi in zip(region.lo, region.hi, strict=True)) if region else ""
 
 
 def peak_bytes() -> int:

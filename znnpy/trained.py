@@ -43,7 +43,7 @@ class TrainedNetwork:
     ) -> npt.NDArray[np.float32]:
         """Dense prediction of a volume that fits into memory.
 
-        array    (z, y, x) or (c, z, y, x), any integer or float dtype: grey values as the network file's `normalise` means.
+        array    (z, y, x) or (c, z, y, x), any integer or float dtype: grey values, before the network's `normalise`.
         border   "valid": the output is field of view - 1 smaller; "reflect": as large as the input.
         ram      limit for the whole process, bytes or "2G"; threads, patch, only: as for `znnpy.infer`.
         Returns  (maps, z, y, x) float32.
@@ -91,6 +91,6 @@ def load_trained(file: NetworkFile, weights: str | Path | None = None) -> Traine
     path = Path(weights) if weights is not None else file.weights
     if path is None:
         raise NetworkFileError(
-            f"{file.path} names no weights, and none were given; add `weights: FILE.npz` to it or give --weights FILE.npz"
+            f"{file.path} names no weights, and none were given; add `weights: FILE.npz` to it or give --weights FILE"
         )
     return TrainedNetwork(file.network, read_weights(path, file.network))

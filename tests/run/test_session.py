@@ -1,0 +1,126 @@
+"""Sessions against the float64 sliding window: odd networks, several patch shapes, every primitive, 1 and 2 threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
+from znnpy.formats.weights import random_weights
+from znnpy.kernels.reference import dense_by_sliding
+from znnpy.kernels.table import TABLE
+from znnpy.network import Conv, Maxout, MaxFilter, Network, Normalise, Pool
+from znnpy.trained import TrainedNetwork
+
+NETWORKS = (
+    Network("pool between", 1, (Conv((2, 3, 2), 5, "relu"), Pool((2, 2, 2)), Conv((3, 2, 3), 3, "tanh"))),
+    Network("pool first", 1, (Pool((2, 1, 3)), Conv((3, 3, 2), 4, "relu"), Conv((1, 1, 1), 2, "softmax"))),
+    Network("pool last", 2, (Conv((3, 1, 2), 6, "relu"), Pool((1, 2, 2)))),
+    Network("pool after pool", 1, (Conv((2, 2, 2), 4, "relu"), Pool((2, 2, 1)), Pool((1, 3, 2)), Conv((2, 2, 2), 3))),
+    Network("windows of 3 and 5", 1, (Conv((2, 2, 2), 3, "relu"), Pool((3, 1, 5)), Conv((2, 3, 2), 2, "sigmoid"))),
+    Network("2D", 3, (Conv((1, 4, 4), 8, "relu"), Maxout(2), Pool((1, 2, 2)), Conv((1, 3, 2), 2, "sigmoid"))),
+    Network("max-filter", 1, (Conv((2, 2, 2), 4, "relu"), MaxFilter((2, 3, 1)), Pool((2, 2, 2)), Conv((2, 2, 2), 2))),
+    Network("one voxel of view", 1, (Conv((1, 1, 1), 3, "sigmoid"),)),
+    Network("normalised", 2, (Conv((2, 2, 3), 3, "relu"), Conv((2, 2, 2), 1)), Normalise((100.0, 3.0), (33.0, 0.5))),
+)
+
+
+def some_volume(network: Network, seed: int) -> np.ndarray:
+    """A little more than the field of view, different along each axis, not a multiple of anything."""
+    fov = network.field_of_view
+    size = (fov[0] + 4, fov[1] + 6, fov[2] + 8)
+    return np.random.default_rng(seed).integers(0, 256, (network.input_channels, *size), np.uint8)
+
+
+def definition(trained: TrainedNetwork, volume: np.ndarray) -> np.ndarray:
+    """(maps, z, y, x) float64, by sliding the window."""
+    network = trained.network
+    x = np.moveaxis(volume, 0, -1).astype(np.float64)
+    if network.normalise:
+        x = (x - np.array(network.normalise.mean)) / np.array(network.normalise.std)
+    return np.moveaxis(dense_by_sliding(network, trained.weights, x[None])[0], -1, 0)
+
+
+def assert_dense(got: np.ndarray, exact: np.ndarray) -> None:
+    assert got.shape == exact.shape
+    assert np.isfinite(got).all()
+    scale = max(1.0, float(np.sqrt(np.mean(exact**2))))
+    assert np.abs(got - exact).max() <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda n: n.name)
+def test_equals_the_sliding_window_for_any_patch(network: Network) -> None:
+    trained = TrainedNetwork(network, random_weights(network, seed=3))
+    volume = some_volume(network, seed=11)
+    exact = definition(trained, volume)
+    period, whole = network.period, network.round_up(exact.shape[1:])
+    patches = {
+        None,  # what the planner likes best
+        period,  # the smallest there is
+        whole,  # the volume in one piece, reaching beyond it
+        (whole[0], period[1], 2 * period[2]),
+        (2 * period[0], whole[1], period[2]),
+    }
+    for patch in patches:
+        assert_dense(trained(volume, patch=patch, threads=2), exact)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("primitive", [p.name for p in TABLE if p.kind == "conv"])
+def test_every_primitive_gives_the_same_prediction(primitive: str, threads: int) -> None:
+    network = NETWORKS[0]
+    trained = TrainedNetwork(network, random_weights(network, seed=5))
+    volume = some_volume(network, seed=12)
+    assert_dense(trained(volume, only=[primitive], threads=threads), definition(trained, volume))
+
+
+def test_reflecting_borders_give_an_output_as_large_as_the_input() -> None:
+    network = NETWORKS[3]  # an even field of view along z: 5, 8, 5
+    trained = TrainedNetwork(network, random_weights(network, seed=6))
+    volume = some_volume(network, seed=13)
+    before = [(fov - 1) // 2 for fov in network.field_of_view]
+    after = [fov - 1 - b for fov, b in zip(network.field_of_view, before, strict=True)]
+    padded = np.pad(volume, [(0, 0), *zip(before, after, strict=True)], mode="reflect")
+    assert_dense(trained(volume, border="reflect"), definition(trained, padded))
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", "f2", ">f4", "f8"])
+def test_any_real_dtype_is_normalised_alike(dtype: str) -> None:
+    network = Network("n", 1, (Conv((2, 2, 2), 2, "none"),), Normalise((130.0,), (33.5,)))
+    trained = TrainedNetwork(network, random_weights(network, seed=7))
+    volume = some_volume(network, seed=14)
+    assert_dense(trained(volume.astype(dtype)), definition(trained, volume))
+
+
+def test_large_offsets_do_not_cost_digits() -> None:
+    """Grey values near 2^30 with a spread of 100: float32 alone would leave one digit."""
+    network = Network("n", 1, (Conv((2, 2, 2), 2, "none"),), Normalise((2.0**30,), (33.5,)))
+    trained = TrainedNetwork(network, random_weights(network, seed=8))
+    volume = some_volume(network, seed=15).astype(np.int32) + 2**30
+    assert_dense(trained(volume), definition(trained, volume))
+
+
+def test_an_overflow_names_its_layer() -> None:
+    network = Network("n", 1, (Conv((2, 2, 2), 2, "relu"), Conv((1, 1, 1), 2, "relu"), Conv((2, 2, 2), 1, "sigmoid")))
+    weights = random_weights(network, seed=9)
+    weights[1].weight[:] = 3e38
+    volume = some_volume(network, seed=16)
+    with pytest.raises(ValuesOverflowError, match=r"^layer 1 \(conv 1x1x1 -> 2 relu\): "):
+        TrainedNetwork(network, weights)(volume)
+
+
+def test_nan_in_the_array_is_counted_and_located() -> None:
+    network = NETWORKS[0]
+    volume = some_volume(network, seed=17).astype(np.float32)
+    volume[0, 2, 3, 4] = np.nan
+    volume[0, 3, 3, 4] = np.inf
+    with pytest.raises(VolumeError, match=r"2 .*\(2, 3, 4\)"):
+        TrainedNetwork(network, random_weights(network, seed=1))(volume)
+
+
+def test_a_volume_smaller_than_the_field_of_view_says_by_how_much() -> None:
+    network = NETWORKS[0]
+    fov = network.field_of_view
+    volume = np.zeros((fov[0], fov[1] - 2, fov[2]), np.uint8)
+    with pytest.raises(ShapeError, match="at least 2 more voxels"):
+        TrainedNetwork(network, random_weights(network, seed=1))(volume)
