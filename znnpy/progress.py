@@ -1,0 +1,70 @@
+"""A run as it goes: a bar with time left on a terminal, plain lines in a log. Always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from znnpy.run.pipeline import Event
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def show() -> Iterator[Callable[[Event], None]]:
+    """A callback for `znnpy.infer`, drawn while the context is open."""
+    if sys.stderr.isatty():
+        with _bar() as callback:
+            yield callback
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Event], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    console = Console(stderr=True)
+    with Progress(BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), console=console) as progress:
+        task = progress.add_task("preparing", total=None)
+
+        def draw(event: Event) -> None:
+            progress.update(task, total=event.voxels, completed=event.voxels_done, description=describe(event))
+
+        yield draw
+
+
+def _lines() -> Callable[[Event], None]:
+    last = time.monotonic()
+
+    def write(event: Event) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if event.columns_done == event.columns or now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            print(f"{event.voxels_done / event.voxels:4.0%}  {describe(event)}", file=sys.stderr, flush=True)
+
+    return write
+
+
+def describe(event: Event) -> str:
+    """Columns, speed, time left, and the seconds each stage has worked."""
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in event.stage_seconds.items())
+    speed = event.voxels_done / event.seconds if event.seconds else 0.0
+    left = f"{duration((event.voxels - event.voxels_done) / speed)} left" if speed else "time left unknown"
+    return f"{event.columns_done}/{event.columns} columns, {speed:,.0f} voxels/s, {left} ({stages})"
+
+
+def duration(seconds: float) -> str:
+    """`4 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

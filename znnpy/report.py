@@ -1,0 +1,80 @@
+"""What a run did, each figure beside what its plan predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from znnpy.planner.plan import Plan
+from znnpy.shapes import text
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished run: where its output is, how long it took, what it held in memory."""
+
+    output: Path
+    voxels: int  # of the dense output, per map
+    computed: int  # of them in this run; fewer than `voxels` after a resume
+    seconds: float  # from opening the volume to renaming the output: planning and preparation included
+    stage_seconds: Mapping[str, float]  # reading, computing, writing; they overlap
+    peak_bytes: int  # most resident memory the process ever had
+    plan: Plan
+    blas: str  # kernels of the matrix products, e.g. `openblas SkylakeX`
+    warnings: tuple[str, ...]
+    precision: str = "fp32"
+
+    @property
+    def voxels_per_second(self) -> float:
+        """Output voxels computed per second of this run."""
+        return self.computed / self.seconds
+
+    @property
+    def predicted_seconds(self) -> float:
+        """What the plan predicts for the voxels computed in this run."""
+        return self.plan.seconds * self.computed / self.voxels
+
+    def lines(self) -> list[str]:
+        """The report in words, one line each."""
+        resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
+        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.stage_seconds.items())
+        return [
+            f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
+            f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.plan.voxels_per_second:,.0f})",
+            f"time       {self.seconds:.1f} s (plan: {self.predicted_seconds:.1f} s)",
+            f"memory     {self.peak_bytes / MIB:,.0f} MiB at the peak (plan: {self.plan.memory.peak / MIB:,.0f} MiB, "
+            f"limit: {self.plan.limits.ram_bytes / MIB:,.0f} MiB)",
+            f"stages     {stages} (side by side)",
+            f"patches    {self.plan.patches} of {text(self.plan.patch_out)}, {self.plan.limits.threads} threads",
+            f"precision  {self.precision}, BLAS kernels {self.blas}",
+            *(f"warning: {warning}" for warning in self.warnings),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The report for machines: plain dictionaries, numbers and text."""
+        return {
+            "output": str(self.output),
+            "shape": list(self.plan.output),
+            "voxels": self.voxels,
+            "computed": self.computed,
+            "seconds": self.seconds,
+            "voxels_per_second": self.voxels_per_second,
+            "stage_seconds": dict(self.stage_seconds),
+            "peak_bytes": self.peak_bytes,
+            "predicted": {
+                "seconds": self.predicted_seconds,
+                "voxels_per_second": self.plan.voxels_per_second,
+                "peak_bytes": self.plan.memory.peak,
+            },
+            "ram_bytes": self.plan.limits.ram_bytes,
+            "threads": self.plan.limits.threads,
+            "patch": list(self.plan.patch_out),
+            "primitives": [choice.primitive for choice in self.plan.choices],
+            "precision": self.precision,
+            "blas": self.blas,
+            "warnings": list(self.warnings),
+        }
