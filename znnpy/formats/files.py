@@ -1,0 +1,68 @@
+"""Files that a user names: there and readable, or an error that helps to find the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from reprlib import Repr
+
+from znnpy.errors import NetworkFileError
+
+LARGEST = 10**6  # sizes and counts in a file, and the field of view that follows from them
+COUNT = f"a whole number from 1 to {LARGEST}"
+
+_SHORT = Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+def came(value: object) -> str:
+    """`value` as a message shows it: short, whatever it is."""
+    return "empty" if value is None else _SHORT.repr(value)
+
+
+def near(word: object, known: Iterable[str]) -> str:
+    """What to do about an unknown word: take one of the near ones if there are any, else one of all."""
+    names = {name.lower(): name for name in known}
+    matches = get_close_matches(str(word).lower(), names, n=3)
+    if matches:
+        return f"did you mean {' or '.join(names[match] for match in matches)}?"
+    return f"use one of {', '.join(names.values())}"
+
+
+def require_file(path: Path, what: str, suffixes: Sequence[str], also: Sequence[str] = ()) -> None:
+    """NetworkFileError unless `path` is a file with one of the suffixes; OSError when that cannot be found out.
+
+    what      what the file is to hold, for the message: "network", "weights"
+    also      further names that could have been meant, beside the files in the folder
+    """
+    accepted = " or ".join(suffixes)
+    if path.is_dir():
+        names = _names(path, suffixes)
+        inside = f"give one of the files in it: {', '.join(names)}" if names else f"no {accepted} file is in it"
+        raise NetworkFileError(f"{path} is a folder, not a {what} file; {inside}")
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise NetworkFileError(f"there is no {what} file {path}: its folder does not exist; correct the path")
+        names = [*_names(path.parent, suffixes), *also]
+        hint = near(path.name, names) if names else f"no {accepted} file is in that folder; correct the path"
+        raise NetworkFileError(f"there is no {what} file {path}; {hint}")
+    if path.suffix.lower() not in suffixes:
+        raise NetworkFileError(
+            f"{path} cannot be a {what} file by its name, which must end in {accepted}; give such a file"
+        )
+    if not path.is_file():
+        raise NetworkFileError(f"{path} is a device or a pipe, not a {what} file; give a file on disk")
+
+
+def cannot_read(path: Path, error: OSError) -> NetworkFileError:
+    return NetworkFileError(f"cannot read {path}: {error.strerror or error}; check its permissions and the disk")
+
+
+def _names(folder: Path, suffixes: Sequence[str]) -> list[str]:
+    """Names of the files in `folder` that have one of the suffixes; none when it may not be listed."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in suffixes)
+    except PermissionError:
+        return []

@@ -1,0 +1,246 @@
+"""The grammar of network.yaml.
+
+Each mapping in the file is an entry: a pydantic model whose descriptions say what is accepted and whose examples say
+what to write. Messages are made from these, so that none of pydantic's reach a user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from yaml.constructor import ConstructorError
+
+from znnpy.errors import NetworkFileError
+from znnpy.formats.files import COUNT, LARGEST, came, near
+from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
+from znnpy.shapes import ACTIVATIONS, Activation, Vec3
+
+FLOAT32_MAX = 3.4028234e38
+FLOAT32_TINY = 1.1754944e-38
+LONGEST_NUMBER = 30  # digits
+
+
+class Parsed(NamedTuple):
+    """What a network.yaml says; `weights` is relative to it, `field_of_view` not yet compared with the layers."""
+
+    network: Network
+    weights: str | None
+    field_of_view: Vec3 | None
+
+
+def _triple(value: object) -> object:
+    """A scalar size means a cube; YAML lists are tuples here."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value if isinstance(value, bool) else (value,) * 3
+
+
+def _sequence(value: object) -> object:
+    """A scalar means the same for every channel."""
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Size = Annotated[tuple[Count, Count, Count], BeforeValidator(_triple)]
+Mean = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
+Std = Annotated[float, Field(ge=FLOAT32_TINY, le=FLOAT32_MAX, allow_inf_nan=False)]
+Words = Annotated[str, Field(min_length=1, pattern=r"^\P{C}+$")]  # no control characters: it becomes an attribute
+
+_SIZE = f"{COUNT} or three of them, [z, y, x]"
+_ONE_LINE = "text on one line"
+
+
+class _Entry(BaseModel):
+    """A mapping in the file. Each field's description says what is accepted, its example what to write."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @classmethod
+    def example(cls, *keys: str) -> str:
+        """How to write these keys, or all that are required."""
+        chosen = keys or tuple(key for key, field in cls.model_fields.items() if field.is_required())
+        return ", ".join(f"{key}: {(cls.model_fields[key].examples or ['...'])[0]}" for key in chosen)
+
+
+class _ConvEntry(_Entry):
+    type: Literal["conv"]
+    kernel: Size = Field(description=_SIZE, examples=["[3, 3, 3]"])
+    out: Count = Field(description=f"{COUNT} (maps)", examples=["16"])
+    activation: Activation = Field("none", description=f"one of {', '.join(ACTIVATIONS)}", examples=["relu"])
+
+    def layer(self) -> Layer:
+        return Conv(self.kernel, self.out, self.activation)
+
+
+class _PoolEntry(_Entry):
+    type: Literal["pool"]
+    window: Size = Field(description=_SIZE, examples=["[2, 2, 2]"])
+
+    def layer(self) -> Layer:
+        return Pool(self.window)
+
+
+class _MaxFilterEntry(_Entry):
+    type: Literal["maxfilter"]
+    window: Size = Field(description=_SIZE, examples=["[2, 2, 2]"])
+
+    def layer(self) -> Layer:
+        return MaxFilter(self.window)
+
+
+class _MaxoutEntry(_Entry):
+    type: Literal["maxout"]
+    of: Count = Field(description=f"{COUNT} (maps in a group)", examples=["2"])
+
+    def layer(self) -> Layer:
+        return Maxout(self.of)
+
+
+_LAYERS: dict[str, type[_ConvEntry | _PoolEntry | _MaxFilterEntry | _MaxoutEntry]] = {
+    "conv": _ConvEntry,
+    "pool": _PoolEntry,
+    "maxfilter": _MaxFilterEntry,
+    "maxout": _MaxoutEntry,
+}
+
+
+class _NormaliseEntry(_Entry):
+    mean: Annotated[tuple[Mean, ...], BeforeValidator(_sequence)] = Field(
+        description="a finite number or one per input channel", examples=["130.0"]
+    )
+    std: Annotated[tuple[Std, ...], BeforeValidator(_sequence)] = Field(
+        description="a finite number above 0 or one per input channel", examples=["33.5"]
+    )
+
+
+class _NetworkEntry(_Entry):
+    name: Words | None = Field(None, description=_ONE_LINE, examples=["my_network"])
+    description: str = Field("", description="text", examples=["what it was trained for"])
+    input_channels: Count = Field(description=COUNT, examples=["1"])
+    normalise: Any = None  # a _NormaliseEntry or empty, checked on its own
+    weights: Words | None = Field(None, description=f"the path of a file, as {_ONE_LINE}", examples=["my_network.npz"])
+    layers: list[Any] = Field(  # of _LAYERS, each checked on its own
+        min_length=1,
+        description="a list of at least one layer",
+        examples=["[{type: conv, kernel: [3, 3, 3], out: 1}]"],
+    )
+    field_of_view: Size | None = Field(None, description=_SIZE, examples=["[27, 27, 27]"])
+
+
+AnyEntry = TypeVar("AnyEntry", bound=_Entry)
+
+
+def _check(entry: type[AnyEntry], raw: object, where: str) -> AnyEntry:
+    """`raw` as an entry; NetworkFileError for the first thing wrong in it. `where` goes in front of the message."""
+    if not isinstance(raw, dict):
+        raise NetworkFileError(f"{where}expected a mapping, not {came(raw)}; write {entry.example()}")
+    for key in raw:
+        if key not in entry.model_fields:
+            raise NetworkFileError(f"{where}unknown key {came(key)}; {near(key, entry.model_fields)}")
+    for key, field in entry.model_fields.items():
+        if field.is_required() and key not in raw:
+            raise NetworkFileError(f"{where}{key} is missing; add for example {entry.example(key)}")
+    try:
+        return entry.model_validate(raw)
+    except ValidationError as error:
+        key = str(error.errors(include_url=False)[0]["loc"][0])
+        raise NetworkFileError(
+            f"{where}{key} is {came(raw[key])}, but must be {entry.model_fields[key].description}; "
+            f"write for example {entry.example(key)}"
+        ) from None
+
+
+def parse(content: str, name: str) -> Parsed:
+    """The network in a network.yaml, called `name` unless it names itself.
+
+    NetworkFileError for the first mistake; ShapeError when a maxout does not divide its maps.
+    """
+    raw = _load(content)
+    if not isinstance(raw, dict):
+        raise NetworkFileError(
+            f"the file is {came(raw)}, but must be a mapping; write at least {_NetworkEntry.example()}"
+        )
+    entry = _check(_NetworkEntry, raw, "")
+    layers = tuple(_layer(index, layer) for index, layer in enumerate(entry.layers))
+    normalise = _normalise(entry.normalise, entry.input_channels)
+    network = Network(entry.name or name, entry.input_channels, layers, normalise)
+    return Parsed(network, entry.weights, entry.field_of_view)
+
+
+def _layer(index: int, raw: object) -> Layer:
+    kinds = ", ".join(_LAYERS)
+    if not isinstance(raw, dict):
+        raise NetworkFileError(
+            f"layer {index} is {came(raw)}, but must be a mapping such as {{type: pool, window: [2, 2, 2]}}"
+        )
+    if "type" not in raw:
+        raise NetworkFileError(f"layer {index}: type is missing; add one of {kinds}")
+    kind = raw["type"]
+    if not isinstance(kind, str) or kind not in _LAYERS:
+        raise NetworkFileError(f"layer {index}: type is {came(kind)}, which is no layer; {near(kind, _LAYERS)}")
+    return _check(_LAYERS[kind], raw, f"layer {index} ({kind}): ").layer()
+
+
+def _normalise(raw: object, channels: int) -> Normalise | None:
+    if raw is None:
+        return None
+    entry = _check(_NormaliseEntry, raw, "normalise: ")
+    mean, std = entry.mean, entry.std
+    for key, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels):
+            raise NetworkFileError(
+                f"normalise: {key} has {len(values)} values for input_channels: {channels}; "
+                "write one number, or one per channel"
+            )
+    return Normalise(mean * (channels // len(mean)), std * (channels // len(std)))
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses duplicate keys, and reads 1e-3 as a number (YAML 1.2) rather than as text."""
+
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and len(node.value) > LONGEST_NUMBER:
+            raise ConstructorError(None, None, f"a number of {len(node.value)} digits", node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError):  # "!!int three", "!!bool maybe"
+            raise ConstructorError(None, None, f"{came(node.value)} is no {node.tag}", node.start_mark) from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise ConstructorError(None, None, f"key {came(key.value)} is given twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _load(content: str) -> object:
+    try:
+        return yaml.load(content, _Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise NetworkFileError(f"{at}not valid YAML: {error.problem or error.context}; correct it there") from None
+    except yaml.reader.ReaderError as error:
+        raise NetworkFileError(
+            f"not valid YAML: character {error.character!r} at position {error.position}; delete it"
+        ) from None
+    except RecursionError:
+        raise NetworkFileError("not valid YAML for a network: lists nested too deeply; flatten them") from None

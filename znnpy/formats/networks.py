@@ -1,0 +1,93 @@
+"""Networks from files: `network.yaml`, ZNNi's `.znni`, and the ones that ship with the package.
+
+Every mistake in a file is a NetworkFileError of one sentence: where, what came, what is accepted, what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from znnpy.errors import NetworkFileError, ShapeError
+from znnpy.formats import network_yaml, network_znni
+from znnpy.formats.files import LARGEST, cannot_read, require_file
+from znnpy.network import Network
+from znnpy.shapes import text
+
+DEFAULT = "fib25_boundary"
+
+SUFFIXES = (".yaml", ".yml", ".znni")
+LARGEST_FILE = 2**20  # bytes; ten thousand layers are less: what is larger is no network
+
+
+@dataclass(frozen=True)
+class NetworkFile:
+    """A network as read, the weights file it names (which need not exist: `plan` needs none), and where it was."""
+
+    network: Network
+    weights: Path | None
+    path: Path
+
+
+def shipped() -> tuple[str, ...]:
+    """Names of the networks that come with the package; `read_network` takes them in place of a path."""
+    return tuple(sorted(path.stem for path in _shipped_folder().glob("*.yaml")))
+
+
+def read_network(where: str | Path) -> NetworkFile:
+    """The network in a .yaml, .yml or .znni file, or one that ships with the package when `where` is just its name.
+
+    NetworkFileError for whatever is wrong with the file.
+    """
+    path = Path(where)
+    try:
+        if not path.is_file() and str(where) in shipped():
+            path = _shipped_folder() / f"{where}.yaml"
+        require_file(path, "network", SUFFIXES, also=shipped())
+        content = _read_text(path)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    try:
+        if path.suffix.lower() == ".znni":
+            return NetworkFile(_within_limits(network_znni.parse(content, path.stem)), None, path)
+        parsed = network_yaml.parse(content, path.stem)
+        network = _within_limits(parsed.network)
+        if parsed.field_of_view not in (None, network.field_of_view):
+            raise NetworkFileError(
+                f"field_of_view is {text(parsed.field_of_view)}, but the layers give {text(network.field_of_view)}; "
+                "correct the layers, or delete the line"
+            )
+        return NetworkFile(network, path.parent / parsed.weights if parsed.weights else None, path)
+    except NetworkFileError as error:
+        raise error.with_context(str(path)) from None
+    except ShapeError as error:
+        raise NetworkFileError(f"{path}: {error}; change the group, or the maps that come before it") from None
+
+
+def _within_limits(network: Network) -> Network:
+    if max(network.field_of_view) > LARGEST:
+        raise NetworkFileError(
+            f"the layers give a field of view of more than {LARGEST} voxels along an axis; correct kernels and windows"
+        )
+    return network
+
+
+def _shipped_folder() -> Path:
+    return Path(str(files("znnpy") / "networks"))
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as stream:
+        content = stream.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise NetworkFileError(
+            f"{path} is larger than {LARGEST_FILE} bytes, so it is no network file; give the file that lists the layers"
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise NetworkFileError(
+            f"{path} is not text: byte 0x{content[error.start]:02x} at position {error.start} is not UTF-8; "
+            "give the file that lists the layers, saved as UTF-8"
+        ) from None
