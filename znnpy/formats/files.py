@@ -11,6 +11,7 @@ from znnpy.errors import NetworkFileError
 
 LARGEST = 10**6  # sizes and counts in a file, and the field of view that follows from them
 COUNT = f"a whole number from 1 to {LARGEST}"
+MANY = 12  # names in a message
 
 _SHORT = Repr()
 _SHORT.maxlevel = 3
@@ -28,7 +29,8 @@ def near(word: object, known: Iterable[str]) -> str:
     matches = get_close_matches(str(word).lower(), names, n=3)
     if matches:
         return f"did you mean {' or '.join(names[match] for match in matches)}?"
-    return f"use one of {', '.join(names.values())}"
+    shown = [*names.values()]
+    return f"use one of {', '.join(shown[:MANY])}{' ...' if len(shown) > MANY else ''}"
 
 
 def require_file(path: Path, what: str, suffixes: Sequence[str], also: Sequence[str] = ()) -> None:
@@ -40,7 +42,7 @@ def require_file(path: Path, what: str, suffixes: Sequence[str], also: Sequence[
     accepted = " or ".join(suffixes)
     if path.is_dir():
         names = _names(path, suffixes)
-        inside = f"give one of the files in it: {', '.join(names)}" if names else f"no {accepted} file is in it"
+        inside = f"give a file in it; {near(path.name, names)}" if names else f"no {accepted} file is in it"
         raise NetworkFileError(f"{path} is a folder, not a {what} file; {inside}")
     if not path.exists():
         if not path.parent.is_dir():
@@ -63,6 +65,6 @@ def cannot_read(path: Path, error: OSError) -> NetworkFileError:
 def _names(folder: Path, suffixes: Sequence[str]) -> list[str]:
     """Names of the files in `folder` that have one of the suffixes; none when it may not be listed."""
     try:
-        return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in suffixes)
+        return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in suffixes and path.is_file())
     except PermissionError:
         return []

@@ -199,13 +199,15 @@ def _normalise(raw: object, channels: int) -> Normalise | None:
     return Normalise(mean * (channels // len(mean)), std * (channels // len(std)))
 
 
+# What JSON has, and merging (<<): a date is text here, and no object is ever built.
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses duplicate keys, and reads 1e-3 as a number (YAML 1.2) rather than as text."""
 
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
-        tag: make
-        for tag, make in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+        tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _TAGS
     }
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -226,6 +228,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if tag in _TAGS]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+0123456789.")
 )
@@ -236,8 +242,9 @@ def _load(content: str) -> object:
         return yaml.load(content, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
         at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise NetworkFileError(f"{at}not valid YAML: {error.problem or error.context}; correct it there") from None
+        raise NetworkFileError(f"{at}not valid YAML: {problem}; correct it there") from None
     except yaml.reader.ReaderError as error:
         raise NetworkFileError(
             f"not valid YAML: character {error.character!r} at position {error.position}; delete it"

@@ -48,8 +48,8 @@ def parse(content: str, name: str) -> Network:
         raise NetworkFileError(f"line {at}: INPUTS is {channels}, but must be {COUNT}; correct it")
     if count != len(rest):
         raise NetworkFileError(
-            f"line {at} says LAYERS:{count}, but {len(rest)} layers follow; write LAYERS:{len(rest)}, "
-            f"or {'delete lines' if len(rest) > count else 'add the missing lines'}"
+            f"line {at} says LAYERS:{count}, but the layer lines after it are {len(rest)}; write "
+            f"LAYERS:{len(rest)}, or {'delete what is too much' if len(rest) > count else 'add what is missing'}"
         )
     if not rest:
         raise NetworkFileError(f"line {at} says LAYERS:0, but a network needs at least one layer; add it")

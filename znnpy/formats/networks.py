@@ -6,7 +6,6 @@ Every mistake in a file is a NetworkFileError of one sentence: where, what came,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from znnpy.errors import NetworkFileError, ShapeError
@@ -16,6 +15,7 @@ from znnpy.network import Network
 from znnpy.shapes import text
 
 DEFAULT = "fib25_boundary"
+SHIPPED = Path(__file__).parent.parent / "networks"  # numpy and safetensors want real files, so no importlib.resources
 
 SUFFIXES = (".yaml", ".yml", ".znni")
 LARGEST_FILE = 2**20  # bytes; ten thousand layers are less: what is larger is no network
@@ -32,7 +32,7 @@ class NetworkFile:
 
 def shipped() -> tuple[str, ...]:
     """Names of the networks that come with the package; `read_network` takes them in place of a path."""
-    return tuple(sorted(path.stem for path in _shipped_folder().glob("*.yaml")))
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
 
 
 def read_network(where: str | Path) -> NetworkFile:
@@ -43,7 +43,7 @@ def read_network(where: str | Path) -> NetworkFile:
     path = Path(where)
     try:
         if not path.is_file() and str(where) in shipped():
-            path = _shipped_folder() / f"{where}.yaml"
+            path = SHIPPED / f"{where}.yaml"
         require_file(path, "network", SUFFIXES, also=shipped())
         content = _read_text(path)
     except OSError as error:
@@ -71,10 +71,6 @@ def _within_limits(network: Network) -> Network:
             f"the layers give a field of view of more than {LARGEST} voxels along an axis; correct kernels and windows"
         )
     return network
-
-
-def _shipped_folder() -> Path:
-    return Path(str(files("znnpy") / "networks"))
 
 
 def _read_text(path: Path) -> str:
