@@ -8,11 +8,11 @@ slab by slab, in bounded memory, and the first planes of a large one equal those
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,8 @@ from znnpy.shapes import Vec3, text
 if TYPE_CHECKING:
     from PIL import Image
 
-    from znnpy.infer import Progress
     from znnpy.report import Report
+    from znnpy.run.pipeline import Event
 
 Floats = npt.NDArray[np.float32]
 Greys = npt.NDArray[np.uint8]
@@ -63,8 +63,30 @@ class Demo:
     roc_auc: float  # of the prediction, against the generator's membranes
     report: Report
 
+    def lines(self) -> list[str]:
+        """In words, one line each, and what to try next."""
+        return [
+            *self.report.lines(),
+            f"membranes  found with ROC AUC {self.roc_auc:.3f} against {self.truth}",
+            f"picture    {self.picture}: raw | prediction | truth",
+            "next       check it: "
+            f"znnpy verify {self.prediction} {self.volume}    your own: znnpy infer VOLUME.h5 --network NETWORK.yaml",
+        ]
 
-def run(folder: Path, size: Vec3, *, seed: int = 0, overwrite: bool = False, progress: Progress | None = None) -> Demo:
+    def as_json(self) -> dict[str, Any]:
+        """For machines: plain dictionaries, numbers and text."""
+        paths = {name: str(getattr(self, name)) for name in ("volume", "truth", "prediction", "picture")}
+        return {**paths, "roc_auc": self.roc_auc, "report": self.report.as_json()}
+
+
+def run(
+    folder: Path,
+    size: Vec3,
+    *,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[Event], None] | None = None,
+) -> Demo:
     """Write `volume.h5` and `truth.h5` into `folder`, predict the volume with the shipped network, save `demo.png`.
 
     OutputError when the folder already holds one of them and `overwrite` is false.

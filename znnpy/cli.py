@@ -1,0 +1,333 @@
+"""The command line: words in, exit codes out. Everything else is a function of another room.
+
+Exit codes: 0 done · 1 an expected error, one sentence on stderr · 2 usage · 130 Ctrl-C · 143 SIGTERM.
+Loads no numpy: a resumed run first asks BLAS for the kernels it began with, and BLAS chooses them when numpy is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import click
+
+import znnpy
+from znnpy.errors import OutputError, ZnnpyError
+from znnpy.formats.networks import DEFAULT, read_network
+from znnpy.machine import parse_bytes
+from znnpy.shapes import Vec3
+from znnpy.volume.journal import default_output, read_header
+
+INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, unwinding like Ctrl-C so that finished work is kept."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated in the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Door(click.Command):
+    """A command whose expected errors are one sentence on stderr and an exit code; `--debug` adds the traceback."""
+
+    hint = ""  # what to do after an interruption
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
+
+    def invoke(self, ctx: click.Context) -> None:
+        debug = ctx.params.pop("debug")
+        try:
+            with _sigterm_raises():
+                super().invoke(ctx)
+                return
+        except KeyboardInterrupt as stop:
+            terminated = isinstance(stop, Terminated)
+            what = "stopped by SIGTERM" if terminated else "interrupted"
+            code = TERMINATED if terminated else INTERRUPTED
+            message = f"{what}; {self.hint}" if self.hint else what
+        except ZnnpyError as error:
+            code, message = 1, f"Error: {error}"
+        except MemoryError as error:
+            code = 1
+            message = f"Error: out of memory: {error or 'the system refused more'}; give a smaller --ram or --patch"
+        if debug:
+            traceback.print_exc()
+        click.echo(message, err=True)
+        ctx.exit(code)
+
+
+class _Resumable(_Door):
+    hint = "what was finished is kept: the same command with --resume (and without --overwrite) goes on from there"
+
+
+class _Size(click.ParamType):
+    """`2G`, `600M`: bytes in powers of 1024."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            size = parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if size < 1:
+            self.fail(f"{value!r} is {size} bytes: give a positive size such as 2G", param, ctx)
+        return size
+
+
+class _Voxels(click.ParamType):
+    """`Z,Y,X`: three positive counts."""
+
+    name = "z,y,x"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Vec3:
+        parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(map(str, value))
+        if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+            self.fail(f"{value!r} is not three positive counts of voxels Z,Y,X such as 64,128,128", param, ctx)
+        return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+class _Region(click.ParamType):
+    """`z0:z1,y0:y1,x0:x1`; only its form is checked here, its fit when the volume is open."""
+
+    name = "z0:z1,y0:y1,x0:x1"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"\d*:\d*,\d*:\d*,\d*:\d*", re.sub(r"\s", "", value)):
+            self.fail(f"{value!r} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:", param, ctx)
+        return str(value)
+
+
+FILE = click.Path(path_type=Path)
+
+
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of the help page."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+_limits = _together(
+    click.option("--ram", type=_Size(), help="Memory for the whole process, e.g. 16G [default: 3/4 of the machine's]."),
+    click.option("--threads", type=click.IntRange(min=1), help="Threads [default: every core it may use]."),
+    click.option("--patch", type=_Voxels(), help="Output patch instead of the best one, Z,Y,X."),
+    click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
+)
+_region = _together(
+    click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),
+    click.option("--roi", type=_Region(), help="Part of the volume, in voxels."),
+    click.option(
+        "--border",
+        type=click.Choice(["valid", "reflect"]),
+        default="valid",
+        show_default=True,
+        help="valid: no prediction nearer to a face than half the field of view; reflect: mirror there.",
+    ),
+    click.option(
+        "--output-dtype", type=click.Choice(["float32", "float16", "uint8"]), default="float32", show_default=True
+    ),
+)
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(znnpy.__version__, package_name="znnpy")
+def main() -> None:
+    """Run a trained 3D convolutional network over every position of a volume: exact, within memory, fast."""
+
+
+@main.command(cls=_Door)
+@click.argument("network", default=DEFAULT)
+@click.option("--volume", type=FILE, help="Plan for this volume.")
+@click.option("--shape", type=_Voxels(), help="Plan for a volume of this size, Z,Y,X.")
+@_region
+@_limits
+@click.option("--out", type=FILE, help="Write the plan here, for `znnpy infer --plan`.")
+@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
+@_json
+def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words: Any) -> None:
+    """Choose patch size and primitives for NETWORK, a file or the name of one that ships, and say why."""
+    if words["volume"] is not None and words["shape"] is not None:
+        raise click.UsageError("--volume and --shape both give a size: give one of them")
+    for needs_volume in ("dataset", "roi"):
+        if words[needs_volume] is not None and words["volume"] is None:
+            raise click.UsageError(f"--{needs_volume} is a part of a volume: give --volume too")
+    if overwrite and out is None:
+        raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
+    _check_primitives(words["only"])
+    from rich.console import Console
+
+    import znnpy.infer
+    from znnpy.machine import this_machine
+    from znnpy.planner.explain import explain
+
+    if out is not None and out.exists() and not overwrite:
+        raise OutputError(f"{out} exists already; give another --out, or --overwrite to replace it")
+    chosen = znnpy.infer.plan(network, **words)
+    if as_json:
+        predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
+        _print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
+    else:
+        Console().print(explain(chosen, read_network(network).network, this_machine()))
+    if out is not None:
+        _write_text(out, chosen.to_json())
+
+
+@main.command(cls=_Resumable)
+@click.argument("volume", type=FILE)
+@click.option("--network", default=DEFAULT, show_default=True, help="Network file, or the name of one that ships.")
+@click.option("--weights", type=FILE, help="Weights file [default: the one that the network file names].")
+@click.option("--plan", "plan_file", type=FILE, help="Plan that `znnpy plan --out` wrote [default: made now].")
+@click.option("--out", type=FILE, help="Output file [default: beside VOLUME].")
+@_region
+@click.option("--allow-nan", is_flag=True, help="Go on where the volume holds NaN or inf; NaN comes out there.")
+@click.option("--overwrite", is_flag=True, help="Replace the output, and whatever an unfinished run left of it.")
+@click.option("--resume", is_flag=True, help="Go on where a run stopped.")
+@_limits
+@_json
+def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, as_json: bool, **words: Any) -> None:
+    """Predict every position of VOLUME."""
+    if words["overwrite"] and words["resume"]:
+        raise click.UsageError("--overwrite starts again and --resume goes on: give one of them")
+    for fixed in ("ram", "threads", "patch", "only"):
+        if plan_file is not None and words[fixed]:
+            raise click.UsageError(f"--{fixed} is fixed by the plan: leave it out, or leave --plan out")
+    if words["resume"]:
+        _ask_for_same_kernels(out or default_output(volume, read_network(network).network.name))
+    _check_primitives(words["only"])
+    import znnpy.infer
+    from znnpy.progress import show
+
+    with show() as progress:
+        report = znnpy.infer.infer(volume, network, plan=plan_file, out=out, progress=progress, **words)
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        click.echo("\n".join(report.lines()))
+
+
+@main.command(cls=_Door)
+@click.argument("output", type=FILE)
+@click.argument("volume", type=FILE)
+@click.option("--network", help="Network file [default: the one that ships under the output's network name].")
+@click.option("--weights", type=FILE, help="Weights file [default: the one that the network file names].")
+@click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Voxels to recompute.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses the voxels.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1e-5,
+    show_default=True,
+    help="Largest difference allowed.",
+)
+@_json
+def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
+    """Recompute sampled voxels of OUTPUT, predicted from VOLUME, by literally sliding the window in float64."""
+    from znnpy.verify import verify as check
+
+    report = check(output, volume, **words)
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        click.echo("\n".join(report.lines()))
+
+
+@main.command(cls=_Door)
+@click.option("--folder", type=FILE, default=Path("demo"), show_default=True, help="Where to write.")
+@click.option(
+    "--size", type=click.IntRange(min=27), default=160, show_default=True, help="Voxels along each axis of the volume."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses the volume.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier demo wrote.")
+@_json
+def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> None:
+    """Write a synthetic volume, predict it with the network that ships, save a picture of both."""
+    from znnpy.demo import run
+    from znnpy.progress import show
+
+    with show() as progress:
+        done = run(folder, (size, size, size), seed=seed, overwrite=overwrite, progress=progress)
+    if as_json:
+        _print_json(done.as_json())
+    else:
+        click.echo("\n".join(done.lines()))
+
+
+@main.command(cls=_Door)
+@_json
+def primitives(as_json: bool) -> None:
+    """List every way to compute a layer: when to take it and where it comes from."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from znnpy.kernels.table import TABLE
+
+    if as_json:
+        keys = ("name", "kind", "version", "summary", "source")
+        _print_json([{key: getattr(primitive, key) for key in keys} for primitive in TABLE])
+        return
+    table = Table("primitive", "layer", "when", "source")
+    for primitive in TABLE:
+        table.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
+    Console().print(table)
+
+
+def _check_primitives(names: tuple[str, ...]) -> None:
+    """A name that is no primitive's is a usage error."""
+    from znnpy.kernels.table import find
+
+    for name in names:
+        try:
+            find(name)
+        except KeyError as error:
+            raise click.BadParameter(f"{error.args[0]} (`znnpy primitives` lists them)", param_hint="--only") from None
+
+
+def _ask_for_same_kernels(out: Path) -> None:
+    """Make BLAS run the kernels that the run to be resumed began with: they decide the last bits of its output."""
+    header = read_header(out)
+    library, _, kernels = header.blas.partition(" ") if header else ("", "", "")
+    if library == "openblas":
+        os.environ["OPENBLAS_CORETYPE"] = kernels
+
+
+def _print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=1))
+
+
+def _write_text(path: Path, content: str) -> None:
+    draft = path.with_name(f"{path.name}.partial")
+    try:
+        draft.write_text(content)
+        draft.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
