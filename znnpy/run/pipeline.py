@@ -1,0 +1,281 @@
+"""Patches on their way: a reader thread, the computation in the calling thread, a writer thread, and nothing unbounded.
+
+Two buffers for input patches and two for output patches go round; a queue holds at most both. Each queue has one
+consumer, so one None in it wakes whoever waits there: that is how a run is told to stop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import Stopped, ValuesOverflowError
+from znnpy.network import Network
+from znnpy.patches import Box, Column, Patch
+from znnpy.planner.plan import Plan
+from znnpy.shapes import Vec3, subtract
+
+BUFFERS = 2  # of each kind: one is filled while the other is emptied
+
+Voxels = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+T = TypeVar("T")
+
+
+class Computes(Protocol):
+    """What the pipeline asks of a session."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def network(self) -> Network: ...
+
+    def run(self, raw: Voxels, out: Voxels) -> None: ...
+
+
+class Stops(Protocol):
+    """What the pipeline asks of a crew."""
+
+    def stop(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class Reads(Protocol):
+    """What the pipeline asks of a source."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def read(self, lo: Vec3, out: Voxels) -> Mask | None: ...
+
+
+class Writes(Protocol):
+    """What the pipeline asks of an output."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def done(self) -> frozenset[int]: ...
+
+    def write(self, box: Box, voxels: Voxels) -> None: ...
+
+    def finish_column(self, index: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """How far a run is. Counts include what earlier runs of the job finished; the first event comes before any work."""
+
+    columns_done: int  # written
+    columns: int
+    voxels_done: int  # of the output, written
+    voxels: int
+    seconds: float  # since this run began
+    stage_seconds: Mapping[str, float]  # of this run: reading, computing, writing, waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """What a run did. Reading and writing overlap computing; waiting is the time the computation stood still."""
+
+    voxels: int  # of the output, written by this run
+    columns: int
+    seconds: float
+    stage_seconds: Mapping[str, float]  # reading, computing, writing, waiting
+
+
+def run(
+    session: Computes,
+    crew: Stops,
+    source: Reads,
+    output: Writes,
+    columns: Sequence[Column],
+    progress: Callable[[Event], None] | None = None,
+) -> Timings:
+    """Read, compute and write every column that `output.done` does not hold.
+
+    progress  called in this thread before the first patch, after each computed one, and after the last is written.
+
+    The first exception of any stage stops the others and is raised here once they have ended; so are KeyboardInterrupt
+    and whatever else interrupts the calling thread. Patches computed by then are still written, so every column
+    reported to the output is whole. A result that overflows names its patch.
+    """
+    return _Run(session, crew, source, output, columns, progress).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        session: Computes,
+        crew: Stops,
+        source: Reads,
+        output: Writes,
+        columns: Sequence[Column],
+        progress: Callable[[Event], None] | None,
+    ) -> None:
+        plan, network = session.plan, session.network
+        self._session, self._crew, self._source, self._output = session, crew, source, output
+        self._columns = columns
+        self._progress = progress
+        self._todo = [(index, column) for index, column in enumerate(columns) if index not in output.done]
+        self._raw = [np.empty((network.input_channels, *plan.patch_in), source.dtype) for _ in range(BUFFERS)]
+        self._out = [np.empty((network.output_channels, *plan.patch_out), output.dtype) for _ in range(BUFFERS)]
+        self._raw_free: SimpleQueue[int | None] = SimpleQueue()
+        self._raw_full: SimpleQueue[tuple[int, Mask | None] | None] = SimpleQueue()
+        self._out_free: SimpleQueue[int | None] = SimpleQueue()
+        self._out_full: SimpleQueue[tuple[int, Mask | None] | None] = SimpleQueue()
+        for buffer in range(BUFFERS):
+            self._raw_free.put(buffer)
+            self._out_free.put(buffer)
+        self._stopping = threading.Event()
+        self._errors: list[BaseException] = []  # of the two threads; the first is the cause
+        self._seconds = dict.fromkeys(("reading", "computing", "writing", "waiting"), 0.0)
+        self._began = time.perf_counter()
+        self._before = sum(column.voxels for index, column in enumerate(columns) if index in output.done)
+        self._voxels = sum(column.voxels for column in columns)
+        self._written = 0  # voxels, by this run
+        self._finished = 0  # columns, by this run
+
+    def run(self) -> Timings:
+        # Daemons: a second Ctrl-C gets out even if a thread hangs in a read that never returns.
+        threads = [
+            threading.Thread(target=self._guarded, args=(stage,), name=f"znnpy-{name}", daemon=True)
+            for name, stage in (("reader", self._read), ("writer", self._write))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._compute()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            self._stop()
+            for thread in threads:
+                thread.join()
+            if isinstance(error, Stopped) and self._errors:
+                raise self._errors[0] from None  # Stopped only said that a thread failed
+            raise
+        if self._errors:
+            raise self._errors[0]
+        self._report()
+        return Timings(self._written, self._finished, time.perf_counter() - self._began, dict(self._seconds))
+
+    def _compute(self) -> None:
+        fov = self._session.network.field_of_view
+        self._report()
+        for _, patch in self._patches():
+            with self._timed("waiting"):
+                raw, bad = self._take(self._raw_full)
+                out = self._take(self._out_free)
+            with self._timed("computing"):
+                try:
+                    self._session.run(self._raw[raw], self._out[out])
+                except ValuesOverflowError as error:
+                    write = patch.write
+                    raise error.with_context(f"output voxels (z, y, x) = {write.lo} to {write.hi}") from None
+            self._raw_free.put(raw)
+            self._out_full.put((out, None if bad is None else seen(bad, fov)))
+            self._report()
+
+    def _read(self) -> None:
+        for _, patch in self._patches():
+            buffer = self._take(self._raw_free)
+            with self._timed("reading"):
+                bad = self._source.read(patch.out.lo, self._raw[buffer])
+            self._raw_full.put((buffer, bad))
+
+    def _write(self) -> None:
+        for index, patch in self._patches():
+            item = self._out_full.get()
+            if item is None:
+                raise Stopped  # what was computed before the stop came first, and is written
+            buffer, bad = item
+            voxels = self._out[buffer]
+            with self._timed("writing"):
+                if bad is not None:
+                    voxels[:, bad] = np.nan
+                kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
+                self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
+                self._written += patch.write.voxels
+                if patch is self._columns[index].steps[-1]:
+                    self._output.finish_column(index)
+                    self._finished += 1
+            self._out_free.put(buffer)
+
+    def _patches(self) -> Iterator[tuple[int, Patch]]:
+        """What there is to do, in the order of all three stages: index of the column, patch."""
+        for index, column in self._todo:
+            for patch in column.steps:
+                yield index, patch
+
+    def _guarded(self, stage: Callable[[], None]) -> None:
+        """Run a thread's stage; what it raises is handed to the calling thread, and stops everything."""
+        try:
+            stage()
+        except Stopped:
+            return
+        except BaseException as error:
+            self._errors.append(error)
+            self._stop()
+
+    def _stop(self) -> None:
+        """From any thread, more than once."""
+        self._stopping.set()
+        self._crew.stop()
+        for queue in (self._raw_free, self._raw_full, self._out_free, self._out_full):
+            queue.put(None)
+
+    def _take(self, queue: SimpleQueue[T | None]) -> T:
+        item = queue.get()
+        if item is None or self._stopping.is_set():
+            raise Stopped
+        return item
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[stage] += time.perf_counter() - began
+
+    def _report(self) -> None:
+        if self._progress is None:
+            return
+        self._progress(
+            Event(
+                len(self._columns) - len(self._todo) + self._finished,
+                len(self._columns),
+                self._before + self._written,
+                self._voxels,
+                time.perf_counter() - self._began,
+                dict(self._seconds),
+            )
+        )
+
+
+def seen(bad: Mask, field_of_view: Vec3) -> Mask:
+    """Which outputs have a bad voxel in their field of view: (n - fov + 1 per axis) bool, axes (z, y, x).
+
+    Windows grow by doubling along one axis after the other: 2 log2(fov) passes of `or` instead of fov^3.
+    """
+    for axis, extent in enumerate(field_of_view):
+        bad = np.moveaxis(bad, axis, 0)
+        width = 1
+        while width < extent:
+            step = min(width, extent - width)
+            bad = bad[:-step] | bad[step:]
+            width += step
+        bad = np.moveaxis(bad, 0, axis)
+    return bad

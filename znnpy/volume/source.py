@@ -1,0 +1,202 @@
+"""Input patches of a volume: region, borders, and voxels that are not numbers. Always full patches.
+
+Dense output voxel p depends on the input voxels p .. p + field of view - 1, counted from the first input voxel. With
+border `valid` that is the first voxel of the region. With border `reflect` the output is as large as the region, and
+the first input voxel lies (field of view - 1) // 2 before it: real data around the region where the volume has them,
+mirrored at the volume's faces (numpy's "reflect", repeated where the volume is smaller than the padding) beyond.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import ShapeError, VolumeError
+from znnpy.network import Network
+from znnpy.patches import Box
+from znnpy.shapes import Vec3, add, subtract, text
+from znnpy.volume.volume import Volume
+
+SLAB_BYTES = 4 * 2**20  # read at once where a patch must be put together
+
+Index = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+
+class Source:
+    """Where a run gets its input patches from."""
+
+    def __init__(self, volume: Volume, *, roi: Box | None, border: str, network: Network, allow_nan: bool) -> None:
+        """Checks that network, volume and region fit.
+
+        roi        region of the volume to predict from (`valid`) or to predict (`reflect`); None: all of it.
+        border     "valid" | "reflect".
+        allow_nan  replace NaN and inf by the mean and say where they were, instead of VolumeError.
+
+        VolumeError: channels differ, region outside the volume. ShapeError: smaller than the field of view.
+        """
+        if border not in ("valid", "reflect"):
+            raise ValueError(f"border is 'valid' or 'reflect', not {border!r}")
+        if volume.channels != network.input_channels:
+            raise VolumeError(
+                f"{volume} has {volume.channels} channels, (c, z, y, x) = {volume.shape}, and network {network.name} "
+                f"takes {network.input_channels}; give a volume with {network.input_channels}, axes in this order"
+            )
+        region = Box((0, 0, 0), volume.size) if roi is None else roi
+        _check_inside(region, volume.size)
+        fov = network.field_of_view
+        before = ((fov[0] - 1) // 2, (fov[1] - 1) // 2, (fov[2] - 1) // 2)
+        self.volume = volume
+        self.allow_nan = allow_nan
+        self.dtype = volume.dtype
+        self.channels = volume.channels
+        if border == "valid":
+            self.output: Vec3 = _dense_size(network, region.size, is_roi=roi is not None)
+            self.offset: Vec3 = add(region.lo, before)  # volume coordinates of the first output voxel
+            self.domain = region  # input voxels that outputs depend on, volume coordinates; may stand out
+        else:
+            self.output = region.size
+            self.offset = region.lo
+            lo = subtract(region.lo, before)
+            self.domain = Box(lo, subtract(add(add(lo, region.size), fov), (1, 1, 1)))
+        self._mean = _representable(network, volume)
+
+    def read(self, lo: Vec3, out: npt.NDArray[Any]) -> Mask | None:
+        """Fill `out` with the input patch whose first voxel stands at dense-output coordinate `lo`.
+
+        out  (c, *patch_in) of `self.dtype`, C order; overwritten. What no output depends on is the mean, so it
+             becomes about 0 once normalised.
+
+        Returns where voxels were not finite, (z, y, x) bool of the patch's size, True where any channel was; None
+        where all are. Without `allow_nan` VolumeError counts them and names the first.
+        """
+        first = add(lo, self.domain.lo)
+        box = Box(first, (first[0] + out.shape[1], first[1] + out.shape[2], first[2] + out.shape[3]))
+        inside = box.clipped(self.domain)
+        if inside == box and box.clipped(Box((0, 0, 0), self.volume.size)) == box:
+            self.volume.read(box, out)
+            indices = _mirrored(box, self.volume.size)
+            return self._finite(out, indices) if self.dtype.kind == "f" else None
+        for channel, mean in enumerate(self._mean):
+            out[channel] = mean
+        if not inside.voxels:
+            return None
+        indices = _mirrored(inside, self.volume.size)
+        local = inside.shifted(subtract((0, 0, 0), box.lo))
+        part = out[(slice(None), *local.slices)]
+        self._gather(indices, part)
+        if self.dtype.kind != "f":
+            return None
+        bad = self._finite(part, indices)
+        if bad is None:
+            return None
+        mask = np.zeros(out.shape[1:], np.bool_)
+        mask[local.slices] = bad
+        return mask
+
+    def _gather(self, indices: tuple[Index, Index, Index], out: npt.NDArray[Any]) -> None:
+        """Copy the voxels of these volume coordinates into `out`, slab by slab, so that little memory is needed."""
+        _, iy, ix = indices
+        plane = self.channels * self.dtype.itemsize * _spread(iy) * _spread(ix)
+        planes = max(1, SLAB_BYTES // plane)
+        for start in range(0, out.shape[1], planes):
+            iz = indices[0][start : start + planes]
+            lo = (int(iz.min()), int(iy.min()), int(ix.min()))
+            box = Box(lo, (int(iz.max()) + 1, int(iy.max()) + 1, int(ix.max()) + 1))
+            slab = np.empty((self.channels, *box.size), self.dtype)
+            self.volume.read(box, slab)
+            wanted = np.ix_(iz - lo[0], iy - lo[1], ix - lo[2])
+            for channel in range(self.channels):
+                out[channel, start : start + planes] = slab[channel][wanted]
+
+    def _finite(self, part: npt.NDArray[Any], indices: tuple[Index, Index, Index]) -> Mask | None:
+        """Replace what is not finite by the mean, or refuse it; `indices` are the volume coordinates of `part`."""
+        bad: Mask | None = None
+        for z in range(part.shape[1]):  # plane by plane: the mask of a whole patch is only made when it is needed
+            finite = np.isfinite(part[:, z])
+            if finite.all():
+                continue
+            if bad is None:
+                bad = np.zeros(part.shape[1:], np.bool_)
+            bad[z] = ~finite.all(axis=0)
+            for channel, mean in enumerate(self._mean):
+                part[channel, z][~finite[channel]] = mean
+        if bad is None or self.allow_nan:
+            return bad
+        iz, iy, ix = (index[where] for index, where in zip(indices, np.nonzero(bad), strict=True))
+        voxels = np.unique(np.stack([iz, iy, ix], axis=1), axis=0)  # mirrored ones count once; sorted by z, y, x
+        at = tuple(int(i) for i in voxels[0])
+        what = "voxel is" if len(voxels) == 1 else "voxels are"
+        raise VolumeError(
+            f"{self.volume}: {len(voxels)} {what} NaN or infinite between (z, y, x) = "
+            f"{tuple(int(i.min()) for i in indices)} and {tuple(int(i.max()) for i in indices)}, the first at {at}; "
+            "repair the volume, or give --allow-nan to write NaN wherever the field of view holds one"
+        )
+
+
+def parse_roi(roi: str, size: Vec3) -> Box:
+    """`z0:z1,y0:y1,x0:x1` as a box inside a volume of `size`; an open end means the volume's: `10:,:50,:`.
+
+    VolumeError when it is malformed, empty, or reaches outside.
+    """
+    parts = [re.fullmatch(r"\s*(\d*)\s*:\s*(\d*)\s*", part) for part in roi.split(",")]
+    if len(parts) != 3 or not all(parts):
+        raise VolumeError(
+            f"--roi {roi!r} is not of the form z0:z1,y0:y1,x0:x1; count voxels from 0 and leave an end open for the "
+            f"volume's, such as 10:,:50,: (the volume is {text(size)})"
+        )
+    ends = [(int(part[1] or 0), int(part[2]) if part[2] else n) for part, n in zip(parts, size, strict=True) if part]
+    box = Box((ends[0][0], ends[1][0], ends[2][0]), (ends[0][1], ends[1][1], ends[2][1]))
+    _check_inside(box, size)
+    return box
+
+
+def _check_inside(roi: Box, size: Vec3) -> None:
+    for axis, lo, hi, n in zip("zyx", roi.lo, roi.hi, size, strict=True):
+        if lo < 0 or hi > n:
+            raise VolumeError(
+                f"--roi reaches outside the volume along {axis}: {lo}:{hi} of 0:{n}; "
+                f"give a region inside {text(size)} voxels"
+            )
+        if lo >= hi:
+            raise VolumeError(f"--roi is empty along {axis}: {lo}:{hi}; give an end beyond {lo}, at most {n}")
+
+
+def _dense_size(network: Network, size: Vec3, *, is_roi: bool) -> Vec3:
+    fov = network.field_of_view
+    for axis, n, needed in zip("zyx", size, fov, strict=True):
+        if is_roi and n < needed:
+            raise ShapeError(
+                f"--roi is smaller than the field of view along {axis}: {text(size)} against {text(fov)}; "
+                f"make it at least {needed - n} voxels larger there, or use --border reflect"
+            )
+    return network.dense_size(size)
+
+
+def _mirrored(box: Box, size: Vec3) -> tuple[Index, Index, Index]:
+    """Volume coordinates per axis of the voxels of a box that may stand out, mirrored without repeating the face."""
+
+    def along(lo: int, hi: int, n: int) -> Index:
+        if n == 1:
+            return np.zeros(hi - lo, np.intp)
+        folded = np.arange(lo, hi, dtype=np.intp) % (2 * n - 2)
+        return np.minimum(folded, 2 * n - 2 - folded)
+
+    z, y, x = (along(lo, hi, n) for lo, hi, n in zip(box.lo, box.hi, size, strict=True))
+    return z, y, x
+
+
+def _spread(index: Index) -> int:
+    return int(index.max() - index.min()) + 1
+
+
+def _representable(network: Network, volume: Volume) -> tuple[Any, ...]:
+    """Per channel, the value of the volume's type that is nearest to the mean."""
+    means = network.normalise.mean if network.normalise else (0.0,) * volume.channels
+    if volume.dtype.kind == "f":
+        return tuple(volume.dtype.type(mean) for mean in means)
+    info = np.iinfo(volume.dtype)
+    return tuple(volume.dtype.type(min(max(round(mean), int(info.min)), int(info.max))) for mean in means)

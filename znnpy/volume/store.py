@@ -1,0 +1,163 @@
+"""The HDF5 file of an output: made once by the library, then written chunk by chunk beside it.
+
+HDF5 lays out every chunk when the file is created (early allocation, no compression, no fill) and closes it; from then
+on the file's structure never changes, and chunks go to their addresses with plain writes. So there is no moment at
+which a killed process, a full disk or a power cut leaves a file that does not open, no cache whose bytes are neither
+here nor there, and other programs may open the file and look at what is finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import OutputError
+from znnpy.patches import Box
+from znnpy.shapes import Vec3, ceil_divide, multiply
+
+DATASET = "prediction"
+CHUNK = 64  # voxels along each axis: 1 MiB of float32
+PAGE = 4096  # bytes: chunks stand on pages
+
+
+class Store(Protocol):
+    """A file (or folder) of the output's full size: voxels (c, z, y, x) written box by box."""
+
+    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+        """Write (c, *box.size); OSError when the system refuses."""
+
+    def sync(self) -> None:
+        """Return once everything written is on disk."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+def chunk_of(size: Vec3) -> Vec3:
+    """Chunk size of an output of this size."""
+    return min(CHUNK, size[0]), min(CHUNK, size[1]), min(CHUNK, size[2])
+
+
+def stored_bytes(shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> int:
+    """Bytes of all chunks of an output (c, z, y, x), those at its end as large as any."""
+    size = (shape[1], shape[2], shape[3])
+    chunk = chunk_of(size)
+    return shape[0] * prod(multiply(ceil_divide(size, chunk), chunk)) * dtype.itemsize
+
+
+class Hdf5Store:
+    """Dataset `prediction`: (c, z, y, x), or (z, y, x) where c is 1."""
+
+    def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
+        """Open what `create` made. OutputError when it is another shape or type."""
+        self._size: Vec3 = (shape[1], shape[2], shape[3])
+        self._chunk = chunk_of(self._size)
+        self._addresses = _addresses(path, shape, dtype)
+        self._buffer = np.empty(self._chunk, dtype)
+        self._file = path.open("r+b", buffering=0)
+
+    @staticmethod
+    def create(
+        path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
+    ) -> None:
+        """Make the whole file, its chunks allocated, attributes on the dataset; on disk when it returns."""
+        stored = shape if shape[0] > 1 else shape[1:]
+        chunk = chunk_of((shape[1], shape[2], shape[3]))
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk(chunk if shape[0] == 1 else (1, *chunk))
+        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        # v108: understood everywhere, and attributes may pass 64 KiB (plans do).
+        with h5py.File(path, "w", libver=("v108", "v108"), alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+            space = h5py.h5s.create_simple(stored)
+            kind = h5py.h5t.py_create(dtype, logical=True)
+            h5py.h5d.create(file.id, DATASET.encode(), kind, space, dcpl=layout)
+            file[DATASET].attrs.update(attributes)
+        with path.open("r+b") as written:
+            os.fsync(written.fileno())
+
+    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+        """Write voxels (c, *box.size) of the store's dtype, any strides."""
+        if voxels.shape[1:] != box.size or voxels.dtype != self._buffer.dtype:
+            raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._buffer.dtype}")
+        for index in _chunks_of(box, self._chunk):
+            lo = multiply(index, self._chunk)
+            chunk = Box(lo, (lo[0] + self._chunk[0], lo[1] + self._chunk[1], lo[2] + self._chunk[2]))
+            used = chunk.clipped(Box((0, 0, 0), self._size))
+            part = box.clipped(chunk)
+            for channel, maps in enumerate(voxels):
+                address = int(self._addresses[(channel, *index)])
+                if part != used:
+                    self._read(address)
+                here = part.shifted((-lo[0], -lo[1], -lo[2]))
+                there = part.shifted((-box.lo[0], -box.lo[1], -box.lo[2]))
+                self._buffer[here.slices] = maps[there.slices]
+                self._write(address)
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self, address: int) -> None:
+        self._file.seek(address)
+        room = self._buffer.data.cast("B")
+        while room:
+            count = self._file.readinto(room)
+            if not count:
+                raise OSError(f"{self._file.name} ends at byte {self._file.tell()}: something else cut it short")
+            room = room[count:]
+
+    def _write(self, address: int) -> None:
+        self._file.seek(address)
+        rest = self._buffer.data.cast("B")
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+
+def attributes_of(path: Path) -> dict[str, Any]:
+    """Attributes of the prediction in an HDF5 file; none when it is no such file."""
+    if not h5py.is_hdf5(path):
+        return {}
+    with h5py.File(path, "r") as file:
+        return dict(file[DATASET].attrs) if isinstance(file.get(DATASET), h5py.Dataset) else {}
+
+
+def _addresses(path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
+    """Byte in the file where each chunk begins: (c, chunks along z, y, x) int64."""
+    size = (shape[1], shape[2], shape[3])
+    chunk = chunk_of(size)
+    addresses = np.full((shape[0], *ceil_divide(size, chunk)), -1, np.int64)
+    with h5py.File(path, "r") as file:
+        dataset = file[DATASET]
+        stored = (1,) * (4 - dataset.ndim) + dataset.shape
+        if stored != shape or dataset.dtype != dtype or dataset.chunks[-3:] != chunk:
+            raise OutputError(
+                f"{path} holds {stored} {dataset.dtype}, and this run writes {shape} {dtype}; "
+                "start again with --overwrite"
+            )
+
+        def note(info: Any) -> None:
+            at = info.chunk_offset
+            index = (at[0] if len(at) == 4 else 0, *(o // c for o, c in zip(at[-3:], chunk, strict=True)))
+            addresses[index] = info.byte_offset
+
+        dataset.id.chunk_iter(note)
+    if (addresses < 0).any():
+        raise OutputError(f"{path} lacks {(addresses < 0).sum()} of {addresses.size} chunks; start with --overwrite")
+    return addresses
+
+
+def _chunks_of(box: Box, chunk: Vec3) -> Iterator[Vec3]:
+    """Indices of the chunks that a box touches."""
+    z, y, x = (range(lo // c, -(-hi // c)) for lo, c, hi in zip(box.lo, chunk, box.hi, strict=True))
+    yield from product(z, y, x)
