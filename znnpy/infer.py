@@ -31,7 +31,7 @@ from znnpy.run.session import Session
 from znnpy.shapes import Vec3
 from znnpy.trained import load_trained
 from znnpy.volume import open_volume
-from znnpy.volume.journal import JournalHeader
+from znnpy.volume.journal import JournalHeader, default_output
 from znnpy.volume.output import Output
 from znnpy.volume.source import Source, parse_roi
 
@@ -186,11 +186,6 @@ def infer(
         blas=machine.blas,
         warnings=tuple(warnings),
     )
-
-
-def default_output(volume: Path, network: str) -> Path:
-    """Beside the volume: `<volume>_<network>.h5`."""
-    return volume.with_name(f"{volume.stem}_{network}.h5")
 
 
 def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Plan) -> dict[str, Any]:
