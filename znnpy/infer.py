@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import znnpy
-from znnpy.errors import OutputError, ResumeError
+from znnpy.errors import OutputError, PlanFileError, ResumeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.cpu.crew import Crew
@@ -34,6 +35,7 @@ from znnpy.volume import open_volume
 from znnpy.volume.journal import JournalHeader, default_output
 from znnpy.volume.output import Output
 from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.store import attributes_of
 
 OUTPUT_DTYPES = ("float32", "float16", "uint8")
 BORDERS = ("valid", "reflect")
@@ -142,32 +144,20 @@ def infer(
                 job=job,
             )
         )
+        if output.finished:
+            return _report(target, started, Plan.from_json(attributes_of(target)["plan"]), machine)
         begun = output.header
-        if begun is None:
-            wisdom.load(machine)
-            wanted = limits_of(machine, ram, threads)
-            if plan is None:
-                chosen = make_plan(
-                    trained.network,
-                    source.output,
-                    machine,
-                    wanted,
-                    itemsize_in=opened.dtype.itemsize,
-                    itemsize_out=np.dtype(output_dtype).itemsize,
-                    patch=patch,
-                    only=only,
-                )
-            else:
-                chosen = _load_plan(plan)
-                chosen.check_runs(trained.network, machine)
-        else:
+        if begun is not None:
             import_wisdom(begun.wisdom)
             chosen = Plan.from_json(begun.plan)
             _check_goes_on(begun, chosen, machine, plan, ram)
+        else:
+            wisdom.load(machine)
+            chosen = _choose(plan, trained.network, source, np.dtype(output_dtype), machine, ram, threads, patch, only)
         columns = cover(source.output, chosen.patch_out)
         crew = stack.enter_context(Crew(chosen.limits.threads))
         session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
-        warnings = [warning for warning in (machine.blas_warning, wisdom.save(machine)) if warning]
+        warning = wisdom.save(machine)
         if begun is None:
             header = JournalHeader(
                 job=job, plan=chosen.to_json(), wisdom=export_wisdom(), blas=machine.blas, columns=len(columns)
@@ -175,17 +165,71 @@ def infer(
             output.begin(header, _attributes(trained.network, source, job, chosen))
         timings = pipeline.run(session, crew, source, output, columns, progress)
         output.complete()
+    return _report(target, started, chosen, machine, timings, warning)
+
+
+def _report(
+    target: Path,
+    started: float,
+    plan: Plan,
+    machine: Machine,
+    timings: pipeline.Timings | None = None,
+    warning: str | None = None,
+) -> Report:
+    """`timings` is None where nothing was left to do."""
     return Report(
         output=target,
-        voxels=prod(source.output),
-        computed=timings.voxels,
+        voxels=prod(plan.output),
+        computed=timings.voxels if timings else 0,
         seconds=time.perf_counter() - started,
-        stage_seconds=timings.stage_seconds,
+        stage_seconds=timings.stage_seconds if timings else {},
         peak_bytes=peak_bytes(),
-        plan=chosen,
+        plan=plan,
         blas=machine.blas,
-        warnings=tuple(warnings),
+        warnings=tuple(sentence for sentence in (machine.blas_warning, warning) if sentence),
     )
+
+
+def _choose(
+    plan: str | Path | Plan | None,
+    network: Network,
+    source: Source,
+    output_dtype: np.dtype[Any],
+    machine: Machine,
+    ram: int | str | None,
+    threads: int | None,
+    patch: Vec3 | None,
+    only: Sequence[str],
+) -> Plan:
+    """The plan that was given, once it is known to run here; else the fastest one."""
+    if plan is None:
+        return make_plan(
+            network,
+            source.output,
+            machine,
+            limits_of(machine, ram, threads),
+            itemsize_in=source.dtype.itemsize,
+            itemsize_out=output_dtype.itemsize,
+            patch=patch,
+            only=only,
+        )
+    given = _load_plan(plan)
+    if threads is not None or patch is not None or only:
+        raise PlanFileError(
+            "a plan fixes threads, patch and primitives already; leave out --threads, --patch and --only, "
+            "or leave out --plan"
+        )
+    given.check_runs(network, machine, ram_bytes=None if ram is None else parse_bytes(ram))
+    for what, planned, needed in (
+        ("volume", given.itemsize_in, source.dtype.itemsize),
+        ("output", given.itemsize_out, output_dtype.itemsize),
+    ):
+        if planned < needed:
+            raise PlanFileError(
+                f"the plan counts {planned} bytes a voxel of the {what}, which has {needed}; "
+                "make it again with `znnpy plan --volume` and the same --output-dtype"
+            )
+    return replace(given, output=source.output, patches=len(cover(source.output, given.patch_out)))
 
 
 def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Plan) -> dict[str, Any]:
@@ -219,7 +263,7 @@ def _check_goes_on(
             f"the run began with a plan that needs {chosen.memory.peak} bytes, and --ram allows {parse_bytes(ram)}; "
             "allow as much, or start again with --overwrite"
         )
-    if plan is not None and _load_plan(plan) != chosen:
+    if plan is not None and _load_plan(plan).choices != chosen.choices:
         raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
 
 

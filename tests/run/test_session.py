@@ -9,7 +9,7 @@ from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.kernels.table import TABLE
-from znnpy.network import Conv, Maxout, MaxFilter, Network, Normalise, Pool
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.trained import TrainedNetwork
 
 NETWORKS = (
