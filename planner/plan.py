@@ -2,58 +2,64 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from znnpy.errors import PlanFileError
-from znnpy.kernels.primitive import Variant
+from znnpy.errors import PlanFileError, ShapeError
+from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
-from znnpy.shapes import LayerShape, Vec3
+from znnpy.planner.layout import ALIGNMENT, aligned, chain
+from znnpy.planner.layout import Tensor as Tensor
+from znnpy.shapes import LayerShape, text
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Primitive
+    from znnpy.machine import Machine
+    from znnpy.network import Network
 
 FORMAT = 1  # version of plan.json
+_AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How one layer runs."""
 
-    layer: int  # index in the network
-    shape: LayerShape
+    layer: Count  # index in the network
+    shape: Annotated[LayerShape, Field(discriminator="kind")]
     primitive: str
     version: int  # of the primitive
     device: str
     variant: Variant
-    seconds: float  # per patch
+    seconds: Seconds  # per patch
     measured: bool  # else estimated from work and rates
-    resident_bytes: int
-    working_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One array of the arena: alive from tick `first` to tick `last` of a patch, both included."""
-
-    name: str
-    nbytes: int
-    first: int
-    last: int
-    offset: int = 0
+    resident_bytes: Count
+    working_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of the whole process, as promised. Their sum is the peak."""
 
-    baseline: int  # interpreter and libraries, measured
-    arena: int
-    residents: int  # prepared weights
-    reading: int  # patches on their way in: queue and reader
-    writing: int  # patches on their way out
-    allowance: int  # what the libraries allocate themselves while a layer runs or its weights are prepared
+    baseline: Count  # interpreter and libraries, measured
+    arena: Count
+    residents: Count  # prepared weights
+    reading: Count  # patches on their way in: queue and reader
+    writing: Count  # patches on their way out
+    allowance: Count  # what the libraries allocate themselves while a layer runs or its weights are prepared
 
     @property
     def peak(self) -> int:
@@ -61,26 +67,38 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The best that another patch shape offers."""
+
+    patch_out: Size
+    voxels_per_second: Seconds
+    over_bytes: Count  # above the limit; 0: it fits and is slower
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a run needs to know beside network, weights and volume. Owns nothing."""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of its parts too
+
+    format: int
+    znnpy_version: str
     network: str  # Network.sha256
     network_name: str
     machine: str  # Machine.fingerprint of where it was made
     limits: Limits
-    output: Vec3  # dense output it was made for
-    patch_out: Vec3
-    patch_in: Vec3
-    batch: int
-    choices: tuple[Choice, ...]
+    output: Size  # dense output it was made for
+    patch_out: Size
+    patch_in: Size
+    batch: Positive
+    choices: Annotated[tuple[Choice, ...], Field(min_length=1)]
     tensors: tuple[Tensor, ...]
     memory: Memory
-    itemsize_in: int  # bytes per voxel of the volume as stored
-    itemsize_out: int
-    patches: int
+    itemsize_in: Positive  # bytes per voxel of the volume as stored
+    itemsize_out: Positive
+    patches: Positive
     rigor: str
-    znnpy_version: str
-    format: int = FORMAT
+    runners_up: tuple[RunnerUp, ...]
 
     @property
     def seconds_per_patch(self) -> float:
@@ -102,26 +120,150 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; PlanFileError when it is damaged or of another format."""
+        _check_format(text)
         try:
             return _adapter().validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the file"
-            raise PlanFileError(
-                f"not a plan of format {FORMAT}: {where}: {first['msg']} ({error.error_count()} such); "
-                "make it again with `znnpy plan NETWORK --out plan.json`"
-            ) from None
+            more = f" (and {error.error_count() - 1} more such)" if error.error_count() > 1 else ""
+            raise PlanFileError(f"the plan is damaged: {where}: {first['msg']}{more}; {_AGAIN}") from None
 
     @staticmethod
     def load(path: Path) -> Plan:
+        """The plan in a file; PlanFileError names the file."""
         try:
-            return Plan.from_json(path.read_text())
+            return Plan.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise PlanFileError(f"no plan file {path}; write one with `znnpy plan NETWORK --out {path}`") from None
+        except OSError as error:
+            raise PlanFileError(f"cannot read the plan {path}: {error.strerror}; {_AGAIN}") from None
+        except UnicodeDecodeError:
+            raise PlanFileError(f"{path} is not a plan: it is not text; {_AGAIN}") from None
         except PlanFileError as error:
             raise error.with_context(str(path)) from None
+
+    def check_runs(
+        self,
+        network: Network,
+        machine: Machine,
+        *,
+        ram_bytes: int | None = None,
+        table: Sequence[Primitive] | None = None,
+    ) -> None:
+        """PlanFileError unless this plan, which may have been made elsewhere or edited, runs here as it stands.
+
+        It must be of this network; its primitives must be here, in the same version, and apply; its peak must fit
+        this machine and `ram_bytes`; and tensors must have the sizes and lifetimes that the primitives ask for, at
+        offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
+        """
+        if table is None:
+            from znnpy.kernels.table import TABLE  # here, because it loads numpy and plans are readable without
+
+            table = TABLE
+        if self.network != network.sha256:
+            raise PlanFileError(
+                f"the plan is of another network ({self.network_name}, {self.network[:12]}) than the one given "
+                f"({network.name}, {network.sha256[:12]}); make a plan with `znnpy plan {network.name}`"
+            )
+        self._check_shapes(network)
+        footprints = [_footprint(choice, self.limits.threads, machine, table) for choice in self.choices]
+        self._check_memory(footprints)
+        for limit, what in ((machine.ram_bytes, "this process may use"), (ram_bytes, "the limit allows")):
+            if limit is not None and self.memory.peak > limit:
+                raise PlanFileError(
+                    f"the plan needs {self.memory.peak:,} bytes of RAM, {self.memory.peak - limit:,} more than {what} "
+                    f"({limit:,}); make one with `znnpy plan {network.name} --ram {limit // 2**20}M`"
+                )
+
+    def _check_shapes(self, network: Network) -> None:
+        try:
+            shapes = network.layer_shapes(self.patch_out, self.batch)
+        except ShapeError as error:
+            raise PlanFileError(f"the plan does not fit its network: {error}") from None
+        if self.patch_in != network.patch_in(self.patch_out):
+            raise PlanFileError(
+                f"the plan reads patches of {text(self.patch_in)}, and {text(self.patch_out)} voxels out need "
+                f"{text(network.patch_in(self.patch_out))}; {_AGAIN}"
+            )
+        if len(self.choices) != len(shapes):
+            raise PlanFileError(
+                f"the plan chooses for {len(self.choices)} layers, and the network has {len(shapes)}; {_AGAIN}"
+            )
+        for index, (choice, shape) in enumerate(zip(self.choices, shapes, strict=True)):
+            if choice.layer != index or choice.shape != shape:
+                raise PlanFileError(
+                    f"entry {index} of the plan is layer {choice.layer} ({choice.shape}), and the network has "
+                    f"layer {index} ({shape}) there; {_AGAIN}"
+                )
+
+    def _check_memory(self, footprints: Sequence[Footprint]) -> None:
+        """The arena's tensors are those the primitives need; alive together they lie apart and inside the arena."""
+        wanted = {t.name: t for t in chain([(c.shape, f) for c, f in zip(self.choices, footprints, strict=True)])}
+        found = {t.name: t for t in self.tensors}
+        if found.keys() != wanted.keys() or len(self.tensors) != len(found):
+            names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in self.tensors)
+            raise PlanFileError(f"the plan's arena lacks, repeats or invents tensors ({', '.join(names)}); {_AGAIN}")
+        for name, need in wanted.items():
+            got = found[name]
+            if (got.nbytes, got.first, got.last) != (need.nbytes, need.first, need.last):
+                raise PlanFileError(
+                    f"the plan gives {name} {got.nbytes:,} bytes in ticks {got.first} to {got.last}, and it needs "
+                    f"{need.nbytes:,} in {need.first} to {need.last}; {_AGAIN}"
+                )
+            if got.offset % ALIGNMENT or got.end > self.memory.arena:
+                raise PlanFileError(
+                    f"the plan lays {name} at bytes {got.offset:,} to {got.end:,}, not aligned to {ALIGNMENT} or "
+                    f"outside the arena of {self.memory.arena:,}; {_AGAIN}"
+                )
+        for a, b in combinations(self.tensors, 2):
+            if a.meets(b) and a.offset < b.end and b.offset < a.end:
+                raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {_AGAIN}")
+        promised = (self.memory.residents, self.memory.allowance, self.memory.arena)
+        needed = (sum(f.resident for f in footprints), max(f.allowance for f in footprints), self.memory.arena)
+        if promised != needed or self.memory.arena != aligned(max(t.end for t in self.tensors)):
+            raise PlanFileError(
+                f"the plan promises {promised[0]:,} bytes of weights and {promised[1]:,} for the libraries, and its "
+                f"primitives need {needed[0]:,} and {needed[1]:,}; {_AGAIN}"
+            )
+
+
+def _footprint(choice: Choice, threads: int, machine: Machine, table: Sequence[Primitive]) -> Footprint:
+    """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
+    primitive = next((p for p in table if p.name == choice.primitive), None)
+    where = f"layer {choice.layer} of the plan"
+    if primitive is None:
+        raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {_AGAIN}")
+    if primitive.version != choice.version:
+        raise PlanFileError(
+            f"{where} runs version {choice.version} of {choice.primitive}, and version {primitive.version} is here; "
+            f"{_AGAIN}"
+        )
+    if primitive.kind != choice.shape.kind:
+        raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {choice.primitive}; {_AGAIN}")
+    if reason := primitive.why_not(choice.shape, machine):
+        raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {_AGAIN}")
+    if choice.variant not in primitive.variants(choice.shape, machine):
+        raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {_AGAIN}")
+    return primitive.footprint(choice.shape, choice.variant, threads)
+
+
+def _check_format(text: str) -> None:
+    """A clear word for files of another version, before their fields are compared one by one."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanFileError(
+            f"the plan is damaged or cut off: line {error.lineno}, column {error.colno}: {error.msg}; {_AGAIN}"
+        ) from None
+    except RecursionError:
+        raise PlanFileError(f"the plan is damaged: it is nested too deeply; {_AGAIN}") from None
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
+        named = f"a plan of format {version}" if version is not None else "no plan"
+        raise PlanFileError(f"this is {named}, and this version reads format {FORMAT}; {_AGAIN}")
 
 
 @cache
 def _adapter() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan, config=ConfigDict(extra="forbid"))
+    return TypeAdapter(Plan)

@@ -1,0 +1,78 @@
+"""Seconds of a layer: its work, stage by stage, divided by the rates of the machine.
+
+The default rates are assumed, not measured on the machine a plan is for: they were measured on 2 cores of a Zen 5
+processor with AVX-512, 2 threads, and are scaled by threads and by the width of the vector instructions. Ratios
+between primitives hold better than the seconds do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from znnpy.kernels.primitive import Unit, Work
+from znnpy.machine import Machine
+
+_THREADS = 2  # of the run that the default rates come from
+_FLOPS_OF_AVX512 = {
+    "avx512": 1.0,
+    "avx2": 0.5,
+    "other": 0.125,
+}  # lanes of a register: 16, 8, and 4 or fewer with no FMA
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What one kind of unit reaches when nothing else limits it."""
+
+    flops: float  # per second
+    nbytes: float  # per second, read and written together
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speed of a machine with a given number of threads, per kind of unit."""
+
+    product: Rate = Rate(flops=230e9, nbytes=20e9)
+    fft: Rate = Rate(flops=50e9, nbytes=20e9)
+    copy: Rate = Rate(flops=50e9, nbytes=20e9)
+    pool: Rate = Rate(flops=50e9, nbytes=5e9)
+    stage_seconds: float = 5e-5  # to hand one stage to the threads and to wait for the last of them
+
+    def of(self, unit: Unit) -> Rate:
+        match unit:
+            case "product":
+                return self.product
+            case "fft":
+                return self.fft
+            case "copy":
+                return self.copy
+            case "pool":
+                return self.pool
+
+    def scaled(self, flops: float, nbytes: float) -> Rates:
+        """All rates multiplied."""
+        product, fft, copy, pool = (
+            Rate(rate.flops * flops, rate.nbytes * nbytes) for rate in (self.product, self.fft, self.copy, self.pool)
+        )
+        return Rates(product, fft, copy, pool, self.stage_seconds)
+
+
+def assumed_rates(machine: Machine, threads: int) -> Rates:
+    """The default rates for a machine that was not measured.
+
+    Arithmetic grows with the threads, up to the cores; memory bandwidth with their square root, as cores share it.
+    """
+    workers = min(threads, machine.cores) / _THREADS
+    simd = machine.simd if machine.blas_warning is None else "avx2"
+    return Rates().scaled(flops=workers * _FLOPS_OF_AVX512[simd], nbytes=sqrt(workers))
+
+
+def seconds(work: Sequence[Work], rates: Rates) -> float:
+    """Time of all stages, one after the other; each takes as long as its arithmetic or its traffic, the longer one."""
+    total = 0.0
+    for stage in work:
+        rate = rates.of(stage.unit)
+        total += max(stage.flops / rate.flops, stage.nbytes / rate.nbytes) + rates.stage_seconds
+    return total

@@ -1,0 +1,369 @@
+"""The search: patch shape and a primitive per layer, for the most output voxels per second within the limits.
+
+For a fixed patch the best primitives are found exactly (`trade`); patch shapes are gone through in the order of an
+optimistic bound on the time for the whole output, and those that cannot win any more are skipped.
+
+Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes, best primitive per layer within memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
+
+import znnpy
+from znnpy.errors import NoPlanError, ShapeError
+from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.table import TABLE, find
+from znnpy.machine import Limits, Machine
+from znnpy.network import Network
+from znnpy.planner.candidates import Candidate, candidate, candidates
+from znnpy.planner.cost import Rates, assumed_rates, seconds
+from znnpy.planner.layout import Tensor, chain, live_peak, place
+from znnpy.planner.memory import baseline_bytes, reading_bytes, writing_bytes
+from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
+from znnpy.planner.trade import (
+    Front,
+    Option,
+    fastest,
+    fastest_within,
+    front,
+    smallest,
+    total_bytes,
+    total_seconds,
+)
+from znnpy.shapes import LayerShape, Vec3, text
+
+RUNNERS_UP = 3
+OPTIMISM = 0.8  # assumed: no layer is faster per voxel than this share of its best among the patches seen so far
+
+
+def make_plan(
+    network: Network,
+    output: Vec3,
+    machine: Machine,
+    limits: Limits,
+    *,
+    itemsize_in: int = 1,
+    itemsize_out: int = 4,
+    patch: Vec3 | None = None,
+    only: Sequence[str] = (),
+    table: tuple[Primitive, ...] = TABLE,
+    rates: Rates | None = None,
+    baseline: int | None = None,
+) -> Plan:
+    """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
+
+    itemsize_in   bytes per voxel of the volume as stored
+    itemsize_out  bytes per value of the output
+    patch         this output patch only; a multiple of the pooling period, else ShapeError
+    only          names of primitives; where one of them applies to a layer no other is considered
+    rates         speeds of the machine; assumed from `machine` when not given
+    baseline      bytes of the process without the run; measured now when not given
+
+    NoPlanError names the nearest miss in bytes when nothing fits.
+    """
+    if limits.ram_bytes < 1 or limits.threads < 1:
+        raise NoPlanError(
+            f"a run needs memory and at least one thread, not {limits.ram_bytes} bytes and {limits.threads} threads; "
+            "raise --ram or --threads"
+        )
+    if min(output) < 1:
+        raise ShapeError(f"there is nothing to compute: the output is {text(output)}; give a larger volume or region")
+    for name in only:
+        try:
+            find(name, table)
+        except KeyError as error:
+            raise NoPlanError(f"{error.args[0]}; `znnpy primitives` lists them all") from None
+    search = _Search(
+        network=network,
+        output=output,
+        machine=machine,
+        limits=limits,
+        itemsize_in=itemsize_in,
+        itemsize_out=itemsize_out,
+        patch=patch,
+        only=frozenset(only),
+        table=table,
+        rates=rates or assumed_rates(machine, limits.threads),
+        baseline=baseline_bytes() if baseline is None else baseline,
+    )
+    found = search.run()
+    if not found:
+        raise search.no_plan()
+    return search.plan(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best of one patch shape."""
+
+    candidate: Candidate
+    options: tuple[Option, ...]
+    tensors: tuple[Tensor, ...]
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        """For the whole output."""
+        return self.candidate.patches * total_seconds(self.options)
+
+
+@dataclass
+class _Search:
+    """What is asked for, and what was worked out so far."""
+
+    network: Network
+    output: Vec3
+    machine: Machine
+    limits: Limits
+    itemsize_in: int
+    itemsize_out: int
+    patch: Vec3 | None
+    only: frozenset[str]
+    table: tuple[Primitive, ...]
+    rates: Rates
+    baseline: int
+    _fronts: dict[LayerShape, Front] = field(default_factory=dict)
+    _paces: list[float] = field(default_factory=list)  # best seconds per output voxel of each layer
+    _misses: list[tuple[int, Candidate]] = field(
+        default_factory=list
+    )  # shapes that do not fit: bytes they need or more
+
+    def run(self) -> list[_Found]:
+        """The best patch shapes, best first; none when nothing fits."""
+        shapes = self._shapes(self.limits.ram_bytes - self.baseline)
+        if shapes:
+            self._learn(max(shapes, key=lambda shape: prod(shape.patch)))
+        best: list[_Found] = []
+        for shape in sorted(shapes, key=self._bound):
+            if best and OPTIMISM * self._bound(shape) >= best[0].seconds:
+                continue
+            last = best[RUNNERS_UP] if len(best) > RUNNERS_UP else None
+            found = self._best_of(shape, last.seconds if last else inf)
+            if found is not None:
+                best = sorted([*best, found], key=lambda f: (f.seconds, f.memory.peak))[: RUNNERS_UP + 1]
+        return best
+
+    def plan(self, found: Sequence[_Found]) -> Plan:
+        """The first of `found` as a plan, the others as its runners-up."""
+        best = found[0]
+        patch = best.candidate.patch
+        choices = tuple(
+            Choice(
+                layer=index,
+                shape=shape,
+                primitive=option.primitive.name,
+                version=option.primitive.version,
+                device=option.primitive.name.partition(".")[0],
+                variant=option.variant,
+                seconds=option.seconds,
+                measured=False,
+                resident_bytes=option.resident,
+                working_bytes=option.footprint.working(shape),
+            )
+            for index, (shape, option) in enumerate(zip(self.network.layer_shapes(patch), best.options, strict=True))
+        )
+        return Plan(
+            format=FORMAT,
+            znnpy_version=znnpy.__version__,
+            network=self.network.sha256,
+            network_name=self.network.name,
+            machine=self.machine.fingerprint,
+            limits=self.limits,
+            output=self.output,
+            patch_out=patch,
+            patch_in=self.network.patch_in(patch),
+            batch=1,
+            choices=choices,
+            tensors=best.tensors,
+            memory=best.memory,
+            itemsize_in=self.itemsize_in,
+            itemsize_out=self.itemsize_out,
+            patches=best.candidate.patches,
+            rigor="estimate",
+            runners_up=self._runners_up(found),
+        )
+
+    def no_plan(self) -> NoPlanError:
+        """Why nothing fits: the smallest need of all shapes, and the layer that needs most; or a layer nobody runs."""
+        least: tuple[int, Candidate, tuple[Option, ...]] | None = None
+        refused = ""
+        for shape in sorted(self._shapes(None), key=lambda shape: shape.largest_bytes):
+            around = self._around(shape)
+            if least is not None and around.peak + shape.largest_bytes >= least[0]:
+                continue
+            fronts = self._all_fronts(shape)
+            empty = next((index for index, options in enumerate(fronts) if not options), None)
+            if empty is not None:
+                refused = refused or self._why_none(shape, empty)
+                continue
+            options = smallest(fronts)
+            needed = self._laid_out(shape, options).memory.peak
+            if least is None or needed < least[0]:
+                least = needed, shape, options
+        if least is None:
+            return NoPlanError(refused)
+        needed, shape, options = least
+        layer = max(range(len(options)), key=lambda i: options[i].live + options[i].resident)
+        most = options[layer].live + options[layer].resident
+        return NoPlanError(
+            f"nothing fits in {self.limits.ram_bytes:,} bytes of RAM: the smallest need is {needed:,}, "
+            f"{needed - self.limits.ram_bytes:,} more, with output patches of {text(shape.patch)}; the process itself "
+            f"takes {self.baseline:,}, and layer {layer} ({self.network.layers[layer]}) the most of what is left, "
+            f"{most:,} with {options[layer].primitive.name}; allow at least --ram {-(-needed // 2**20)}M"
+            + (", or drop --patch" if self.patch else "")
+            + (", or drop --only" if self.only else "")
+        )
+
+    def _shapes(self, room: int | None) -> list[Candidate]:
+        if self.patch is None:
+            return list(candidates(self.network, self.output, room))
+        shape = candidate(self.network, self.output, self.patch)
+        return [shape] if room is None or shape.largest_bytes <= room else []
+
+    def _around(self, shape: Candidate) -> Memory:
+        """What a run needs whatever the primitives are."""
+        patch_in = self.network.patch_in(shape.patch)
+        return Memory(
+            baseline=self.baseline,
+            arena=0,
+            residents=0,
+            reading=reading_bytes(self.network.input_channels, patch_in, self.itemsize_in),
+            writing=writing_bytes(self.network.output_channels, shape.patch, self.itemsize_out),
+            allowance=0,
+        )
+
+    def _bound(self, shape: Candidate) -> float:
+        """Seconds for the whole output if every layer ran at the best pace seen so far."""
+        return shape.patches * sum(pace * voxels for pace, voxels in zip(self._paces, shape.voxels[1:], strict=True))
+
+    def _learn(self, shape: Candidate) -> None:
+        """First paces, from one shape; 0 for a layer that nobody runs there."""
+        fronts = self._all_fronts(shape)
+        self._paces = [
+            options[0].seconds / voxels if options else 0.0
+            for options, voxels in zip(fronts, shape.voxels[1:], strict=True)
+        ]
+
+    def _best_of(self, shape: Candidate, below: float) -> _Found | None:
+        """The fastest primitives for one patch shape that fit; None unless below `below` seconds for the output."""
+        around = self._around(shape).peak
+        room = self.limits.ram_bytes - around
+        fronts = self._fitting_fronts(shape, room)
+        if fronts is None:
+            return None
+        per_patch = below / shape.patches
+        left = room
+        while (options := fastest_within(fronts, left, per_patch)) is not None:
+            found = self._laid_out(shape, options)
+            if found.memory.peak <= self.limits.ram_bytes:
+                return found
+            left -= found.memory.arena - max(option.live for option in options)  # the layout lost that much
+        options = smallest(fronts)
+        if around + total_bytes(options) > self.limits.ram_bytes:
+            self._misses.append((around + total_bytes(options), shape))
+            return None
+        found = self._laid_out(shape, options)
+        fits = found.memory.peak <= self.limits.ram_bytes
+        return found if fits and found.seconds < below else None
+
+    def _fitting_fronts(self, shape: Candidate, room: int) -> list[Front] | None:
+        """Options of every layer; None when some layer has none or when it is plain that they do not fit.
+
+        Large layers come first: one of them tells most of the shapes that do not fit.
+        """
+        layers = self.network.layer_shapes(shape.patch)
+        fronts: list[Front] = [()] * len(layers)
+        residents = live = allowance = 0
+        for index in sorted(range(len(layers)), key=lambda i: -max(layers[i].in_bytes, layers[i].out_bytes)):
+            options = self._options(layers[index])
+            if not options:
+                return None
+            residents += min(o.resident for o in options)
+            live = max(live, min(o.live for o in options))
+            allowance = max(allowance, min(o.allowance for o in options))
+            if residents + live + allowance > room:
+                self._misses.append((self.limits.ram_bytes - room + residents + live + allowance, shape))
+                return None
+            self._paces[index] = min(self._paces[index], options[0].seconds / shape.voxels[index + 1])
+            fronts[index] = options
+        return fronts
+
+    def _all_fronts(self, shape: Candidate) -> list[Front]:
+        """Options of every layer, whether they fit or not."""
+        return [self._options(layer) for layer in self.network.layer_shapes(shape.patch)]
+
+    def _options(self, shape: LayerShape) -> Front:
+        """Every primitive and variant that applies, less those that another beats; equal shapes are looked at once."""
+        known = self._fronts.get(shape)
+        if known is None:
+            applying = [p for p in self.table if p.kind == shape.kind and p.why_not(shape, self.machine) is None]
+            wanted = [p for p in applying if p.name in self.only] or applying
+            known = self._fronts[shape] = front(self._variants(shape, wanted))
+        return known
+
+    def _variants(self, shape: LayerShape, primitives: Sequence[Primitive]) -> Iterable[Option]:
+        for primitive in primitives:
+            for variant in primitive.variants(shape, self.machine):
+                footprint = primitive.footprint(shape, variant, self.limits.threads)
+                yield Option(
+                    primitive=primitive,
+                    variant=variant,
+                    footprint=footprint,
+                    seconds=seconds(primitive.work(shape, variant), self.rates),
+                    resident=footprint.resident,
+                    live=live_peak(chain([(shape, footprint)])),
+                    allowance=footprint.allowance,
+                )
+
+    def _why_none(self, shape: Candidate, layer: int) -> str:
+        """Every primitive's reason not to run a layer."""
+        wanted = self.network.layer_shapes(shape.patch)[layer]
+        reasons = [f"{p.name}: {p.why_not(wanted, self.machine)}" for p in self.table if p.kind == wanted.kind] or [
+            f"there is none for a {wanted.kind}"
+        ]
+        return (
+            f"no primitive runs layer {layer} ({self.network.layers[layer]}) here: {'; '.join(reasons)}; "
+            "`znnpy primitives` lists them all"
+        )
+
+    def _laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> _Found:
+        """With the arena as it will be."""
+        layers = self.network.layer_shapes(shape.patch)
+        steps = [(layer, option.footprint) for layer, option in zip(layers, options, strict=True)]
+        tensors, arena = place(chain(steps))
+        around = self._around(shape)
+        memory = Memory(
+            baseline=around.baseline,
+            arena=arena,
+            residents=sum(option.resident for option in options),
+            reading=around.reading,
+            writing=around.writing,
+            allowance=max(option.allowance for option in options),
+        )
+        return _Found(shape, options, tensors, memory)
+
+    def _runners_up(self, found: Sequence[_Found]) -> tuple[RunnerUp, ...]:
+        """What more memory would buy first, then the next best that fit."""
+        voxels = prod(self.output)
+        larger = self._next_larger(found[0].seconds)
+        slower = [RunnerUp(f.candidate.patch, voxels / f.seconds, 0) for f in found[1:]]
+        return tuple([*larger, *slower][:RUNNERS_UP])
+
+    def _next_larger(self, seconds: float) -> list[RunnerUp]:
+        """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
+        for _, shape in sorted(self._misses, key=lambda miss: miss[0])[:_LOOKED_AT]:
+            fronts = self._all_fronts(shape)
+            if not all(fronts):
+                continue
+            ideal = fastest(fronts)
+            spent = shape.patches * total_seconds(ideal)
+            if spent < 0.95 * seconds:
+                over = self._around(shape).peak + total_bytes(ideal) - self.limits.ram_bytes
+                return [RunnerUp(shape.patch, prod(self.output) / spent, over)]
+        return []
+
+
+_LOOKED_AT = 20  # shapes above the limit that are worked out for the runners-up

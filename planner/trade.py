@@ -1,0 +1,127 @@
+"""One way per layer, for one patch: seconds against bytes, exactly.
+
+Seconds add over the layers and so do prepared weights; the arena is as large as its fullest layer needs, and so is the
+allowance for what libraries allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from znnpy.kernels.primitive import Footprint, Primitive, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run one layer, with all that is weighed."""
+
+    primitive: Primitive
+    variant: Variant
+    footprint: Footprint
+    seconds: float
+    resident: int  # bytes kept between patches
+    live: int  # bytes of the arena in its fullest stage
+    allowance: int  # bytes that libraries allocate while it runs
+
+    def beats(self, other: Option) -> bool:
+        """Worse in nothing."""
+        return (
+            self.seconds <= other.seconds
+            and self.resident <= other.resident
+            and self.live <= other.live
+            and self.allowance <= other.allowance
+        )
+
+
+Front = tuple[Option, ...]  # options of one layer that no other beats, fastest first
+
+
+def front(options: Iterable[Option]) -> Front:
+    """Those that no other beats, fastest first."""
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.seconds, o.resident, o.live, o.allowance)):
+        if not any(better.beats(option) for better in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+def total_seconds(options: Iterable[Option]) -> float:
+    """Of one patch."""
+    return sum(option.seconds for option in options)
+
+
+def total_bytes(options: Sequence[Option]) -> int:
+    """Prepared weights of all layers, arena and allowance of the fullest."""
+    return (
+        sum(option.resident for option in options)
+        + max(option.live for option in options)
+        + max(option.allowance for option in options)
+    )
+
+
+def fastest(fronts: Sequence[Front]) -> tuple[Option, ...]:
+    """One option per layer, whatever they need."""
+    return tuple(options[0] for options in fronts)
+
+
+def fastest_within(fronts: Sequence[Front], room: int, below: float = inf) -> tuple[Option, ...] | None:
+    """One option per layer: the fastest that need at most `room` bytes together; None unless below `below` seconds.
+
+    Exact: for every limit on the fullest layer that some option sets, the rest is a knapsack of weights.
+    """
+    ideal = fastest(fronts)
+    if total_seconds(ideal) >= below:
+        return None
+    if total_bytes(ideal) <= room:
+        return ideal
+    best = None
+    for allowed, used in _capped(fronts):
+        if used <= room and total_seconds(fastest(allowed)) < below:
+            found = _knapsack(allowed, room - used, below)
+            if found is not None:
+                best, below = found, total_seconds(found)
+    return best
+
+
+def smallest(fronts: Sequence[Front]) -> tuple[Option, ...]:
+    """One option per layer: those that need the fewest bytes together."""
+    lightest = (tuple(min(options, key=lambda o: o.resident) for options in allowed) for allowed, _ in _capped(fronts))
+    return min(lightest, key=total_bytes)
+
+
+def _capped(fronts: Sequence[Front]) -> Iterator[tuple[list[Front], int]]:
+    """Fronts cut to each pair of limits on arena and allowance that leaves every layer an option, and their sum."""
+    everything = [option for options in fronts for option in options]
+    least_live = max(min(o.live for o in options) for options in fronts)
+    least_allowance = max(min(o.allowance for o in options) for options in fronts)
+    lives = {o.live for o in everything if o.live >= least_live}
+    allowances = {o.allowance for o in everything if o.allowance >= least_allowance}
+    for allowance in sorted(allowances, reverse=True):
+        for live in sorted(lives, reverse=True):
+            allowed = [tuple(o for o in options if o.live <= live and o.allowance <= allowance) for options in fronts]
+            if all(allowed):
+                yield allowed, live + allowance
+
+
+def _knapsack(fronts: Sequence[Front], room: int, below: float) -> tuple[Option, ...] | None:
+    """The fastest choice below `below` seconds whose weights fit in `room`: Pareto fronts merged layer by layer."""
+    lightest = [min(o.resident for o in options) for options in fronts]
+    later_bytes, later_seconds = sum(lightest), total_seconds(fastest(fronts))
+    states: list[tuple[float, int, tuple[Option, ...]]] = [(0.0, 0, ())]  # seconds, weights, chosen so far
+    for options, light in zip(fronts, lightest, strict=True):
+        later_bytes -= light
+        later_seconds -= options[0].seconds
+        merged = [
+            (spent + o.seconds, held + o.resident, (*chosen, o))
+            for spent, held, chosen in states
+            for o in options
+            if held + o.resident + later_bytes <= room and spent + o.seconds + later_seconds < below
+        ]
+        states = []
+        for state in sorted(merged, key=lambda state: state[:2]):
+            if not states or state[1] < states[-1][1]:
+                states.append(state)
+    # Bounds above are sums in another order: the last word has the sum as everybody else takes it.
+    return next((chosen for _, _, chosen in states if total_seconds(chosen) < below), None)

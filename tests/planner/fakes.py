@@ -1,0 +1,84 @@
+"""Primitives with made-up costs: arithmetic on shapes only, nothing that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work
+from znnpy.machine import Limits, Machine
+from znnpy.network import ConvWeights
+from znnpy.planner.cost import Rates
+from znnpy.shapes import ConvShape, LayerShape
+
+MACHINE = Machine("fake", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))
+RATES = Rates(stage_seconds=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fake:
+    """Costs proportional to the output, residents to the weights, and as many variants as `scale` has entries."""
+
+    name: str
+    kind: Kind
+    flops: float = 1.0  # per output value
+    resident: int = 0  # bytes per weight
+    scratch: tuple[float, ...] = ()  # share of the output's bytes, per buffer
+    stages: int = 1
+    input_until: int = 0
+    output_from: int = 0
+    allowance: int = 0
+    scale: tuple[int, ...] = (1,)  # variant i: seconds / scale, residents and scratch * scale
+    refuse: str | None = None
+    version: int = 1
+    unit: Unit = "product"
+    summary: str = "made up"
+    source: str = "nowhere"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        return self.refuse
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        return tuple(Variant.of(scale=scale) for scale in self.scale)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        weights = shape.fin * shape.fout * prod(shape.k) if isinstance(shape, ConvShape) else 0
+        scale = variant.count("scale")
+        return Footprint(
+            resident=self.resident * weights * scale,
+            input_until=self.input_until,
+            output_from=self.output_from,
+            stages=self.stages,
+            scratch=tuple(
+                Scratch(f"s{i}", int(share * shape.out_bytes * scale), i % self.stages, i % self.stages)
+                for i, share in enumerate(self.scratch)
+            ),
+            allowance=self.allowance * scale,
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        values = prod(shape.out_shape)
+        return (Work(self.unit, self.flops * values / variant.count("scale"), 0.0),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> Any:
+        raise NotImplementedError("a fake does not run")
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> Step:
+        raise NotImplementedError("a fake does not run")
+
+
+SLOW = Fake("cpu.conv.slow", "conv", flops=100.0)
+FAST = Fake("cpu.conv.fast", "conv", flops=10.0, resident=512, scratch=(0.5, 0.25), stages=2, scale=(1, 2, 4))
+OVER = Fake("cpu.conv.over", "conv", flops=40.0, scratch=(0.9,), stages=3, output_from=2, allowance=4096)
+POOL = Fake("cpu.pool.fragments", "pool", unit="pool")
+FILTER = Fake("cpu.maxfilter.direct", "maxfilter", unit="pool")
+MAXOUT = Fake("cpu.maxout.direct", "maxout", unit="pool")
+
+FAKES: tuple[Fake, ...] = (SLOW, FAST, OVER, POOL, FILTER, MAXOUT)
+
+
+def limits(ram_bytes: int, threads: int = 2) -> Limits:
+    return Limits(ram_bytes, threads)
