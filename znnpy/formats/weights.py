@@ -209,12 +209,13 @@ class _Npz:
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
+        self._members = {member.removesuffix(".npy"): member for member in archive.namelist()}
 
     def names(self) -> list[str]:
-        return [member.removesuffix(".npy") for member in self._archive.namelist()]
+        return list(self._members)
 
     def header(self, name: str) -> _Stored:
-        with self._archive.open(f"{name}.npy") as stream:
+        with self._archive.open(self._members[name]) as stream:
             version = npy.read_magic(stream)
             if version not in ((1, 0), (2, 0)):  # (3, 0) is for names of fields in UTF-8: no plain array
                 raise ValueError(f".npy version {version}")
@@ -223,7 +224,7 @@ class _Npz:
         return _Stored(shape, str(dtype), dtype.kind == "f")
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        with self._archive.open(f"{name}.npy") as stream:
+        with self._archive.open(self._members[name]) as stream:
             array: npt.NDArray[Any] = npy.read_array(stream, allow_pickle=False)
             if stream.read(1):  # reading to the end is also what checks the CRC
                 raise ValueError("bytes after the array")

@@ -1,0 +1,338 @@
+"""network.yaml: what is read, what is refused and in which words, and the networks that ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from znnpy.errors import NetworkFileError
+from znnpy.formats import network_yaml
+from znnpy.formats.networks import DEFAULT, LARGEST_FILE, read_network, shipped
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Normalise, Pool
+from znnpy.shapes import ACTIVATIONS
+
+POOL = "input_channels: 1\nlayers:\n- {type: pool, window: 2}\n"  # a network to which a test adds its mistake
+SIZE = "a whole number from 1 to 1000000 or three of them, [z, y, x]"
+CONV_EXAMPLE = "layers: [{type: conv, kernel: [3, 3, 3], out: 1}]"
+
+
+def layer(text: str) -> str:
+    return f"input_channels: 1\nlayers:\n- {text}\n"
+
+
+def write(folder: Path, content: str | bytes, name: str = "net.yaml") -> Path:
+    path = folder / name
+    path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+    return path
+
+
+def refusal(path: Path) -> str:
+    """The message that reading `path` ends with, without the path in front."""
+    with pytest.raises(NetworkFileError) as caught:
+        read_network(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: "), message
+    assert "\n" not in message
+    assert "pydantic" not in message
+    return message.removeprefix(f"{path}: ")
+
+
+def test_everything_that_the_grammar_has(tmp_path: Path) -> None:
+    read = read_network(
+        write(
+            tmp_path,
+            """\ufeff
+name: all_of_it
+description: 2026-11-20
+input_channels: 3
+normalise: {mean: [1, 2.5, -3e1], std: 1e-3}
+weights: sub/w.npz
+layers:
+- {type: conv, kernel: [1, 2, 3], out: 4, activation: softmax}
+- {type: conv, kernel: 3, out: 4}
+- {type: pool, window: [1, 2, 5]}
+- {type: maxfilter, window: 2}
+- {type: maxout, of: 2}
+field_of_view: [4, 7, 14]
+""",
+        )
+    )
+    assert read.network == Network(
+        "all_of_it",
+        3,
+        (Conv((1, 2, 3), 4, "softmax"), Conv((3, 3, 3), 4), Pool((1, 2, 5)), MaxFilter((2, 2, 2)), Maxout(2)),
+        Normalise((1.0, 2.5, -30.0), (1e-3, 1e-3, 1e-3)),
+    )
+    assert read.weights == tmp_path / "sub" / "w.npz"
+    assert read.path == tmp_path / "net.yaml"
+
+
+def test_what_is_optional_may_be_left_out_or_empty(tmp_path: Path) -> None:
+    for text in (POOL, POOL + "name:\nnormalise:\nweights: ~\nfield_of_view: null\n"):
+        read = read_network(write(tmp_path, text))
+        assert (read.network, read.weights) == (Network("net", 1, (Pool((2, 2, 2)),)), None)
+
+
+REFUSED = [
+    # the whole file
+    ("", f"the file is empty, but must be a mapping; write at least input_channels: 1, {CONV_EXAMPLE}"),
+    ("[1, 2]", f"the file is [1, 2], but must be a mapping; write at least input_channels: 1, {CONV_EXAMPLE}"),
+    ("layers: []", "input_channels is missing; add for example input_channels: 1"),
+    ("input_channels: 1", f"layers is missing; add for example {CONV_EXAMPLE}"),
+    (
+        "input_channels: 1\nlayers: []",
+        f"layers is [], but must be a list of at least one layer; write for example {CONV_EXAMPLE}",
+    ),
+    (
+        "input_channels: 1\nlayers: {a: 1}",
+        f"layers is {{'a': 1}}, but must be a list of at least one layer; write for example {CONV_EXAMPLE}",
+    ),
+    (
+        "input_channels: 0\nlayers: [1]",
+        "input_channels is 0, but must be a whole number from 1 to 1000000; write for example input_channels: 1",
+    ),
+    (POOL + "discription: x", "unknown key 'discription'; did you mean description?"),
+    (
+        POOL + "1: 2",
+        "unknown key 1; use one of name, description, input_channels, normalise, weights, layers, field_of_view",
+    ),
+    (POOL + "name: 337", "name is 337, but must be text on one line; write for example name: my_network"),
+    (POOL + r'name: "a\0b"', r"name is 'a\x00b', but must be text on one line; write for example name: my_network"),
+    (
+        POOL + "weights: [a]",
+        "weights is ['a'], but must be the path of a file, as text on one line; "
+        "write for example weights: my_network.npz",
+    ),
+    (
+        POOL + "field_of_view: [2, 2, 3]",
+        "field_of_view is 2x2x3, but the layers give 2x2x2; correct the layers, or delete the line",
+    ),
+    # layers
+    (layer("conv"), "layer 0 is 'conv', but must be a mapping such as {type: pool, window: [2, 2, 2]}"),
+    (layer("{kernel: 3}"), "layer 0: type is missing; add one of conv, pool, maxfilter, maxout"),
+    (
+        POOL + "- {type: dropout}",
+        "layer 1: type is 'dropout', which is no layer; use one of conv, pool, maxfilter, maxout",
+    ),
+    (layer("{type: Convv}"), "layer 0: type is 'Convv', which is no layer; did you mean conv?"),
+    (layer("{type: [conv]}"), "layer 0: type is ['conv'], which is no layer; did you mean conv?"),
+    (layer("{type: conv, kernal: 3, out: 1}"), "layer 0 (conv): unknown key 'kernal'; did you mean kernel?"),
+    (
+        layer("{type: conv, kernel: 3, out: 1, padding: 1}"),
+        "layer 0 (conv): unknown key 'padding'; use one of type, kernel, out, activation",
+    ),
+    (layer("{type: conv, out: 1}"), "layer 0 (conv): kernel is missing; add for example kernel: [3, 3, 3]"),
+    (layer("{type: maxout}"), "layer 0 (maxout): of is missing; add for example of: 2"),
+    *(
+        (
+            layer(f"{{type: conv, kernel: {came}, out: 1}}"),
+            f"layer 0 (conv): kernel is {shown}, but must be {SIZE}; write for example kernel: [3, 3, 3]",
+        )
+        for came, shown in [
+            ("[3, -3, 3]", "[3, -3, 3]"),
+            ("[3, 3]", "[3, 3]"),
+            ("[3, 3, 3, 3]", "[3, 3, 3, 3]"),
+            ("0", "0"),
+            ("true", "True"),
+            ("[1, yes, 1]", "[1, True, 1]"),
+            ("3.0", "3.0"),
+            ("'3'", "'3'"),
+            ("", "empty"),
+            ("{z: 3}", "{'z': 3}"),
+            ("1000001", "1000001"),
+            ("x" * 200, f"'{'x' * 27}...{'x' * 28}'"),
+        ]
+    ),
+    (
+        layer("{type: conv, kernel: 3, out: 1.5}"),
+        "layer 0 (conv): out is 1.5, but must be a whole number from 1 to 1000000 (maps); write for example out: 16",
+    ),
+    (
+        layer("{type: conv, kernel: 3, out: 4, activation: gelu}"),
+        "layer 0 (conv): activation is 'gelu', but must be one of none, relu, tanh, sigmoid, softmax; "
+        "write for example activation: relu",
+    ),
+    (
+        POOL + "- {type: maxfilter, window: [2, 0, 2]}",
+        f"layer 1 (maxfilter): window is [2, 0, 2], but must be {SIZE}; write for example window: [2, 2, 2]",
+    ),
+    (
+        POOL + "- {type: maxout, of: 2}",
+        "layer 1 (maxout of 2) does not divide the 1 maps it gets; change the group, or the maps that come before it",
+    ),
+    (
+        layer("{type: pool, window: 1000000}") + "- {type: pool, window: 2}",
+        "the layers give a field of view of more than 1000000 voxels along an axis; correct kernels and windows",
+    ),
+    # normalise
+    (POOL + "normalise: 3", "normalise: expected a mapping, not 3; write mean: 130.0, std: 33.5"),
+    (POOL + "normalise: {mean: 3}", "normalise: std is missing; add for example std: 33.5"),
+    (POOL + "normalise: {mean: 3, std: 1, sdt: 1}", "normalise: unknown key 'sdt'; did you mean std?"),
+    *(
+        (
+            POOL + f"normalise: {{mean: 3, std: {came}}}",
+            f"normalise: std is {shown}, but must be a finite number above 0 or one per input channel; "
+            "write for example std: 33.5",
+        )
+        for came, shown in [
+            ("0", "0"),
+            ("-1.5", "-1.5"),
+            (".inf", "inf"),
+            ("1e-300", "1e-300"),
+            ("[1, no]", "[1, False]"),
+        ]
+    ),
+    (
+        POOL + "normalise: {mean: .nan, std: 1}",
+        "normalise: mean is nan, but must be a finite number or one per input channel; write for example mean: 130.0",
+    ),
+    (
+        POOL + "normalise: {mean: [1, 2], std: 1}",
+        "normalise: mean has 2 values for input_channels: 1; write one number, or one per channel",
+    ),
+    (
+        POOL + "normalise: {mean: 1, std: []}",
+        "normalise: std has 0 values for input_channels: 1; write one number, or one per channel",
+    ),
+    # YAML
+    (
+        "a: [1",
+        "line 1, column 6: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got "
+        "'<stream end>'; correct it there",
+    ),
+    (POOL + "a: b: c", "line 4, column 5: not valid YAML: mapping values are not allowed here; correct it there"),
+    (
+        POOL + "input_channels: 3",
+        "line 4, column 1: not valid YAML: key 'input_channels' is given twice; correct it there",
+    ),
+    (
+        layer("{type: pool, window: 2, window: 3}"),
+        "line 3, column 27: not valid YAML: key 'window' is given twice; correct it there",
+    ),
+    (
+        "a: !!python/object/apply:os.getcwd []",
+        "line 1, column 4: not valid YAML: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/object/apply:os.getcwd'; correct it there",
+    ),
+    ("a: !!int b", "line 1, column 4: not valid YAML: 'b' is no tag:yaml.org,2002:int; correct it there"),
+    ("a: !!bool b", "line 1, column 4: not valid YAML: 'b' is no tag:yaml.org,2002:bool; correct it there"),
+    ("a: " + "9" * 5000, "line 1, column 4: not valid YAML: a number of 5000 digits; correct it there"),
+    (
+        "a: 1\n---\nb: 1",
+        "line 2, column 1: not valid YAML: expected a single document in the stream, but found "
+        "another document; correct it there",
+    ),
+    ("a: \x01", "not valid YAML: character 1 at position 3; delete it"),
+    ("[" * 5000, "not valid YAML for a network: lists nested too deeply; flatten them"),
+    (layer("&a [*a]"), "layer 0 is [[[[...]]]], but must be a mapping such as {type: pool, window: [2, 2, 2]}"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
+    assert refusal(write(tmp_path, content)) == message
+
+
+def test_missing_file_names_the_near_ones(tmp_path: Path) -> None:
+    write(tmp_path, POOL, "cells.yaml")
+    with pytest.raises(NetworkFileError, match=r"there is no network file .*/celsl\.yaml; did you mean cells\.yaml\?$"):
+        read_network(tmp_path / "celsl.yaml")
+    with pytest.raises(NetworkFileError, match=r"there is no network file .*/m337; did you mean n337\?$"):
+        read_network(tmp_path / "m337")
+    with pytest.raises(NetworkFileError, match=r"/q; use one of cells\.yaml, fib25_boundary, n337, n537, n726, n926$"):
+        read_network(tmp_path / "q")
+    with pytest.raises(NetworkFileError, match=r"nowhere/net\.yaml: its folder does not exist; correct the path$"):
+        read_network(tmp_path / "nowhere" / "net.yaml")
+
+
+def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NetworkFileError, match=r"is a folder, not a network file; no \.yaml or \.yml or \.znni file"):
+        read_network(tmp_path)
+    hdf5 = write(tmp_path, b"\x89HDF\r\n", "net.yml")
+    with pytest.raises(NetworkFileError, match="is not text: byte 0x89 at position 0 is not UTF-8"):
+        read_network(hdf5)
+    with pytest.raises(NetworkFileError, match=r"folder, not a network file; give a file in it; use one of net\.yml$"):
+        read_network(tmp_path)
+    large = write(tmp_path, b" " * (LARGEST_FILE + 1), "large.yaml")
+    with pytest.raises(NetworkFileError, match="is larger than 1048576 bytes, so it is no network file"):
+        read_network(large)
+    other = write(tmp_path, POOL, "net.json")
+    with pytest.raises(NetworkFileError, match=r"by its name, which must end in \.yaml or \.yml or \.znni; give"):
+        read_network(other)
+    with pytest.raises(NetworkFileError, match=r"cannot read x+: File name too long; check"):
+        read_network("x" * 300)
+
+
+layers = st.one_of(
+    st.builds(
+        Conv,
+        st.tuples(*[st.integers(1, 9)] * 3),
+        st.integers(1, 5).map(lambda half: 2 * half),
+        st.sampled_from(ACTIVATIONS),
+    ),
+    st.builds(Pool, st.tuples(*[st.integers(1, 5)] * 3)),
+    st.builds(MaxFilter, st.tuples(*[st.integers(1, 5)] * 3)),
+)
+numbers = st.floats(-1e30, 1e30, allow_subnormal=False)
+
+
+@given(st.lists(layers, min_size=1, max_size=6), st.text("abc_ é:#'\"-1", min_size=1), numbers, st.floats(1e-30, 1e30))
+def test_what_is_written_is_read(chain: list[Conv | Pool | MaxFilter], name: str, mean: float, std: float) -> None:
+    network = Network(name, 2, tuple(chain), Normalise((mean, mean), (std, 1.0)))
+    written = {
+        "name": name,
+        "input_channels": 2,
+        "normalise": {"mean": mean, "std": [std, 1]},
+        "layers": [
+            {"type": "conv", "kernel": list(one.kernel), "out": one.out, "activation": one.activation}
+            if isinstance(one, Conv)
+            else {"type": one.type, "window": list(one.window)}
+            for one in chain
+        ],
+        "field_of_view": list(network.field_of_view),
+    }
+    read = network_yaml.parse(yaml.safe_dump(written, allow_unicode=True), "other")
+    assert read == (network, None, network.field_of_view)
+
+
+PAPER = {"n337": "m36", "n537": "m56", "n726": "m76", "n926": "m96"}
+
+
+def test_shipped_networks() -> None:
+    assert shipped() == ("fib25_boundary", "n337", "n537", "n726", "n926")
+    views = {name: read_network(name).network.field_of_view for name in shipped()}
+    assert views == {
+        "fib25_boundary": (27, 27, 27),
+        "n337": (85, 85, 85),
+        "n537": (163, 163, 163),
+        "n726": (117, 117, 117),
+        "n926": (155, 155, 155),
+    }
+
+
+def test_a_file_of_that_name_is_not_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_network("n337").network.name == "n337"
+    write(tmp_path, POOL, "n337")
+    with pytest.raises(NetworkFileError, match=r"^n337 cannot be a network file by its name"):
+        read_network("n337")
+
+
+@pytest.mark.parametrize(("name", "original"), PAPER.items())
+def test_table_iii_has_the_layers_of_the_original_files(name: str, original: str, shared_data: Path) -> None:
+    ours = read_network(name).network
+    theirs = read_network(shared_data / "znni_networks" / f"{original}.znni").network
+    assert ours.layers == theirs.layers
+    assert (ours.input_channels, ours.output_channels, ours.normalise) == (1, 3, None)
+
+
+def test_the_default_network_is_the_trained_one(shared_data: Path) -> None:
+    read = read_network(DEFAULT)
+    assert read.network.parameters == 42_609
+    assert read.weights is not None
+    for ours in (read.path, read.weights):
+        assert ours.read_bytes() == (shared_data / ours.name).read_bytes()

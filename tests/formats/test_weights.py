@@ -1,0 +1,253 @@
+"""Weights: what is read, converted and refused; damaged files; random ones."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors.numpy
+
+from znnpy.errors import MissingExtraError, NetworkFileError
+from znnpy.formats.networks import read_network
+from znnpy.formats.weights import random_weights, read_weights, sha256
+from znnpy.network import Conv, ConvWeights, Maxout, Network, Pool
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+NETWORK = Network("tiny", 1, (Conv((1, 2, 3), 4, "relu"), Pool((2, 2, 2)), Maxout(2), Conv((1, 1, 2), 3)))
+FIRST = "layer 0 (conv 1x2x3 -> 4 relu)"
+SECOND = "layer 3 (conv 1x1x2 -> 3 none)"
+
+
+@pytest.fixture
+def arrays() -> Arrays:
+    named: Arrays = {}
+    for i, one in enumerate(random_weights(NETWORK, seed=20261120)):
+        named[f"conv{i}_weight"], named[f"conv{i}_bias"] = one.weight, one.bias
+    return named
+
+
+def save_npz(path: Path, arrays: Arrays) -> Path:
+    with path.open("wb") as stream:
+        np.savez(stream, allow_pickle=True, **arrays)
+    return path
+
+
+def save_safetensors(path: Path, arrays: Arrays) -> Path:
+    safetensors.numpy.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    return path
+
+
+SAVE: dict[str, Callable[[Path, Arrays], Path]] = {"w.npz": save_npz, "w.safetensors": save_safetensors}
+
+
+def refusal(path: Path, network: Network = NETWORK) -> str:
+    with pytest.raises(NetworkFileError) as caught:
+        read_weights(path, network)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: "), message
+    return message.removeprefix(f"{path}: ")
+
+
+def assert_equal(read: tuple[ConvWeights, ...], arrays: Arrays) -> None:
+    assert len(read) == 2
+    for i, one in enumerate(read):
+        for array, name in ((one.weight, f"conv{i}_weight"), (one.bias, f"conv{i}_bias")):
+            assert array.dtype == np.float32
+            assert array.dtype.isnative
+            assert array.flags.c_contiguous
+            np.testing.assert_array_equal(array, arrays[name].astype(np.float32))
+
+
+@pytest.mark.parametrize("name", SAVE)
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", "<f2"])
+def test_real_floating_types_become_float32(name: str, dtype: str, arrays: Arrays, tmp_path: Path) -> None:
+    stored = {key: array.astype(dtype) for key, array in arrays.items()}
+    assert_equal(read_weights(SAVE[name](tmp_path / name, stored), NETWORK), stored)
+
+
+def test_byte_order_array_order_and_compression_do_not_matter(arrays: Arrays, tmp_path: Path) -> None:
+    stored = {key: np.asfortranarray(array.astype(">f8")) for key, array in reversed(arrays.items())}
+    path = tmp_path / "W.NPZ"
+    with path.open("wb") as stream:
+        np.savez_compressed(stream, allow_pickle=True, **stored)
+    assert_equal(read_weights(path, NETWORK), stored)
+
+
+@pytest.mark.parametrize("name", SAVE)
+def test_missing_and_unknown_arrays(name: str, arrays: Arrays, tmp_path: Path) -> None:
+    path = tmp_path / name
+    bias = arrays.pop("conv1_bias")
+    held = "conv0_weight, conv0_bias, conv1_weight" if name == "w.npz" else "conv0_bias, conv0_weight, conv1_weight"
+    assert refusal(SAVE[name](path, arrays)) == (
+        f"{SECOND}: conv1_bias is missing, expected (3,) (out,) float32; the file holds {held}; "
+        "save the array by that name"
+    )
+    arrays |= {"conv1_bias": bias} | {f"conv{i}_bias": bias for i in range(2, 12)}
+    message = refusal(SAVE[name](path, arrays))
+    assert message.startswith("no layer takes conv")
+    assert message.endswith(
+        " and 2 more: the network tiny needs conv0_weight, conv0_bias, conv1_weight, conv1_bias; "
+        "remove what is too much, or give the weights of this network"
+    )
+
+
+@pytest.mark.parametrize("name", SAVE)
+def test_wrong_shape(name: str, arrays: Arrays, tmp_path: Path) -> None:
+    arrays["conv1_weight"] = arrays["conv1_weight"].swapaxes(0, 1)
+    assert refusal(SAVE[name](tmp_path / name, arrays)) == (
+        f"{SECOND}: conv1_weight has shape (2, 3, 1, 1, 2), but must be (3, 2, 1, 1, 2) (out, in, kz, ky, kx); "
+        "save it so, or give the weights of this network"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "<U1", "object"])
+def test_types_that_are_not_real_floating(dtype: str, arrays: Arrays, tmp_path: Path) -> None:
+    arrays["conv0_bias"] = np.zeros(4, dtype)
+    why = ", which is pickled and never loaded" if dtype == "object" else ""
+    assert refusal(save_npz(tmp_path / "w.npz", arrays)) == (
+        f"{FIRST}: conv0_bias has dtype {dtype}{why}, but must be float32, float16 or float64; save it as float32"
+    )
+
+
+def test_integers_in_safetensors(arrays: Arrays, tmp_path: Path) -> None:
+    arrays["conv0_bias"] = np.zeros(4, np.int16)
+    assert "conv0_bias has dtype I16, but must be" in refusal(save_safetensors(tmp_path / "w.safetensors", arrays))
+
+
+@pytest.mark.parametrize("name", SAVE)
+def test_values_that_are_not_finite(name: str, arrays: Arrays, tmp_path: Path) -> None:
+    wide = arrays["conv0_weight"].astype(np.float64)
+    wide[2, 0, 0, 1, 2] = 1e39  # finite, but not in float32
+    wide[3, 0, 0, 0, 1] = np.nan
+    arrays["conv0_weight"] = wide
+    assert refusal(SAVE[name](tmp_path / name, arrays)) == (
+        f"{FIRST}: conv0_weight holds 2 of 24 values that are not finite in float32, the first is 1e+39 at "
+        "(2, 0, 0, 1, 2); train or save the network again"
+    )
+
+
+def test_a_pickle_is_never_loaded(arrays: Arrays, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path(tmp_path / "went_off").touch, ())
+
+    path = tmp_path / "w.npz"
+    path.write_bytes(pickle.dumps(Bomb()))
+    assert refusal(path) == "this is no .npz archive, or one that is cut short; save it again with numpy.savez"
+    arrays["conv0_bias"] = np.array([Bomb()] * 4, object)
+    refusal(save_npz(path, arrays))
+    assert not (tmp_path / "went_off").exists()
+
+
+def test_a_zip_of_something_else(arrays: Arrays, tmp_path: Path) -> None:
+    path = tmp_path / "w.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in arrays:
+            archive.writestr(name, b"hello")
+    assert refusal(path) == (
+        "conv0_weight is damaged or cut short (EOF: reading magic string, expected 8 bytes got 5); "
+        "save or copy it again"
+    )
+
+
+def test_a_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> None:
+    """A file that claims a terabyte is refused by its header."""
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": (4, 10**11)})
+    path = tmp_path / "w.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in arrays:
+            archive.writestr(f"{name}.npy", stream.getvalue())
+    assert "conv0_weight has shape (4, 100000000000), but must be (4, 1, 1, 2, 3)" in refusal(path)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
+def test_no_damage_to_an_npz_goes_unseen(save: Callable[..., None], arrays: Arrays, tmp_path: Path) -> None:
+    """Every byte flipped, every few bytes cut: the right weights, or a NetworkFileError."""
+    path = tmp_path / "w.npz"
+    with path.open("wb") as stream:
+        save(stream, **arrays)
+    whole = path.read_bytes()
+    right = sha256(read_weights(path, NETWORK))
+    damaged = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+    cut = [whole[:at] for at in range(0, len(whole), 7)]
+    seen = 0
+    for content in damaged + cut:
+        path.write_bytes(content)
+        try:
+            assert sha256(read_weights(path, NETWORK)) == right
+        except NetworkFileError:
+            seen += 1
+    assert seen > len(cut) + len(damaged) // 2
+
+
+def test_damaged_safetensors(arrays: Arrays, tmp_path: Path) -> None:
+    path = save_safetensors(tmp_path / "w.safetensors", arrays)
+    whole = path.read_bytes()
+    for content in (b"", b"\xff" * 100, whole[:-3], whole[:20]):
+        path.write_bytes(content)
+        assert refusal(path).startswith("the file is damaged or cut short (Error while deserializing header: ")
+
+
+def test_safetensors_is_optional(arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_safetensors(tmp_path / "w.safetensors", arrays)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingExtraError) as caught:
+        read_weights(path, NETWORK)
+    assert str(caught.value) == (
+        f"{path} needs the package safetensors, which is not installed; pip install 'znnpy[safetensors]'"
+    )
+
+
+def test_file_that_is_not_there(arrays: Arrays, tmp_path: Path) -> None:
+    save_npz(tmp_path / "cells.npz", arrays)
+    with pytest.raises(NetworkFileError, match=r"there is no weights file .*/cell\.npz; did you mean cells\.npz\?$"):
+        read_weights(tmp_path / "cell.npz", NETWORK)
+    (tmp_path / "w.pt").touch()
+    with pytest.raises(NetworkFileError, match=r"w\.pt cannot be a weights file by its name, which must end in \.npz"):
+        read_weights(tmp_path / "w.pt", NETWORK)
+
+
+def test_a_network_without_convolutions_needs_no_arrays(tmp_path: Path) -> None:
+    assert read_weights(save_npz(tmp_path / "w.npz", {}), Network("pool", 1, (Pool((2, 2, 2)),))) == ()
+
+
+def test_the_shipped_weights_are_the_trained_ones(shared_data: Path) -> None:
+    read = read_network("fib25_boundary")
+    assert read.weights is not None
+    weights = read_weights(read.weights, read.network)
+    with np.load(shared_data / "fib25_boundary.npz") as original:
+        assert len(original.files) == 2 * len(weights)
+        for i, one in enumerate(weights):
+            np.testing.assert_array_equal(one.weight, original[f"conv{i}_weight"])
+            np.testing.assert_array_equal(one.bias, original[f"conv{i}_bias"])
+
+
+def test_random_weights_keep_the_scale_of_what_passes() -> None:
+    network = Network("wide", 8, (Conv((3, 4, 5), 40, "relu"), Maxout(4), Conv((1, 2, 3), 30, "relu")))
+    first, second = random_weights(network)
+    assert [one.weight.shape for one in (first, second)] == [(40, 8, 3, 4, 5), (30, 10, 1, 2, 3)]
+    for one, fan in ((first, 8 * 60), (second, 10 * 6)):
+        assert one.weight.dtype == one.bias.dtype == np.float32
+        assert one.weight.std() == pytest.approx(np.sqrt(2 / fan), rel=0.05)
+        assert 0 < np.abs(one.bias).max() < 0.3
+
+
+def test_sha256_tells_values_shapes_and_seeds_apart() -> None:
+    one = random_weights(NETWORK)
+    assert sha256(one) == sha256(random_weights(NETWORK, seed=0))
+    assert sha256(one) != sha256(random_weights(NETWORK, seed=1))
+    turned = (ConvWeights(one[0].weight.reshape(4, 1, 2, 1, 3), one[0].bias), one[1])
+    assert sha256(one) != sha256(turned)
+    changed = one[1].bias.copy()
+    changed[2] = np.nextafter(changed[2], np.float32(1))
+    assert sha256(one) != sha256((one[0], ConvWeights(one[1].weight, changed)))
