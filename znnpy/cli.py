@@ -84,42 +84,34 @@ class _Resumable(_Door):
     hint = "what was finished is kept: the same command with --resume (and without --overwrite) goes on from there"
 
 
-class _Size(click.ParamType):
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """`2G`, `600M`: bytes in powers of 1024."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            size = parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if size < 1:
-            self.fail(f"{value!r} is {size} bytes: give a positive size such as 2G", param, ctx)
-        return size
+    if value is None:
+        return None
+    try:
+        size = parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if size < 1:
+        raise click.BadParameter(f"{value!r} is {size} bytes: give a positive size such as 2G")
+    return size
 
 
-class _Voxels(click.ParamType):
+def _voxels(ctx: click.Context, param: click.Parameter, value: str | None) -> Vec3 | None:
     """`Z,Y,X`: three positive counts."""
-
-    name = "z,y,x"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Vec3:
-        parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(map(str, value))
-        if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-            self.fail(f"{value!r} is not three positive counts of voxels Z,Y,X such as 64,128,128", param, ctx)
-        return int(parts[0]), int(parts[1]), int(parts[2])
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r} is not three positive counts of voxels Z,Y,X such as 64,128,128")
+    return int(parts[0]), int(parts[1]), int(parts[2])
 
 
-class _Region(click.ParamType):
-    """`z0:z1,y0:y1,x0:x1`; only its form is checked here, its fit when the volume is open."""
-
-    name = "z0:z1,y0:y1,x0:x1"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not re.fullmatch(r"\d*:\d*,\d*:\d*,\d*:\d*", re.sub(r"\s", "", value)):
-            self.fail(f"{value!r} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:", param, ctx)
-        return str(value)
+def _region_form(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """`z0:z1,y0:y1,x0:x1`; only the form is checked here, the fit when the volume is open."""
+    if value is not None and not re.fullmatch(r"\d*:\d*,\d*:\d*,\d*:\d*", re.sub(r"\s", "", value)):
+        raise click.BadParameter(f"{value!r} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:")
+    return value
 
 
 FILE = click.Path(path_type=Path)
@@ -137,14 +129,19 @@ def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Com
 
 
 _limits = _together(
-    click.option("--ram", type=_Size(), help="Memory for the whole process, e.g. 16G [default: 3/4 of the machine's]."),
+    click.option(
+        "--ram",
+        metavar="SIZE",
+        callback=_size,
+        help="Memory for the whole process, e.g. 16G [default: 3/4 of the machine's].",
+    ),
     click.option("--threads", type=click.IntRange(min=1), help="Threads [default: every core it may use]."),
-    click.option("--patch", type=_Voxels(), help="Output patch instead of the best one, Z,Y,X."),
+    click.option("--patch", metavar="Z,Y,X", callback=_voxels, help="Output patch instead of the best one, Z,Y,X."),
     click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
 )
 _region = _together(
     click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),
-    click.option("--roi", type=_Region(), help="Part of the volume, in voxels."),
+    click.option("--roi", metavar="Z0:Z1,Y0:Y1,X0:X1", callback=_region_form, help="Part of the volume, in voxels."),
     click.option(
         "--border",
         type=click.Choice(["valid", "reflect"]),
@@ -168,7 +165,7 @@ def main() -> None:
 @main.command(cls=_Door)
 @click.argument("network", default=DEFAULT)
 @click.option("--volume", type=FILE, help="Plan for this volume.")
-@click.option("--shape", type=_Voxels(), help="Plan for a volume of this size, Z,Y,X.")
+@click.option("--shape", metavar="Z,Y,X", callback=_voxels, help="Plan for a volume of this size, Z,Y,X.")
 @_region
 @_limits
 @click.option("--out", type=FILE, help="Write the plan here, for `znnpy infer --plan`.")

@@ -163,7 +163,7 @@ class _Tissue:
         """One centre at random in each cube of SPACING voxels, in the volume and a margin around it."""
         rng = np.random.default_rng((seed, SALT_TISSUE))
         lattice = tuple(int(n / SPACING) + 1 + 2 * MARGIN for n in size)
-        corners = np.stack(np.indices(lattice), axis=-1).reshape(-1, 3) - MARGIN
+        corners = np.indices(lattice).reshape(3, -1).T - MARGIN
         centres = (corners + rng.uniform(0.0, 1.0, corners.shape)) * SPACING
         cell = np.arange(len(centres), dtype=np.int32)
         strides = (lattice[1] * lattice[2], lattice[2], 1)
@@ -217,13 +217,14 @@ def _squared_distances(where: Floats, centres: Floats) -> Floats:
     """(voxels, centres), of float32 positions; taken from their middle, so that little cancels."""
     middle = centres.mean(axis=0)
     a, b = where - middle, centres - middle
-    squared = np.square(a).sum(axis=1)[:, None] + np.square(b).sum(axis=1) - 2 * (a @ b.T)
-    return np.maximum(squared, 0, dtype=np.float32)
+    squared: Floats = np.square(a).sum(axis=1)[:, None] + np.square(b).sum(axis=1) - 2 * (a @ b.T)
+    return np.maximum(squared, 0, out=squared)
 
 
 def _ramp(x: Floats) -> Floats:
     """0 below -1, 1 above 1, straight between."""
-    return np.clip((x + 1) / 2, 0, 1, dtype=np.float32)
+    ramp: Floats = np.clip((x + 1) / 2, 0, 1)
+    return ramp
 
 
 def _mottle(z: int, size: Vec3, seed: int) -> Floats:
@@ -232,10 +233,9 @@ def _mottle(z: int, size: Vec3, seed: int) -> Floats:
     planes: list[Floats] = []
     for at in range(z, z + size[0]):
         low, share = divmod(at / MOTTLE_STEP, 1.0)
-        ends = [_normal((seed, SALT_MOTTLE, int(low) + i + 1), lattice) for i in (0, 1)]
-        planes.append(
-            _between(_between(np.float32(1 - share) * ends[0] + np.float32(share) * ends[1], size[1], 0), size[2], 1)
-        )
+        before, after = (_normal((seed, SALT_MOTTLE, int(low) + i + 1), lattice) for i in (0, 1))
+        plane = np.float32(1 - share) * before + np.float32(share) * after
+        planes.append(_between(_between(plane, size[1], 0), size[2], 1))
     return np.stack(planes)
 
 
@@ -244,7 +244,8 @@ def _between(values: Floats, size: int, axis: int) -> Floats:
     at = np.arange(size, dtype=np.float32) / np.float32(MOTTLE_STEP)
     low = at.astype(np.intp)
     share = np.expand_dims(at - low, 1 - axis)
-    return values.take(low, axis) * (1 - share) + values.take(low + 1, axis) * share
+    between: Floats = values.take(low, axis) * (1 - share) + values.take(low + 1, axis) * share
+    return between
 
 
 def _normal(key: tuple[int, ...], size: Sequence[int]) -> Floats:
@@ -255,7 +256,8 @@ def _normal(key: tuple[int, ...], size: Sequence[int]) -> Floats:
 def _blur(x: Floats, axis: int) -> Floats:
     """Weights 1/4, 1/2, 1/4 along one axis; one voxel is lost on each side."""
     middle, before, after = (_along(axis, *ends) for ends in ((1, -1), (0, -2), (2, None)))
-    return 0.5 * x[middle] + 0.25 * (x[before] + x[after])
+    blurred: Floats = 0.5 * x[middle] + 0.25 * (x[before] + x[after])
+    return blurred
 
 
 def _along(axis: int, lo: int, hi: int | None) -> tuple[slice, ...]:

@@ -189,7 +189,8 @@ def _crop(volume: Volume, network: Network, corner: npt.NDArray[np.int64]) -> Re
     box = Box((int(z.min()), int(y.min()), int(x.min())), (int(z.max()) + 1, int(y.max()) + 1, int(x.max()) + 1))
     stored = np.empty((volume.channels, *box.size), volume.dtype)
     volume.read(box, stored)
-    crop = stored[(slice(None), *np.ix_(z - box.lo[0], y - box.lo[1], x - box.lo[2]))].astype(np.float64)
+    inside = np.ix_(range(volume.channels), z - box.lo[0], y - box.lo[1], x - box.lo[2])
+    crop = stored[inside].astype(np.float64)
     crop[~np.isfinite(crop)] = np.nan
     channels_last = np.moveaxis(crop, 0, -1)
     if network.normalise is None:
@@ -203,7 +204,7 @@ def _values(written: npt.NDArray[Any]) -> Real:
 
 
 def _errors(written: npt.NDArray[Any], exact: Real) -> tuple[Real, Real]:
-    """|written - definition|, infinite where only one is a number, and half a step of the dtype: both (samples, maps)."""
+    """|written - definition|, infinite where only one is a number, and half a step of the dtype; (samples, maps)."""
     if written.dtype == np.uint8:
         exact, step = np.clip(exact, 0, 1), np.full(exact.shape, 1 / 510)
     elif written.dtype == np.float16:
