@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from znnpy.kernels.cpu.conv_direct import ConvDirect
+from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
+from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.primitive import Kind, Primitive
 
-TABLE: tuple[Primitive, ...] = ()
+TABLE: tuple[Primitive, ...] = (
+    ConvDirect(),
+    ConvFftTiled(),
+    PoolMax(),
+    PoolFragments(),
+    MaxFilter(),
+    MaxoutDirect(),
+)
 
 
 def find(name: str, table: tuple[Primitive, ...] = TABLE) -> Primitive:

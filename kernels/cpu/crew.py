@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from itertools import pairwise
 from types import TracebackType
@@ -14,11 +14,14 @@ from threadpoolctl import threadpool_limits
 
 from znnpy.errors import Stopped
 
+SHARES = 4  # per worker: a worker that the system holds up leaves the others at most a quarter of its part to wait for
+
 
 class Crew:
     """`threads` workers for every step of a run. A context manager: inside it BLAS runs one thread per call.
 
-    The division of work depends on `threads` and on the counts alone, so results repeat byte by byte.
+    The division of work depends on `threads` and on the counts alone, so results repeat byte by byte; which worker takes
+    which share is left to chance.
     """
 
     def __init__(self, threads: int) -> None:
@@ -46,20 +49,31 @@ class Crew:
             raise Stopped
 
     def each(self, piece: Callable[[int, int, int], None], count: int) -> None:
-        """Call `piece(lo, hi, worker)` for shares of `range(count)`, one per worker, and wait for all of them.
+        """Call `piece(lo, hi, worker)` for shares of `range(count)` and wait for all of them.
 
-        The first exception of any share is raised, after every share has ended.
+        Calls with the same `worker`, 0 <= worker < threads, never overlap in time: what a worker has is its own.
+        The first exception of any share is raised, after every worker has ended; so is an interrupt of the caller.
         """
         self.check()
-        ranges = shares(count, self.threads)
-        if len(ranges) == 1:
-            piece(*ranges[0], 0)
+        if self.threads == 1 or count <= 1:
+            piece(0, count, 0)
             return
-        futures = [self._pool.submit(piece, lo, hi, worker) for worker, (lo, hi) in enumerate(ranges)]
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        todo = iter(shares(count, SHARES * self.threads))  # taking the next is atomic
+
+        def work(worker: int) -> None:
+            for lo, hi in todo:
+                self.check()
+                piece(lo, hi, worker)
+
+        futures = [self._pool.submit(work, worker) for worker in range(self.threads)]
+        try:
+            wait(futures)
+        except BaseException:  # Ctrl-C: the arrays that the workers write to must outlive them
+            self.stop()
+            wait(futures)
+            raise
+        for future in futures:
+            future.result()
 
 
 def shares(count: int, parts: int) -> Sequence[tuple[int, int]]:

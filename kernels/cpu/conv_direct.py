@@ -1,0 +1,176 @@
+"""Direct convolution as one matrix product per block of output: all taps are accumulated inside BLAS.
+
+Method   A block of output voxels that fits the cache: the k^3 * fin inputs of each are gathered as a row of a matrix
+         [voxels x taps], multiplied by the kernels [taps x fout] straight into the output, then finished in place.
+         With few input maps the runs along a row would be short, so taps become rows: [taps x voxels], transposed by BLAS.
+         A 1x1x1 kernel multiplies the input where it stands.
+Memory   One block of columns per thread.
+Bound    Compute: sgemm at 2 k^3 fin fout flops a voxel, plus the gather (k^3 fin floats a voxel, in cache).
+Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1 (direct); lowering: Chellapilla, Puri, Simard 2006.
+Tested   tests/kernels/test_conv.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.cpu.finish import Finish, quiet
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
+from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.machine import Machine
+
+BLOCK_BYTES = 512 * 1024  # of a worker's columns: they stay in L2 until BLAS has packed them
+MIN_VOXELS = 32  # fewer rows and the product is bound by reading the kernels
+SHORT_RUN = 16  # floats: below it a copy of runs is slower than one of single floats along x
+BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
+
+
+class _Blocks(NamedTuple):
+    size: Vec3  # output voxels of a block: whole lines but in the narrowest, whole planes but in the next
+    taps: int  # k^3 * fin
+    by_tap: bool  # taps are rows of the gathered matrix
+    gathered: bool  # else the input is used where it stands
+    worker_bytes: int
+
+
+def _blocks(shape: ConvShape) -> _Blocks:
+    mz, my, mx = (n - k + 1 for n, k in zip(shape.n, shape.k, strict=True))
+    taps = shape.k[0] * shape.k[1] * shape.k[2] * shape.fin
+    gathered = shape.k != (1, 1, 1)
+    voxel_bytes = FLOAT32 * (taps if gathered else shape.fin + shape.fout)
+    voxels = max(MIN_VOXELS, BLOCK_BYTES // voxel_bytes)
+    if voxels < mx:
+        size = 1, 1, voxels
+    elif voxels < mx * my:
+        size = 1, voxels // mx, mx
+    else:
+        size = min(mz, voxels // (mx * my)), my, mx
+    nbytes = -(-FLOAT32 * prod(size) * taps // 64) * 64 if gathered else 0
+    return _Blocks(size, taps, shape.k[2] * shape.fin < SHORT_RUN, gathered, nbytes)
+
+
+class _Resident(NamedTuple):
+    kernels: Array  # (taps, fout), taps in the order (dz, dy, dx, f)
+    bias: Array
+
+
+@dataclass(frozen=True, slots=True)
+class ConvDirect:
+    """Direct convolution through sgemm: first layers, last layers, small kernels."""
+
+    name: str = "cpu.conv.direct"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "few maps or small kernels: one matrix product per block, least memory of all"
+    source: str = "ZNNi IV-A.1; lowering after Chellapilla, Puri, Simard 2006"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        del machine
+        return None if isinstance(shape, ConvShape) else f"computes convolutions, not {shape.kind}"
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del variant
+        shape = _conv(shape)
+        columns = threads * _blocks(shape).worker_bytes
+        return Footprint(
+            resident=shape.weight_bytes,
+            scratch=(Scratch("columns", columns),) if columns else (),
+            allowance=threads * BLAS_BYTES,
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = _conv(shape)
+        b = _blocks(shape)
+        voxels = float(prod(shape.out_shape[:4]))
+        columns = 2.0 * FLOAT32 * voxels * b.taps if b.gathered else 0.0
+        return (
+            Work("copy", 0.0, columns),
+            Work("product", 2.0 * voxels * b.taps * shape.fout, float(shape.in_bytes + shape.out_bytes)),
+        )
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
+        del variant, crew
+        assert weights is not None
+        fout = len(weights.bias)
+        return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)), weights.bias)
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+        del variant
+        return _Step(resident, _conv(shape), crew)
+
+
+def _conv(shape: LayerShape) -> ConvShape:
+    if not isinstance(shape, ConvShape):
+        raise TypeError(f"cpu.conv.direct computes convolutions, not {shape}")
+    return shape
+
+
+class _Step:
+    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
+        self._shape, self._crew, self._blocks = shape, crew, _blocks(shape)
+        self._kernels = resident.kernels
+        self._finish = Finish(resident.bias, shape.activation, self._blocks.size[2])
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        b, crew, fout = self._blocks, self._crew, self._shape.fout
+        boxes = list(self._boxes())
+        columns = scratch["columns"].reshape(crew.threads, -1) if b.gathered else None
+        windows = self._windows(x)
+
+        @quiet()
+        def piece(lo: int, hi: int, worker: int) -> None:
+            for s, z, y, x0 in boxes[lo:hi]:
+                crew.check()
+                box = slice(z, z + b.size[0]), slice(y, y + b.size[1]), slice(x0, x0 + b.size[2])
+                target = out[s][box]
+                voxels = prod(target.shape[:3])
+                rows = self._rows(windows[s][box], voxels, None if columns is None else columns[worker])
+                np.matmul(rows, self._kernels, out=target.reshape(voxels, fout, copy=False))
+                lines = target.reshape(*target.shape[:2], -1, copy=False)
+                self._finish(lines, lines)
+
+        crew.each(piece, len(boxes))
+
+    def _boxes(self) -> Iterator[tuple[int, int, int, int]]:
+        """Image and first output voxel of every block."""
+        size, out = self._blocks.size, self._shape.out
+        for s in range(self._shape.batch):
+            for z in range(0, out[0], size[0]):
+                for y in range(0, out[1], size[1]):
+                    for x in range(0, out[2], size[2]):
+                        yield s, z, y, x
+
+    def _windows(self, x: Array) -> Array:
+        """(S, mz, my, mx, kz, ky, kx, f): what every output voxel sees; a view."""
+        s, z, y, voxel, f = x.strides
+        shape = self._shape
+        return np.lib.stride_tricks.as_strided(
+            x, (shape.batch, *shape.out, *shape.k, shape.fin), (s, z, y, voxel, z, y, voxel, f), writeable=False
+        )
+
+    def _rows(self, windows: Array, voxels: int, store: Bytes | None) -> Array:
+        """[voxels x taps]: gathered, or for a 1x1x1 kernel a view of the input."""
+        taps = self._blocks.taps
+        if store is None:
+            return windows.reshape(voxels, taps, copy=False)
+        if self._blocks.by_tap:
+            by_tap = np.ndarray((*windows.shape[3:], *windows.shape[:3]), np.float32, store)
+            np.copyto(by_tap, windows.transpose(3, 4, 5, 6, 0, 1, 2))
+            return by_tap.reshape(taps, voxels).T
+        rows = np.ndarray(windows.shape, np.float32, store)
+        np.copyto(rows, windows)
+        return rows.reshape(voxels, taps)

@@ -1,0 +1,259 @@
+"""Maxima over windows: max-pooling, max-pooling fragments (MPF), and the max-filter.
+
+Method   Separable, a few lines of one plane at a time so that everything stays in L2: the maximum over the window's
+         planes, then over its lines, then over its columns, straight into the output. A fragment takes every p-th
+         position, so the last maximum writes each fragment's lines where they belong and nothing is copied.
+Shapes   Fragment (oz * py + oy) * px + ox of image s is image s * P + it; its voxel i is the maximum of the window at
+         i * p + o; (n + 1) mod p = 0 for fragments, n mod p = 0 for plain pooling.
+Bound    Memory: the input is read once (its planes up to pz times, from L2 or L3), the output written once.
+Exact    A maximum does not round. NaN in, NaN out.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
+Tested   tests/kernels/test_pool.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
+from znnpy.shapes import FLOAT32, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.machine import Machine
+
+LINES_BYTES = 256 * 1024  # of a worker's lines between two passes: they stay in L2
+
+Windowed = PoolShape | FilterShape
+
+
+class _Lines(NamedTuple):
+    """How one shape is cut into pieces of work."""
+
+    step: Vec3  # from one window to the next that is wanted
+    planes: int  # positions along z, per image
+    lines: int  # positions along y, per plane
+    block: int  # positions along y at a time; a multiple of p_y for fragments
+    over_planes: int  # bytes of a worker's maxima over planes
+    over_lines: int  # bytes of its maxima over planes and lines
+
+
+def _lines(shape: Windowed) -> _Lines:
+    (pz, py, px), (nz, ny, nx) = shape.p, shape.n
+    plain = isinstance(shape, PoolShape) and not shape.fragments
+    step: Vec3 = shape.p if plain else (1, 1, 1)
+    planes, lines = (nz - pz) // step[0] + 1, (ny - py) // step[1] + 1
+    unit = py if isinstance(shape, PoolShape) and shape.fragments else 1
+    line_bytes = FLOAT32 * nx * shape.f
+    block = min(lines, max(1, LINES_BYTES // (line_bytes * unit * step[1])) * unit)
+    over_planes = (step[1] * (block - 1) + py) * line_bytes if pz > 1 else 0
+    over_lines = block * line_bytes if py > 1 else 0
+    return _Lines(step, planes, lines, block, -(-over_planes // 64) * 64, over_lines)
+
+
+def _windowed(shape: LayerShape) -> Windowed:
+    if not isinstance(shape, Windowed):
+        raise TypeError(f"maxima over windows are computed here, not {shape}")
+    return shape
+
+
+class _Maxima:
+    """What the three primitives share; they differ in where the last maximum is written."""
+
+    __slots__ = ()
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del variant
+        t = _lines(_windowed(shape))
+        nbytes = threads * (-(-(t.over_planes + t.over_lines) // 64) * 64)
+        return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else ())
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = _windowed(shape)
+        maxima = sum(p - 1 for p in shape.p)
+        return (Work("pool", float(maxima * shape.out_bytes // FLOAT32), float(shape.in_bytes + shape.out_bytes)),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+        """Nothing to prepare."""
+        del weights, variant, crew
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+        del resident, variant
+        return _Step(_windowed(shape), crew)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMax(_Maxima):
+    """Plain max-pooling: one image out per image in."""
+
+    name: str = "cpu.pool.max"
+    kind: Kind = "pool"
+    version: int = 1
+    summary: str = "plain max-pooling: strided output"
+    source: str = "definition"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        del machine
+        if not isinstance(shape, PoolShape):
+            return f"computes poolings, not {shape.kind}"
+        return "dense output needs every offset: see cpu.pool.fragments" if shape.fragments else None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFragments(_Maxima):
+    """Max-pooling fragments: an image out for each offset of the window, so that output stays dense."""
+
+    name: str = "cpu.pool.fragments"
+    kind: Kind = "pool"
+    version: int = 1
+    summary: str = "max-pooling of dense inference: a fragment per offset of the window"
+    source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        del machine
+        if not isinstance(shape, PoolShape):
+            return f"computes poolings, not {shape.kind}"
+        return None if shape.fragments else "plain pooling has no fragments: see cpu.pool.max"
+
+
+@dataclass(frozen=True, slots=True)
+class MaxFilter(_Maxima):
+    """The maximum over a window at every position."""
+
+    name: str = "cpu.maxfilter.direct"
+    kind: Kind = "maxfilter"
+    version: int = 1
+    summary: str = "the maximum over a window at every position"
+    source: str = "definition, separable"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        del machine
+        return None if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+
+
+class _Step:
+    def __init__(self, shape: Windowed, crew: Crew) -> None:
+        self._shape, self._crew, self._lines = shape, crew, _lines(shape)
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, t, crew = self._shape, self._lines, self._crew
+        blocks = -(-t.lines // t.block)
+        store = scratch["lines"].reshape(crew.threads, -1) if "lines" in scratch else None
+        write = self._into_fragments if isinstance(shape, PoolShape) and shape.fragments else self._into_image
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            mine = None if store is None else store[worker]
+            for unit in range(lo, hi):
+                crew.check()
+                rest, block = divmod(unit, blocks)
+                s, z = divmod(rest, t.planes)
+                y = block * t.block
+                write(self._over_lines(x[s], z, y, min(t.block, t.lines - y), mine), out, s, z, y)
+
+        crew.each(piece, shape.batch * t.planes * blocks)
+
+    def _over_lines(self, image: Array, z: int, y: int, count: int, store: Bytes | None) -> Array:
+        """(count, nx, f): maxima over the planes and lines of the windows at position z and positions y, y + 1, ..."""
+        t, (pz, py, _), (_, _, nx) = self._lines, self._shape.p, self._shape.n
+        sz, sy = t.step[0] * z, t.step[1]
+        extent = sy * (count - 1) + py
+        lines = image[sz : sz + pz, sy * y : sy * y + extent]
+        if pz > 1:
+            over_planes = np.ndarray((extent, nx, self._shape.f), np.float32, store)
+            _maximum(lines, over_planes)
+        else:
+            over_planes = lines[0]
+        if py == 1:
+            return over_planes
+        over_lines = np.ndarray((count, nx, self._shape.f), np.float32, store, t.over_planes)
+        _maximum([over_planes[d : d + sy * (count - 1) + 1 : sy] for d in range(py)], over_lines)
+        return over_lines
+
+    def _into_image(self, lines: Array, out: Array, s: int, z: int, y: int) -> None:
+        mx, px, sx = out.shape[3], self._shape.p[2], self._lines.step[2]
+        _maximum([lines[:, d : d + sx * (mx - 1) + 1 : sx] for d in range(px)], out[s, z, y : y + len(lines)])
+
+    def _into_fragments(self, lines: Array, out: Array, s: int, z: int, y: int) -> None:
+        (pz, py, px), (my, mx) = self._shape.p, out.shape[2:4]
+        z, oz = divmod(z, pz)
+        first, count = y // py, len(lines) // py
+        for oy in range(py):
+            for ox in range(px):
+                fragment = out[((s * pz + oz) * py + oy) * px + ox, z, first : first + count]
+                _maximum([lines[oy::py, ox + d : ox + d + px * (mx - 1) + 1 : px] for d in range(px)], fragment)
+        del my
+
+
+def _maximum(arrays: Sequence[Array] | Array, out: Array) -> None:
+    """out = the maximum over `arrays`, element by element."""
+    if len(arrays) == 1:
+        np.copyto(out, arrays[0])
+        return
+    np.maximum(arrays[0], arrays[1], out=out)
+    for array in arrays[2:]:
+        np.maximum(out, array, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxoutDirect:
+    """The maximum over groups of neighbouring maps."""
+
+    name: str = "cpu.maxout.direct"
+    kind: Kind = "maxout"
+    version: int = 1
+    summary: str = "the maximum over groups of neighbouring maps"
+    source: str = "Goodfellow et al., Maxout networks, 2013"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        del machine
+        return None if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del shape, variant, threads
+        return Footprint()
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        return (Work("pool", shape.in_bytes / FLOAT32, float(shape.in_bytes + shape.out_bytes)),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+        """Nothing to prepare."""
+        del weights, variant, crew
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _MaxoutStep:
+        del resident, variant
+        if not isinstance(shape, MaxoutShape):
+            raise TypeError(f"cpu.maxout.direct computes maxouts, not {shape}")
+        return _MaxoutStep(shape, crew)
+
+
+class _MaxoutStep:
+    def __init__(self, shape: MaxoutShape, crew: Crew) -> None:
+        self._shape, self._crew = shape, crew
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        del scratch
+        of, crew, planes = self._shape.of, self._crew, self._shape.n[0]
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for unit in range(lo, hi):
+                crew.check()
+                s, z = divmod(unit, planes)
+                _maximum([x[s, z, :, :, member::of] for member in range(of)], out[s, z])
+
+        crew.each(piece, self._shape.batch * planes)

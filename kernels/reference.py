@@ -1,0 +1,139 @@
+"""Definitions, in float64 numpy, plain and slow: what every primitive is measured against.
+
+Two ways to the dense result that share only the definitions of a layer: `dense_by_fragments` runs the layers on the
+whole input with max-pooling fragments and puts the fragments back in place; `dense_by_sliding` crops the field of view
+at each position and runs the plain, strided network on it, which is what "dense" means.
+
+Arrays are (S, z, y, x, f), channels last; the input enters normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.primitive import ConvWeights
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.shapes import Activation, Vec3, valid
+
+Real = npt.NDArray[np.float64]
+AnyReal = npt.NDArray[np.floating]
+
+
+def convolve(x: AnyReal, weight: AnyReal, bias: AnyReal, activation: Activation = "none") -> Real:
+    """out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * weight[g, f, d]).
+
+    x (S, nz, ny, nx, f), weight (f', f, kz, ky, kx), bias (f',); gives (S, n - k + 1, f') float64.
+    """
+    x = x.astype(np.float64)
+    kernel: Vec3 = weight.shape[2], weight.shape[3], weight.shape[4]
+    m = valid(_size(x), kernel)
+    out = np.broadcast_to(bias.astype(np.float64), (x.shape[0], *m, len(bias))).copy()
+    for d in product(*map(range, kernel)):
+        out += _window(x, d, m) @ weight[:, :, *d].astype(np.float64).T
+    return activate(out, activation)
+
+
+def activate(x: Real, activation: Activation) -> Real:
+    """The activation, over maps (the last axis) for softmax."""
+    match activation:
+        case "none":
+            return x
+        case "relu":
+            return np.maximum(x, 0.0)
+        case "tanh":
+            return np.tanh(x)
+        case "sigmoid":
+            return 0.5 * (1.0 + np.tanh(0.5 * x))
+        case "softmax":
+            e = np.exp(x - x.max(axis=-1, keepdims=True))
+            return np.asarray(e / e.sum(axis=-1, keepdims=True))
+
+
+def max_filter(x: AnyReal, p: Vec3) -> Real:
+    """The maximum over a window at every position: (S, n - p + 1, f)."""
+    m = valid(_size(x), p)
+    return np.asarray(np.max([_window(x, d, m) for d in product(*map(range, p))], axis=0), np.float64)
+
+
+def max_pool(x: AnyReal, p: Vec3) -> Real:
+    """The maximum over windows that do not overlap: (S, n / p, f); what is left over at the end is not looked at."""
+    return max_filter(x, p)[:, :: p[0], :: p[1], :: p[2]]
+
+
+def fragments(x: AnyReal, p: Vec3) -> Real:
+    """Max-pooling once per offset: (S * P, n / p, f), fragment (oz * py + oy) * px + ox of image s at s * P + it."""
+    m: Vec3 = x.shape[1] // p[0], x.shape[2] // p[1], x.shape[3] // p[2]
+    pooled = [
+        max_pool(image[None, oz:, oy:, ox:], p)[0, : m[0], : m[1], : m[2]]
+        for image in x
+        for oz, oy, ox in product(*map(range, p))
+    ]
+    return np.stack(pooled)
+
+
+def recombine(fragments: AnyReal, windows: Sequence[Vec3]) -> Real:
+    """Undo the fragments of all poolings, given in network order: (S * P1 * P2 ..., m, f) to dense (S, m * p1 * p2 ..., f)."""
+    dense = fragments.astype(np.float64)
+    for pz, py, px in reversed(windows):
+        batch, mz, my, mx, f = dense.shape
+        parts = dense.reshape(-1, pz, py, px, mz, my, mx, f)
+        dense = parts.transpose(0, 4, 1, 5, 2, 6, 3, 7).reshape(batch // (pz * py * px), mz * pz, my * py, mx * px, f)
+    return dense
+
+
+def maxout(x: AnyReal, of: int) -> Real:
+    """The maximum over groups of `of` neighbouring maps: (S, n, f / of)."""
+    return np.asarray(x.reshape(*x.shape[:-1], -1, of).max(axis=-1), np.float64)
+
+
+def dense_by_fragments(network: Network, weights: Sequence[ConvWeights], x: AnyReal) -> Real:
+    """The dense output of a whole input (S, n, f), poolings as fragments: (S, n - field of view + 1, f')."""
+    windows = [layer.window for layer in network.layers if isinstance(layer, Pool)]
+    return recombine(_run(network, weights, x, dense=True), windows)
+
+
+def dense_by_sliding(
+    network: Network, weights: Sequence[ConvWeights], x: AnyReal, positions: Sequence[Vec3] | None = None
+) -> Real:
+    """The plain network run on the field of view cropped at each position, and nothing else.
+
+    x (S, n, f). Without `positions` gives the dense (S, n - field of view + 1, f'); with them (S, positions, f').
+    """
+    fov = network.field_of_view
+    m = valid(_size(x), fov)
+    every = list(product(*map(range, m)))
+    voxels = [
+        _run(network, weights, _window(x, at, fov), dense=False)[:, 0, 0, 0]
+        for at in (every if positions is None else positions)
+    ]
+    out = np.stack(voxels, axis=1)
+    return out.reshape(x.shape[0], *m, -1) if positions is None else out
+
+
+def _run(network: Network, weights: Sequence[ConvWeights], x: AnyReal, *, dense: bool) -> Real:
+    of_layer = dict(zip(network.convolutions, weights, strict=True))
+    y = x.astype(np.float64)
+    for index, layer in enumerate(network.layers):
+        match layer:
+            case Conv():
+                y = convolve(y, of_layer[index].weight, of_layer[index].bias, layer.activation)
+            case Pool():
+                y = fragments(y, layer.window) if dense else max_pool(y, layer.window)
+            case MaxFilter():
+                y = max_filter(y, layer.window)
+            case Maxout():
+                y = maxout(y, layer.of)
+    return y
+
+
+def _size(x: AnyReal) -> Vec3:
+    return x.shape[1], x.shape[2], x.shape[3]
+
+
+def _window(x: AnyReal, at: tuple[int, ...], size: Vec3) -> AnyReal:
+    z, y, x0 = at
+    return x[:, z : z + size[0], y : y + size[1], x0 : x0 + size[2]]
