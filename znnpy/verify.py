@@ -189,7 +189,7 @@ def _crop(volume: Volume, network: Network, corner: npt.NDArray[np.int64]) -> Re
     box = Box((int(z.min()), int(y.min()), int(x.min())), (int(z.max()) + 1, int(y.max()) + 1, int(x.max()) + 1))
     stored = np.empty((volume.channels, *box.size), volume.dtype)
     volume.read(box, stored)
-    inside = np.ix_(range(volume.channels), z - box.lo[0], y - box.lo[1], x - box.lo[2])
+    inside = np.ix_(np.arange(volume.channels), z - box.lo[0], y - box.lo[1], x - box.lo[2])
     crop = stored[inside].astype(np.float64)
     crop[~np.isfinite(crop)] = np.nan
     channels_last = np.moveaxis(crop, 0, -1)

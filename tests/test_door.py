@@ -1,0 +1,54 @@
+"""The public door: light to import, and every name behind it opens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import znnpy
+
+HEAVY = ("numpy", "pyfftw", "h5py", "cupy")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which of HEAVY a fresh process has loaded after a statement."""
+    code = f"import sys\n{statement}\nprint(*({HEAVY!r} & sys.modules.keys()))".replace(repr(HEAVY), repr(set(HEAVY)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    assert loaded_by("import znnpy") == set()
+
+
+def test_command_line_loads_no_numpy() -> None:
+    """BLAS chooses its kernels when numpy is loaded: a resumed run must have its say before."""
+    assert loaded_by("import znnpy.cli") == set()
+
+
+def test_heavy_libraries_are_seen_when_they_are_loaded() -> None:
+    assert "numpy" in loaded_by("import numpy")
+
+
+@pytest.mark.parametrize("name", znnpy.__all__)
+def test_public_name_opens(name: str) -> None:
+    assert getattr(znnpy, name) is not None
+    assert name in dir(znnpy)
+
+
+def test_all_is_sorted_and_whole() -> None:
+    assert list(znnpy.__all__) == sorted(set(znnpy.__all__))
+    assert {"infer", "plan", "load_network", "primitive", "ZnnpyError"} <= set(znnpy.__all__)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'znnpy' has no attribute 'infra'"):
+        _ = znnpy.infra
+
+
+def test_version_is_the_distributions() -> None:
+    from importlib.metadata import version
+
+    assert znnpy.__version__ == version("znnpy")
