@@ -64,7 +64,10 @@ def open_volume(path: Path, dataset: str | None = None) -> Hdf5Volume:
     """
     file = _open(path)
     try:
-        name = pick(_datasets(file), _resolved(file, dataset), path)
+        if dataset is not None and isinstance(file.get(dataset), h5py.Dataset):  # links too, which no list holds
+            name = dataset.strip("/")
+        else:
+            name = pick(_datasets(file), dataset, path)
         volume = Hdf5Volume(file, file[name], path, name)
         _check_filters(volume, file[name])
     except BaseException:
@@ -99,16 +102,6 @@ def _why_closed(path: Path, error: OSError) -> str:
     if "signature not found" in str(error):
         return f"is not an HDF5 file ({size} bytes without its signature); convert it to HDF5, .zarr or .npy"
     return f"cannot be opened as HDF5: {_cause(error)}; copy it again"
-
-
-def _resolved(file: h5py.File, dataset: str | None) -> str | None:
-    """The name of the dataset that links (soft or external) under this one lead to."""
-    if dataset is None:
-        return None
-    found = file.get(dataset)
-    if isinstance(found, h5py.Dataset) and found.file.id == file.id:
-        return str(found.name).strip("/")
-    return dataset
 
 
 def _datasets(file: h5py.File) -> dict[str, tuple[tuple[int, ...] | None, np.dtype[Any]]]:

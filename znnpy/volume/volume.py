@@ -147,6 +147,6 @@ def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dat
 def _listed(
     arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], names: Sequence[str] | Mapping[str, Any]
 ) -> str:
-    shown = [f"{name} ({text(arrays[name][0] or ())} {arrays[name][1]})" for name in list(names)[:10]]
+    shown = [f"{name} ({text(arrays[name][0] or ()) or 'scalar'} {arrays[name][1]})" for name in list(names)[:10]]
     more = [f"and {len(names) - 10} more"] if len(names) > 10 else []
     return ", ".join(shown + more) or "nothing"

@@ -1,0 +1,77 @@
+"""The journal: whole or torn, damaged or foreign."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from znnpy.errors import ResumeError
+from znnpy.volume.journal import Journal, JournalHeader, journal_path, read_header
+
+HEADER = JournalHeader(job={"network": "abc", "volume": {"bytes": 5}}, plan="{}", wisdom="w", blas="b", columns=9)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    journal = Journal(journal_path(tmp_path / "out.h5"))
+    journal.create(HEADER)
+    return journal
+
+
+def test_round_trip(journal: Journal, tmp_path: Path) -> None:
+    journal.append([3, 1])
+    journal.append({8})
+    assert Journal(journal.path).read() == (HEADER, frozenset({1, 3, 8}))
+    assert read_header(tmp_path / "out.h5") == HEADER
+    journal.remove()
+    journal.remove()
+    assert read_header(tmp_path / "out.h5") is None
+
+
+@pytest.mark.parametrize("torn", [b"[4", b"[4]", b"[4,", b"\0\0\0\0\n", b"[4, 9]\n"], ids=repr)
+def test_a_torn_last_line_is_ignored_and_overwritten(journal: Journal, torn: bytes) -> None:
+    journal.append([3, 1])
+    with journal.path.open("ab") as file:
+        file.write(torn)
+    again = Journal(journal.path)
+    assert again.read() == (HEADER, frozenset({1, 3}))
+    again.append([5])
+    assert Journal(journal.path).read() == (HEADER, frozenset({1, 3, 5}))
+
+
+def test_damage_before_the_last_line(journal: Journal) -> None:
+    journal.append([3])
+    with journal.path.open("ab") as file:
+        file.write(b"[4, x]\n[5]\n")
+    with pytest.raises(ResumeError, match=r"damaged in line 3 \(b'\[4, x\]' is no list of columns 0 to 8\).*--overwri"):
+        Journal(journal.path).read()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (b"", "0 bytes without an end of line"),
+        (b'{"job": {}', "10 bytes without an end of line"),
+        (b"garbage\n", "the header: Invalid JSON.*"),
+        (b'{"job": {}, "plan": "", "wisdom": "", "blas": ""}\n', "columns: Field required"),
+        (
+            b'{"job": {}, "plan": "", "wisdom": "", "blas": "", "columns": 1, "format": 7}\n',
+            "format 7 instead of 1",
+        ),
+    ],
+    ids=["empty", "torn", "garbage", "incomplete", "other format"],
+)
+def test_a_damaged_header(journal: Journal, damage: bytes, why: str) -> None:
+    journal.path.write_bytes(damage)
+    message = rf"out\.h5\.journal is damaged in line 1 \({why}\), so what was finished is not known; start again with"
+    with pytest.raises(ResumeError, match=message):
+        Journal(journal.path).read()
+
+
+def test_loads_no_numpy() -> None:
+    program = "import sys, znnpy.volume.journal; print(sorted({'numpy', 'h5py'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
