@@ -9,8 +9,6 @@ from math import prod
 from znnpy.network import Network
 from znnpy.shapes import FLOAT32, Vec3, ceil_divide
 
-AXIS_SIZES = 32  # most sizes tried along one axis
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -20,6 +18,9 @@ class Candidate:
     patches: int  # that cover the output
     voxels: tuple[int, ...]  # of every activation x0, x1, .. in one patch, all fragments, one map
     largest_bytes: int  # of the largest activation: no plan needs less
+
+
+Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
 
 
 def axis_sizes(length: int, period: int) -> tuple[int, ...]:
@@ -50,48 +51,55 @@ def thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
     return tuple(sorted(kept, reverse=True))
 
 
-def candidates(network: Network, output: Vec3, room: int | None = None) -> Iterator[Candidate]:
-    """Patch shapes for a dense output, anisotropic ones too.
-
-    With `room`, only those whose largest activation fits in so many bytes. Where an axis offers more than AXIS_SIZES
-    sizes, those too large for any patch are left out first, the others thinned.
-    """
+def all_sizes(network: Network, output: Vec3, room: int | None = None) -> Sizes:
+    """Every size per axis; with `room`, less those whose largest activation exceeds it whatever the other axes are."""
     sizes = [axis_sizes(length, period) for length, period in zip(output, network.period, strict=True)]
     thinnest: Vec3 = (sizes[0][-1], sizes[1][-1], sizes[2][-1])
+
+    def fitting(axis: int) -> list[int]:
+        return [
+            size
+            for size in sizes[axis]
+            if room is None
+            or max(FLOAT32 * prod(shape) for shape in _activations(network, _with(thinnest, axis, size))) <= room
+        ]
+
+    return fitting(0), fitting(1), fitting(2)
+
+
+def candidates(network: Network, output: Vec3, sizes: Sizes, room: int | None = None) -> Iterator[Candidate]:
+    """All combinations of sizes; with `room`, those whose largest activation fits in so many bytes."""
+    thinnest = network.period
     per_voxel = [FLOAT32 * maps for maps in network.maps]
     fragments = [shape[0] for shape in _activations(network, thinnest)]
-    kept: list[list[tuple[int, list[int]]]] = []
-    for axis in range(3):
-        fitting = []
-        for size in sizes[axis]:
-            patch = (*thinnest[:axis], size, *thinnest[axis + 1 :])
-            shapes = _activations(network, (patch[0], patch[1], patch[2]))
-            if room is None or max(FLOAT32 * prod(shape) for shape in shapes) <= room:
-                fitting.append((size, [shape[1 + axis] for shape in shapes]))
-        chosen = set(thinned([size for size, _ in fitting], AXIS_SIZES))
-        kept.append([(size, extents) for size, extents in fitting if size in chosen])
-    for z, z_extents in kept[0]:
-        for y, y_extents in kept[1]:
+    extents = [
+        [(size, [shape[1 + axis] for shape in _activations(network, _with(thinnest, axis, size))]) for size in along]
+        for axis, along in enumerate(sizes)
+    ]
+    for z, z_extents in extents[0]:
+        for y, y_extents in extents[1]:
             plane = [s * a * b for s, a, b in zip(fragments, z_extents, y_extents, strict=True)]
-            for x, x_extents in kept[2]:
+            for x, x_extents in extents[2]:
                 voxels = tuple([s * c for s, c in zip(plane, x_extents, strict=True)])
                 largest = max([v * b for v, b in zip(voxels, per_voxel, strict=True)])
                 if room is None or largest <= room:
                     yield Candidate((z, y, x), prod(ceil_divide(output, (z, y, x))), voxels, largest)
 
 
-def candidate(network: Network, output: Vec3, patch: Vec3) -> Candidate:
-    """One patch shape that the caller wants; ShapeError when it is not a multiple of the pooling period."""
-    shapes = _activations(network, patch)
-    return Candidate(
-        patch,
-        prod(ceil_divide(output, patch)),
-        tuple(prod(shape[:4]) for shape in shapes),
-        max(FLOAT32 * prod(shape) for shape in shapes),
-    )
+def between(sizes: Sequence[int], coarse: Sequence[int], size: int) -> Sequence[int]:
+    """Those of `sizes` between the coarse neighbours of `size`, the neighbours left out."""
+    at = coarse.index(size)
+    above = coarse[at - 1] if at else sizes[0] + 1
+    below = coarse[at + 1] if at + 1 < len(coarse) else 0
+    return [other for other in sizes if below < other < above]
 
 
 def _activations(network: Network, patch: Vec3) -> list[tuple[int, int, int, int, int]]:
     """Shapes of x0, x1, .. for one patch: (S, z, y, x, f)."""
     shapes = network.layer_shapes(patch)
     return [shapes[0].in_shape, *(shape.out_shape for shape in shapes)]
+
+
+def _with(patch: Vec3, axis: int, size: int) -> Vec3:
+    z, y, x = (size if axis == i else extent for i, extent in enumerate(patch))
+    return z, y, x

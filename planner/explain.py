@@ -69,8 +69,8 @@ def _patches(plan: Plan, network: Network) -> str:
 def _layers(plan: Plan, network: Network) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("layer")
-    table.add_column("input (S z y x f)")
-    table.add_column("primitive")
+    table.add_column("input", no_wrap=True)
+    table.add_column("primitive", no_wrap=True)
     for column in ("time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
     total = plan.seconds_per_patch
@@ -78,7 +78,7 @@ def _layers(plan: Plan, network: Network) -> Table:
         table.add_row(
             f"{choice.layer} {layer}",
             text(choice.shape.in_shape),
-            f"{choice.primitive} {choice.variant}".rstrip(),
+            f"{choice.primitive}\n{choice.variant}".rstrip(),
             human_seconds(choice.seconds),
             f"{choice.seconds / total:.0%}" if total else "",
             human_bytes(choice.working_bytes),
@@ -117,8 +117,8 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
         lines.append("the time of every layer was measured on the machine the plan was made on")
     else:
         lines.append(
-            f"the time of {len(plan.choices) - measured} of {len(plan.choices)} layers is estimated from assumed rates, "
-            "not measured on this machine; the bytes are promised"
+            f"the time of {len(plan.choices) - measured} of {len(plan.choices)} layers is estimated from assumed "
+            "rates, not measured on this machine; the bytes are promised"
         )
     if plan.machine != machine.fingerprint:
         lines.append(f"the plan was made on another machine ({plan.machine}; this one is {machine.fingerprint})")

@@ -18,7 +18,7 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.planner.candidates import Candidate, candidate, candidates
+from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidates, thinned
 from znnpy.planner.cost import Rates, assumed_rates, seconds
 from znnpy.planner.layout import Tensor, chain, live_peak, place
 from znnpy.planner.memory import baseline_bytes, reading_bytes, writing_bytes
@@ -36,6 +36,7 @@ from znnpy.planner.trade import (
 from znnpy.shapes import LayerShape, Vec3, text
 
 RUNNERS_UP = 3
+COARSE = 8  # sizes per axis in the first pass; up to so many, every combination is looked at
 OPTIMISM = 0.8  # assumed: no layer is faster per voxel than this share of its best among the patches seen so far
 
 
@@ -132,16 +133,38 @@ class _Search:
     )  # shapes that do not fit: bytes they need or more
 
     def run(self) -> list[_Found]:
-        """The best patch shapes, best first; none when nothing fits."""
-        shapes = self._shapes(self.limits.ram_bytes - self.baseline)
-        if shapes:
-            self._learn(max(shapes, key=lambda shape: prod(shape.patch)))
-        best: list[_Found] = []
-        for shape in sorted(shapes, key=self._bound):
+        """The best patch shapes, best first; none when nothing fits.
+
+        Coarsely over all sizes, then over every size around the best.
+        """
+        room = self.limits.ram_bytes - self.baseline
+        sizes = self._sizes(room)
+        coarse = _coarse(sizes)
+        best = self._through(candidates(self.network, self.output, coarse, room), [])
+        if best and coarse != sizes:
+            z, y, x = map(between, sizes, coarse, best[0].candidate.patch)
+            best = self._through(candidates(self.network, self.output, (z, y, x), room), best)
+        return best
+
+    def _sizes(self, room: int | None) -> Sizes:
+        """Patch sizes to look at along each axis."""
+        if self.patch is None:
+            return all_sizes(self.network, self.output, room)
+        self.network.layer_shapes(self.patch)  # ShapeError when it is none
+        z, y, x = self.patch
+        return [z], [y], [x]
+
+    def _through(self, shapes: Iterable[Candidate], best: list[_Found]) -> list[_Found]:
+        """The best of `best` and of all shapes, best first."""
+        known = {found.candidate.patch for found in best}
+        new = [shape for shape in shapes if shape.patch not in known]
+        if new and not self._paces:
+            self._learn(max(new, key=lambda shape: prod(shape.patch)))
+        for shape in sorted(new, key=self._bound):
             if best and OPTIMISM * self._bound(shape) >= best[0].seconds:
                 continue
-            last = best[RUNNERS_UP] if len(best) > RUNNERS_UP else None
-            found = self._best_of(shape, last.seconds if last else inf)
+            below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
+            found = self._best_of(shape, below)
             if found is not None:
                 best = sorted([*best, found], key=lambda f: (f.seconds, f.memory.peak))[: RUNNERS_UP + 1]
         return best
@@ -190,7 +213,8 @@ class _Search:
         """Why nothing fits: the smallest need of all shapes, and the layer that needs most; or a layer nobody runs."""
         least: tuple[int, Candidate, tuple[Option, ...]] | None = None
         refused = ""
-        for shape in sorted(self._shapes(None), key=lambda shape: shape.largest_bytes):
+        shapes = candidates(self.network, self.output, _coarse(self._sizes(None)))
+        for shape in sorted(shapes, key=lambda shape: shape.largest_bytes):
             around = self._around(shape)
             if least is not None and around.peak + shape.largest_bytes >= least[0]:
                 continue
@@ -216,12 +240,6 @@ class _Search:
             + (", or drop --patch" if self.patch else "")
             + (", or drop --only" if self.only else "")
         )
-
-    def _shapes(self, room: int | None) -> list[Candidate]:
-        if self.patch is None:
-            return list(candidates(self.network, self.output, room))
-        shape = candidate(self.network, self.output, self.patch)
-        return [shape] if room is None or shape.largest_bytes <= room else []
 
     def _around(self, shape: Candidate) -> Memory:
         """What a run needs whatever the primitives are."""
@@ -364,6 +382,11 @@ class _Search:
                 over = self._around(shape).peak + total_bytes(ideal) - self.limits.ram_bytes
                 return [RunnerUp(shape.patch, prod(self.output) / spent, over)]
         return []
+
+
+def _coarse(sizes: Sizes) -> Sizes:
+    z, y, x = (thinned(along, COARSE) for along in sizes)
+    return z, y, x
 
 
 _LOOKED_AT = 20  # shapes above the limit that are worked out for the runners-up
