@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.cpu.crew import Crew
-from znnpy.kernels.primitive import Array, Bytes, Primitive, Step
+from znnpy.kernels.primitive import Primitive, Step
 from znnpy.kernels.table import TABLE, find
 from znnpy.network import ConvWeights, Network, Pool
 from znnpy.planner.plan import Plan
 from znnpy.run.arena import Arena
 from znnpy.shapes import Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Array, Bytes
 
 
 @dataclass(frozen=True, slots=True)
