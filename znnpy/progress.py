@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from znnpy.planner.explain import human_seconds
+
 if TYPE_CHECKING:
     from znnpy.run.pipeline import Event
 
@@ -66,15 +68,5 @@ class _Speed:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in event.stage_seconds.items())
         done = event.voxels_done - self._before
         speed = done / event.seconds if event.seconds else 0.0
-        left = duration((event.voxels - event.voxels_done) / speed) if speed else "unknown time"
+        left = human_seconds((event.voxels - event.voxels_done) / speed) if speed else "unknown time"
         return f"{event.columns_done}/{event.columns} columns, {speed:,.0f} voxels/s, {left} left ({stages})"
-
-
-def duration(seconds: float) -> str:
-    """`4 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.plan import Plan
 from znnpy.shapes import text
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class Report:
     def lines(self) -> list[str]:
         """The report in words, one line each."""
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
-        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.stage_seconds.items())
+        stages = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in self.stage_seconds.items())
         return [
             f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
             f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.plan.voxels_per_second:,.0f})",
-            f"time       {self.seconds:.1f} s (plan: {self.predicted_seconds:.1f} s)",
-            f"memory     {self.peak_bytes / MIB:,.0f} MiB at the peak (plan: {self.plan.memory.peak / MIB:,.0f} MiB, "
-            f"limit: {self.plan.limits.ram_bytes / MIB:,.0f} MiB)",
+            f"time       {human_seconds(self.seconds)} (plan: {human_seconds(self.predicted_seconds)})",
+            f"memory     {human_bytes(self.peak_bytes)} at the peak (plan: {human_bytes(self.plan.memory.peak)}, "
+            f"limit: {human_bytes(self.plan.limits.ram_bytes)})",
             f"stages     {stages} (side by side)",
             f"patches    {self.plan.patches} of {text(self.plan.patch_out)}, {self.plan.limits.threads} threads",
             f"precision  {self.precision}, BLAS kernels {self.blas}",
