@@ -159,6 +159,41 @@ def test_a_zip_of_something_else(arrays: Arrays, tmp_path: Path) -> None:
     )
 
 
+def npy(array: npt.NDArray[Any]) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+BAD_MEMBERS = [
+    (lambda whole: whole + b"x", "(bytes after the array)"),
+    (lambda whole: whole[:-1], "(EOF: reading array data, expected 96 bytes got 95)"),
+    (lambda whole: whole.replace(b"'shape': (", b"'shape': ["), "(Cannot parse header: "),
+    (lambda whole: whole.replace(b"{'descr'", b"({'descr'"), "(('EOF in multi-line statement', "),
+    (lambda whole: whole.replace(b"<f4", b"<04"), "(leading zeros in decimal integer literals"),
+    (lambda whole: whole.replace(b"NUMPY\x01", b"NUMPY\x03"), "(.npy version (3, 0))"),
+]
+
+
+@pytest.mark.parametrize(("damage", "why"), BAD_MEMBERS, ids=[why for _, why in BAD_MEMBERS])
+def test_damage_that_the_zip_does_not_know_of(
+    damage: Callable[[bytes], bytes], why: str, arrays: Arrays, tmp_path: Path
+) -> None:
+    path = tmp_path / "w.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            archive.writestr(f"{name}.npy", damage(npy(array)) if name == "conv0_weight" else npy(array))
+    assert refusal(path).startswith(f"conv0_weight is damaged or cut short {why}")
+
+
+def test_compression_that_numpy_does_not_write(arrays: Arrays, tmp_path: Path) -> None:
+    path = tmp_path / "w.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
+        for name, array in arrays.items():
+            archive.writestr(f"{name}.npy", npy(array))
+    assert refusal(path) == "conv0_weight is damaged or cut short (zip compression 12); save or copy it again"
+
+
 def test_a_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> None:
     """A file that claims a terabyte is refused by its header."""
     stream = io.BytesIO()

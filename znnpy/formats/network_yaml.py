@@ -34,9 +34,7 @@ class Parsed(NamedTuple):
 
 def _triple(value: object) -> object:
     """A scalar size means a cube; YAML lists are tuples here."""
-    if isinstance(value, list):
-        return tuple(value)
-    return value if isinstance(value, bool) else (value,) * 3
+    return tuple(value) if isinstance(value, list) else (value,) * 3
 
 
 def _sequence(value: object) -> object:

@@ -7,8 +7,7 @@ In a file convolution `i`, counted from 0 along the network, has `conv<i>_weight
 from __future__ import annotations
 
 import hashlib
-import lzma
-import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -179,16 +178,15 @@ def _finite(name: str, what: _Needed, array: npt.NDArray[Any]) -> npt.NDArray[np
 
 # --- the two kinds of file ---
 
-# What zipfile and numpy raise for a damaged archive, depending on where the damage is.
+# What zipfile and numpy raise for a damaged archive, depending on where the damage is (found by damaging every byte).
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
-    lzma.LZMAError,
-    struct.error,
     EOFError,
-    OverflowError,
     ValueError,
-    RuntimeError,  # encrypted, or a compression that zipfile does not know
+    RuntimeError,  # encrypted, or a feature of zip that zipfile does not know
+    SyntaxError,  # these two: a header that is no Python literal
+    tokenize.TokenError,
     OSError,
 )
 
@@ -215,7 +213,10 @@ class _Npz:
         return list(self._members)
 
     def header(self, name: str) -> _Stored:
-        with self._archive.open(self._members[name]) as stream:
+        member = self._archive.getinfo(self._members[name])
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # what numpy writes
+            raise ValueError(f"zip compression {member.compress_type}")
+        with self._archive.open(member) as stream:
             version = npy.read_magic(stream)
             if version not in ((1, 0), (2, 0)):  # (3, 0) is for names of fields in UTF-8: no plain array
                 raise ValueError(f".npy version {version}")
@@ -226,7 +227,7 @@ class _Npz:
     def read(self, name: str) -> npt.NDArray[Any]:
         with self._archive.open(self._members[name]) as stream:
             array: npt.NDArray[Any] = npy.read_array(stream, allow_pickle=False)
-            if stream.read(1):  # reading to the end is also what checks the CRC
+            if stream.read(1):  # to the end, where the CRC is checked
                 raise ValueError("bytes after the array")
         return array
 
