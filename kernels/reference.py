@@ -33,7 +33,7 @@ def convolve(x: AnyReal, weight: AnyReal, bias: AnyReal, activation: Activation 
     m = valid(_size(x), kernel)
     out = np.broadcast_to(bias.astype(np.float64), (x.shape[0], *m, len(bias))).copy()
     for d in product(*map(range, kernel)):
-        out += _window(x, d, m) @ weight[:, :, *d].astype(np.float64).T
+        out += _window(x, d, m) @ weight[:, :, d[0], d[1], d[2]].astype(np.float64).T
     return activate(out, activation)
 
 
@@ -76,7 +76,7 @@ def fragments(x: AnyReal, p: Vec3) -> Real:
 
 
 def recombine(fragments: AnyReal, windows: Sequence[Vec3]) -> Real:
-    """Undo the fragments of all poolings, given in network order: (S * P1 * P2 ..., m, f) to dense (S, m * p1 * p2 ..., f)."""
+    """Undo the fragments of all poolings, given in network order: (S * P1 * P2, m, f) to dense (S, m * p1 * p2, f)."""
     dense = fragments.astype(np.float64)
     for pz, py, px in reversed(windows):
         batch, mz, my, mx, f = dense.shape

@@ -5,12 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from znnpy.kernels.cpu.conv_direct import ConvDirect
+from znnpy.kernels.cpu.conv_fft_data import ConvFftData
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.primitive import Kind, Primitive
 
 TABLE: tuple[Primitive, ...] = (
     ConvDirect(),
+    ConvFftData(),
     ConvFftTiled(),
     PoolMax(),
     PoolFragments(),

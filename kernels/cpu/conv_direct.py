@@ -2,7 +2,8 @@
 
 Method   A block of output voxels that fits the cache: the k^3 * fin inputs of each are gathered as a row of a matrix
          [voxels x taps], multiplied by the kernels [taps x fout] straight into the output, then finished in place.
-         With few input maps the runs along a row would be short, so taps become rows: [taps x voxels], transposed by BLAS.
+         With few input maps the runs along a row would be short, so taps become rows: [taps x voxels], which BLAS
+         reads transposed.
          A 1x1x1 kernel multiplies the input where it stands.
 Memory   One block of columns per thread.
 Bound    Compute: sgemm at 2 k^3 fin fout flops a voxel, plus the gather (k^3 fin floats a voxel, in cache).

@@ -1,16 +1,16 @@
-"""Tiled FFT convolution (overlap-save): the image is cut into small overlapping tiles, which share one set of kernel spectra.
+"""Tiled FFT convolution (overlap-save): small overlapping tiles of the image share one set of kernel spectra.
 
 Method   Tiles of 8 to 32 a side that overlap by k - 1. For a group of T tiles:
          forward   per few planes of a tile, in L2: gather, real transforms along x, then y;
-         product   per few columns of frequencies (fixed y, x), in L2: transforms along z of all T tiles, a matrix product
-                   [T x fin] @ [fin x fout] per frequency, transforms along z back;
-         inverse   per few planes: y back, x back (only the n - k + 1 lines that are wanted), bias, activation, scatter.
+         product   per few columns of frequencies (fixed y, x), in L2: transforms along z of all T tiles, per frequency a
+                   product [T x fin] @ [fin x fout], transforms along z back;
+         inverse   per few planes: y back, x back (only the n - k + 1 wanted lines), bias, activation, scatter.
          Channels are innermost throughout: FFTW's vector loop runs over them, and BLAS finds them contiguous.
-Kernels  Transformed once per run by pruned transforms (`pruned.py`), conjugated and scaled: (columns, z, fin, fout) complex64.
+Kernels  Transformed once per run, pruned (`pruned.py`), conjugated, scaled: (columns, z, fin, fout) complex64.
 Memory   Scratch is the spectra of one group, and caches of each worker; kernels: 8 bytes x half the tile x fin x fout.
 Bound    The product (compute: T >= 27 or so), then FFTW's real transforms along x, which have no vector codelets.
-Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu, Henaff,
-         LeCun 2014. Pruning: Zlateski, Lee, Seung, ZNNi (SC16), III.
+Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu,
+         Henaff, LeCun 2014. Pruning: Zlateski, Lee, Seung, ZNNi (SC16), III.
 Tested   tests/kernels/test_conv.py
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import gcd, log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,13 +38,7 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-SIDES = (
-    8,
-    12,
-    16,
-    20,
-    32,
-)  # lines that FFTW has straight-line vector codelets for; 24 and 40 run at a third of the rate
+SIDES = (8, 12, 16, 20, 32)  # FFTW has straight-line vector codelets for them; 24 and 40 run at a third of the rate
 GROUPS = (8, 27, 64)  # tiles that share one pass over the kernel spectra
 PLANES_BYTES = 192 * 1024  # of a worker's planes in the forward and inverse pass: they and their spectra stay in L2
 COLUMNS_BYTES = 512 * 1024  # of a worker's columns in the product, before and after it
@@ -140,9 +134,9 @@ class ConvFftTiled:
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
         shape = _conv(shape)
-        tiles = product(*(_sides(n, k) for n, k in zip(shape.n, shape.k, strict=True)))
+        sides_z, sides_y, sides_x = (_sides(n, k) for n, k in zip(shape.n, shape.k, strict=True))
         found: dict[Variant, None] = {}
-        for tile in tiles:
+        for tile in product(sides_z, sides_y, sides_x):
             sides = [side for side in tile if side > 1]
             if max(sides) > 2 * min(sides):
                 continue  # long thin tiles overlap more and save nothing
@@ -215,7 +209,7 @@ def _conv(shape: LayerShape) -> ConvShape:
 
 
 def _sides(n: int, k: int) -> Sequence[int]:
-    """Tile sides worth trying along an axis: 1 where the kernel is 1; none of which two smaller would cover the input."""
+    """Tile sides worth trying along an axis: 1 where the kernel is 1; of those that hold the input only the smallest."""
     if k == 1:
         return (1,)
     fitting = [side for side in SIDES if side >= k]
@@ -291,7 +285,7 @@ class _Step:
         self._tiling = t = _tiling(shape, variant.size("tile"), variant.count("group"))
         count = -(-t.tiles // t.group)
         bounds = [t.tiles * i // count for i in range(count + 1)]
-        self._groups = [(lo, hi - lo) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+        self._groups = [(lo, hi - lo) for lo, hi in pairwise(bounds)]
         self._finish = Finish(resident.bias, shape.activation, t.step[2])
         self._plans = [_Plans(shape, t, [size for _, size in self._groups]) for _ in range(crew.threads)]
 

@@ -20,8 +20,8 @@ SHARES = 4  # per worker: a worker that the system holds up leaves the others at
 class Crew:
     """`threads` workers for every step of a run. A context manager: inside it BLAS runs one thread per call.
 
-    The division of work depends on `threads` and on the counts alone, so results repeat byte by byte; which worker takes
-    which share is left to chance.
+    The division of work depends on `threads` and on the counts alone, so results repeat byte by byte; which worker
+    takes which share is left to chance.
     """
 
     def __init__(self, threads: int) -> None:

@@ -1,7 +1,7 @@
 """FFTW's plans, and the only import of pyFFTW.
 
-Every transform here is one-threaded and planned for fixed shapes and strides; workers run it on arrays given at run time
-(FFTW's new-array execution). Planning is serialised, because FFTW's planner is not thread-safe.
+Every transform here is one-threaded and planned for fixed shapes and strides; workers run it on arrays given at run
+time (FFTW's new-array execution). Planning is serialised, because FFTW's planner is not thread-safe.
 
 Rigor. FFTW_ESTIMATE throughout: FFTW has straight-line codelets for the lines of a tile (8, 12, 16, 20, 32), so there
 is nothing to search. Measured on 2 Zen 5 cores with 80 maps innermost, one thread, ns per real voxel, ESTIMATE against
@@ -65,7 +65,7 @@ class Transform:
 
 
 def like(shape: Sequence[int], strides: Sequence[int], dtype: npt.DTypeLike, *, place: int = 0) -> npt.NDArray[Any]:
-    """An array of this shape and these strides (bytes) to plan with, never to read or write: it has no memory of its own.
+    """An array of this shape and these strides (bytes) to plan with, never to read or write: it has no memory.
 
     Two of different `place` count as different arrays, two of the same as one (a transform in place).
     """

@@ -45,7 +45,7 @@ class Finish:
 
 
 def quiet() -> np.errstate:
-    """A context, or decorator, in which overflow passes silently: `Finish` finds it; an exp that overflows is meant to."""
+    """A context or decorator in which overflow passes silently: `Finish` finds it; an exp that overflows is meant to."""
     return np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
 

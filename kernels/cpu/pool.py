@@ -44,7 +44,7 @@ class _Lines(NamedTuple):
 
 
 def _lines(shape: Windowed) -> _Lines:
-    (pz, py, px), (nz, ny, nx) = shape.p, shape.n
+    (pz, py, _), (nz, ny, nx) = shape.p, shape.n
     plain = isinstance(shape, PoolShape) and not shape.fragments
     step: Vec3 = shape.p if plain else (1, 1, 1)
     planes, lines = (nz - pz) // step[0] + 1, (ny - py) // step[1] + 1
@@ -184,14 +184,13 @@ class _Step:
         _maximum([lines[:, d : d + sx * (mx - 1) + 1 : sx] for d in range(px)], out[s, z, y : y + len(lines)])
 
     def _into_fragments(self, lines: Array, out: Array, s: int, z: int, y: int) -> None:
-        (pz, py, px), (my, mx) = self._shape.p, out.shape[2:4]
+        (pz, py, px), mx = self._shape.p, out.shape[3]
         z, oz = divmod(z, pz)
         first, count = y // py, len(lines) // py
         for oy in range(py):
             for ox in range(px):
                 fragment = out[((s * pz + oz) * py + oy) * px + ox, z, first : first + count]
                 _maximum([lines[oy::py, ox + d : ox + d + px * (mx - 1) + 1 : px] for d in range(px)], fragment)
-        del my
 
 
 def _maximum(arrays: Sequence[Array] | Array, out: Array) -> None:

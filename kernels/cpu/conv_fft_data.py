@@ -1,0 +1,336 @@
+"""Whole-image FFT convolution, data parallel (ZNNi algorithm 2): every worker has a part of each transform.
+
+Method   1  Transforms of all input maps, padded to a size FFTW likes, pruned: lines of padding are never transformed.
+         2  For each output map, each worker takes some lines y of frequencies and holds all z of them in its cache:
+            over input maps, the pruned transform of the kernel there (`pruned.py`), multiply, add; then along z back.
+         3  Planes z that are wanted: y back; lines that are wanted: x back, into the output.
+         After the last output map: bias and activation.
+Layout   Planar inside, (maps, z, y, x) complex64 with lines padded to whole cache lines; channels last outside.
+Memory   Table II of the paper: input + spectra of the input maps, then spectra + one output map's + output. No spectrum
+         of a kernel is ever whole, nor kept.
+Bound    Memory: the spectra of all input maps are read once per output map.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), III and IV-A.2; znn/host/v1/dp_fft_conv.hpp.
+Tested   tests/kernels/test_conv.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log2, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.cpu.fft import Transform, good_size, like
+from znnpy.kernels.cpu.finish import Finish, quiet
+from znnpy.kernels.cpu.pruned import twiddles
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
+from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.machine import Machine
+
+    Complex = npt.NDArray[np.complex64]
+
+LINES_BYTES = 256 * 1024  # of a worker's lines in step 1, and of columns along z: they stay in L2
+PRODUCT_BYTES = 768 * 1024  # of a worker's frequencies in step 2: kernel, product and sum
+BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
+
+
+class _Sizes(NamedTuple):
+    """Of spectra and of what a worker holds at a time."""
+
+    padded: Vec3  # the transform's size
+    half: int  # frequencies along x
+    pitch: int  # complex numbers from line to line: whole cache lines
+    image: int  # complex numbers of one map's spectrum
+    lines: int  # lines along x transformed at once (step 1)
+    columns: int  # columns along z transformed at once (step 1); whole cache lines
+    rows: int  # lines y of frequencies multiplied at once (step 2)
+    worker_before: int  # bytes of a worker's scratch in step 1
+    worker_after: int  # and from then on
+
+
+def _sizes(shape: ConvShape) -> _Sizes:
+    padded: Vec3 = good_size(shape.n[0]), good_size(shape.n[1]), good_size(shape.n[2])
+    half = padded[2] // 2 + 1
+    pitch = -(-half // 8) * 8
+    line = FLOAT32 * padded[2] * shape.fin
+    lines = min(shape.n[1], max(1, LINES_BYTES // line))
+    columns = min(padded[1] * pitch, max(1, LINES_BYTES // (COMPLEX64 * padded[0] * 8)) * 8)
+    row = COMPLEX64 * padded[0] * pitch
+    rows = min(padded[1], max(1, PRODUCT_BYTES // (row * (shape.batch + 2))))
+    kz, ky, _ = shape.k
+    held = pitch * (shape.fin * kz * ky + kz * rows + (shape.batch + 2) * padded[0] * rows)
+    real = FLOAT32 * (shape.n[1] - ky + 1) * padded[2]
+    return _Sizes(
+        padded,
+        half,
+        pitch,
+        prod(padded[:2]) * pitch,
+        lines,
+        columns,
+        rows,
+        -(-lines * line // 64) * 64,
+        -(-max(COMPLEX64 * held, real) // 64) * 64,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ConvFftData:
+    """Whole-image FFT convolution: small images with many of them, or when kernel spectra do not fit."""
+
+    name: str = "cpu.conv.fft_data"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "large kernels when spectra of all kernels do not fit in memory: none is kept"
+    source: str = "ZNNi IV-A.2 (algorithm 2) with the pruned transforms of III"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        del machine
+        if not isinstance(shape, ConvShape):
+            return f"computes convolutions, not {shape.kind}"
+        return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct" if shape.k == (1, 1, 1) else None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del variant
+        shape = _conv(shape)
+        t = _sizes(shape)
+        wanted = t.image // t.padded[0] * shape.out[0]
+        return Footprint(
+            resident=shape.weight_bytes,
+            input_until=0,
+            output_from=1,
+            stages=2,
+            scratch=(
+                Scratch("spectra", COMPLEX64 * shape.batch * shape.fin * t.image, 0, 1),
+                Scratch("lines", threads * t.worker_before, 0, 0),
+                Scratch("sum", COMPLEX64 * shape.batch * wanted, 1, 1),
+                Scratch("blocks", threads * t.worker_after, 1, 1),
+            ),
+            allowance=threads * BLAS_BYTES,
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = _conv(shape)
+        t = _sizes(shape)
+        images = shape.batch * (shape.fin + shape.fout)
+        pairs = shape.fin * shape.fout
+        transformed = float(COMPLEX64 * t.image * images)
+        pruned = t.image * shape.k[0] + t.image // t.padded[0] * shape.k[0] * shape.k[1]
+        return (
+            Work("fft", 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 4.0 * transformed),
+            Work(
+                "product", 8.0 * (t.image * shape.k[0] + t.image // t.padded[0] * shape.k[0] * shape.k[1]) * pairs, 0.0
+            ),
+            # multiply and add: the spectrum from memory, then two operands and a result in cache, twice
+            Work("copy", 0.0, COMPLEX64 * 6.0 * t.image * pairs * shape.batch),
+        )
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> ConvWeights:
+        del variant, crew
+        assert weights is not None
+        return weights
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+        del variant
+        return _Step(resident, _conv(shape), crew)
+
+
+def _conv(shape: LayerShape) -> ConvShape:
+    if not isinstance(shape, ConvShape):
+        raise TypeError(f"cpu.conv.fft_data computes convolutions, not {shape}")
+    return shape
+
+
+class _Plans:
+    """One worker's transforms."""
+
+    def __init__(self, shape: ConvShape, t: _Sizes) -> None:
+        gz, gy, gx = t.padded
+        my = shape.out[1]
+        line, voxel = COMPLEX64 * t.pitch, COMPLEX64
+        image = COMPLEX64 * t.image
+        self.along_x = {}
+        for lines in {t.lines, shape.n[1] % t.lines} - {0}:
+            real = like(
+                (lines, gx, shape.fin), (FLOAT32 * gx * shape.fin, FLOAT32 * shape.fin, FLOAT32), np.float32, place=1
+            )
+            self.along_x[lines] = Transform(
+                real, like((lines, t.half, shape.fin), (line, voxel, image), np.complex64), (1,)
+            )
+        plane = like((gy, t.pitch), (line, voxel), np.complex64)
+        self.along_y = Transform(plane, plane, (0,))
+        self.along_y_back = Transform(plane, plane, (0,), "FFTW_BACKWARD")
+        self.along_z = {}
+        for columns in {t.columns, gy * t.pitch % t.columns} - {0}:
+            column = like((gz, columns), (gy * line, voxel), np.complex64)
+            self.along_z[columns] = Transform(column, column, (0,))
+        self.along_z_back = {}
+        for rows in {t.rows, gy % t.rows} - {0}:
+            held = like((gz, rows * t.pitch), (rows * line, voxel), np.complex64)
+            self.along_z_back[rows] = Transform(held, held, (0,), "FFTW_BACKWARD")
+        self.along_x_back = Transform(
+            like((my, t.half), (line, voxel), np.complex64),
+            like((my, gx), (FLOAT32 * gx, FLOAT32), np.float32, place=1),
+            (1,),
+            "FFTW_BACKWARD",
+        )
+
+
+class _Step:
+    def __init__(self, weights: ConvWeights, shape: ConvShape, crew: Crew) -> None:
+        self._shape, self._crew, self._weights = shape, crew, weights
+        self._sizes = t = _sizes(shape)
+        self._plans = [_Plans(shape, t) for _ in range(crew.threads)]
+        gz, gy, gx = t.padded
+        self._along_z, self._along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
+        self._along_x = np.zeros((shape.k[2], t.pitch), np.complex64)
+        self._along_x[:, : t.half] = twiddles(gx, shape.k[2], t.half).T
+        self._finish = Finish(weights.bias, shape.activation, shape.out[2])
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, t, crew = self._shape, self._sizes, self._crew
+        gz, gy, _ = t.padded
+        spectra = scratch["spectra"].view(np.complex64).reshape(shape.batch, shape.fin, gz, gy, t.pitch)
+        total = scratch["sum"].view(np.complex64).reshape(shape.batch, shape.out[0], gy, t.pitch)
+        self._transform_lines(x, spectra, scratch["lines"].reshape(crew.threads, -1))
+        self._transform_maps(spectra)
+        blocks = scratch["blocks"].reshape(crew.threads, -1)
+        for j in range(shape.fout):
+            self._accumulate(spectra, j, total, blocks)
+            self._invert(total, j, out, blocks)
+        self._activate(out)
+
+    def _transform_lines(self, x: Array, spectra: Complex, blocks: npt.NDArray[np.uint8]) -> None:
+        """Along x, from channels last to planar."""
+        shape, t, crew = self._shape, self._sizes, self._crew
+        (nz, ny, nx), gx = shape.n, t.padded[2]
+        parts = -(-ny // t.lines)
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            for unit in range(lo, hi):
+                crew.check()
+                rest, part = divmod(unit, parts)
+                s, z = divmod(rest, nz)
+                start = part * t.lines
+                count = min(t.lines, ny - start)
+                buffer = np.ndarray((count, gx, shape.fin), np.float32, blocks[worker])
+                buffer[:, :nx] = x[s, z, start : start + count]
+                buffer[:, nx:] = 0
+                target = spectra[s, :, z, start : start + count]
+                self._plans[worker].along_x[count](buffer, target[..., : t.half].transpose(1, 2, 0))
+                target[..., t.half :] = 0
+
+        crew.each(piece, shape.batch * nz * parts)
+
+    def _transform_maps(self, spectra: Complex) -> None:
+        """Along y where a plane is not zero, then along z."""
+        shape, t, crew = self._shape, self._sizes, self._crew
+        nz, ny, _ = shape.n
+        images = spectra.reshape(-1, *spectra.shape[2:])
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            plans = self._plans[worker]
+            for image in images[lo:hi]:
+                for plane in image[:nz]:
+                    crew.check()
+                    plane[ny:] = 0
+                    plans.along_y(plane, plane)
+                image[nz:] = 0
+                flat = image.reshape(len(image), -1)
+                for start in range(0, flat.shape[1], t.columns):
+                    crew.check()
+                    columns = flat[:, start : start + t.columns]
+                    plans.along_z[columns.shape[1]](columns, columns)
+
+        crew.each(piece, len(images))
+
+    def _accumulate(self, spectra: Complex, j: int, total: Complex, blocks: npt.NDArray[np.uint8]) -> None:
+        """total[s] = the transform back along z of the sum over maps of spectra[s, i] * kernel[j, i]."""
+        shape, t, crew = self._shape, self._sizes, self._crew
+        gz, gy, _ = t.padded
+        (kz, ky, _), mz = shape.k, shape.out[0]
+        kernels = self._weights.weight[j]
+
+        @quiet()
+        def piece(lo: int, hi: int, worker: int) -> None:
+            for unit in range(lo, hi):
+                start = unit * t.rows
+                rows = min(t.rows, gy - start)
+                store = blocks[worker].view(np.complex64)
+                kernel_x, store = _take(store, (shape.fin, kz, ky, t.pitch))
+                kernel_y, store = _take(store, (kz, rows, t.pitch))
+                kernel, store = _take(store, (gz, rows, t.pitch))
+                term, store = _take(store, (gz, rows, t.pitch))
+                sums, _ = _take(store, (shape.batch, gz, rows, t.pitch))
+                np.matmul(kernels, self._along_x, out=kernel_x)
+                for i in range(shape.fin):
+                    crew.check()
+                    np.matmul(self._along_y[start : start + rows], kernel_x[i], out=kernel_y)
+                    np.matmul(self._along_z, kernel_y.reshape(kz, -1), out=kernel.reshape(gz, -1))
+                    for s in range(shape.batch):
+                        product = sums[s] if i == 0 else term
+                        np.multiply(spectra[s, i, :, start : start + rows], kernel, out=product)
+                        if i:
+                            np.add(sums[s], term, out=sums[s])
+                for s in range(shape.batch):
+                    columns = sums[s].reshape(gz, -1)
+                    self._plans[worker].along_z_back[rows](columns, columns)
+                    total[s, :, start : start + rows] = sums[s, :mz]
+
+        crew.each(piece, -(-gy // t.rows))
+
+    def _invert(self, total: Complex, j: int, out: Array, blocks: npt.NDArray[np.uint8]) -> None:
+        """Along y and x back: planes and lines that are wanted."""
+        shape, t, crew = self._shape, self._sizes, self._crew
+        mz, my, mx = shape.out
+
+        @quiet()
+        def piece(lo: int, hi: int, worker: int) -> None:
+            plans = self._plans[worker]
+            image = np.ndarray((my, t.padded[2]), np.float32, blocks[worker])
+            for unit in range(lo, hi):
+                crew.check()
+                s, z = divmod(unit, mz)
+                plane = total[s, z]
+                plans.along_y_back(plane, plane)
+                plans.along_x_back(plane[:my, : t.half], image)
+                out[s, z, :, :, j] = image[:, :mx]
+
+        crew.each(piece, shape.batch * mz)
+
+    def _activate(self, out: Array) -> None:
+        shape, crew = self._shape, self._crew
+        mz, my, mx = shape.out
+        lines = max(1, LINES_BYTES // (FLOAT32 * mx * shape.fout))
+        parts = -(-my // lines)
+
+        @quiet()
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for unit in range(lo, hi):
+                crew.check()
+                rest, part = divmod(unit, parts)
+                s, z = divmod(rest, mz)
+                rows = out[s, z, part * lines : (part + 1) * lines]
+                rows = rows.reshape(len(rows), -1, copy=False)
+                self._finish(rows, rows)
+
+        crew.each(piece, shape.batch * mz * parts)
+
+
+def _take(store: Complex, shape: tuple[int, ...]) -> tuple[Complex, Complex]:
+    """An array of `shape` from the front of `store`, and the rest."""
+    size = prod(shape)
+    return store[:size].reshape(shape), store[size:]
