@@ -1,0 +1,67 @@
+"""Patch shapes worth a look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from znnpy.network import Network
+from znnpy.patches import cover
+from znnpy.planner.candidates import all_sizes, axis_sizes, between, candidates, thinned
+
+
+@given(st.integers(1, 3000), st.integers(1, 30))
+def test_axis_sizes_are_the_even_cuts(length: int, period: int) -> None:
+    """ceil(length / i), rounded up to the period, for every i: none forgotten, none twice."""
+    cuts = {-(-(-(-length // i)) // period) * period for i in range(1, length + 1)}
+    fewest = {-(-length // size): size for size in sorted(cuts, reverse=True)}  # the smallest for a count of patches
+    assert axis_sizes(length, period) == tuple(sorted(fewest.values(), reverse=True))
+
+
+def test_axis_sizes_of_a_paper_network() -> None:
+    assert axis_sizes(512, 8) == (
+        512, 256, 176, 128, 104, 88, 80, 64, 56, 48, 40, 32, 24, 16, 8,
+    )  # fmt: skip
+    assert axis_sizes(1, 4) == (4,)
+    assert axis_sizes(5, 1) == (5, 3, 2, 1)
+
+
+def test_thinned_keeps_both_ends() -> None:
+    sizes = tuple(range(1000, 0, -1))
+    kept = thinned(sizes, 4)
+    assert kept == (1000, 100, 10, 1)
+    assert thinned(sizes[:3], 4) == sizes[:3]
+
+
+def test_between_coarse_neighbours() -> None:
+    sizes = (512, 256, 176, 128, 104, 88, 80)
+    coarse = (512, 128, 80)
+    assert between(sizes, coarse, 128) == [256, 176, 128, 104, 88]
+    assert between(sizes, coarse, 512) == [512, 256, 176]
+    assert between(sizes, coarse, 80) == [104, 88, 80]
+
+
+def test_a_candidate_counts_what_the_network_says(tiny_network: Callable[..., Network]) -> None:
+    network = tiny_network()
+    output = (9, 7, 5)
+    found = list(candidates(network, output, all_sizes(network, output)))
+    assert len({c.patch for c in found}) == len(found) > 20
+    for c in found:
+        shapes = network.layer_shapes(c.patch)
+        assert c.voxels == (prod(shapes[0].in_shape[:4]), *(prod(s.out_shape[:4]) for s in shapes))
+        assert c.largest_bytes == max(max(s.in_bytes, s.out_bytes) for s in shapes)
+        assert c.patches == len(cover(output, c.patch))
+
+
+@pytest.mark.parametrize("room", [10_000, 40_000])
+def test_room_leaves_out_what_cannot_fit(tiny_network: Callable[..., Network], room: int) -> None:
+    network = tiny_network()
+    output = (40, 30, 50)
+    everything = list(candidates(network, output, all_sizes(network, output)))
+    fitting = list(candidates(network, output, all_sizes(network, output, room), room))
+    assert {c.patch for c in fitting} == {c.patch for c in everything if c.largest_bytes <= room}
+    assert 0 < len(fitting) < len(everything)

@@ -1,0 +1,64 @@
+"""Seconds against bytes for one patch: equal to trying everything."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+
+import pytest
+from fakes import SLOW
+from hypothesis import given
+from hypothesis import strategies as st
+
+from znnpy.kernels.primitive import Footprint, Variant
+from znnpy.planner.trade import Front, Option, fastest_within, front, smallest, total_bytes, total_seconds
+
+
+def option(seconds: int, resident: int, live: int, allowance: int) -> Option:
+    return Option(SLOW, Variant(), Footprint(), float(seconds), resident, live, allowance)
+
+
+SMALL = st.integers(0, 6)
+LAYERS = st.lists(st.lists(st.builds(option, SMALL, SMALL, SMALL, SMALL), min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(LAYERS, st.integers(0, 40), st.sampled_from([inf, 4.0, 9.0]))
+def test_fastest_within_equals_brute_force(layers: list[list[Option]], room: int, below: float) -> None:
+    found = fastest_within([front(options) for options in layers], room, below)
+    fitting = [total_seconds(c) for c in product(*layers) if total_bytes(c) <= room and total_seconds(c) < below]
+    if not fitting:
+        assert found is None
+    else:
+        assert found is not None
+        assert total_bytes(found) <= room
+        assert total_seconds(found) == min(fitting)
+        assert all(o in options for o, options in zip(found, layers, strict=True))
+
+
+@given(LAYERS)
+def test_smallest_equals_brute_force(layers: list[list[Option]]) -> None:
+    found = smallest([front(options) for options in layers])
+    assert total_bytes(found) == min(map(total_bytes, product(*layers)))
+
+
+@given(st.lists(st.builds(option, SMALL, SMALL, SMALL, SMALL), min_size=1, max_size=8))
+def test_a_front_loses_nothing_of_use(options: list[Option]) -> None:
+    kept: Front = front(options)
+    assert all(any(k.beats(o) for k in kept) for o in options)
+    assert not any(a.beats(b) for a in kept for b in kept if a is not b)
+    assert list(kept) == sorted(kept, key=lambda o: o.seconds)
+
+
+def test_weights_are_traded_where_they_are_cheapest() -> None:
+    """Two layers, room for one set of transformed weights: it goes to the layer that gains more."""
+    gains_little = front([option(10, 0, 5, 0), option(8, 100, 5, 0)])
+    gains_much = front([option(10, 0, 5, 0), option(2, 100, 5, 0)])
+    chosen = fastest_within([gains_little, gains_much], room=110)
+    assert chosen is not None
+    assert [o.seconds for o in chosen] == [10.0, 2.0]
+
+
+def test_no_option_no_choice() -> None:
+    assert fastest_within([front([option(1, 50, 0, 0)])], room=49) is None
+    with pytest.raises(ValueError, match="empty"):
+        smallest([()])
