@@ -9,19 +9,25 @@ from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.kernels.table import TABLE
-from znnpy.network import Conv, MaxFilter, Maxout, Network, Normalise, Pool
+from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.trained import TrainedNetwork
 
+
+def small(name: str, channels: int, *layers: Layer) -> Network:
+    """A network that brings bytes to about zero mean and unit spread, as trained ones do."""
+    return Network(name, channels, layers, Normalise((127.5,) * channels, (74.0,) * channels))
+
+
 NETWORKS = (
-    Network("pool between", 1, (Conv((2, 3, 2), 5, "relu"), Pool((2, 2, 2)), Conv((3, 2, 3), 3, "tanh"))),
-    Network("pool first", 1, (Pool((2, 1, 3)), Conv((3, 3, 2), 4, "relu"), Conv((1, 1, 1), 2, "softmax"))),
-    Network("pool last", 2, (Conv((3, 1, 2), 6, "relu"), Pool((1, 2, 2)))),
-    Network("pool after pool", 1, (Conv((2, 2, 2), 4, "relu"), Pool((2, 2, 1)), Pool((1, 3, 2)), Conv((2, 2, 2), 3))),
-    Network("windows of 3 and 5", 1, (Conv((2, 2, 2), 3, "relu"), Pool((3, 1, 5)), Conv((2, 3, 2), 2, "sigmoid"))),
-    Network("2D", 3, (Conv((1, 4, 4), 8, "relu"), Maxout(2), Pool((1, 2, 2)), Conv((1, 3, 2), 2, "sigmoid"))),
-    Network("max-filter", 1, (Conv((2, 2, 2), 4, "relu"), MaxFilter((2, 3, 1)), Pool((2, 2, 2)), Conv((2, 2, 2), 2))),
-    Network("one voxel of view", 1, (Conv((1, 1, 1), 3, "sigmoid"),)),
-    Network("normalised", 2, (Conv((2, 2, 3), 3, "relu"), Conv((2, 2, 2), 1)), Normalise((100.0, 3.0), (33.0, 0.5))),
+    small("pool between", 1, Conv((2, 3, 2), 5, "relu"), Pool((2, 2, 2)), Conv((3, 2, 3), 3, "tanh")),
+    small("pool first", 1, Pool((2, 1, 3)), Conv((3, 3, 2), 4, "relu"), Conv((1, 1, 1), 2, "softmax")),
+    small("pool last", 2, Conv((3, 1, 2), 6, "relu"), Pool((1, 2, 2))),
+    small("pool after pool", 1, Conv((2, 2, 2), 4, "relu"), Pool((2, 2, 1)), Pool((1, 3, 2)), Conv((2, 2, 2), 3)),
+    small("windows of 3 and 5", 1, Conv((2, 2, 2), 3, "relu"), Pool((3, 1, 5)), Conv((2, 3, 2), 2, "sigmoid")),
+    small("2D", 3, Conv((1, 4, 4), 8, "relu"), Maxout(2), Pool((1, 2, 2)), Conv((1, 3, 2), 2, "sigmoid")),
+    small("max-filter", 1, Conv((2, 2, 2), 4, "relu"), MaxFilter((2, 3, 1)), Pool((2, 2, 2)), Conv((2, 2, 2), 2)),
+    small("one voxel of view", 1, Conv((1, 1, 1), 3, "sigmoid")),
+    Network("two scales", 2, (Conv((2, 2, 3), 3, "relu"), Conv((2, 2, 2), 1)), Normalise((128.0, 99.0), (33.0, 99.0))),
 )
 
 
