@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
@@ -28,13 +29,13 @@ def convolve(x: AnyReal, weight: AnyReal, bias: AnyReal, activation: Activation 
 
     x (S, nz, ny, nx, f), weight (f', f, kz, ky, kx), bias (f',); gives (S, n - k + 1, f') float64.
     """
-    x = x.astype(np.float64)
     kernel: Vec3 = weight.shape[2], weight.shape[3], weight.shape[4]
-    m = valid(_size(x), kernel)
-    out = np.broadcast_to(bias.astype(np.float64), (x.shape[0], *m, len(bias))).copy()
-    for d in product(*map(range, kernel)):
-        out += _window(x, d, m) @ weight[:, :, d[0], d[1], d[2]].astype(np.float64).T
-    return activate(out, activation)
+    windows = sliding_window_view(x.astype(np.float64), kernel, axis=(1, 2, 3))  # (S, m, f, k), nothing copied
+    matrix = weight.reshape(len(bias), -1).T.astype(np.float64)
+    out = np.empty((*windows.shape[:4], len(bias)))
+    for row in np.ndindex(out.shape[:3]):
+        out[row] = windows[row].reshape(out.shape[3], -1) @ matrix
+    return activate(out + bias, activation)
 
 
 def activate(x: Real, activation: Activation) -> Real:
