@@ -11,6 +11,8 @@ import pytest
 from znnpy.network import Conv, Layer, Network, Normalise, Pool
 
 if TYPE_CHECKING:
+    from place import Place
+
     from znnpy.kernels.cpu.crew import Crew
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -58,3 +60,20 @@ def tiny_network() -> Callable[..., Network]:
         return Network(name, input_channels, layers or TINY, normalise)
 
     return make
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_network: Callable[..., Network]) -> Place:
+    """A folder with a small volume, a small network and its weights, and the command line run on them."""
+    from place import Place
+
+    return Place.furnish(tmp_path, tiny_network())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What is measured while testing stays out of the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder

@@ -1,0 +1,106 @@
+"""A small volume, a small network with weights, and the command line in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import yaml
+from click.testing import CliRunner, Result
+
+from znnpy.cli import main
+from znnpy.network import Network
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with volume.h5 (20x23x25 uint8), net.yaml and net.npz, and the command line run on them."""
+
+    folder: Path
+    network: Network
+
+    @classmethod
+    def furnish(cls, folder: Path, network: Network) -> Place:
+        """Write the three files."""
+        place = cls(folder, network)
+        rng = np.random.default_rng(7)
+        place.write_volume(rng.integers(0, 256, (20, 23, 25), np.uint8))
+        place.write_network()
+        place.write_weights()
+        return place
+
+    @property
+    def volume(self) -> Path:
+        return self.folder / "volume.h5"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out.h5"
+
+    @property
+    def words(self) -> list[str]:
+        """Of an infer that works."""
+        return ["infer", str(self.volume), "--network", str(self.folder / "net.yaml"), "--out", str(self.out)]
+
+    def run(self, *words: object) -> Result:
+        return CliRunner().invoke(main, [str(word) for word in words])
+
+    def infer(self, *words: object) -> Result:
+        return self.run(*self.words, *words)
+
+    def write_volume(self, array: np.ndarray[Any, Any], name: str = "volume.h5", **datasets: Any) -> Path:
+        """An HDF5 file with `array` as dataset `raw`, and others by keyword."""
+        path = self.folder / name
+        with h5py.File(path, "w") as file:
+            for dataset, voxels in {"raw": array, **datasets}.items():
+                file.create_dataset(dataset, data=voxels)
+        return path
+
+    def write_network(self, name: str = "net.yaml", **changes: Any) -> Path:
+        """The network's yaml, entries replaced or added."""
+        entries = {
+            "name": self.network.name,
+            "input_channels": self.network.input_channels,
+            "normalise": {"mean": 120.0, "std": 40.0},
+            "weights": "net.npz",
+            "layers": [json.loads(json.dumps(asdict(layer))) for layer in self.network.layers],
+        }
+        path = self.folder / name
+        path.write_text(yaml.safe_dump({**entries, **changes}, sort_keys=False))
+        return path
+
+    def write_weights(self, name: str = "net.npz", **changes: np.ndarray[Any, Any]) -> Path:
+        """The network's weights, arrays replaced or added."""
+        from znnpy.formats.weights import random_weights
+
+        arrays = {}
+        for index, weights in enumerate(random_weights(self.network, seed=3)):
+            arrays |= {f"conv{index}_weight": weights.weight, f"conv{index}_bias": weights.bias}
+        path = self.folder / name
+        np.savez(path, **{**arrays, **changes})
+        return path
+
+    def refusal(self, *words: object, code: int = 1) -> str:
+        """The one sentence that these words get on stderr, and the exit code; an infer's files must stay as they were."""
+        before = self.state()
+        result = self.run(*words)
+        assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+        assert result.stdout == ""
+        assert self.state() == before
+        (line,) = result.stderr.strip().splitlines()
+        assert line.startswith("Error: ")
+        return line.removeprefix("Error: ")
+
+    def state(self) -> dict[str, str]:
+        """What every file in the folder holds, to see that nothing was damaged."""
+        files = sorted(path for path in self.folder.iterdir() if path.is_file())
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    def prediction(self) -> np.ndarray[Any, Any]:
+        with h5py.File(self.out) as file:
+            return np.array(file["prediction"])
