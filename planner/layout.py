@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
 
 from znnpy.kernels.primitive import Footprint
 from znnpy.shapes import LayerShape
 
+Count = Annotated[int, Field(ge=0)]  # checked where a plan is read from a file
 ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
@@ -20,10 +24,10 @@ class Tensor:
     """One array of the arena: alive from tick `first` to tick `last` of a patch, both included."""
 
     name: str
-    nbytes: int
-    first: int
-    last: int
-    offset: int = 0
+    nbytes: Count
+    first: Count
+    last: Count
+    offset: Count = 0
 
     @property
     def end(self) -> int:

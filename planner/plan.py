@@ -11,12 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
-from znnpy.planner.layout import ALIGNMENT, aligned, chain
+from znnpy.planner.layout import ALIGNMENT, Count, aligned, chain
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.shapes import LayerShape, text
 
@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 FORMAT = 1  # version of plan.json
 _AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
-Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _checked_limits(limits: Limits) -> Limits:
+    if limits.ram_bytes < 1 or limits.threads < 1:
+        raise ValueError(f"{limits.ram_bytes} bytes and {limits.threads} threads are no limits to run within")
+    return limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class Plan:
     network: str  # Network.sha256
     network_name: str
     machine: str  # Machine.fingerprint of where it was made
-    limits: Limits
+    limits: Annotated[Limits, AfterValidator(_checked_limits)]
     output: Size  # dense output it was made for
     patch_out: Size
     patch_in: Size
@@ -219,9 +224,14 @@ class Plan:
         for a, b in combinations(self.tensors, 2):
             if a.meets(b) and a.offset < b.end and b.offset < a.end:
                 raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {_AGAIN}")
-        promised = (self.memory.residents, self.memory.allowance, self.memory.arena)
-        needed = (sum(f.resident for f in footprints), max(f.allowance for f in footprints), self.memory.arena)
-        if promised != needed or self.memory.arena != aligned(max(t.end for t in self.tensors)):
+        end = aligned(max(t.end for t in self.tensors))
+        if self.memory.arena != end:
+            raise PlanFileError(
+                f"the plan's tensors end at byte {end:,} and the arena at {self.memory.arena:,}; {_AGAIN}"
+            )
+        promised = (self.memory.residents, self.memory.allowance)
+        needed = (sum(f.resident for f in footprints), max(f.allowance for f in footprints))
+        if promised != needed:
             raise PlanFileError(
                 f"the plan promises {promised[0]:,} bytes of weights and {promised[1]:,} for the libraries, and its "
                 f"primitives need {needed[0]:,} and {needed[1]:,}; {_AGAIN}"

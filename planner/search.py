@@ -166,7 +166,7 @@ class _Search:
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
             found = self._best_of(shape, below)
             if found is not None:
-                best = sorted([*best, found], key=lambda f: (f.seconds, f.memory.peak))[: RUNNERS_UP + 1]
+                best = _distinct(sorted([*best, found], key=lambda f: (f.seconds, f.memory.peak)))[: RUNNERS_UP + 1]
         return best
 
     def plan(self, found: Sequence[_Found]) -> Plan:
@@ -372,21 +372,31 @@ class _Search:
 
     def _next_larger(self, seconds: float) -> list[RunnerUp]:
         """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
+        larger = []
         for _, shape in sorted(self._misses, key=lambda miss: miss[0])[:_LOOKED_AT]:
             fronts = self._all_fronts(shape)
-            if not all(fronts):
-                continue
-            ideal = fastest(fronts)
-            spent = shape.patches * total_seconds(ideal)
-            if spent < 0.95 * seconds:
+            if all(fronts):
+                ideal = fastest(fronts)
                 over = self._around(shape).peak + total_bytes(ideal) - self.limits.ram_bytes
-                return [RunnerUp(shape.patch, prod(self.output) / spent, over)]
-        return []
+                larger.append((over, shape, shape.patches * total_seconds(ideal)))
+        faster = [(over, shape, spent) for over, shape, spent in larger if spent < 0.95 * seconds]
+        return [
+            RunnerUp(shape.patch, prod(self.output) / spent, over)
+            for over, shape, spent in sorted(faster, key=lambda miss: miss[0])[:1]
+        ]
 
 
 def _coarse(sizes: Sizes) -> Sizes:
     z, y, x = (thinned(along, COARSE) for along in sizes)
     return z, y, x
+
+
+def _distinct(ranked: Sequence[_Found]) -> list[_Found]:
+    """The first of those that are one patch turned to other axes."""
+    by_sides: dict[tuple[int, ...], _Found] = {}
+    for found in ranked:
+        by_sides.setdefault(tuple(sorted(found.candidate.patch)), found)
+    return list(by_sides.values())
 
 
 _LOOKED_AT = 20  # shapes above the limit that are worked out for the runners-up

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import ceil, prod
 
 import pytest
 from hypothesis import given
@@ -17,8 +17,8 @@ from znnpy.planner.candidates import all_sizes, axis_sizes, between, candidates,
 @given(st.integers(1, 3000), st.integers(1, 30))
 def test_axis_sizes_are_the_even_cuts(length: int, period: int) -> None:
     """ceil(length / i), rounded up to the period, for every i: none forgotten, none twice."""
-    cuts = {-(-(-(-length // i)) // period) * period for i in range(1, length + 1)}
-    fewest = {-(-length // size): size for size in sorted(cuts, reverse=True)}  # the smallest for a count of patches
+    cuts = {ceil(ceil(length / i) / period) * period for i in range(1, length + 1)}
+    fewest = {ceil(length / size): size for size in sorted(cuts, reverse=True)}  # the smallest for a count of patches
     assert axis_sizes(length, period) == tuple(sorted(fewest.values(), reverse=True))
 
 

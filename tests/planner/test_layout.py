@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import random
 
-from fakes import FAST, OVER, POOL, SLOW
+from fakes import FAST, MACHINE, OVER, POOL, SLOW
 from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned, chain, live_peak, place
-from znnpy.shapes import ConvShape, PoolShape
+from znnpy.shapes import ConvShape, LayerShape, PoolShape
 
 
 def tensors_of(spans: list[tuple[int, int, int]]) -> list[Tensor]:
     return [Tensor(f"t{i}", nbytes, first, first + life) for i, (nbytes, first, life) in enumerate(spans)]
 
 
-TENSORS = st.lists(
-    st.tuples(st.integers(0, 5000), st.integers(0, 12), st.integers(0, 6)), min_size=0, max_size=14
-).map(tensors_of)
+TENSORS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 12), st.integers(0, 6)), min_size=0, max_size=14).map(
+    tensors_of
+)
 
 
 def fullest(tensors: list[Tensor]) -> int:
@@ -57,9 +57,7 @@ def random_chain(rng: random.Random) -> tuple[Tensor, ...]:
             first = rng.randint(0, stages - 1)
             scratch.append(Scratch(str(index), 64 * rng.randint(1, 1000), first, rng.randint(first, stages - 1)))
         out = rng.randint(1, 1000)
-        footprint = Footprint(
-            0, rng.randint(0, stages - 1), rng.randint(0, stages - 1), stages, tuple(scratch)
-        )
+        footprint = Footprint(0, rng.randint(0, stages - 1), rng.randint(0, stages - 1), stages, tuple(scratch))
         steps.append((ConvShape(16, maps, out, (1, 1, 1), (1, 1, 1)), footprint))
         maps = out
     return chain(steps)
@@ -82,7 +80,7 @@ def test_ticks_of_a_chain() -> None:
     second = ConvShape(1, 2, 4, (8, 8, 8), (3, 3, 3))
     third = PoolShape(1, 4, (6, 6, 7), (1, 1, 2))
     variant = Variant.of(scale=1)
-    steps = [
+    steps: list[tuple[LayerShape, Footprint]] = [
         (first, FAST.footprint(first, variant, 1)),
         (second, OVER.footprint(second, variant, 1)),
         (third, POOL.footprint(third, variant, 1)),
@@ -103,7 +101,7 @@ def test_working_bytes_are_those_of_the_contract() -> None:
     """One layer alone needs what `Footprint.working` says, up to alignment."""
     shape = ConvShape(2, 3, 5, (12, 11, 13), (3, 2, 4))
     for primitive in (SLOW, FAST, OVER):
-        for variant in primitive.variants(shape, machine=None):  # type: ignore[arg-type] - a fake asks nothing of it
+        for variant in primitive.variants(shape, MACHINE):
             footprint = primitive.footprint(shape, variant, 2)
             excess = live_peak(chain([(shape, footprint)])) + footprint.allowance - footprint.working(shape)
             assert 0 <= excess < ALIGNMENT * (2 + len(footprint.scratch))

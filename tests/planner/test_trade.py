@@ -19,7 +19,8 @@ def option(seconds: int, resident: int, live: int, allowance: int) -> Option:
 
 
 SMALL = st.integers(0, 6)
-LAYERS = st.lists(st.lists(st.builds(option, SMALL, SMALL, SMALL, SMALL), min_size=1, max_size=5), min_size=1, max_size=4)
+OPTIONS = st.lists(st.builds(option, SMALL, SMALL, SMALL, SMALL), min_size=1, max_size=5)
+LAYERS = st.lists(OPTIONS, min_size=1, max_size=4)
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([inf, 4.0, 9.0]))
@@ -41,7 +42,7 @@ def test_smallest_equals_brute_force(layers: list[list[Option]]) -> None:
     assert total_bytes(found) == min(map(total_bytes, product(*layers)))
 
 
-@given(st.lists(st.builds(option, SMALL, SMALL, SMALL, SMALL), min_size=1, max_size=8))
+@given(OPTIONS)
 def test_a_front_loses_nothing_of_use(options: list[Option]) -> None:
     kept: Front = front(options)
     assert all(any(k.beats(o) for k in kept) for o in options)

@@ -1,0 +1,37 @@
+"""What the process itself needs, measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from znnpy.machine import process_bytes
+from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, reading_bytes, writing_bytes
+
+
+def test_patches_in_and_out() -> None:
+    assert reading_bytes(channels=2, patch_in=(3, 4, 5), itemsize=2) == 2 * 2 * 60 * 2 + 32 * MIB
+    assert writing_bytes(maps=3, patch_out=(3, 4, 5), itemsize=4) == 2 * 3 * 60 * 4 + 32 * MIB
+
+
+def test_baseline_holds_what_the_process_holds() -> None:
+    held = process_bytes()
+    ballast = bytearray(b"x") * (100 * MIB)
+    assert baseline_bytes() >= held + MARGIN_BYTES + 90 * MIB
+    assert baseline_bytes() % (16 * MIB) == 0
+    del ballast
+
+
+def test_baseline_covers_the_libraries_of_a_run() -> None:
+    """A fresh process: after everything a run imports is loaded, it still is below the baseline measured before."""
+    code = (
+        "from znnpy.planner.memory import baseline_bytes\n"
+        "import znnpy.kernels.table\n"
+        "baseline = baseline_bytes()\n"
+        "import h5py, numpy, pyfftw, znnpy.infer\n"
+        "from znnpy.machine import process_bytes\n"
+        "print(baseline, process_bytes())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    baseline, held = map(int, done.stdout.split())
+    assert held <= baseline <= 1.5 * 2**20 * 1024
