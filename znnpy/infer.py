@@ -35,7 +35,7 @@ from znnpy.volume import open_volume
 from znnpy.volume.journal import JournalHeader, default_output
 from znnpy.volume.output import Output
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.store import attributes_of
+from znnpy.volume.store import store_for
 
 OUTPUT_DTYPES = ("float32", "float16", "uint8")
 BORDERS = ("valid", "reflect")
@@ -145,7 +145,7 @@ def infer(
             )
         )
         if output.finished:
-            return _report(target, started, Plan.from_json(attributes_of(target)["plan"]), machine)
+            return _report(target, started, Plan.from_json(store_for(target).attributes_of(target)["plan"]), machine)
         begun = output.header
         if begun is not None:
             import_wisdom(begun.wisdom)

@@ -9,7 +9,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
@@ -19,10 +18,10 @@ from znnpy.formats.weights import sha256
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.shapes import Vec3
+from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
-from znnpy.volume.store import DATASET
+from znnpy.volume.store import store_for
 from znnpy.volume.volume import Volume
 
 BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps: they stay in cache
@@ -82,14 +81,17 @@ def verify(
     """
     started = time.perf_counter()
     output = Path(output)
-    with _open(output) as file:
-        stored, job = file[DATASET], _job(file, output)
-        trained = _trained(job, str(stored.attrs["network"]), output, network, weights)
+    with open_volume(output) as prediction:
+        said = store_for(output).attributes_of(output)
+        if not {"job", "network", "offset"} <= said.keys():
+            raise VolumeError(f"{output} was not written by znnpy; give what `znnpy infer` wrote")
+        job = json.loads(said["job"])
+        trained = _trained(job, said["network"], output, network, weights)
         with open_volume(Path(volume), job["volume"]["dataset"] or None) as source:
             _check_volume(job, source, output)
-            at = _positions(stored.shape[-3:], samples, seed)
-            written = np.stack([np.atleast_1d(stored[(..., *where)]) for where in at])
-            corners = at + stored.attrs["offset"] - (np.array(trained.network.field_of_view) - 1) // 2
+            at = _positions(prediction.size, samples, seed)
+            written = np.stack([_voxel(prediction, where) for where in at])
+            corners = at + np.array(said["offset"]) - (np.array(trained.network.field_of_view) - 1) // 2
             exact = _by_definition(trained, source, corners)
     error, step = _errors(written, exact)
     sample, channel = (int(i) for i in np.unravel_index((error - step).argmax(), error.shape))
@@ -112,26 +114,6 @@ def verify(
             "volume are unchanged and predict again with --overwrite, or report the plan in the output's attributes"
         )
     return report
-
-
-def _open(output: Path) -> h5py.File:
-    try:
-        return h5py.File(output, "r")
-    except FileNotFoundError:
-        raise VolumeError(
-            f"there is no output {output}; write it with `znnpy infer`, or finish it with --resume"
-        ) from None
-    except OSError as error:
-        raise VolumeError(f"{output} cannot be read as HDF5: {error}; give what `znnpy infer` wrote") from None
-
-
-def _job(file: h5py.File, output: Path) -> dict[str, Any]:
-    """What made the output, as it says itself."""
-    stored = file.get(DATASET)
-    if not isinstance(stored, h5py.Dataset) or not {"job", "network", "offset"} <= stored.attrs.keys():
-        raise VolumeError(f"{output} was not written by znnpy; give the output of `znnpy infer`")
-    job: dict[str, Any] = json.loads(stored.attrs["job"])
-    return job
 
 
 def _trained(
@@ -196,6 +178,14 @@ def _crop(volume: Volume, network: Network, corner: npt.NDArray[np.int64]) -> Re
     if network.normalise is None:
         return channels_last
     return (channels_last - network.normalise.mean) / network.normalise.std
+
+
+def _voxel(volume: Volume, at: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """All channels of one voxel."""
+    lo = (int(at[0]), int(at[1]), int(at[2]))
+    voxel = np.empty((volume.channels, 1, 1, 1), volume.dtype)
+    volume.read(Box(lo, add(lo, (1, 1, 1))), voxel)
+    return voxel[:, 0, 0, 0]
 
 
 def _values(written: npt.NDArray[Any]) -> Real:
