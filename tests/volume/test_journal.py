@@ -31,7 +31,7 @@ def test_round_trip(journal: Journal, tmp_path: Path) -> None:
     assert read_header(tmp_path / "out.h5") is None
 
 
-@pytest.mark.parametrize("torn", [b"[4", b"[4]", b"[4,", b"\0\0\0\0\n", b"[4, 9]\n"], ids=repr)
+@pytest.mark.parametrize("torn", [b"[4", b"[4]", b"[4, 5, 6, 7, 8, 0, 2", b"\0\0\0\0\n", b"[4, 9]\n"], ids=repr)
 def test_a_torn_last_line_is_ignored_and_overwritten(journal: Journal, torn: bytes) -> None:
     journal.append([3, 1])
     with journal.path.open("ab") as file:

@@ -297,6 +297,18 @@ def test_overwrite_keeps_the_old_until_the_new_is_complete(path: Path) -> None:
     assert names(path) == {"volume.h5", "out.h5"}
 
 
+def test_a_journal_never_vouches_for_another_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(path, 5)
+
+    def killed(*what: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Hdf5Store, "create", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finish(path, "overwrite")
+    assert names(path) == {"volume.h5"}
+
+
 def test_the_volume_is_not_the_output(path: Path, tmp_path: Path) -> None:
     volume = tmp_path / "volume.h5"
     (tmp_path / "soft.h5").symlink_to(volume)

@@ -18,7 +18,7 @@ import pytest
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import hdf5, open_volume
-from znnpy.volume.volume import Volume
+from znnpy.volume.volume import SET_ASIDE, Volume
 
 Store = Callable[..., Path]
 
@@ -245,7 +245,7 @@ def test_large_chunks_are_counted(tmp_path: Path) -> None:
     with open_volume(path, "small") as volume:
         assert volume.extra_bytes == 0
     with open_volume(path, "large") as volume:
-        assert volume.extra_bytes == hdf5.CACHE_BYTES + 2 * 2**26 - hdf5.SET_ASIDE
+        assert volume.extra_bytes == hdf5.CACHE_BYTES + 2 * 2**26 - SET_ASIDE
 
 
 def test_identity_follows_the_content_not_the_path(tmp_path: Path, store: Store) -> None:

@@ -10,16 +10,20 @@ if TYPE_CHECKING:
 
 
 def open_volume(path: Path, dataset: str | None = None) -> Volume:
-    """The volume stored at `path`, by suffix: `.npy`, else HDF5. A context manager; reads only the header.
+    """The volume stored at `path`, by suffix: `.npy`, `.zarr`, else HDF5. A context manager; reads only the header.
 
     dataset  name of the array inside the file; None: the only 3D or 4D numeric one there.
 
-    VolumeError says why a file cannot be used.
+    VolumeError says why a file cannot be used, MissingExtraError which package its format needs.
     """
     if path.suffix == ".npy":
         from znnpy.volume import array
 
         return array.open_volume(path, dataset)
+    if path.suffix == ".zarr":
+        from znnpy.volume import zarr
+
+        return zarr.open_volume(path, dataset)
     from znnpy.volume import hdf5
 
     return hdf5.open_volume(path, dataset)

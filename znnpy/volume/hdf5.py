@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
-from znnpy.volume.volume import Volume, pick
+from znnpy.volume.volume import SET_ASIDE, Volume, pick
 
 CACHE_BYTES = 8 * 2**20  # decompressed chunks HDF5 keeps
-SET_ASIDE = 32 * 2**20  # bytes every plan counts for reading, beside the patches
 SLOTS = 1009  # of the cache's hash table: prime, and more than the chunks that fit
 
 

@@ -1,7 +1,7 @@
 """The output of a run: begun, resumed, completed; whole or not there.
 
-`out.h5.partial` grows beside `out.h5` and takes its name when complete. `out.h5.journal` holds what a resumed run needs
-and the columns that are on disk; `out.h5.lock` keeps a second run away and is gone afterwards.
+`out.h5.partial` grows beside `out.h5` (or `out.zarr`) and takes its name when complete. `out.h5.journal` holds what a
+resumed run needs and the columns that are on disk; `out.h5.lock` keeps a second run away and is gone afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.patches import Box
 from znnpy.volume.journal import Journal, JournalHeader, journal_path, sync_folder
-from znnpy.volume.store import Hdf5Store, Store, attributes_of, stored_bytes
+from znnpy.volume.store import Store, store_for, stored_bytes
 
 Mode = Literal["new", "overwrite", "resume"]
 
@@ -73,7 +73,9 @@ class Output:
         self._mode = mode
         self._job: dict[str, Any] = json.loads(json.dumps(job))
         self._partial = path.with_name(path.name + ".partial")
+        self._old = path.with_name(path.name + ".old")  # a Zarr folder on its way out
         self._journal = Journal(journal_path(path))
+        self._kind = store_for(path)
         self._store: Store | None = None
         self._columns = 0
         self._synced: set[int] = set()
@@ -116,8 +118,8 @@ class Output:
             raise ValueError(f"{self.path} is being resumed, so it cannot begin")
         with self._explained():
             self._journal.remove()  # first, lest it vouch for a file that is gone
-            self._partial.unlink(missing_ok=True)
-            Hdf5Store.create(
+            _remove(self._partial)
+            self._kind.create(
                 self._partial, self.shape, self.dtype, {**attributes, "job": json.dumps(self._job, sort_keys=True)}
             )
             self._open_store()
@@ -151,9 +153,13 @@ class Output:
         store.close()
         self._store = None
         with self._explained():
+            if self.path.is_dir():  # a folder cannot be replaced in one step: it stays until the new one has its name
+                _remove(self._old)
+                self.path.rename(self._old)
             self._partial.replace(self.path)
             sync_folder(self.path.parent)
             self._journal.remove()
+            _remove(self._old)
         self.finished = True
 
     def _sync(self) -> None:
@@ -170,7 +176,7 @@ class Output:
         self._sync_due = time.monotonic() + SYNC_SECONDS
 
     def _open_store(self) -> None:
-        self._store = Hdf5Store(self._partial, self.shape, self.dtype)
+        self._store = self._kind(self._partial, self.shape, self.dtype)
         self._open.callback(self._store.close)
 
     def _opened(self) -> Store:
@@ -183,7 +189,7 @@ class Output:
             folder = self.path.parent
             if not folder.is_dir():
                 raise OutputError(f"there is no folder {folder} to write {self.path.name} in; create it first")
-            if self.path.is_dir():
+            if self.path.is_dir() and self.path.suffix != ".zarr":
                 raise OutputError(f"the output {self.path} is a folder; give the name of a file in --out")
             for name in (self.path, self._partial):
                 if name.exists() and self._volume.exists() and name.samefile(self._volume):
@@ -228,7 +234,7 @@ class Output:
             self.header = header
             self._columns = header.columns
         elif self.path.exists():
-            job = attributes_of(self.path).get("job")
+            job = self._kind.attributes_of(self.path).get("job")
             if not isinstance(job, str):
                 raise ResumeError(
                     f"{self.path} exists and was not written by znnpy; give --overwrite to replace it, or another --out"
@@ -259,9 +265,7 @@ class Output:
         needed = stored_bytes(self.shape, self.dtype)
         with self._explained():
             free = shutil.disk_usage(self.path.parent).free
-            if self._partial.exists():  # its room is taken already, or will be free
-                status = self._partial.stat()
-                free += getattr(status, "st_blocks", 0) * 512
+            free += _taken(self._partial)  # its room is taken already, or will be free
         if free < needed:
             raise OutputError(
                 f"the output needs {needed} bytes ({needed / MIB:.1f} MiB) and {self.path.parent} has {free} free "
@@ -295,6 +299,20 @@ class Output:
                 "change its permissions or give another --out"
             )
         return f"{self.path} cannot be written: {error}; give another --out"
+
+
+def _remove(path: Path) -> None:
+    """Take away a file or a whole folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> int:
+    """Bytes on disk of a file or a whole folder; 0 where there is none, or where the system does not say."""
+    files = path.rglob("*") if path.is_dir() else [path] if path.exists() else []
+    return sum(getattr(file.stat(), "st_blocks", 0) * 512 for file in files)
 
 
 def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""The HDF5 file of an output: made once by the library, then written chunk by chunk beside it.
+"""Where an output's voxels go. The HDF5 file is made once by the library, then written chunk by chunk beside it.
 
 HDF5 lays out every chunk when the file is created (early allocation, no compression, no fill) and closes it; from then
 on the file's structure never changes, and chunks go to their addresses with plain writes. So there is no moment at
@@ -9,11 +9,12 @@ here nor there, and other programs may open the file and look at what is finishe
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -28,17 +29,45 @@ CHUNK = 64  # voxels along each axis: 1 MiB of float32
 PAGE = 4096  # bytes: chunks stand on pages
 
 
-class Store(Protocol):
-    """A file (or folder) of the output's full size: voxels (c, z, y, x) written box by box."""
+class Store(ABC):
+    """A file or folder of the output's full size: voxels (c, z, y, x) written box by box."""
 
+    @abstractmethod
+    def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
+        """Open what `create` made. OutputError when it is another shape or type."""
+
+    @staticmethod
+    @abstractmethod
+    def create(
+        path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
+    ) -> None:
+        """Make it, with attributes (texts, numbers, arrays) on the prediction; on disk on return."""
+
+    @staticmethod
+    @abstractmethod
+    def attributes_of(path: Path) -> dict[str, Any]:
+        """Attributes of the prediction at `path`; none when it is no such file."""
+
+    @abstractmethod
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """Write (c, *box.size); OSError when the system refuses."""
+        """Write voxels (c, *box.size) of the store's dtype, any strides; OSError when the system refuses."""
 
+    @abstractmethod
     def sync(self) -> None:
         """Return once everything written is on disk."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file; more than once is fine."""
+
+
+def store_for(path: Path) -> type[Store]:
+    """How outputs of this name are stored: `.zarr` as Zarr, all others as HDF5. MissingExtraError without zarr."""
+    if path.suffix == ".zarr":
+        from znnpy.volume.zarr import ZarrStore
+
+        return ZarrStore
+    return Hdf5Store
 
 
 def chunk_of(size: Vec3) -> Vec3:
@@ -53,11 +82,10 @@ def stored_bytes(shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> int:
     return shape[0] * prod(multiply(ceil_divide(size, chunk), chunk)) * dtype.itemsize
 
 
-class Hdf5Store:
+class Hdf5Store(Store):
     """Dataset `prediction`: (c, z, y, x), or (z, y, x) where c is 1."""
 
     def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
-        """Open what `create` made. OutputError when it is another shape or type."""
         self._size: Vec3 = (shape[1], shape[2], shape[3])
         self._chunk = chunk_of(self._size)
         self._addresses = _addresses(path, shape, dtype)
@@ -68,7 +96,6 @@ class Hdf5Store:
     def create(
         path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
     ) -> None:
-        """Make the whole file, its chunks allocated, attributes on the dataset; on disk when it returns."""
         stored = shape if shape[0] > 1 else shape[1:]
         chunk = chunk_of((shape[1], shape[2], shape[3]))
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -84,11 +111,17 @@ class Hdf5Store:
         with path.open("r+b") as written:
             os.fsync(written.fileno())
 
+    @staticmethod
+    def attributes_of(path: Path) -> dict[str, Any]:
+        if not h5py.is_hdf5(path):
+            return {}
+        with h5py.File(path, "r") as file:
+            return dict(file[DATASET].attrs) if isinstance(file.get(DATASET), h5py.Dataset) else {}
+
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """Write voxels (c, *box.size) of the store's dtype, any strides."""
         if voxels.shape[1:] != box.size or voxels.dtype != self._buffer.dtype:
             raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._buffer.dtype}")
-        for index in _chunks_of(box, self._chunk):
+        for index in chunks_of(box, self._chunk):
             lo = multiply(index, self._chunk)
             chunk = Box(lo, (lo[0] + self._chunk[0], lo[1] + self._chunk[1], lo[2] + self._chunk[2]))
             used = chunk.clipped(Box((0, 0, 0), self._size))
@@ -124,14 +157,6 @@ class Hdf5Store:
             rest = rest[self._file.write(rest) :]
 
 
-def attributes_of(path: Path) -> dict[str, Any]:
-    """Attributes of the prediction in an HDF5 file; none when it is no such file."""
-    if not h5py.is_hdf5(path):
-        return {}
-    with h5py.File(path, "r") as file:
-        return dict(file[DATASET].attrs) if isinstance(file.get(DATASET), h5py.Dataset) else {}
-
-
 def _addresses(path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
     """Byte in the file where each chunk begins: (c, chunks along z, y, x) int64."""
     size = (shape[1], shape[2], shape[3])
@@ -157,7 +182,7 @@ def _addresses(path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any
     return addresses
 
 
-def _chunks_of(box: Box, chunk: Vec3) -> Iterator[Vec3]:
+def chunks_of(box: Box, chunk: Vec3) -> Iterator[Vec3]:
     """Indices of the chunks that a box touches."""
     z, y, x = (range(lo // c, -(-hi // c)) for lo, c, hi in zip(box.lo, chunk, box.hi, strict=True))
     yield from product(z, y, x)

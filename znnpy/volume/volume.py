@@ -18,6 +18,7 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
 
+SET_ASIDE = 32 * 2**20  # bytes every plan counts for reading, beside the patches
 SAMPLE = 8  # voxels along each axis of one sampled box
 SAMPLES = (0.0, 0.5, 1.0)  # where they stand, per axis, from the first to the last
 
