@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-BLOCK_BYTES = 512 * 1024  # of a worker's columns: they stay in L2 until BLAS has packed them
+BLOCK_BYTES = 1024 * 1024  # of a worker's columns: they stay in L2 until BLAS has packed them
 MIN_VOXELS = 32  # fewer rows and the product is bound by reading the kernels
 SHORT_RUN = 16  # floats: below it a copy of runs is slower than one of single floats along x
 BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them

@@ -130,9 +130,7 @@ class ConvFftData:
         pruned = t.image * shape.k[0] + t.image // t.padded[0] * shape.k[0] * shape.k[1]
         return (
             Work("fft", 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 4.0 * transformed),
-            Work(
-                "product", 8.0 * (t.image * shape.k[0] + t.image // t.padded[0] * shape.k[0] * shape.k[1]) * pairs, 0.0
-            ),
+            Work("product", 8.0 * pruned * pairs, 0.0),
             # multiply and add: the spectrum from memory, then two operands and a result in cache, twice
             Work("copy", 0.0, COMPLEX64 * 6.0 * t.image * pairs * shape.batch),
         )

@@ -2,8 +2,8 @@
 
 Method   Tiles of 8 to 32 a side that overlap by k - 1. For a group of T tiles:
          forward   per few planes of a tile, in L2: gather, real transforms along x, then y;
-         product   per few columns of frequencies (fixed y, x), in L2: transforms along z of all T tiles, per frequency a
-                   product [T x fin] @ [fin x fout], transforms along z back;
+         product   per few columns of frequencies (fixed y, x), in L2: along z of all T tiles, per frequency a product
+                   [T x fin] @ [fin x fout], along z back;
          inverse   per few planes: y back, x back (only the n - k + 1 wanted lines), bias, activation, scatter.
          Channels are innermost throughout: FFTW's vector loop runs over them, and BLAS finds them contiguous.
 Kernels  Transformed once per run, pruned (`pruned.py`), conjugated, scaled: (columns, z, fin, fout) complex64.
@@ -209,7 +209,7 @@ def _conv(shape: LayerShape) -> ConvShape:
 
 
 def _sides(n: int, k: int) -> Sequence[int]:
-    """Tile sides worth trying along an axis: 1 where the kernel is 1; of those that hold the input only the smallest."""
+    """Tile sides worth trying along an axis: 1 where the kernel is 1; the smallest of those that hold the input."""
     if k == 1:
         return (1,)
     fitting = [side for side in SIDES if side >= k]
@@ -359,7 +359,8 @@ class _Step:
                 right = np.ndarray((*stack, shape.fout), np.complex64, blocks[worker], _round_up(left.nbytes))
                 key = tiles, stop - start
                 plans.into_z[key](sources[:, :, start:stop], left.transpose(2, 1, 0, 3))
-                np.matmul(left, self._kernels[start:stop], out=right)
+                # With one input map a product is an outer one, for which BLAS takes three times as long as numpy.
+                (np.multiply if shape.fin == 1 else np.matmul)(left, self._kernels[start:stop], out=right)
                 plans.out_of_z[key](right.transpose(2, 1, 0, 3), targets[:, :, start:stop])
 
         crew.each(piece, -(-t.columns // t.block))
