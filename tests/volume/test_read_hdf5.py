@@ -17,8 +17,9 @@ import pytest
 
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
+from znnpy.planner.memory import READER_BYTES
 from znnpy.volume import hdf5, open_volume
-from znnpy.volume.volume import SET_ASIDE, Volume
+from znnpy.volume.volume import Volume
 
 Store = Callable[..., Path]
 
@@ -213,6 +214,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from znnpy.patches import Box
+from znnpy.planner.memory import READER_BYTES
 from znnpy.volume import hdf5
 assert "hdf5plugin" not in sys.modules
 with hdf5.open_volume(Path(sys.argv[1]), None) as volume:
@@ -245,7 +247,7 @@ def test_large_chunks_are_counted(tmp_path: Path) -> None:
     with open_volume(path, "small") as volume:
         assert volume.extra_bytes == 0
     with open_volume(path, "large") as volume:
-        assert volume.extra_bytes == hdf5.CACHE_BYTES + 2 * 2**26 - SET_ASIDE
+        assert volume.extra_bytes == hdf5.CACHE_BYTES + 2 * 2**26 - READER_BYTES
 
 
 def test_identity_follows_the_content_not_the_path(tmp_path: Path, store: Store) -> None:

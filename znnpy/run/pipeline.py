@@ -20,10 +20,10 @@ import numpy.typing as npt
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
+from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3, subtract
 
-BUFFERS = 2  # of each kind: one is filled while the other is emptied
 
 Voxels = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]

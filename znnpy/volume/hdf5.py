@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
-from znnpy.volume.volume import SET_ASIDE, Volume, pick
+from znnpy.planner.memory import READER_BYTES
+from znnpy.volume.volume import Volume, pick
 
 CACHE_BYTES = 8 * 2**20  # decompressed chunks HDF5 keeps
 SLOTS = 1009  # of the cache's hash table: prime, and more than the chunks that fit
@@ -38,7 +39,7 @@ class Hdf5Volume(Volume):
         if self._voxels.chunks is None:
             return 0
         chunk: int = prod(self._voxels.chunks) * self.dtype.itemsize
-        return max(0, CACHE_BYTES + 2 * chunk - SET_ASIDE)
+        return max(0, CACHE_BYTES + 2 * chunk - READER_BYTES)
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         where = (slice(None), *box.slices) if self.has_channel_axis else box.slices

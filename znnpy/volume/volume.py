@@ -18,7 +18,6 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
 
-SET_ASIDE = 32 * 2**20  # bytes every plan counts for reading, beside the patches
 SAMPLE = 8  # voxels along each axis of one sampled box
 SAMPLES = (0.0, 0.5, 1.0)  # where they stand, per axis, from the first to the last
 
@@ -58,7 +57,7 @@ class Volume(ABC):
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that reading takes beyond the 32 MiB every plan sets aside for it."""
+        """Memory that reading takes beyond the READER_BYTES that every plan sets aside for it."""
         return 0
 
     @abstractmethod

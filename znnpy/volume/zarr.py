@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from znnpy.errors import MissingExtraError, OutputError, VolumeError
 from znnpy.patches import Box
+from znnpy.planner.memory import READER_BYTES
 from znnpy.volume.journal import sync_folder
 from znnpy.volume.store import Store, chunk_of, chunks_of
-from znnpy.volume.volume import SET_ASIDE, Volume, pick
+from znnpy.volume.volume import Volume, pick
 
 try:
     import zarr
@@ -43,7 +44,7 @@ class ZarrVolume(Volume):
     def extra_bytes(self) -> int:
         """Chunks are unpacked several at once, each beside its packed form."""
         chunk: int = prod(self._voxels.chunks) * self.dtype.itemsize
-        return max(0, 2 * int(zarr.config.get("async.concurrency")) * chunk - SET_ASIDE)
+        return max(0, 2 * int(zarr.config.get("async.concurrency")) * chunk - READER_BYTES)
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         where = (slice(None), *box.slices) if self.has_channel_axis else box.slices
