@@ -121,7 +121,7 @@ def main() -> None:
     }
     if options.labels:
         with h5py.File(options.labels) as file:
-            labels = file[next(iter(file))][()]
+            labels = next(data[()] for data in file.values() if data.ndim == 3)
         truth = boundaries(labels)[tuple(slice(o, o + n) for o, n in zip(offset, first.shape, strict=True))]
         result["roc_auc"] = roc_auc(first, truth)
     text = json.dumps(result, indent=1)

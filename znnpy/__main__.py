@@ -1,0 +1,5 @@
+"""`python -m znnpy` is `znnpy`."""
+
+from znnpy.cli import main
+
+main()
