@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import click
+from rich.console import Console, RenderableType
 
 import znnpy
 from znnpy.errors import OutputError, ZnnpyError
@@ -27,6 +28,7 @@ from znnpy.shapes import Vec3
 from znnpy.volume.journal import default_output, read_header
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
+PIPED_WIDTH = 120  # columns of a table that goes to a file
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -64,20 +66,24 @@ class _Door(click.Command):
             with _sigterm_raises():
                 super().invoke(ctx)
                 return
-        except KeyboardInterrupt as stop:
-            terminated = isinstance(stop, Terminated)
-            what = "stopped by SIGTERM" if terminated else "interrupted"
-            code = TERMINATED if terminated else INTERRUPTED
-            message = f"{what}; {self.hint}" if self.hint else what
-        except ZnnpyError as error:
-            code, message = 1, f"Error: {error}"
-        except MemoryError as error:
-            code = 1
-            message = f"Error: out of memory: {error or 'the system refused more'}; give a smaller --ram or --patch"
-        if debug:
-            traceback.print_exc()
+        except (ZnnpyError, MemoryError, KeyboardInterrupt) as error:
+            if debug:
+                traceback.print_exc()
+            message, code = self._explain(error)
         click.echo(message, err=True)
         ctx.exit(code)
+
+    def _explain(self, error: BaseException) -> tuple[str, int]:
+        """The sentence for stderr, and the exit code."""
+        match error:
+            case Terminated():
+                return f"stopped by SIGTERM; {self.hint}".rstrip("; "), TERMINATED
+            case KeyboardInterrupt():
+                return f"interrupted; {self.hint}".rstrip("; "), INTERRUPTED
+            case ZnnpyError():
+                return f"Error: {error}", 1
+            case _:
+                return f"Error: out of memory: {error or 'the system refused more'}; give a smaller --ram or --patch", 1
 
 
 class _Resumable(_Door):
@@ -181,8 +187,6 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
     if overwrite and out is None:
         raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
     _check_primitives(words["only"])
-    from rich.console import Console
-
     import znnpy.infer
     from znnpy.machine import this_machine
     from znnpy.planner.explain import explain
@@ -194,7 +198,7 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         _print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
     else:
-        Console().print(explain(chosen, read_network(network).network, this_machine()))
+        _print(explain(chosen, read_network(network).network, this_machine()))
     if out is not None:
         _write_text(out, chosen.to_json())
 
@@ -283,7 +287,6 @@ def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> 
 @_json
 def primitives(as_json: bool) -> None:
     """List every way to compute a layer: when to take it and where it comes from."""
-    from rich.console import Console
     from rich.table import Table
 
     from znnpy.kernels.table import TABLE
@@ -295,7 +298,7 @@ def primitives(as_json: bool) -> None:
     table = Table("primitive", "layer", "when", "source")
     for primitive in TABLE:
         table.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
-    Console().print(table)
+    _print(table)
 
 
 def _check_primitives(names: tuple[str, ...]) -> None:
@@ -315,6 +318,14 @@ def _ask_for_same_kernels(out: Path) -> None:
     library, _, kernels = header.blas.partition(" ") if header else ("", "", "")
     if library == "openblas":
         os.environ["OPENBLAS_CORETYPE"] = kernels
+
+
+def _print(renderable: RenderableType) -> None:
+    """Print on stdout, as wide as the terminal; piped, as wide as a table needs."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    console.print(renderable)
 
 
 def _print_json(document: Any) -> None:

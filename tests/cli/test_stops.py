@@ -1,0 +1,140 @@
+"""Real processes stopped by real signals, then resumed: the data equal an uninterrupted run's in every byte."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from place import Place
+
+from znnpy.network import Network
+
+Bits = npt.NDArray[np.uint32]
+
+PROGRAM = Path(sys.executable).with_name("znnpy")
+SLOW = ("--patch", "2,2,2", "--threads", "1")  # thousands of patches: seconds of work to interrupt
+
+
+def furnish(folder: Path, network: Network) -> Place:
+    """A volume that takes seconds in tiny patches."""
+    place = Place.furnish(folder, network)
+    place.write_volume(np.random.default_rng(11).integers(0, 256, (45, 43, 41), np.uint8))
+    return place
+
+
+@pytest.fixture
+def slow(tmp_path: Path, tiny_network: Callable[..., Network]) -> Place:
+    return furnish(tmp_path, tiny_network())
+
+
+def start(place: Place, *words: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [PROGRAM, *place.words, *SLOW, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def wait_until_recorded(place: Place, process: subprocess.Popen[str]) -> None:
+    """Until some columns are on disk and on record."""
+    journal = place.out.with_name("out.h5.journal")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if journal.exists() and journal.read_bytes().count(b"\n") > 1:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError("no column was recorded within a minute")
+
+
+def finish(place: Place, *words: str) -> str:
+    """Resume to the end; what it printed."""
+    process = start(place, "--resume", *words)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    return stdout
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, tiny_network: Callable[..., Network]) -> Bits:
+    """The prediction of an uninterrupted run."""
+    place = furnish(tmp_path_factory.mktemp("uninterrupted"), tiny_network())
+    finish(place)
+    return bits(place)
+
+
+def bits(place: Place) -> Bits:
+    prediction: Bits = place.prediction().view(np.uint32)
+    return prediction
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGTERM, 143, "stopped by SIGTERM; "), (signal.SIGINT, 130, "interrupted; ")],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_stop_keeps_what_was_finished(slow: Place, expected: Bits, number: int, code: int, said: str) -> None:
+    process = start(slow)
+    wait_until_recorded(slow, process)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert stdout == ""
+    assert stderr.splitlines()[-1].startswith(said)
+    assert "--resume" in stderr
+    assert "Traceback" not in stderr
+    assert not slow.out.exists()
+    assert "an unfinished run left" in slow.refusal(*slow.words)
+    assert "of them in this run" in finish(slow)
+    np.testing.assert_array_equal(bits(slow), expected)
+
+
+def test_kill_at_any_moment_then_resume(slow: Place, expected: Bits) -> None:
+    rng = np.random.default_rng(5)
+    partial = slow.out.with_name("out.h5.partial")
+    kills = 0
+    for _ in range(4):
+        process = start(slow, "--resume")
+        time.sleep(float(rng.uniform(0.6, 2.5)))
+        process.kill()
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        if partial.exists():
+            with h5py.File(partial) as file:
+                assert file["prediction"].shape == expected.shape
+    assert kills
+    finish(slow)
+    np.testing.assert_array_equal(bits(slow), expected)
+    assert {path.name for path in slow.folder.iterdir()} == {"volume.h5", "net.yaml", "net.npz", "out.h5"}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names kernels of x86 processors")
+def test_resumed_run_asks_blas_for_the_kernels_it_began_with(slow: Place) -> None:
+    process = start(slow, OPENBLAS_CORETYPE="Nehalem")
+    wait_until_recorded(slow, process)
+    process.kill()
+    process.communicate()
+    assert "BLAS kernels openblas Nehalem" in finish(slow)
+
+
+def test_volume_changed_between_run_and_resume(slow: Place) -> None:
+    process = start(slow)
+    wait_until_recorded(slow, process)
+    process.terminate()
+    process.communicate()
+    with h5py.File(slow.volume, "r+") as file:
+        file["raw"][0, 0, 0] += 1
+    sentence = slow.refusal(*slow.words, *SLOW, "--resume")
+    assert "belongs to another job: volume." in sentence

@@ -1,0 +1,201 @@
+"""Words and exit codes: usage errors are 2, results go to stdout, progress to stderr, `--json` is one document."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import h5py
+import numpy as np
+import pytest
+from place import Place
+
+from znnpy import cli
+from znnpy.errors import NoPlanError
+from znnpy.planner.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("infer", "v.h5", "--ram", "12Q"), "'12Q' is no size: give a number with K, M, G or T, such as 600M or 2G"),
+        (("infer", "v.h5", "--ram", "0.0001K"), "'0.0001K' is 0 bytes: give a positive size such as 2G"),
+        (("infer", "v.h5", "--threads", "0"), "0 is not in the range x>=1"),
+        (("infer", "v.h5", "--patch", "64,64"), "'64,64' is not three positive counts of voxels Z,Y,X"),
+        (("plan", "--shape", "64,0,64"), "'64,0,64' is not three positive counts of voxels Z,Y,X"),
+        (("plan", "--shape", "64,-1,64"), "'64,-1,64' is not three positive counts"),
+        (("infer", "v.h5", "--roi", "0-9,0:9,0:9"), "'0-9,0:9,0:9' is not of the form z0:z1,y0:y1,x0:x1"),
+        (("infer", "v.h5", "--border", "mirror"), "'mirror' is not one of 'valid', 'reflect'"),
+        (("infer", "v.h5", "--output-dtype", "int8"), "'int8' is not one of"),
+        (("infer", "v.h5", "--overwrite", "--resume"), "--overwrite starts again and --resume goes on"),
+        (("infer", "v.h5", "--plan", "p.json", "--ram", "2G"), "--ram is fixed by the plan"),
+        (("infer", "v.h5", "--only", "cpu.conv.dirct"), "no primitive 'cpu.conv.dirct'; did you mean cpu.conv.direct"),
+        (("plan", "--volume", "v.h5", "--shape", "9,9,9"), "--volume and --shape both give a size"),
+        (("plan", "--roi", ":,:,:"), "--roi is a part of a volume: give --volume too"),
+        (("plan", "--dataset", "raw"), "--dataset is a part of a volume: give --volume too"),
+        (("plan", "--overwrite"), "--overwrite replaces the file given as --out: give --out too"),
+        (("infer",), "Missing argument 'VOLUME'"),
+        (("infer", "v.h5", "--gpu"), "No such option"),
+        (("verify", "o.h5", "v.h5", "--tolerance", "0"), "0.0 is not in the range x>0"),
+        (("demo", "--size", "26"), "26 is not in the range x>=27"),
+        (("inferr", "v.h5"), "No such command 'inferr'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_usage_error(place: Place, words: tuple[str, ...], said: str) -> None:
+    before = place.state()
+    result = place.run(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert place.state() == before
+
+
+@pytest.mark.parametrize("word", ["plan", "infer", "verify", "demo", "primitives"])
+def test_help(place: Place, word: str) -> None:
+    result = place.run(word, "--help")
+    assert result.exit_code == 0
+    assert f"{word} [OPTIONS]" in result.stdout
+
+
+def test_infer_writes_beside_the_volume(place: Place) -> None:
+    result = place.run("infer", place.volume, "--network", place.folder / "net.yaml")
+    assert result.exit_code == 0
+    out = place.folder / "volume_tiny.h5"
+    assert out.exists()
+    assert result.stdout.startswith(f"{out}: 15x16x19, 4,560 voxels\nspeed ")
+    for word in ("voxels/s (plan:", "at the peak (plan:", "computing", "precision  fp32, BLAS kernels"):
+        assert word in result.stdout
+    assert result.stderr.startswith("100%  1/1 columns, ")
+
+
+def test_infer_json(place: Place) -> None:
+    result = place.infer("--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["output"] == str(place.out)
+    assert report["shape"] == [15, 16, 19]
+    assert report["voxels"] == report["computed"] == 15 * 16 * 19
+    assert report["voxels_per_second"] == pytest.approx(report["voxels"] / report["seconds"])
+    assert report["peak_bytes"] > 0
+    assert report["precision"] == "fp32"
+
+
+def test_every_option_of_infer_reaches_the_output(place: Place) -> None:
+    assert place.infer().exit_code == 0
+    whole = place.prediction()
+    result = place.infer(
+        *("--overwrite", "--roi", "2:18,1:,:24", "--output-dtype", "float16", "--dataset", "raw"),
+        *("--weights", place.folder / "net.npz", "--threads", 1, "--ram", "1.5G", "--patch", "4,6,5"),
+        *("--only", "cpu.conv.direct", "--json"),
+    )
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert (report["threads"], report["ram_bytes"], report["patch"]) == (1, 3 * 2**29, [4, 6, 5])
+    assert "cpu.conv.fft_tiled" not in report["primitives"]
+    part = place.prediction()
+    assert part.dtype == np.float16
+    assert part.shape == (2, 11, 15, 18)
+    np.testing.assert_allclose(part, whole[:, 2:13, 1:16, :18], atol=5e-4)
+
+
+def test_reflect_is_as_large_as_the_volume(place: Place) -> None:
+    assert place.infer().exit_code == 0
+    valid = place.prediction()
+    assert place.infer("--border", "reflect", "--overwrite", "--output-dtype", "uint8").exit_code == 0
+    whole = place.prediction()
+    assert whole.shape == (2, 20, 23, 25)
+    assert whole.dtype == np.uint8
+    inside = whole[:, 2 : 2 + 15, 3 : 3 + 16, 3 : 3 + 19]
+    np.testing.assert_allclose(inside / 255, valid, atol=0.5 / 255 + 1e-5)
+
+
+def test_plan_prints_and_writes_what_infer_takes(place: Place) -> None:
+    plan = place.folder / "plan.json"
+    result = place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--out", plan, "--threads", 1)
+    assert result.exit_code == 0
+    assert "predicted" in result.stdout
+    assert place.infer("--plan", plan).exit_code == 0
+    with h5py.File(place.out) as file:
+        assert Plan.from_json(file["prediction"].attrs["plan"]) == Plan.load(plan)
+
+
+def test_plan_json(place: Place) -> None:
+    result = place.run("plan", "n337", "--shape", "150,160,170", "--ram", "8G", "--threads", "2", "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    plan = Plan.from_json(json.dumps(document["plan"]))
+    assert document["peak_bytes"] == plan.memory.peak <= 8 * 2**30
+    assert document["voxels_per_second"] == plan.voxels_per_second
+    assert plan.limits.threads == 2
+
+
+def test_primitives(place: Place) -> None:
+    result = place.run("primitives")
+    assert result.exit_code == 0
+    for name in (
+        "cpu.conv.direct",
+        "cpu.conv.fft_data",
+        "cpu.conv.fft_tiled",
+        "cpu.pool.fragments",
+        "cpu.maxout.direct",
+    ):
+        assert name in result.stdout
+    rows = json.loads(place.run("primitives", "--json").stdout)
+    assert {"name", "kind", "version", "summary", "source"} == rows[0].keys()
+
+
+def test_out_of_memory_is_a_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    import znnpy.infer
+
+    def refuse(*args: object, **words: object) -> None:
+        raise MemoryError("Unable to allocate 3.00 GiB")
+
+    monkeypatch.setattr(znnpy.infer, "infer", refuse)
+    sentence = place.refusal(*place.words)
+    assert sentence == "out of memory: Unable to allocate 3.00 GiB; give a smaller --ram or --patch"
+
+
+def test_no_plan_is_not_taken_for_a_full_machine() -> None:
+    """NoPlanError is a MemoryError too; its own sentence is the better one."""
+    door = cli.main.commands["plan"]
+    assert isinstance(door, cli._Door)
+    assert door._explain(NoPlanError("nothing fits")) == ("Error: nothing fits", 1)
+
+
+def test_interrupted_planning_says_nothing_of_resuming() -> None:
+    door = cli.main.commands["plan"]
+    assert isinstance(door, cli._Door)
+    assert door._explain(KeyboardInterrupt()) == ("interrupted", 130)
+    assert door._explain(cli.Terminated()) == ("stopped by SIGTERM", 143)
+
+
+def test_a_bug_is_not_hidden(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    import znnpy.infer
+
+    def break_down(*args: object, **words: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(znnpy.infer, "infer", break_down)
+    with pytest.raises(ZeroDivisionError):
+        place.infer()
+
+
+def test_closed_pipe_is_no_traceback(place: Place) -> None:
+    program = Path(sys.executable).with_name("znnpy")
+    done = subprocess.run(
+        ["bash", "-c", f"'{program}' primitives --json | true; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout in ("0\n", "1\n")  # 0 when it was written before the pipe closed
+
+
+def test_commands_are_clicks() -> None:
+    assert isinstance(cli.main, click.Group)
+    assert set(cli.main.commands) == {"plan", "infer", "verify", "demo", "primitives"}
