@@ -60,7 +60,7 @@ def infer(volume: Path, out: Path, ram: str) -> Run:
         wall_seconds=seconds,
         voxels_per_second=voxels / seconds,
         peak_mib=usage.ru_maxrss * 1024 / MIB,
-        predicted_peak_mib=report["promised_bytes"] / MIB,
+        predicted_peak_mib=report["predicted"]["peak_bytes"] / MIB,
         patch_out=tuple(plan["patch_out"]),
         primitives=tuple(choice["primitive"] for choice in plan["choices"]),
         largest_difference=0.0,
