@@ -64,6 +64,19 @@ def chain(steps: Sequence[tuple[LayerShape, Footprint]]) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
+def live_bytes(shape: LayerShape, footprint: Footprint) -> int:
+    """Bytes of the arena in the fullest stage of one layer: `live_peak` of its chain, and much faster."""
+    x, out = aligned(shape.in_bytes), aligned(shape.out_bytes)
+    stages = [0] * footprint.stages
+    for scratch in footprint.scratch:
+        nbytes = aligned(scratch.nbytes)
+        for stage in range(scratch.first, scratch.last + 1):
+            stages[stage] += nbytes
+    for stage in range(footprint.stages):
+        stages[stage] += (x if stage <= footprint.input_until else 0) + (out if stage >= footprint.output_from else 0)
+    return max(stages)
+
+
 def live_peak(tensors: Iterable[Tensor]) -> int:
     """Bytes of the fullest tick: no arena is smaller."""
     change: dict[int, int] = {}

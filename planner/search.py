@@ -20,7 +20,7 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidates, thinned
 from znnpy.planner.cost import Rates, assumed_rates, seconds
-from znnpy.planner.layout import Tensor, chain, live_peak, place
+from znnpy.planner.layout import Tensor, chain, live_bytes, place
 from znnpy.planner.memory import baseline_bytes, reading_bytes, writing_bytes
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
 from znnpy.planner.trade import (
@@ -29,15 +29,16 @@ from znnpy.planner.trade import (
     fastest,
     fastest_within,
     front,
+    relaxed,
     smallest,
     total_bytes,
     total_seconds,
 )
-from znnpy.shapes import LayerShape, Vec3, text
+from znnpy.shapes import FLOAT32, LayerShape, Vec3, text
 
 RUNNERS_UP = 3
 COARSE = 8  # sizes per axis in the first pass; up to so many, every combination is looked at
-OPTIMISM = 0.8  # assumed: no layer is faster per voxel than this share of its best among the patches seen so far
+OPTIMISM = 0.8  # assumed: per voxel no layer needs less time or arena than this share of the least seen so far
 
 
 def make_plan(
@@ -112,6 +113,29 @@ class _Found:
 
 
 @dataclass
+class _Learnt:
+    """What one layer reached in the patch shapes seen so far: the ground of bounds on those not seen yet."""
+
+    paces: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # seconds per output voxel, weights
+    leanest: float = 0.0  # least bytes of the arena per byte of input and output
+    seen: bool = False
+
+    def add(self, options: Front, voxels: int, nbytes: int) -> None:
+        """Options of the layer in one shape, with its output voxels, and the bytes of its input and output."""
+        if not options:
+            return
+        leanest = min(option.live for option in options) / nbytes
+        paces = [(option.seconds / voxels, option.resident) for option in options]
+        self.leanest = min(self.leanest, leanest) if self.seen else leanest
+        kept: list[tuple[float, int]] = []
+        for pace, resident in sorted(paces + self.paces if self.seen else paces):
+            if not kept or resident < kept[-1][1]:
+                kept.append((pace, resident))
+        self.paces = kept
+        self.seen = True
+
+
+@dataclass
 class _Search:
     """What is asked for, and what was worked out so far."""
 
@@ -127,7 +151,7 @@ class _Search:
     rates: Rates
     baseline: int
     _fronts: dict[LayerShape, Front] = field(default_factory=dict)
-    _paces: list[float] = field(default_factory=list)  # best seconds per output voxel of each layer
+    _learnt: list[_Learnt] = field(default_factory=list)  # of each layer
     _misses: list[tuple[int, Candidate]] = field(
         default_factory=list
     )  # shapes that do not fit: bytes they need or more
@@ -158,15 +182,18 @@ class _Search:
         """The best of `best` and of all shapes, best first."""
         known = {found.candidate.patch for found in best}
         new = [shape for shape in shapes if shape.patch not in known]
-        if new and not self._paces:
-            self._learn(max(new, key=lambda shape: prod(shape.patch)))
+        if new and not self._learnt:
+            self._learnt = [_Learnt() for _ in self.network.layers]
+            largest = max(new, key=lambda shape: prod(shape.patch))
+            self._learn(largest, self._all_fronts(largest))
         for shape in sorted(new, key=self._bound):
             if best and OPTIMISM * self._bound(shape) >= best[0].seconds:
                 continue
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
             found = self._best_of(shape, below)
             if found is not None:
-                best = _distinct(sorted([*best, found], key=lambda f: (f.seconds, f.memory.peak)))[: RUNNERS_UP + 1]
+                ranked = sorted([*best, found], key=lambda found: (found.seconds, found.memory.peak))
+                best = _distinct(ranked)[: RUNNERS_UP + 1]
         return best
 
     def plan(self, found: Sequence[_Found]) -> Plan:
@@ -254,16 +281,24 @@ class _Search:
         )
 
     def _bound(self, shape: Candidate) -> float:
-        """Seconds for the whole output if every layer ran at the best pace seen so far."""
-        return shape.patches * sum(pace * voxels for pace, voxels in zip(self._paces, shape.voxels[1:], strict=True))
-
-    def _learn(self, shape: Candidate) -> None:
-        """First paces, from one shape; 0 for a layer that nobody runs there."""
-        fronts = self._all_fronts(shape)
-        self._paces = [
-            options[0].seconds / voxels if options else 0.0
-            for options, voxels in zip(fronts, shape.voxels[1:], strict=True)
+        """Seconds for the whole output if every layer ran at the best pace seen so far that memory allows."""
+        voxels = shape.voxels
+        live = max(
+            learnt.leanest * (voxels[i] * self.network.maps[i] + voxels[i + 1] * self.network.maps[i + 1])
+            for i, learnt in enumerate(self._learnt)
+        )
+        room = self.limits.ram_bytes - self._around(shape).peak - int(OPTIMISM * FLOAT32 * live)
+        pairs = [
+            [(pace * voxels[i + 1], resident) for pace, resident in learnt.paces]
+            for i, learnt in enumerate(self._learnt)
         ]
+        return shape.patches * relaxed(pairs, room)
+
+    def _learn(self, shape: Candidate, fronts: Sequence[Front]) -> None:
+        """Remember what the options of a shape's layers reach."""
+        for i, (learnt, options) in enumerate(zip(self._learnt, fronts, strict=True)):
+            values = shape.voxels[i] * self.network.maps[i] + shape.voxels[i + 1] * self.network.maps[i + 1]
+            learnt.add(options, shape.voxels[i + 1], FLOAT32 * values)
 
     def _best_of(self, shape: Candidate, below: float) -> _Found | None:
         """The fastest primitives for one patch shape that fit; None unless below `below` seconds for the output."""
@@ -305,8 +340,8 @@ class _Search:
             if residents + live + allowance > room:
                 self._misses.append((self.limits.ram_bytes - room + residents + live + allowance, shape))
                 return None
-            self._paces[index] = min(self._paces[index], options[0].seconds / shape.voxels[index + 1])
             fronts[index] = options
+        self._learn(shape, fronts)
         return fronts
 
     def _all_fronts(self, shape: Candidate) -> list[Front]:
@@ -332,7 +367,7 @@ class _Search:
                     footprint=footprint,
                     seconds=seconds(primitive.work(shape, variant), self.rates),
                     resident=footprint.resident,
-                    live=live_peak(chain([(shape, footprint)])),
+                    live=live_bytes(shape, footprint),
                     allowance=footprint.allowance,
                 )
 

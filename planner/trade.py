@@ -25,15 +25,6 @@ class Option:
     live: int  # bytes of the arena in its fullest stage
     allowance: int  # bytes that libraries allocate while it runs
 
-    def beats(self, other: Option) -> bool:
-        """Worse in nothing."""
-        return (
-            self.seconds <= other.seconds
-            and self.resident <= other.resident
-            and self.live <= other.live
-            and self.allowance <= other.allowance
-        )
-
 
 Front = tuple[Option, ...]  # options of one layer that no other beats, fastest first
 
@@ -42,7 +33,14 @@ def front(options: Iterable[Option]) -> Front:
     """Those that no other beats, fastest first."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda o: (o.seconds, o.resident, o.live, o.allowance)):
-        if not any(better.beats(option) for better in kept):
+        for better in kept:
+            if (
+                better.resident <= option.resident
+                and better.live <= option.live
+                and better.allowance <= option.allowance
+            ):
+                break
+        else:
             kept.append(option)
     return tuple(kept)
 
@@ -89,6 +87,31 @@ def smallest(fronts: Sequence[Front]) -> tuple[Option, ...]:
     """One option per layer: those that need the fewest bytes together."""
     lightest = (tuple(min(options, key=lambda o: o.resident) for options in allowed) for allowed, _ in _capped(fronts))
     return min(lightest, key=total_bytes)
+
+
+def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int) -> float:
+    """A lower bound on the seconds of one (seconds, bytes) pair per layer whose bytes add to at most `room`.
+
+    The Lagrangian dual of the knapsack: with a price on bytes the layers separate. Infinite when nothing fits.
+    """
+    if sum(min(nbytes for _, nbytes in pairs) for pairs in layers) > room:
+        return inf
+    best, low, high, price = 0.0, 0.0, inf, 0.0
+    for _ in range(_PRICES):
+        chosen = [min(pairs, key=lambda pair: pair[0] + price * pair[1]) for pairs in layers]
+        seconds, nbytes = sum(pair[0] for pair in chosen), sum(pair[1] for pair in chosen)
+        best = max(best, seconds + price * (nbytes - room))
+        if nbytes <= room:
+            if price == 0.0:
+                break
+            high = price
+        else:
+            low = price
+        price = (low + high) / 2 if high < inf else max(2 * low, seconds / (1 + room))
+    return best
+
+
+_PRICES = 16  # tried in `relaxed`: the bound is then within a few per cent of the best price's
 
 
 def _capped(fronts: Sequence[Front]) -> Iterator[tuple[list[Front], int]]:

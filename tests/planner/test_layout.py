@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
-from znnpy.planner.layout import ALIGNMENT, Tensor, aligned, chain, live_peak, place
+from znnpy.planner.layout import ALIGNMENT, Tensor, aligned, chain, live_bytes, live_peak, place
 from znnpy.shapes import ConvShape, LayerShape, PoolShape
 
 
@@ -103,5 +103,6 @@ def test_working_bytes_are_those_of_the_contract() -> None:
     for primitive in (SLOW, FAST, OVER):
         for variant in primitive.variants(shape, MACHINE):
             footprint = primitive.footprint(shape, variant, 2)
-            excess = live_peak(chain([(shape, footprint)])) + footprint.allowance - footprint.working(shape)
+            assert live_bytes(shape, footprint) == live_peak(chain([(shape, footprint)]))
+            excess = live_bytes(shape, footprint) + footprint.allowance - footprint.working(shape)
             assert 0 <= excess < ALIGNMENT * (2 + len(footprint.scratch))

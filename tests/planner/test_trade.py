@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.kernels.primitive import Footprint, Variant
-from znnpy.planner.trade import Front, Option, fastest_within, front, smallest, total_bytes, total_seconds
+from znnpy.planner.trade import Front, Option, fastest_within, front, relaxed, smallest, total_bytes, total_seconds
 
 
 def option(seconds: int, resident: int, live: int, allowance: int) -> Option:
@@ -21,6 +21,11 @@ def option(seconds: int, resident: int, live: int, allowance: int) -> Option:
 SMALL = st.integers(0, 6)
 OPTIONS = st.lists(st.builds(option, SMALL, SMALL, SMALL, SMALL), min_size=1, max_size=5)
 LAYERS = st.lists(OPTIONS, min_size=1, max_size=4)
+
+
+def beats(a: Option, b: Option) -> bool:
+    """Worse in nothing."""
+    return all(getattr(a, f) <= getattr(b, f) for f in ("seconds", "resident", "live", "allowance"))
 
 
 @given(LAYERS, st.integers(0, 40), st.sampled_from([inf, 4.0, 9.0]))
@@ -45,9 +50,24 @@ def test_smallest_equals_brute_force(layers: list[list[Option]]) -> None:
 @given(OPTIONS)
 def test_a_front_loses_nothing_of_use(options: list[Option]) -> None:
     kept: Front = front(options)
-    assert all(any(k.beats(o) for k in kept) for o in options)
-    assert not any(a.beats(b) for a in kept for b in kept if a is not b)
+    assert all(any(beats(k, o) for k in kept) for o in options)
+    assert not any(beats(a, b) for a in kept for b in kept if a is not b)
     assert list(kept) == sorted(kept, key=lambda o: o.seconds)
+
+
+@given(LAYERS, st.integers(0, 25))
+def test_relaxed_is_a_lower_bound(layers: list[list[Option]], room: int) -> None:
+    found = relaxed([[(o.seconds, o.resident) for o in options] for options in layers], room)
+    fitting = [total_seconds(c) for c in product(*layers) if sum(o.resident for o in c) <= room]
+    assert found <= min(fitting, default=inf) + 1e-9
+    assert bool(fitting) == (found < inf)
+
+
+def test_relaxed_is_close() -> None:
+    """Many small choices: the bound is the linear relaxation, 3 of 10 layers get their weights."""
+    pairs = [(10.0, 0), (2.0, 100)]
+    assert relaxed([pairs] * 10, room=10_000) == 20.0
+    assert relaxed([pairs] * 10, room=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
 
 
 def test_weights_are_traded_where_they_are_cheapest() -> None:
