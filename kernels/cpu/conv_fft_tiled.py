@@ -42,7 +42,7 @@ SIDES = (8, 12, 16, 20, 32)  # FFTW has straight-line vector codelets for them; 
 GROUPS = (8, 27, 64)  # tiles that share one pass over the kernel spectra
 PLANES_BYTES = 192 * 1024  # of a worker's planes in the forward and inverse pass: they and their spectra stay in L2
 COLUMNS_BYTES = 512 * 1024  # of a worker's columns in the product, before and after it
-PREPARE_BYTES = 2 * 2**20  # of a worker's half-transformed kernels
+PREPARE_BYTES = 2**20  # of a worker's half-transformed kernels
 BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
 PACKING_TILES = 11  # the product of T tiles takes the time of T + 11 at full rate (2026-11-20, 80 x 80, T = 8..128)
 
@@ -156,7 +156,7 @@ class ConvFftTiled:
         return Footprint(
             resident=COMPLEX64 * t.tile[0] * t.columns * shape.fin * shape.fout + FLOAT32 * shape.fout,
             scratch=tuple(scratch),
-            allowance=threads * BLAS_BYTES,
+            allowance=threads * (BLAS_BYTES + max(PREPARE_BYTES, _half_transformed_bytes(shape.fout, shape.k, t.tile))),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -184,18 +184,18 @@ class ConvFftTiled:
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
         assert weights is not None
         tile = variant.size("tile")
-        fout, fin = weights.weight.shape[:2]
+        fout, fin, kz, ky, kx = weights.weight.shape
         columns = tile[1] * (tile[2] // 2 + 1)
         spectra = np.empty((columns, tile[0], fin, fout), np.complex64)
+        step = max(1, PREPARE_BYTES // _half_transformed_bytes(fout, (kz, ky, kx), tile))  # input maps at a time
 
         def transform(lo: int, hi: int, worker: int) -> None:
             del worker
-            step = max(1, PREPARE_BYTES // _half_transformed_bytes(weights.weight.shape, tile))
-            for first in range(lo, hi, step):
+            for unit in range(lo, hi):
                 crew.check()
-                _transform_kernels(weights.weight, tile, first, min(hi, first + step), spectra)
+                _transform_kernels(weights.weight, tile, unit * step, min(fin, (unit + 1) * step), spectra)
 
-        crew.each(transform, fin)
+        crew.each(transform, -(-fin // step))
         return _Resident(spectra, weights.bias)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
@@ -217,10 +217,10 @@ def _sides(n: int, k: int) -> Sequence[int]:
     return [side for side in fitting if side < n] + covering
 
 
-def _half_transformed_bytes(weight_shape: tuple[int, ...], tile: Vec3) -> int:
+def _half_transformed_bytes(fout: int, k: Vec3, tile: Vec3) -> int:
     """Bytes of temporaries in `_transform_kernels`, per input map."""
-    fout, _, kz, ky, kx = weight_shape
-    return fout * (FLOAT32 * kz * ky * kx * 3 + COMPLEX64 * kz * (ky + tile[1]))
+    kz, ky, kx = k
+    return fout * (FLOAT32 * kz * ky * kx + COMPLEX64 * kz * (3 * ky + tile[1]))
 
 
 def _transform_kernels(weight: Array, tile: Vec3, lo: int, hi: int, spectra: Complex) -> None:

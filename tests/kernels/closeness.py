@@ -1,0 +1,120 @@
+"""How a primitive is run and judged: poisoned buffers, float64 definitions, a plain float32 twin for the tolerance."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels import reference
+from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.primitive import ConvWeights
+from znnpy.machine import this_machine
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Array, Bytes, Footprint, Primitive, Variant
+    from znnpy.shapes import ConvShape, LayerShape
+
+MACHINE = this_machine()
+INPUTS = ("normal", "relu", "shifted", "hot")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one run of a primitive gave."""
+
+    out: Array
+    footprint: Footprint
+    peak_bytes: int  # what the run allocated beside its buffers
+
+
+def run(
+    primitive: Primitive,
+    shape: LayerShape,
+    x: Array,
+    weights: ConvWeights | None = None,
+    variant: Variant | None = None,
+    threads: int = 1,
+    out: Array | None = None,
+) -> Ran:
+    """Prepare, bind and run once; output NaN and scratch 0xFF beforehand, unless `out` is given."""
+    variant = variant or primitive.variants(shape, MACHINE)[0]
+    footprint = primitive.footprint(shape, variant, threads)
+    scratch = {s.name: aligned(s.nbytes) for s in footprint.scratch}
+    out = np.full(shape.out_shape, np.nan, np.float32) if out is None else out
+    with Crew(threads) as crew:
+        step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
+        tracemalloc.start()
+        try:
+            step.run(x, out, scratch)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    return Ran(out, footprint, peak)
+
+
+def random_weights(shape: ConvShape, seed: int = 7) -> ConvWeights:
+    rng = np.random.default_rng(seed)
+    scale = np.float32(np.sqrt(2 / (shape.fin * np.prod(shape.k))))
+    return ConvWeights(
+        rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale,
+        rng.standard_normal(shape.fout, np.float32),
+    )
+
+
+def random_input(shape: LayerShape, kind: str = "normal", seed: int = 20261120) -> Array:
+    """normal | relu (half zeros) | shifted (mean 10) | hot (one voxel 10^6 times brighter)."""
+    x = np.random.default_rng(seed).standard_normal(shape.in_shape, np.float32)
+    if kind == "relu":
+        np.maximum(x, np.float32(0), out=x)
+    elif kind == "shifted":
+        x += np.float32(10)
+    elif kind == "hot":
+        x[tuple(n // 2 for n in x.shape)] = 1e6
+    return x
+
+
+def aligned(nbytes: int) -> Bytes:
+    """Scratch as the arena gives it: on a cache line, full of 0xFF (float32: NaN)."""
+    raw = np.full(nbytes + 64, 0xFF, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]
+
+
+def twin(x: Array, weights: ConvWeights, shape: ConvShape) -> npt.NDArray[Any]:
+    """The convolution in plain float32, tap by tap: what its rounding is compared with."""
+    out = np.broadcast_to(weights.bias, shape.out_shape).copy()
+    mz, my, mx = shape.out
+    for z, y, x0 in product(*map(range, shape.k)):
+        out += x[:, z : z + mz, y : y + my, x0 : x0 + mx] @ weights.weight[:, :, z, y, x0].T
+    with np.errstate(over="ignore"):
+        match shape.activation:
+            case "relu":
+                np.maximum(out, np.float32(0), out=out)
+            case "tanh":
+                np.tanh(out, out=out)
+            case "sigmoid":
+                out = 1 / (1 + np.exp(-out))
+            case "softmax":
+                out = np.exp(out - out.max(axis=-1, keepdims=True))
+                out /= out.sum(axis=-1, keepdims=True)
+    assert out.dtype == np.float32
+    return out
+
+
+def assert_close(out: Array, x: Array, weights: ConvWeights, shape: ConvShape) -> None:
+    """Rms error at most 3 times that of plain float32, or 1e-6 of the rms answer; NaN and untouched voxels fail."""
+    assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} of {out.size} voxels not finite"
+    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+    limit = max(3 * _rms(twin(x, weights, shape) - exact), 1e-6 * _rms(exact))
+    error = _rms(out - exact)
+    worst = np.unravel_index(np.abs(out - exact).argmax(), out.shape)
+    assert error <= limit, f"rms error {error:.2e} > {limit:.2e}; worst voxel (s, z, y, x, f) = {worst}"
+
+
+def _rms(values: npt.NDArray[Any]) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
