@@ -24,7 +24,6 @@ from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3, subtract
 
-
 Voxels = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from znnpy.errors import OutputError
 from znnpy.patches import Box
-from znnpy.shapes import Vec3, ceil_divide, multiply
+from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 
 DATASET = "prediction"
 CHUNK = 64  # voxels along each axis: 1 MiB of float32
@@ -123,15 +123,15 @@ class Hdf5Store(Store):
             raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._buffer.dtype}")
         for index in chunks_of(box, self._chunk):
             lo = multiply(index, self._chunk)
-            chunk = Box(lo, (lo[0] + self._chunk[0], lo[1] + self._chunk[1], lo[2] + self._chunk[2]))
+            chunk = Box(lo, add(lo, self._chunk))
             used = chunk.clipped(Box((0, 0, 0), self._size))
             part = box.clipped(chunk)
             for channel, maps in enumerate(voxels):
                 address = int(self._addresses[(channel, *index)])
                 if part != used:
                     self._read(address)
-                here = part.shifted((-lo[0], -lo[1], -lo[2]))
-                there = part.shifted((-box.lo[0], -box.lo[1], -box.lo[2]))
+                here = part.shifted(subtract((0, 0, 0), lo))
+                there = part.shifted(subtract((0, 0, 0), box.lo))
                 self._buffer[here.slices] = maps[there.slices]
                 self._write(address)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from znnpy.errors import MissingExtraError, OutputError, VolumeError
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
+from znnpy.shapes import add, multiply, subtract
 from znnpy.volume.journal import sync_folder
 from znnpy.volume.store import Store, chunk_of, chunks_of
 from znnpy.volume.volume import Volume, pick
@@ -139,12 +140,15 @@ class ZarrStore(Store):
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         if voxels.shape[1:] != box.size or voxels.dtype != self._voxels.dtype:
             raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._voxels.dtype}")
-        where = box.slices if self._maps == 1 else (slice(None), *box.slices)
-        self._voxels[where] = voxels[0] if self._maps == 1 else voxels
-        for index in chunks_of(box, self._chunk):
-            for channel in range(self._maps):
-                key = index if self._maps == 1 else (channel, *index)
-                self._unsynced.add(self._path / cast("Any", self._voxels.metadata).encode_chunk_key(key))
+        for index in chunks_of(box, self._chunk):  # one by one: little memory, and no chunk is written twice
+            lo = multiply(index, self._chunk)
+            part = box.clipped(Box(lo, add(lo, self._chunk)))
+            there = part.shifted(subtract((0, 0, 0), box.lo))
+            for channel, maps in enumerate(voxels):
+                leading = () if self._maps == 1 else (channel,)
+                self._voxels[(*leading, *part.slices)] = maps[there.slices]
+                key = cast("Any", self._voxels.metadata).encode_chunk_key((*leading, *index))
+                self._unsynced.add(self._path / key)
 
     def sync(self) -> None:
         folders = {folder for file in self._unsynced for folder in list(file.parents)[: 3 + (self._maps > 1)]}
