@@ -321,11 +321,19 @@ def test_the_volume_is_not_the_output(path: Path, tmp_path: Path) -> None:
     assert volume.read_bytes() == b"the volume"
 
 
+@pytest.mark.parametrize("name", ["out.npy", "out", "out.tif"])
+def test_only_formats_that_are_written(path: Path, name: str) -> None:
+    message = rf"{name} has suffix '.*', and only \.h5, \.hdf5, \.hdf and \.zarr are written; give one"
+    with pytest.raises(OutputError, match=message):
+        output(path.with_name(name))
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"there is no folder .*nowhere to write out\.h5 in; create it first"):
         output(tmp_path / "nowhere" / "out.h5").__enter__()
+    (tmp_path / "folder.h5").mkdir()
     with pytest.raises(OutputError, match="is a folder; give the name of a file in --out"):
-        output(tmp_path).__enter__()
+        output(tmp_path / "folder.h5").__enter__()
 
 
 @pytest.fixture

@@ -176,6 +176,45 @@ def test_damaged_chunks_are_told_apart_from_the_file(tmp_path: Path) -> None:
             volume.read(Box((8, 0, 0), (9, 1, 1)), np.zeros((1, 1, 1, 1), np.uint8))
 
 
+def test_a_virtual_dataset_needs_its_files(tmp_path: Path) -> None:
+    layout = h5py.VirtualLayout((4, 5, 6), "u2")
+    stored = voxels((4, 5, 6), "u2")
+    for z in range(4):
+        with h5py.File(tmp_path / f"plane{z}.h5", "w") as file:
+            file["plane"] = stored[z]
+        layout[z] = h5py.VirtualSource(f"plane{z}.h5", "plane", (5, 6))
+    path = tmp_path / "volume.h5"
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("main", layout)
+    with open_volume(path) as volume:
+        np.testing.assert_array_equal(whole(volume)[0], stored)
+    for z in (3, 2):
+        (tmp_path / f"plane{z}.h5").unlink()
+    message = r"main is made of 4 other files, of which 2 are missing, the first plane2\.h5; put them beside volume\.h5"
+    with pytest.raises(VolumeError, match=message):
+        open_volume(path)
+
+
+def test_unreadable(store: Store) -> None:
+    path = store(main=voxels((4, 5, 6), "u1"))
+    program = """
+import os, sys
+from pathlib import Path
+from znnpy.errors import VolumeError
+from znnpy.volume import hdf5
+os.chdir(Path(sys.argv[1]).parent)
+if os.geteuid() == 0:
+    os.seteuid(65534)  # root may read everything
+try:
+    hdf5.open_volume(Path(Path(sys.argv[1]).name), None)
+except VolumeError as error:
+    print(error)
+"""
+    path.chmod(0)
+    done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
+    assert done.stdout == "volume.h5 may not be read by this user (Permission denied); change its permissions\n"
+
+
 def test_locked_by_a_program_that_writes(store: Store) -> None:
     path = store(main=voxels((4, 5, 6), "u1"))
     holder = "import h5py, sys; f = h5py.File(sys.argv[1], 'r+'); print('open', flush=True); sys.stdin.read()"

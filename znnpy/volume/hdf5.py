@@ -70,6 +70,7 @@ def open_volume(path: Path, dataset: str | None = None) -> Hdf5Volume:
             name = pick(_datasets(file), dataset, path)
         volume = Hdf5Volume(file, file[name], path, name)
         _check_filters(volume, file[name])
+        _check_sources(volume, file[name])
     except BaseException:
         file.close()
         raise
@@ -83,18 +84,18 @@ def _open(path: Path) -> h5py.File:
         raise VolumeError(f"there is no file {path}; check the path") from None
     except IsADirectoryError:
         raise VolumeError(f"{path} is a folder, not an HDF5 file; name the file inside it") from None
-    except PermissionError:
-        raise VolumeError(f"{path} may not be read by this user; change its permissions") from None
     except OSError as error:
         raise VolumeError(f"{path} {_why_closed(path, error)}") from None
 
 
 def _why_closed(path: Path, error: OSError) -> str:
-    if error.errno in (errno.EAGAIN, errno.EACCES):
+    if "unable to lock file" in str(error):
         return (
             f"is locked: another program has it open for writing (errno {error.errno}); close that program, or set "
             "HDF5_USE_FILE_LOCKING=FALSE if you know that it does not write"
         )
+    if error.errno == errno.EACCES:
+        return "may not be read by this user (Permission denied); change its permissions"
     size = path.stat().st_size
     if "truncated file" in str(error):
         stored = str(error).rpartition("stored_eof = ")[2].rstrip(")")
@@ -128,6 +129,21 @@ def _check_filters(volume: Hdf5Volume, dataset: h5py.Dataset) -> None:
         raise VolumeError(
             f"{volume} is compressed with HDF5 filter {code} ({name or 'unnamed'}), which is not installed here; "
             "`pip install hdf5plugin` brings the usual ones"
+        )
+
+
+def _check_sources(volume: Hdf5Volume, dataset: h5py.Dataset) -> None:
+    """A virtual dataset whose files are missing reads as zeros without a word; here it is refused."""
+    if not dataset.is_virtual:
+        return
+    names = {source.file_name for source in dataset.virtual_sources()} - {"."}
+    folders = (Path(), volume.path.parent)
+    plain = [name for name in names if "%" not in name]  # others stand for as many files as there are
+    missing = sorted(name for name in plain if not any((folder / name).exists() for folder in folders))
+    if missing:
+        raise VolumeError(
+            f"{volume} is made of {len(names)} other files, of which {len(missing)} are missing, the first "
+            f"{missing[0]}; put them beside {volume.path.name}"
         )
 
 

@@ -55,7 +55,8 @@ class Output:
         mode: Mode,
         job: dict[str, Any],
     ) -> None:
-        """Remembers; touches nothing.
+        """Remembers; touches nothing. OutputError for a suffix that is not written.
+
 
         volume  the input, which the output must not be.
         shape   (maps, z, y, x).

@@ -24,6 +24,7 @@ from znnpy.errors import OutputError
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 
+HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 DATASET = "prediction"
 CHUNK = 64  # voxels along each axis: 1 MiB of float32
 PAGE = 4096  # bytes: chunks stand on pages
@@ -62,11 +63,16 @@ class Store(ABC):
 
 
 def store_for(path: Path) -> type[Store]:
-    """How outputs of this name are stored: `.zarr` as Zarr, all others as HDF5. MissingExtraError without zarr."""
+    """How outputs of this name are stored, by suffix. OutputError for others, MissingExtraError without zarr."""
     if path.suffix == ".zarr":
         from znnpy.volume.zarr import ZarrStore
 
         return ZarrStore
+    if path.suffix not in HDF5_SUFFIXES:
+        raise OutputError(
+            f"the output {path} has suffix {path.suffix!r}, and only {', '.join(HDF5_SUFFIXES)} and .zarr are written; "
+            "give one of these in --out"
+        )
     return Hdf5Store
 
 
