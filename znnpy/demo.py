@@ -9,7 +9,7 @@ slab by slab, in bounded memory, and the first planes of a large one equal those
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,10 +137,10 @@ def synthesise(size: Vec3, seed: int = 0) -> Iterator[Slab]:
         planes = min(SLAB, size[0] - z)
         around = (planes + 2, size[1] + 2, size[2] + 2)  # one voxel more on every side: for blur and truth
         grey, cell = np.empty(around, np.float32), np.empty(around, np.int32)
-        mottle = _mottle(z - 1, around, seed)
+        mottle, cells = _mottle(z - 1, around, seed), tissue.around(z - 1, z + planes + 1)
         for y, x in product(range(0, around[1], TILE), range(0, around[2], TILE)):
             here = (slice(None), slice(y, y + TILE), slice(x, x + TILE))
-            grey[here], cell[here] = tissue.at((z - 1, y - 1, x - 1), cell[here].shape, mottle[here])
+            grey[here], cell[here] = cells.at((z - 1, y - 1, x - 1), cell[here].shape, mottle[here])
         blurred = _blur(_blur(_blur(grey, 0), 1), 2)
         noise = np.stack([_normal((seed, SALT_NOISE, at), size[1:]) for at in range(z, z + planes)])
         raw = np.clip(np.rint(blurred + NOISE * noise), 0, 255).astype(np.uint8)
@@ -179,6 +179,18 @@ class _Tissue:
         phases = rng.uniform(0.0, 2 * np.pi, (3, WAVES))
         f32 = np.float32
         return cls(centres.astype(f32), cell, grey.astype(f32), organelle, waves.astype(f32), phases.astype(f32))
+
+    def around(self, lo: int, hi: int) -> _Tissue:
+        """The centres that planes `lo` to `hi` can see: within MARGIN cubes, as at the faces of the volume."""
+        reach = MARGIN * SPACING + WAVES * WOBBLE
+        kept = (self.centres[:, 0] > lo - reach) & (self.centres[:, 0] < hi + reach)
+        return replace(
+            self,
+            centres=self.centres[kept],
+            cell=self.cell[kept],
+            grey=self.grey[kept],
+            organelle=self.organelle[kept],
+        )
 
     def at(self, lo: Vec3, size: Vec3, mottle: Floats) -> tuple[Floats, npt.NDArray[np.int32]]:
         """Grey before blur and noise, and cell, of the `size` voxels from `lo` on; `mottle` is about N(0, 1)."""

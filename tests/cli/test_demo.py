@@ -1,0 +1,129 @@
+"""The synthetic volume looks like what the shipped network was trained on, and `znnpy demo` shows it."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+from place import Place
+
+from znnpy import demo
+from znnpy.errors import ShapeError
+from znnpy.shapes import Vec3
+
+SIZE: Vec3 = (37, 61, 50)  # more than two slabs, no tile whole
+
+
+def volume(size: Vec3, seed: int = 0) -> tuple[demo.Greys, demo.Greys]:
+    slabs = list(demo.synthesise(size, seed))
+    assert [slab.z for slab in slabs] == list(range(0, size[0], demo.SLAB))
+    return np.concatenate([slab.raw for slab in slabs]), np.concatenate([slab.truth for slab in slabs])
+
+
+def test_volume_repeats_with_its_seed() -> None:
+    raw, truth = volume(SIZE)
+    assert raw.shape == truth.shape == SIZE
+    assert raw.dtype == truth.dtype == np.uint8
+    again, truth_again = volume(SIZE)
+    np.testing.assert_array_equal(raw, again)
+    np.testing.assert_array_equal(truth, truth_again)
+    assert (raw != volume(SIZE, seed=1)[0]).mean() > 0.9
+
+
+def test_greys_are_those_of_the_microscope() -> None:
+    raw, truth = volume((64, 64, 64))
+    assert 110 < raw.mean() < 140
+    assert 25 < raw.std() < 40
+    assert set(np.unique(truth)) == {0, 1}
+    assert 0.1 < truth.mean() < 0.25
+    assert raw[truth == 1].mean() < 95 < 120 < raw[truth == 0].mean()
+
+
+def test_slabs_and_tiles_leave_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut in other places, the tissue is the same; tiles only round differently."""
+    raw, truth = volume(SIZE)
+    monkeypatch.setattr(demo, "SLAB", 7)
+    monkeypatch.setattr(demo, "TILE", 23)
+    other, other_truth = volume(SIZE)
+    assert (truth != other_truth).mean() < 1e-3
+    assert (np.abs(raw.astype(int) - other) > 1).mean() < 1e-3
+
+
+def test_membranes_are_where_cells_meet() -> None:
+    """The definition the network was trained on, by brute force over the six neighbours."""
+    rng = np.random.default_rng(3)
+    cell = rng.integers(0, 2, (5, 6, 7)).astype(np.int32)
+    found = demo._membranes(cell)
+    for z, y, x in np.ndindex(3, 4, 5):
+        at = np.array([z + 1, y + 1, x + 1])
+        steps = np.concatenate([np.eye(3, dtype=int), -np.eye(3, dtype=int)])
+        assert found[z, y, x] == any(cell[tuple(at + step)] != cell[tuple(at)] for step in steps)
+
+
+def test_memory_is_a_slab_not_the_volume() -> None:
+    def peak(planes: int) -> int:
+        tracemalloc.start()
+        for _ in demo.synthesise((planes, 48, 48)):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    assert peak(320) < 1.5 * peak(64)
+
+
+def test_no_volume_without_voxels() -> None:
+    with pytest.raises(ShapeError, match="at least one voxel along each axis, not 4x0x4"):
+        next(demo.synthesise((4, 0, 4)))
+
+
+def test_roc_auc_is_the_chance_to_rank_a_pair_rightly() -> None:
+    rng = np.random.default_rng(4)
+    truth = rng.random(60) < 0.4
+    score = np.round(rng.random(60) + 0.3 * truth, 1).astype(np.float32)  # with ties
+    pairs = [(t > f) + 0.5 * (t == f) for t in score[truth] for f in score[~truth]]
+    assert demo.roc_auc(truth, score) == pytest.approx(np.mean(pairs), abs=1e-4)
+    assert demo.roc_auc(np.ones(3, np.bool_), np.zeros(3, np.float32)) == 0.5
+
+
+def test_picture_shows_raw_prediction_truth() -> None:
+    raw = np.full((20, 30), 100, np.uint8)
+    prediction = np.full((20, 30), 0.5, np.float32)
+    truth = np.ones((20, 30), np.uint8)
+    pixels = np.asarray(demo.draw(raw, prediction, truth))
+    assert pixels.dtype == np.uint8
+    width = (pixels.shape[1] - 2 * demo.PICTURE_GAP) // 3
+    assert pixels.shape[0] * 30 == width * 20
+    assert [int(pixels[5, at]) for at in (3, width + demo.PICTURE_GAP + 3, pixels.shape[1] - 3)] == [100, 128, 255]
+
+
+def test_demo_finds_the_membranes(place: Place) -> None:
+    folder = place.folder / "new" / "demo"
+    result = place.run("demo", "--folder", folder, "--size", "72", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["roc_auc"] > 0.9
+    assert report["report"]["shape"] == [46, 46, 46]
+    for name in ("volume.h5", "truth.h5", "prediction.h5"):
+        with h5py.File(folder / name) as file:
+            assert len(file) == 1  # so that the default dataset is clear
+    with Image.open(folder / "demo.png") as picture:
+        assert picture.width > 800
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "exists already; give another --folder, or --overwrite" in place.refusal("demo", "--folder", folder)
+    assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = place.run("demo", "--folder", folder, "--size", "40", "--overwrite")
+    assert again.exit_code == 0
+    assert f"znnpy verify {folder / 'prediction.h5'} {folder / 'volume.h5'}" in again.stdout
+    assert place.run("verify", folder / "prediction.h5", folder / "volume.h5", "--samples", "5").exit_code == 0
+
+
+def test_folder_that_cannot_be_made(place: Place) -> None:
+    taken = Path(place.folder / "taken")
+    taken.write_text("a file")
+    assert "give another --folder" in place.refusal("demo", "--folder", taken)
