@@ -8,7 +8,7 @@ Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
@@ -38,7 +38,7 @@ from znnpy.shapes import FLOAT32, LayerShape, Vec3, text
 
 RUNNERS_UP = 3
 COARSE = 8  # sizes per axis in the first pass; up to so many, every combination is looked at
-OPTIMISM = 0.8  # assumed: per voxel no layer needs less time or arena than this share of the least seen so far
+OPTIMISM = 0.9  # assumed: per voxel no layer needs less time or arena than this share of the least seen so far
 
 
 def make_plan(
@@ -122,17 +122,20 @@ class _Learnt:
 
     def add(self, options: Front, voxels: int, nbytes: int) -> None:
         """Options of the layer in one shape, with its output voxels, and the bytes of its input and output."""
-        if not options:
-            return
         leanest = min(option.live for option in options) / nbytes
         paces = [(option.seconds / voxels, option.resident) for option in options]
         self.leanest = min(self.leanest, leanest) if self.seen else leanest
-        kept: list[tuple[float, int]] = []
-        for pace, resident in sorted(paces + self.paces if self.seen else paces):
-            if not kept or resident < kept[-1][1]:
-                kept.append((pace, resident))
-        self.paces = kept
+        self.paces = _steps(paces + self.paces if self.seen else paces)
         self.seen = True
+
+
+def _steps(pairs: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Of (seconds, bytes) pairs those that no other beats, fastest first."""
+    kept: list[tuple[float, int]] = []
+    for spent, nbytes in sorted(pairs):
+        if not kept or nbytes < kept[-1][1]:
+            kept.append((spent, nbytes))
+    return kept
 
 
 @dataclass
@@ -152,9 +155,7 @@ class _Search:
     baseline: int
     _fronts: dict[LayerShape, Front] = field(default_factory=dict)
     _learnt: list[_Learnt] = field(default_factory=list)  # of each layer
-    _misses: list[tuple[int, Candidate]] = field(
-        default_factory=list
-    )  # shapes that do not fit: bytes they need or more
+    _lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
 
     def run(self) -> list[_Found]:
         """The best patch shapes, best first; none when nothing fits.
@@ -186,12 +187,13 @@ class _Search:
             self._learnt = [_Learnt() for _ in self.network.layers]
             largest = max(new, key=lambda shape: prod(shape.patch))
             self._learn(largest, self._all_fronts(largest))
-        for shape in sorted(new, key=self._bound):
-            if best and OPTIMISM * self._bound(shape) >= best[0].seconds:
-                continue
+        for shape in sorted(new, key=lambda shape: self._bound(shape, {})):
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
-            found = self._best_of(shape, below)
-            if found is not None:
+            hopeless = best and self._bound(shape, {}) >= best[0].seconds
+            found = None if hopeless else self._best_of(shape, below)
+            if found is None:
+                self._lost.append(shape)
+            else:
                 ranked = sorted([*best, found], key=lambda found: (found.seconds, found.memory.peak))
                 best = _distinct(ranked)[: RUNNERS_UP + 1]
         return best
@@ -280,69 +282,63 @@ class _Search:
             allowance=0,
         )
 
-    def _bound(self, shape: Candidate) -> float:
-        """Seconds for the whole output if every layer ran at the best pace seen so far that memory allows."""
-        voxels = shape.voxels
-        live = max(
-            learnt.leanest * (voxels[i] * self.network.maps[i] + voxels[i + 1] * self.network.maps[i + 1])
-            for i, learnt in enumerate(self._learnt)
-        )
-        room = self.limits.ram_bytes - self._around(shape).peak - int(OPTIMISM * FLOAT32 * live)
-        pairs = [
-            [(pace * voxels[i + 1], resident) for pace, resident in learnt.paces]
-            for i, learnt in enumerate(self._learnt)
-        ]
-        return shape.patches * relaxed(pairs, room)
+    def _bound(self, shape: Candidate, known: Mapping[int, Front]) -> float:
+        """No plan of this shape takes fewer seconds for the whole output; infinite when it does not fit.
+
+        Layers in `known` count as they are, the others at the best pace seen so far, less what OPTIMISM allows.
+        """
+        pairs = []
+        live = 0
+        for index, learnt in enumerate(self._learnt):
+            if index in known:
+                pairs.append(_steps([(o.seconds, o.resident) for o in known[index]]))
+                live = max(live, min(option.live for option in known[index]))
+            else:
+                voxels = OPTIMISM * shape.voxels[index + 1]
+                pairs.append([(pace * voxels, resident) for pace, resident in learnt.paces])
+                live = max(live, int(OPTIMISM * learnt.leanest * self._moved(shape, index)))
+        return shape.patches * relaxed(pairs, self.limits.ram_bytes - self._around(shape).peak - live)
+
+    def _moved(self, shape: Candidate, layer: int) -> int:
+        """Bytes of a layer's input and output."""
+        maps = self.network.maps
+        return FLOAT32 * (shape.voxels[layer] * maps[layer] + shape.voxels[layer + 1] * maps[layer + 1])
 
     def _learn(self, shape: Candidate, fronts: Sequence[Front]) -> None:
         """Remember what the options of a shape's layers reach."""
-        for i, (learnt, options) in enumerate(zip(self._learnt, fronts, strict=True)):
-            values = shape.voxels[i] * self.network.maps[i] + shape.voxels[i + 1] * self.network.maps[i + 1]
-            learnt.add(options, shape.voxels[i + 1], FLOAT32 * values)
+        for index, (learnt, options) in enumerate(zip(self._learnt, fronts, strict=True)):
+            if options:
+                learnt.add(options, shape.voxels[index + 1], self._moved(shape, index))
 
     def _best_of(self, shape: Candidate, below: float) -> _Found | None:
         """The fastest primitives for one patch shape that fit; None unless below `below` seconds for the output."""
-        around = self._around(shape).peak
-        room = self.limits.ram_bytes - around
-        fronts = self._fitting_fronts(shape, room)
+        fronts = self._promising_fronts(shape, below)
         if fronts is None:
             return None
-        per_patch = below / shape.patches
-        left = room
-        while (options := fastest_within(fronts, left, per_patch)) is not None:
+        room = self.limits.ram_bytes - self._around(shape).peak
+        while (options := fastest_within(fronts, room, below / shape.patches)) is not None:
             found = self._laid_out(shape, options)
             if found.memory.peak <= self.limits.ram_bytes:
                 return found
-            left -= found.memory.arena - max(option.live for option in options)  # the layout lost that much
-        options = smallest(fronts)
-        if around + total_bytes(options) > self.limits.ram_bytes:
-            self._misses.append((around + total_bytes(options), shape))
-            return None
-        found = self._laid_out(shape, options)
-        fits = found.memory.peak <= self.limits.ram_bytes
-        return found if fits and found.seconds < below else None
+            room -= found.memory.arena - max(option.live for option in options)  # the layout lost that much
+        found = self._laid_out(shape, smallest(fronts))
+        return found if found.memory.peak <= self.limits.ram_bytes and found.seconds < below else None
 
-    def _fitting_fronts(self, shape: Candidate, room: int) -> list[Front] | None:
-        """Options of every layer; None when some layer has none or when it is plain that they do not fit.
+    def _promising_fronts(self, shape: Candidate, below: float) -> list[Front] | None:
+        """Options of every layer; None as soon as it is plain that they do not fit, or not below `below` seconds.
 
-        Large layers come first: one of them tells most of the shapes that do not fit.
+        Large layers come first: one of them tells most of the shapes that cannot win.
         """
         layers = self.network.layer_shapes(shape.patch)
-        fronts: list[Front] = [()] * len(layers)
-        residents = live = allowance = 0
-        for index in sorted(range(len(layers)), key=lambda i: -max(layers[i].in_bytes, layers[i].out_bytes)):
-            options = self._options(layers[index])
-            if not options:
+        known: dict[int, Front] = {}
+        for index in sorted(range(len(layers)), key=lambda index: -self._moved(shape, index)):
+            known[index] = self._options(layers[index])
+            if not known[index]:
                 return None
-            residents += min(o.resident for o in options)
-            live = max(live, min(o.live for o in options))
-            allowance = max(allowance, min(o.allowance for o in options))
-            if residents + live + allowance > room:
-                self._misses.append((self.limits.ram_bytes - room + residents + live + allowance, shape))
+            self._learnt[index].add(known[index], shape.voxels[index + 1], self._moved(shape, index))
+            if self._bound(shape, known) >= below:
                 return None
-            fronts[index] = options
-        self._learn(shape, fronts)
-        return fronts
+        return [known[index] for index in range(len(layers))]
 
     def _all_fronts(self, shape: Candidate) -> list[Front]:
         """Options of every layer, whether they fit or not."""
@@ -407,18 +403,22 @@ class _Search:
 
     def _next_larger(self, seconds: float) -> list[RunnerUp]:
         """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
-        larger = []
-        for _, shape in sorted(self._misses, key=lambda miss: miss[0])[:_LOOKED_AT]:
+        faster = []
+        for shape in self._lost:
+            ideal = sum(learnt.paces[0][0] * v for learnt, v in zip(self._learnt, shape.voxels[1:], strict=True))
+            if shape.patches * ideal < 0.95 * seconds:
+                weights = sum(learnt.paces[0][1] for learnt in self._learnt)
+                arena = max(learnt.leanest * self._moved(shape, index) for index, learnt in enumerate(self._learnt))
+                faster.append((self._around(shape).peak + weights + arena, shape))
+        for _, shape in sorted(faster, key=lambda guess: guess[0])[:RUNNERS_UP]:
             fronts = self._all_fronts(shape)
             if all(fronts):
-                ideal = fastest(fronts)
-                over = self._around(shape).peak + total_bytes(ideal) - self.limits.ram_bytes
-                larger.append((over, shape, shape.patches * total_seconds(ideal)))
-        faster = [(over, shape, spent) for over, shape, spent in larger if spent < 0.95 * seconds]
-        return [
-            RunnerUp(shape.patch, prod(self.output) / spent, over)
-            for over, shape, spent in sorted(faster, key=lambda miss: miss[0])[:1]
-        ]
+                options = fastest(fronts)
+                spent = shape.patches * total_seconds(options)
+                over = self._around(shape).peak + total_bytes(options) - self.limits.ram_bytes
+                if spent < 0.95 * seconds and over > 0:
+                    return [RunnerUp(shape.patch, prod(self.output) / spent, over)]
+        return []
 
 
 def _coarse(sizes: Sizes) -> Sizes:
@@ -432,6 +432,3 @@ def _distinct(ranked: Sequence[_Found]) -> list[_Found]:
     for found in ranked:
         by_sides.setdefault(tuple(sorted(found.candidate.patch)), found)
     return list(by_sides.values())
-
-
-_LOOKED_AT = 20  # shapes above the limit that are worked out for the runners-up
