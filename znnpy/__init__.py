@@ -15,11 +15,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {  # public name -> (room, name there)
+    "ConvShape": ("znnpy.shapes", "ConvShape"),
+    "ConvWeights": ("znnpy.network", "ConvWeights"),
     "Crew": ("znnpy.kernels.cpu.crew", "Crew"),
     "Network": ("znnpy.network", "Network"),
     "Plan": ("znnpy.planner.plan", "Plan"),
+    "PoolShape": ("znnpy.shapes", "PoolShape"),
     "TrainedNetwork": ("znnpy.trained", "TrainedNetwork"),
     "ZnnpyError": ("znnpy.errors", "ZnnpyError"),
+    "apply": ("znnpy.kernels.apply", "apply"),
     "infer": ("znnpy.infer", "infer"),
     "load_network": ("znnpy.trained", "load_network"),
     "plan": ("znnpy.infer", "plan"),

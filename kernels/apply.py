@@ -1,0 +1,71 @@
+"""One primitive on one array, without a plan: for pipelines that need a layer, and for trying a method out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from znnpy.errors import ShapeError
+from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.primitive import Variant
+from znnpy.kernels.table import find
+from znnpy.machine import this_machine
+from znnpy.network import ConvWeights
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Array, Bytes
+    from znnpy.shapes import LayerShape
+
+ALIGNMENT = 64  # bytes: what steps ask of their scratch
+
+
+def apply(
+    name: str,
+    shape: LayerShape,
+    x: Array,
+    weights: ConvWeights | None = None,
+    *,
+    variant: Variant | None = None,
+    threads: int | None = None,
+) -> Array:
+    """The layer `shape` of `x`, computed by the primitive called `name`.
+
+    x        `shape.in_shape`, (S, z, y, x, f) float32, C order; read only.
+    weights  of a convolution: kernels (f', f, kz, ky, kx), cross-correlation, and biases (f',); else None.
+    variant  tile size, blocking and the like; default: the first the primitive offers.
+    threads  default: every core this process may use.
+
+    Returns `shape.out_shape` float32. ShapeError when `x` or the weights do not fit the shape or the primitive does not
+    apply, with its reason; KeyError for an unknown name. Each call prepares weights and scratch anew: a session keeps
+    them.
+    """
+    machine, primitive = this_machine(), find(name)
+    _check(shape, x, weights)
+    if reason := primitive.why_not(shape, machine):
+        raise ShapeError(f"{name} does not apply to {shape}: {reason}")
+    with Crew(threads or machine.cores) as crew:
+        chosen = variant or primitive.variants(shape, machine)[0]
+        step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
+        buffers = primitive.footprint(shape, chosen, crew.threads).scratch
+        out = np.empty(shape.out_shape, np.float32)
+        step.run(x, out, {scratch.name: _aligned(scratch.nbytes) for scratch in buffers})
+    return out
+
+
+def _check(shape: LayerShape, x: Array, weights: ConvWeights | None) -> None:
+    if x.shape != shape.in_shape or x.dtype != np.float32 or not x.flags.c_contiguous:
+        raise ShapeError(
+            f"{shape} takes (S, z, y, x, f) = {shape.in_shape} float32 in C order, not {x.shape} {x.dtype}; "
+            "use numpy.ascontiguousarray(x, numpy.float32)"
+        )
+    needed = (shape.fout, shape.fin, *shape.k) if shape.kind == "conv" else None
+    given = None if weights is None else weights.weight.shape
+    if given != needed:
+        raise ShapeError(f"{shape} takes kernels of shape {needed}, not {given}; give ConvWeights to convolutions only")
+
+
+def _aligned(nbytes: int) -> Bytes:
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + nbytes]

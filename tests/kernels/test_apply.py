@@ -1,0 +1,53 @@
+"""A primitive on an array in three lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import znnpy
+from znnpy.errors import ShapeError
+from znnpy.kernels import reference
+from znnpy.network import ConvWeights
+from znnpy.shapes import ConvShape, PoolShape
+
+SHAPE = ConvShape(batch=2, fin=3, fout=4, n=(9, 11, 10), k=(2, 3, 4), activation="relu")
+
+
+def arrays(shape: ConvShape) -> tuple[np.ndarray, ConvWeights]:
+    rng = np.random.default_rng(12)
+    weight = rng.standard_normal((shape.fout, shape.fin, *shape.k)).astype(np.float32)
+    return rng.standard_normal(shape.in_shape).astype(np.float32), ConvWeights(
+        weight, rng.standard_normal(shape.fout).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("name", ["cpu.conv.direct", "cpu.conv.fft_data", "cpu.conv.fft_tiled"])
+def test_convolution(name: str) -> None:
+    x, weights = arrays(SHAPE)
+    out = znnpy.apply(name, SHAPE, x, weights, threads=2)
+    exact = reference.convolve(x, weights.weight, weights.bias, "relu")
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, exact, atol=1e-5 * np.abs(exact).max())
+
+
+def test_pooling_takes_no_weights() -> None:
+    shape = PoolShape(2, 3, (9, 11, 11), (2, 3, 2))
+    x = np.random.default_rng(1).standard_normal(shape.in_shape).astype(np.float32)
+    np.testing.assert_array_equal(znnpy.apply("cpu.pool.fragments", shape, x), reference.fragments(x, shape.p))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weights = arrays(SHAPE)
+    with pytest.raises(
+        ShapeError, match=r"takes \(S, z, y, x, f\) = \(2, 9, 11, 10, 3\) float32 in C order, not \(1, "
+    ):
+        znnpy.apply("cpu.conv.direct", SHAPE, x[:1], weights)
+    with pytest.raises(ShapeError, match=r"not .* float64"):
+        znnpy.apply("cpu.conv.direct", SHAPE, x.astype(np.float64), weights)
+    with pytest.raises(ShapeError, match=r"kernels of shape \(4, 3, 2, 3, 4\), not None"):
+        znnpy.apply("cpu.conv.direct", SHAPE, x)
+    with pytest.raises(ShapeError, match=r"cpu\.pool\.max does not apply to conv 2x3->4"):
+        znnpy.apply("cpu.pool.max", SHAPE, x, weights)
+    with pytest.raises(KeyError, match=r"no primitive 'cpu\.conv\.dirct'; did you mean cpu\.conv\.direct"):
+        znnpy.apply("cpu.conv.dirct", SHAPE, x, weights)
