@@ -40,6 +40,7 @@ def test_a_torn_last_line_is_ignored_and_overwritten(journal: Journal, torn: byt
     assert again.read() == (HEADER, frozenset({1, 3}))
     again.append([5])
     assert Journal(journal.path).read() == (HEADER, frozenset({1, 3, 5}))
+    assert journal.path.read_bytes().endswith(b"\n[1, 3]\n[5]\n")
 
 
 def test_damage_before_the_last_line(journal: Journal) -> None:

@@ -282,6 +282,23 @@ def test_a_stopped_crew_stops_the_run() -> None:
     assert no_thread_is_left()
 
 
+@pytest.mark.parametrize("where", ["read", "write"])
+def test_a_fault_elsewhere_stops_the_computation_inside_a_patch(where: str) -> None:
+    with Crew(1) as crew:
+
+        def hook(stage: str, patch: int) -> None:
+            if (stage, patch) == (where, 1):
+                raise VolumeError("gone")
+            until = time.perf_counter() + 5
+            while stage == "compute" and patch == (0 if where == "read" else 2) and time.perf_counter() < until:
+                crew.check()
+
+        began = time.perf_counter()
+        with pytest.raises(VolumeError, match="^gone$"):
+            pipeline.run(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
+        assert time.perf_counter() - began < 2
+
+
 def test_buffers_are_few_and_reused() -> None:
     addresses: dict[str, set[int]] = {"raw": set(), "out": set()}
 

@@ -57,7 +57,6 @@ class Output:
     ) -> None:
         """Remembers; touches nothing. OutputError for a suffix that is not written.
 
-
         volume  the input, which the output must not be.
         shape   (maps, z, y, x).
         mode    new: refuse what exists; overwrite: replace it once the new one is complete; resume: go on with an
