@@ -284,17 +284,20 @@ def test_a_stopped_crew_stops_the_run() -> None:
 
 @pytest.mark.parametrize("where", ["read", "write"])
 def test_a_fault_elsewhere_stops_the_computation_inside_a_patch(where: str) -> None:
+    busy = threading.Event()
     with Crew(1) as crew:
 
         def hook(stage: str, patch: int) -> None:
             if (stage, patch) == (where, 1):
+                busy.wait(5)
                 raise VolumeError("gone")
             until = time.perf_counter() + 5
             while stage == "compute" and patch == (0 if where == "read" else 2) and time.perf_counter() < until:
+                busy.set()
                 crew.check()
 
         began = time.perf_counter()
-        with pytest.raises(VolumeError, match="^gone$"):
+        with pytest.raises(VolumeError, match=r"^gone$"):
             pipeline.run(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
         assert time.perf_counter() - began < 2
 
