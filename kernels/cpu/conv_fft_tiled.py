@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, product
 from math import gcd, log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     Complex = npt.NDArray[np.complex64]
 
 SIDES = (8, 12, 16, 20, 32)  # FFTW has straight-line vector codelets for them; 24 and 40 run at a third of the rate
-GROUPS = (8, 27, 64)  # tiles that share one pass over the kernel spectra
+GROUPS = (8, 24, 64)  # tiles that share one pass over the kernel spectra
 PLANES_BYTES = 192 * 1024  # of a worker's planes in the forward and inverse pass: they and their spectra stay in L2
 COLUMNS_BYTES = 512 * 1024  # of a worker's columns in the product, before and after it
 PREPARE_BYTES = 2**20  # of a worker's half-transformed kernels
@@ -134,15 +135,17 @@ class ConvFftTiled:
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
         shape = _conv(shape)
-        sides_z, sides_y, sides_x = (_sides(n, k) for n, k in zip(shape.n, shape.k, strict=True))
+        k, m = shape.k, shape.out
+        sides_z, sides_y, sides_x = _sides(m[0], k[0]), _sides(m[1], k[1]), _sides(m[2], k[2])
         found: dict[Variant, None] = {}
         for tile in product(sides_z, sides_y, sides_x):
             sides = [side for side in tile if side > 1]
             if max(sides) > 2 * min(sides):
                 continue  # long thin tiles overlap more and save nothing
-            total = _tiling(shape, tile, 1).tiles
+            steps = (-(-size // (side - kernel + 1)) for size, side, kernel in zip(m, tile, k, strict=True))
+            tiles = shape.batch * prod(steps)
             for group in GROUPS:
-                found[Variant.of(tile=tile, group=min(group, total))] = None
+                found[_variant(tile, min(group, tiles))] = None
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
@@ -208,13 +211,25 @@ def _conv(shape: LayerShape) -> ConvShape:
     return shape
 
 
-def _sides(n: int, k: int) -> Sequence[int]:
-    """Tile sides worth trying along an axis: 1 where the kernel is 1; the smallest of those that hold the input."""
+@cache
+def _variant(tile: Vec3, group: int) -> Variant:
+    return Variant.of(tile=tile, group=group)
+
+
+@cache
+def _sides(m: int, k: int) -> Sequence[int]:
+    """Tile sides worth trying for `m` outputs along an axis: 1 where the kernel is 1, else those that hold the kernel
+    and cover the outputs with less than every smaller one does."""
     if k == 1:
         return (1,)
-    fitting = [side for side in SIDES if side >= k]
-    covering = [side for side in fitting if side >= n][:1]
-    return [side for side in fitting if side < n] + covering
+    worth: list[int] = []
+    least = 0
+    for side in SIDES:
+        covered = -(-m // (side - k + 1)) * side if side >= k else 0
+        if covered and (not worth or covered < least):
+            worth.append(side)
+            least = covered
+    return tuple(worth)
 
 
 def _half_transformed_bytes(fout: int, k: Vec3, tile: Vec3) -> int:

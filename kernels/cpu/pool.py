@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
+NUMPY_BYTES = 128 * 1024  # what numpy's iterators allocate at most, per thread
 LINES_BYTES = 256 * 1024  # of a worker's lines between two passes: they stay in L2
 
 Windowed = PoolShape | FilterShape
@@ -75,7 +76,7 @@ class _Maxima:
         del variant
         t = _lines(_windowed(shape))
         nbytes = threads * (-(-(t.over_planes + t.over_lines) // 64) * 64)
-        return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else ())
+        return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=threads * NUMPY_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
@@ -222,8 +223,8 @@ class MaxoutDirect:
         return (Variant(),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        del shape, variant, threads
-        return Footprint()
+        del shape, variant
+        return Footprint(allowance=threads * NUMPY_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant

@@ -98,7 +98,7 @@ def twin(x: Array, weights: ConvWeights, shape: ConvShape) -> npt.NDArray[Any]:
             case "tanh":
                 np.tanh(out, out=out)
             case "sigmoid":
-                out = 1 / (1 + np.exp(-out))
+                out = np.reciprocal(1 + np.exp(-out))
             case "softmax":
                 out = np.exp(out - out.max(axis=-1, keepdims=True))
                 out /= out.sum(axis=-1, keepdims=True)

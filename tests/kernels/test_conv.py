@@ -249,10 +249,10 @@ def test_why_not_says_why() -> None:
 
 
 def test_tiles_hold_the_kernel_and_no_tile_is_larger_than_needed() -> None:
-    shape = ConvShape(1, 8, 8, (11, 40, 1), (3, 9, 1))
+    shape = ConvShape(1, 8, 8, (11, 42, 1), (3, 9, 1))
     tiles = {v.size("tile") for v in find("cpu.conv.fft_tiled").variants(shape, MACHINE)}
-    assert {t[0] for t in tiles} == {8, 12}  # 12 holds all 11
-    assert {t[1] for t in tiles} == {12, 16, 20}  # from the kernel up; 32 is more than twice the other side
+    assert {t[0] for t in tiles} == {8, 12}  # two of 8 cover 16; one of 12 holds all
+    assert {t[1] for t in tiles} == {12, 16, 20}  # 9 of 12, 5 of 16, 3 of 20; two of 32 cover more than three of 20
     assert {t[2] for t in tiles} == {1}
 
 

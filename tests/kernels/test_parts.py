@@ -1,0 +1,257 @@
+"""What primitives are made of: the crew, FFTW's plans, pruned transforms, the last pass, the table."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from znnpy.errors import Stopped, ValuesOverflowError
+from znnpy.kernels import reference
+from znnpy.kernels.cpu import fft
+from znnpy.kernels.cpu.crew import Crew, shares
+from znnpy.kernels.cpu.finish import Finish, quiet
+from znnpy.kernels.cpu.pruned import twiddles
+from znnpy.kernels.primitive import Footprint, Scratch, Variant
+from znnpy.kernels.table import TABLE, find, of_kind
+from znnpy.shapes import ACTIVATIONS, ConvShape
+
+if TYPE_CHECKING:
+    from znnpy.shapes import Activation
+
+
+# The crew
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_each_covers_the_range_once(threads: int) -> None:
+    seen = np.zeros(103, int)
+    busy = [threading.Lock() for _ in range(threads)]
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        assert busy[worker].acquire(blocking=False), "two calls of one worker overlap"
+        seen[lo:hi] += 1
+        time.sleep(0.001)
+        busy[worker].release()
+
+    with Crew(threads) as crew:
+        crew.each(piece, 103)
+    assert (seen == 1).all()
+
+
+def test_the_first_error_comes_out_after_every_worker_has_ended() -> None:
+    ended = []
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del hi, worker
+        if lo == 0:
+            raise ValuesOverflowError("too large")
+        time.sleep(0.05)
+        ended.append(lo)
+
+    with Crew(2) as crew:
+        with pytest.raises(ValuesOverflowError, match="too large"):
+            crew.each(piece, 2)
+        assert ended == [1]
+
+
+def test_a_stopped_crew_takes_no_more_work() -> None:
+    calls = []
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del hi, worker
+        calls.append(lo)
+        crew.stop()
+        crew.stop()
+
+    with Crew(2) as crew:
+        with pytest.raises(Stopped):
+            crew.each(piece, 100)
+        assert 1 <= len(calls) <= 2
+        with pytest.raises(Stopped):
+            crew.each(piece, 1)
+
+
+def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del lo, hi, worker
+        for _ in range(1000):
+            crew.check()
+            time.sleep(0.01)
+
+    with Crew(2) as crew:
+        main = threading.main_thread().ident
+        assert main is not None
+        timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
+        timer.start()
+        start = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            crew.each(piece, 2)
+        timer.join()
+    assert time.perf_counter() - start < 2
+
+
+def test_a_crew_needs_a_thread() -> None:
+    with pytest.raises(ValueError, match="at least one thread, not 0"):
+        Crew(0)
+
+
+def test_shares_are_near_equal() -> None:
+    assert shares(7, 3) == [(0, 2), (2, 4), (4, 7)]
+    assert shares(2, 5) == [(0, 1), (1, 2)]
+
+
+def test_blas_runs_one_thread_inside_a_crew() -> None:
+    from threadpoolctl import threadpool_info
+
+    with Crew(2):
+        assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {1}
+
+
+# FFTW
+
+
+def test_transforms_equal_numpy() -> None:
+    x = _aligned((4, 6, 8, 3), np.float32)
+    x[...] = np.random.default_rng(1).standard_normal(x.shape)
+    spectrum = _aligned((4, 6, 5, 3), np.complex64)
+    transform = fft.Transform(
+        fft.like(x.shape, x.strides, x.dtype, place=1),
+        fft.like(spectrum.shape, spectrum.strides, spectrum.dtype),
+        (1, 2),
+    )
+    exact = np.fft.rfft2(x.astype(np.float64), axes=(1, 2))
+    transform(x, spectrum)
+    np.testing.assert_allclose(spectrum, exact, atol=1e-5)
+    back = fft.Transform(spectrum, spectrum, (1,), "FFTW_BACKWARD")
+    back(spectrum, spectrum)
+    np.testing.assert_allclose(spectrum, np.fft.rfft(x, axis=2) * 6, atol=1e-4)
+
+
+def test_a_transform_refuses_other_shapes() -> None:
+    x = _aligned((4, 8), np.complex64)
+    transform = fft.Transform(x, x, (0,))
+    with pytest.raises(ValueError, match=r"[Ii]nvalid"):
+        transform(_aligned((4, 9), np.complex64), _aligned((4, 9), np.complex64))
+
+
+def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + fft.ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % fft.ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize(("n", "good"), [(1, 1), (11, 11), (17, 18), (97, 98), (101, 104), (121, 125), (143, 144)])
+def test_good_sizes(n: int, good: int) -> None:
+    assert fft.good_size(n) == good
+
+
+def test_wisdom_goes_through_text_into_another_process() -> None:
+    fft.Transform(_aligned((7, 24), np.complex64), _aligned((7, 24), np.complex64), (1,))
+    text = fft.export_wisdom()
+    assert isinstance(text, str)
+    code = (
+        "import sys; from znnpy.kernels.cpu import fft; fft.import_wisdom(sys.stdin.read()); print(fft.export_wisdom())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '["x"]', '["eA=="]', '["eA==", "eA==", "eA=="]', "[1, 2, 3]"])
+def test_damaged_wisdom_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="wisdom"):
+        fft.import_wisdom(text)
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 3), (20, 20), (12, 1), (1, 1)])
+def test_twiddles_are_the_conjugate_transform_over_n(n: int, k: int) -> None:
+    kernel = np.random.default_rng(2).standard_normal(k)
+    np.testing.assert_allclose(twiddles(n, k) @ kernel, np.conj(np.fft.fft(kernel, n)) / n, atol=1e-6)
+    half = n // 2 + 1
+    np.testing.assert_array_equal(twiddles(n, k, half), twiddles(n, k)[:half])
+
+
+# The last pass
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_finish_works_in_place_and_on_rows_apart(activation: Activation) -> None:
+    rows = np.random.default_rng(4).standard_normal((2, 4, 15)).astype(np.float32)
+    apart = np.full((2, 4, 30), np.nan, np.float32)
+    finish = Finish(np.arange(3, dtype=np.float32), activation, 8)
+    with quiet():
+        finish(rows, apart[:, :, :15])
+        finish(rows, rows)
+    np.testing.assert_array_equal(apart[:, :, :15], rows)
+    assert np.isnan(apart[:, :, 15:]).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_finish_equals_the_definition(activation: Activation) -> None:
+    rng = np.random.default_rng(5)
+    bias = rng.standard_normal(3).astype(np.float32)
+    source = np.concatenate([rng.standard_normal((6, 3)) * 5, [[-200, 200, 0], [90, -90, 88]]]).astype(np.float32)
+    out = np.full((1, 24), np.nan, np.float32)
+    with quiet():
+        Finish(bias, activation, 8)(source.reshape(1, 24), out)
+    exact = reference.activate(source.astype(np.float64) + bias, activation)
+    np.testing.assert_allclose(out.reshape(8, 3), exact, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_finish_counts_what_is_not_finite(bad: float, activation: Activation) -> None:
+    source = np.zeros((2, 6), np.float32)
+    source[1, 4] = bad
+    with quiet(), pytest.raises(ValuesOverflowError, match="1 of 12 values of a block became infinite or not a number"):
+        Finish(np.zeros(2, np.float32), activation, 3)(source, source)
+
+
+# The contract and the table
+
+
+def test_every_primitive_has_a_name_of_its_own() -> None:
+    names = [p.name for p in TABLE]
+    assert len(set(names)) == len(names)
+    for primitive in TABLE:
+        assert primitive.name.startswith(f"cpu.{primitive.kind}.")
+        assert primitive in of_kind(primitive.kind)
+        assert find(primitive.name) is primitive
+        assert primitive.version >= 1
+        assert primitive.summary
+        assert primitive.source
+
+
+def test_find_knows_near_names() -> None:
+    with pytest.raises(KeyError, match=r"did you mean cpu\.conv\.fft_tiled"):
+        find("cpu.conv.fft_tile")
+
+
+def test_variants_are_data() -> None:
+    variant = Variant.of(tile=(8, 16, 32), group=27)
+    assert str(variant) == "group=27 tile=8x16x32"
+    assert (variant.size("tile"), variant.count("group")) == ((8, 16, 32), 27)
+    with pytest.raises(TypeError, match="tile is"):
+        variant.count("tile")
+    with pytest.raises(TypeError, match="group is 27, not a size"):
+        variant.size("group")
+
+
+def test_working_bytes_are_those_of_the_fullest_stage() -> None:
+    shape = ConvShape(1, 1, 1, (4, 4, 4), (1, 1, 1))  # 256 bytes in, 256 out
+    footprint = Footprint(
+        input_until=0,
+        output_from=1,
+        stages=2,
+        scratch=(Scratch("a", 1000, 0, 1), Scratch("b", 500, 1, 1)),
+        allowance=7,
+    )
+    assert footprint.working(shape) == 256 + 1500 + 7

@@ -1,0 +1,148 @@
+"""Poolings, fragments, max-filters and maxouts: a maximum does not round, so they equal the definition exactly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from closeness import MACHINE, random_input, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from znnpy.errors import ShapeError
+from znnpy.kernels import reference
+from znnpy.kernels.table import find
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.shapes import LayerShape, Vec3
+
+SHAPES: list[LayerShape] = [
+    PoolShape(1, 1, (1, 1, 1), (1, 1, 1)),
+    PoolShape(2, 5, (7, 9, 11), (2, 2, 2)),
+    PoolShape(1, 3, (5, 14, 5), (3, 5, 2)),  # no two axes alike
+    PoolShape(3, 4, (4, 7, 5), (1, 2, 3)),
+    PoolShape(2, 1, (5, 6, 4), (2, 1, 1)),
+    PoolShape(1, 80, (9, 101, 41), (2, 2, 2)),  # several blocks of lines
+    PoolShape(1, 700, (5, 19, 101), (2, 4, 2)),  # a block holds one window
+    PoolShape(1, 2, (3, 3, 3), (2, 2, 2)),  # one voxel a fragment
+    PoolShape(2, 5, (8, 9, 10), (2, 3, 5), fragments=False),
+    PoolShape(1, 90, (6, 100, 42), (3, 2, 1), fragments=False),
+    PoolShape(1, 3, (4, 5, 6), (4, 5, 6), fragments=False),  # one voxel
+    PoolShape(1, 3, (4, 5, 6), (1, 1, 2), fragments=False),
+    FilterShape(2, 3, (6, 7, 8), (2, 3, 4)),
+    FilterShape(1, 60, (5, 90, 70), (2, 2, 1)),
+    FilterShape(1, 1, (4, 5, 6), (4, 5, 6)),
+    FilterShape(3, 2, (1, 9, 4), (1, 1, 1)),
+    MaxoutShape(2, 12, (3, 4, 5), 3),
+    MaxoutShape(1, 4, (2, 1, 3), 4),
+    MaxoutShape(1, 3, (2, 1, 3), 1),
+]
+
+
+def primitive_for(shape: LayerShape) -> Primitive:
+    match shape:
+        case PoolShape(fragments=True):
+            return find("cpu.pool.fragments")
+        case PoolShape():
+            return find("cpu.pool.max")
+        case FilterShape():
+            return find("cpu.maxfilter.direct")
+        case _:
+            return find("cpu.maxout.direct")
+
+
+def exact(shape: LayerShape, x: Array) -> np.ndarray:
+    match shape:
+        case PoolShape(p=p, fragments=True):
+            return reference.fragments(x, p)
+        case PoolShape(p=p):
+            return reference.max_pool(x, p)
+        case FilterShape(p=p):
+            return reference.max_filter(x, p)
+        case MaxoutShape(of=of):
+            return reference.maxout(x, of)
+    raise AssertionError(shape)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_definition(shape: LayerShape, threads: int) -> None:
+    primitive = primitive_for(shape)
+    assert primitive.why_not(shape, MACHINE) is None
+    x = random_input(shape)
+    before = x.copy()
+    ran = run(primitive, shape, x, threads=threads)
+    np.testing.assert_array_equal(ran.out, exact(shape, x))
+    np.testing.assert_array_equal(x, before, err_msg="the input was modified")
+    assert ran.peak_bytes <= ran.footprint.allowance, "allocates more than it says"
+
+
+@given(
+    st.tuples(*[st.integers(1, 5)] * 3),
+    st.tuples(*[st.integers(1, 4)] * 3),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 7, 16]),
+    st.integers(1, 2),
+)
+@settings(max_examples=50, derandomize=True, deadline=None)
+def test_fragments_equal_the_definition_on_random_shapes(p: Vec3, m: Vec3, batch: int, f: int, threads: int) -> None:
+    n = (p[0] * m[0] + p[0] - 1, p[1] * m[1] + p[1] - 1, p[2] * m[2] + p[2] - 1)
+    shape = PoolShape(batch, f, n, p)
+    x = random_input(shape)
+    np.testing.assert_array_equal(run(primitive_for(shape), shape, x, threads=threads).out, exact(shape, x))
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.in_shape[0] > 1], ids=str)
+def test_batch_may_have_any_stride(shape: LayerShape) -> None:
+    gap = 2
+    x_store = np.full((shape.in_shape[0] * gap, *shape.in_shape[1:]), np.nan, np.float32)
+    x_store[::gap] = random_input(shape)
+    out_store = np.full((shape.out_shape[0] * gap, *shape.out_shape[1:]), np.nan, np.float32)
+    x, out = x_store[::gap], out_store[::gap]
+    run(primitive_for(shape), shape, x, threads=2, out=out)
+    np.testing.assert_array_equal(out, exact(shape, x))
+    assert np.isnan(out_store[1::gap]).all(), "wrote between the images"
+
+
+@pytest.mark.parametrize("shape", SHAPES[5:7], ids=str)
+def test_scratch_is_a_few_lines(shape: LayerShape) -> None:
+    footprint = primitive_for(shape).footprint(shape, primitive_for(shape).variants(shape, MACHINE)[0], 2)
+    assert 0 < sum(s.nbytes for s in footprint.scratch) < shape.in_bytes / 4
+    assert footprint.resident == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_work_counts_what_is_moved(shape: LayerShape) -> None:
+    primitive = primitive_for(shape)
+    (work,) = primitive.work(shape, primitive.variants(shape, MACHINE)[0])
+    assert work.unit == "pool"
+    assert work.nbytes == shape.in_bytes + shape.out_bytes
+
+
+def test_nan_comes_through() -> None:
+    shape = PoolShape(1, 1, (3, 3, 3), (2, 2, 2))
+    x = random_input(shape)
+    x[0, 0, 0, 0, 0] = np.nan
+    assert np.isnan(run(primitive_for(shape), shape, x).out).sum() == 1
+
+
+def test_why_not_says_why() -> None:
+    fragments, plain = PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), PoolShape(1, 1, (4, 4, 4), (2, 2, 2), fragments=False)
+    conv = ConvShape(1, 1, 1, (3, 3, 3), (2, 2, 2))
+    assert "see cpu.pool.fragments" in (find("cpu.pool.max").why_not(fragments, MACHINE) or "")
+    assert "see cpu.pool.max" in (find("cpu.pool.fragments").why_not(plain, MACHINE) or "")
+    for name, what in [
+        ("cpu.pool.max", "poolings"),
+        ("cpu.pool.fragments", "poolings"),
+        ("cpu.maxfilter.direct", "max-filters"),
+        ("cpu.maxout.direct", "maxouts"),
+    ]:
+        assert find(name).why_not(conv, MACHINE) == f"computes {what}, not conv"
+
+
+def test_sizes_that_do_not_fit_name_their_neighbours() -> None:
+    with pytest.raises(ShapeError, match="nearest sizes are 5 and 8"):
+        PoolShape(1, 1, (7, 5, 5), (3, 3, 3))
