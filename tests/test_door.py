@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,13 @@ def test_version_is_the_distributions() -> None:
     from importlib.metadata import version
 
     assert znnpy.__version__ == version("znnpy")
+
+
+def test_no_room_takes_the_name_of_a_public_function() -> None:
+    """Importing `znnpy.infer` as a module would put it in the function's place."""
+    import znnpy.inference  # noqa: F401 - the room of infer and plan
+
+    rooms = {path.stem for folder in znnpy.__path__ for path in Path(folder).iterdir()}
+    assert not rooms & set(znnpy.__all__)
+    assert callable(znnpy.infer)
+    assert callable(znnpy.plan)

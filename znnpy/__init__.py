@@ -24,9 +24,9 @@ _HOMES = {  # public name -> (room, name there)
     "TrainedNetwork": ("znnpy.trained", "TrainedNetwork"),
     "ZnnpyError": ("znnpy.errors", "ZnnpyError"),
     "apply": ("znnpy.kernels.apply", "apply"),
-    "infer": ("znnpy.infer", "infer"),
+    "infer": ("znnpy.inference", "infer"),
     "load_network": ("znnpy.trained", "load_network"),
-    "plan": ("znnpy.infer", "plan"),
+    "plan": ("znnpy.inference", "plan"),
     "primitive": ("znnpy.kernels.table", "find"),
 }
 

@@ -187,13 +187,13 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
     if overwrite and out is None:
         raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
     _check_primitives(words["only"])
-    import znnpy.infer
+    import znnpy.inference
     from znnpy.machine import this_machine
     from znnpy.planner.explain import explain
 
     if out is not None and out.exists() and not overwrite:
         raise OutputError(f"{out} exists already; give another --out, or --overwrite to replace it")
-    chosen = znnpy.infer.plan(network, **words)
+    chosen = znnpy.inference.plan(network, **words)
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         _print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
@@ -225,11 +225,11 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     if words["resume"]:
         _ask_for_same_kernels(out or default_output(volume, read_network(network).network.name))
     _check_primitives(words["only"])
-    import znnpy.infer
+    import znnpy.inference
     from znnpy.progress import show
 
     with show() as progress:
-        report = znnpy.infer.infer(volume, network, plan=plan_file, out=out, progress=progress, **words)
+        report = znnpy.inference.infer(volume, network, plan=plan_file, out=out, progress=progress, **words)
     if as_json:
         _print_json(report.as_json())
     else:

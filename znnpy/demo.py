@@ -93,7 +93,7 @@ def run(
     """
     import h5py
 
-    from znnpy.infer import infer
+    from znnpy.inference import infer
 
     volume, truth, prediction, picture = (
         folder / name for name in ("volume.h5", "truth.h5", "prediction.h5", "demo.png")

@@ -15,7 +15,7 @@ from znnpy.run.pipeline import Event
 
 @pytest.fixture
 def report(place: Place) -> Report:
-    from znnpy.infer import infer
+    from znnpy.inference import infer
 
     return infer(place.volume, place.folder / "net.yaml", threads=1)
 

@@ -149,12 +149,12 @@ def test_primitives(place: Place) -> None:
 
 
 def test_out_of_memory_is_a_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    import znnpy.infer
+    import znnpy.inference
 
     def refuse(*args: object, **words: object) -> None:
         raise MemoryError("Unable to allocate 3.00 GiB")
 
-    monkeypatch.setattr(znnpy.infer, "infer", refuse)
+    monkeypatch.setattr(znnpy.inference, "infer", refuse)
     sentence = place.refusal(*place.words)
     assert sentence == "out of memory: Unable to allocate 3.00 GiB; give a smaller --ram or --patch"
 
@@ -174,12 +174,12 @@ def test_interrupted_planning_says_nothing_of_resuming() -> None:
 
 
 def test_a_bug_is_not_hidden(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    import znnpy.infer
+    import znnpy.inference
 
     def break_down(*args: object, **words: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(znnpy.infer, "infer", break_down)
+    monkeypatch.setattr(znnpy.inference, "infer", break_down)
     with pytest.raises(ZeroDivisionError):
         place.infer()
 

@@ -28,7 +28,7 @@ def test_baseline_covers_the_libraries_of_a_run() -> None:
         "from znnpy.planner.memory import baseline_bytes\n"
         "import znnpy.kernels.table\n"
         "baseline = baseline_bytes()\n"
-        "import h5py, numpy, pyfftw, znnpy.infer\n"
+        "import h5py, numpy, pyfftw, znnpy.inference\n"
         "from znnpy.machine import process_bytes\n"
         "print(baseline, process_bytes())\n"
     )

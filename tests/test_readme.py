@@ -1,0 +1,83 @@
+"""Every example of the README runs as it stands there, one after the other, in a folder with a small volume."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+BLOCKS = [(match[1], match[2]) for match in BLOCK.finditer(README)]
+SMALL = {"znnpy demo": "znnpy demo --size 48"}  # the same command on less
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a reader of the README stands: a volume, the network file shown, and its PyTorch weights."""
+    folder = tmp_path_factory.mktemp("reader")
+    with h5py.File(folder / "volume.h5", "w") as file:
+        file["raw"] = np.random.default_rng(0).integers(0, 256, (40, 41, 42), np.uint8)
+    rng = np.random.default_rng(1)
+    kernels = [(8, 1, 3, 3, 3), (8, 8, 1, 5, 5), (1, 8, 1, 1, 1)]
+    weights = [rng.uniform(-0.2, 0.2, kernel).astype(np.float32) for kernel in kernels]
+    arrays: dict[str, np.ndarray] = {}
+    for index, weight in enumerate(weights):
+        arrays |= {f"conv{index}_weight": weight, f"conv{index}_bias": np.zeros(len(weight), np.float32)}
+    with (folder / "my_network.npz").open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    if find_spec("torch"):
+        import torch
+
+        layers = {0: 0, 1: 3, 2: 5}  # conv, relu, pool, conv, relu, conv, sigmoid
+        state = {
+            f"{layers[int(name[4])]}.{name.partition('_')[2]}": torch.from_numpy(array)
+            for name, array in arrays.items()
+        }
+        torch.save(state, folder / "my_network.pt")
+        (folder / "my_network.npz").unlink()  # the README's lines make it
+    return folder
+
+
+def test_readme_has_every_kind_of_example() -> None:
+    assert {kind for kind, _ in BLOCKS} == {"bash", "yaml", "python"}
+    assert {"pip install . && znnpy demo\n", "pip install -e '.[test]' && pytest\n"} <= {code for _, code in BLOCKS}
+
+
+@pytest.mark.parametrize(("kind", "code"), BLOCKS, ids=[f"{i} {kind}" for i, (kind, _) in enumerate(BLOCKS)])
+def test_example_runs(folder: Path, kind: str, code: str) -> None:
+    if kind == "yaml":
+        name = code.partition("\n")[0].removeprefix("# ")
+        (folder / name).write_text(code)
+        assert name == "my_network.yaml"
+    elif kind == "python":
+        if "import torch" in code:
+            pytest.importorskip("torch")
+        _succeeds([sys.executable, "-W", "error", "-c", code], folder)
+    else:
+        for command in _commands(code):
+            words = shlex.split(SMALL.get(command, command), comments=True)
+            _succeeds([str(Path(sys.executable).with_name(words[0])), *words[1:]], folder)
+
+
+def _commands(code: str) -> list[str]:
+    """znnpy's commands in a shell block; what installs is .ci/run's to run."""
+    parts = [part.strip() for line in code.splitlines() for part in line.split("&&")]
+    return [part for part in parts if part.startswith("znnpy ")]
+
+
+def _succeeds(words: list[str], folder: Path) -> None:
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+
+
+def test_picture_is_small_and_there(repository: Path) -> None:
+    (path,) = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
+    assert 10_000 < (repository / path).stat().st_size < 300_000
