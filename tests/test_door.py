@@ -57,7 +57,7 @@ def test_version_is_the_distributions() -> None:
 
 def test_no_room_takes_the_name_of_a_public_function() -> None:
     """Importing `znnpy.infer` as a module would put it in the function's place."""
-    import znnpy.inference  # noqa: F401 - the room of infer and plan
+    import znnpy.inference
 
     rooms = {path.stem for folder in znnpy.__path__ for path in Path(folder).iterdir()}
     assert not rooms & set(znnpy.__all__)

@@ -47,7 +47,7 @@ def test_lines_come_now_and_then_and_at_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 100.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+    monkeypatch.setattr("time.monotonic", lambda: clock)
     with progress.show() as callback:
         for done in range(4, 21):  # 4 columns were there before this run
             clock += 3.0
