@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from place import Place
+
+from znnpy.patches import Box
+from znnpy.volume.store import Hdf5Store
 
 GREY = np.zeros((20, 23, 25), np.uint8)
 
@@ -223,6 +228,16 @@ def test_plan_whose_needs_are_not_met(place: Place) -> None:
     assert "no plan file" in place.refusal(*place.words, "--plan", place.folder / "gone.json")
 
 
+def test_plan_that_needs_more_memory_than_there_is(place: Place) -> None:
+    plan = place.folder / "plan.json"
+    huge = ("--shape", "9000,9000,9000", "--patch", "8000,8000,8000", "--ram", "900T", "--out", plan)
+    assert place.run("plan", place.folder / "net.yaml", *huge).exit_code == 0
+    sentence = place.refusal(*place.words, "--plan", plan)
+    assert sentence.startswith("the plan needs ")
+    assert "bytes of RAM" in sentence
+    assert "more than this process may use" in sentence
+
+
 # --- the output ---
 
 
@@ -260,6 +275,30 @@ def test_too_little_room_is_known_before_the_start(place: Place, monkeypatch: py
     sentence = place.refusal(*place.words)
     assert "1234 free" in sentence
     assert "needs 36480 bytes" in sentence  # 2 maps of 15x16x19 float32
+
+
+def test_disk_full_in_mid_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place.infer("--patch", "4,4,4").exit_code == 0
+    expected = place.prediction()
+    place.out.unlink()
+    with monkeypatch.context() as patch:
+        write, calls = Hdf5Store.write, count()
+
+        def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
+            if next(calls) == 9:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(store, box, voxels)
+
+        patch.setattr(Hdf5Store, "write", fill_up)
+        result = place.infer("--patch", "4,4,4")
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("Error: the disk is full: ")
+    assert "needs 36480 bytes in all" in last
+    assert "make room and give --resume" in last
+    assert not place.out.exists()
+    assert place.infer("--patch", "4,4,4", "--resume").exit_code == 0
+    np.testing.assert_array_equal(place.prediction(), expected)
 
 
 @pytest.mark.parametrize("field", ["network", "volume", "output_dtype", "roi"])
