@@ -86,12 +86,13 @@ def candidates(network: Network, output: Vec3, sizes: Sizes, room: int | None = 
                     yield Candidate((z, y, x), prod(ceil_divide(output, (z, y, x))), voxels, largest)
 
 
-def between(sizes: Sequence[int], coarse: Sequence[int], size: int) -> Sequence[int]:
-    """Those of `sizes` between the coarse neighbours of `size`, the neighbours left out."""
-    at = coarse.index(size)
-    above = coarse[at - 1] if at else sizes[0] + 1
-    below = coarse[at + 1] if at + 1 < len(coarse) else 0
-    return [other for other in sizes if below < other < above]
+def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:
+    """`size` and its neighbours in `seen`, of which it is one; and those of `sizes` that lie between them."""
+    at = seen.index(size)
+    beside = seen[max(0, at - 1) : at + 2]
+    above = beside[0] if at else sizes[0] + 1
+    below = beside[-1] if at + 1 < len(seen) else 0
+    return beside, [other for other in sizes if below < other < above and other != size]
 
 
 def _activations(network: Network, patch: Vec3) -> list[tuple[int, int, int, int, int]]:

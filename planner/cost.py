@@ -34,10 +34,10 @@ class Rate:
 class Rates:
     """Speed of a machine with a given number of threads, per kind of unit."""
 
-    product: Rate = Rate(flops=230e9, nbytes=20e9)
-    fft: Rate = Rate(flops=50e9, nbytes=20e9)
-    copy: Rate = Rate(flops=50e9, nbytes=20e9)
-    pool: Rate = Rate(flops=50e9, nbytes=5e9)
+    product: Rate = Rate(flops=330e9, nbytes=25e9)
+    fft: Rate = Rate(flops=58e9, nbytes=25e9)
+    copy: Rate = Rate(flops=50e9, nbytes=25e9)
+    pool: Rate = Rate(flops=50e9, nbytes=9e9)
     stage_seconds: float = 5e-5  # to hand one stage to the threads and to wait for the last of them
 
     def of(self, unit: Unit) -> Rate:

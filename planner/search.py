@@ -37,7 +37,7 @@ from znnpy.planner.trade import (
 from znnpy.shapes import FLOAT32, LayerShape, Vec3, text
 
 RUNNERS_UP = 3
-COARSE = 8  # sizes per axis in the first pass; up to so many, every combination is looked at
+FEW = 6  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
 OPTIMISM = 0.9  # assumed: per voxel no layer needs less time or arena than this share of the least seen so far
 
 
@@ -155,20 +155,27 @@ class _Search:
     baseline: int
     _fronts: dict[LayerShape, Front] = field(default_factory=dict)
     _learnt: list[_Learnt] = field(default_factory=list)  # of each layer
+    _seen: set[Vec3] = field(default_factory=set)  # patches that were looked at
     _lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
 
     def run(self) -> list[_Found]:
         """The best patch shapes, best first; none when nothing fits.
 
-        Coarsely over all sizes, then over every size around the best.
+        First over a few sizes per axis in all combinations, then again and again over a few more around the best.
         """
         room = self.limits.ram_bytes - self.baseline
         sizes = self._sizes(room)
-        coarse = _coarse(sizes)
-        best = self._through(candidates(self.network, self.output, coarse, room), [])
-        if best and coarse != sizes:
-            z, y, x = map(between, sizes, coarse, best[0].candidate.patch)
+        seen = _few(sizes)
+        best = self._through(candidates(self.network, self.output, seen, room), [])
+        while best:
+            beside = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
+            more = _few((beside[0][1], beside[1][1], beside[2][1]))
+            if not any(more):
+                break
+            z, y, x = (sorted({*old, *new}, reverse=True) for (old, _), new in zip(beside, more, strict=True))
             best = self._through(candidates(self.network, self.output, (z, y, x), room), best)
+            z, y, x = (sorted({*old, *new}, reverse=True) for old, new in zip(seen, more, strict=True))
+            seen = (z, y, x)
         return best
 
     def _sizes(self, room: int | None) -> Sizes:
@@ -181,8 +188,8 @@ class _Search:
 
     def _through(self, shapes: Iterable[Candidate], best: list[_Found]) -> list[_Found]:
         """The best of `best` and of all shapes, best first."""
-        known = {found.candidate.patch for found in best}
-        new = [shape for shape in shapes if shape.patch not in known]
+        new = [shape for shape in shapes if shape.patch not in self._seen]
+        self._seen.update(shape.patch for shape in new)
         if new and not self._learnt:
             self._learnt = [_Learnt() for _ in self.network.layers]
             largest = max(new, key=lambda shape: prod(shape.patch))
@@ -242,7 +249,7 @@ class _Search:
         """Why nothing fits: the smallest need of all shapes, and the layer that needs most; or a layer nobody runs."""
         least: tuple[int, Candidate, tuple[Option, ...]] | None = None
         refused = ""
-        shapes = candidates(self.network, self.output, _coarse(self._sizes(None)))
+        shapes = candidates(self.network, self.output, _few(self._sizes(None)))
         for shape in sorted(shapes, key=lambda shape: shape.largest_bytes):
             around = self._around(shape)
             if least is not None and around.peak + shape.largest_bytes >= least[0]:
@@ -421,8 +428,8 @@ class _Search:
         return []
 
 
-def _coarse(sizes: Sizes) -> Sizes:
-    z, y, x = (thinned(along, COARSE) for along in sizes)
+def _few(sizes: Sizes) -> Sizes:
+    z, y, x = (thinned(along, FEW) for along in sizes)
     return z, y, x
 
 

@@ -37,12 +37,13 @@ def test_thinned_keeps_both_ends() -> None:
     assert thinned(sizes[:3], 4) == sizes[:3]
 
 
-def test_between_coarse_neighbours() -> None:
+def test_between_neighbours_seen() -> None:
     sizes = (512, 256, 176, 128, 104, 88, 80)
-    coarse = (512, 128, 80)
-    assert between(sizes, coarse, 128) == [256, 176, 128, 104, 88]
-    assert between(sizes, coarse, 512) == [512, 256, 176]
-    assert between(sizes, coarse, 80) == [104, 88, 80]
+    seen = (512, 128, 80)
+    assert between(sizes, seen, 128) == ((512, 128, 80), [256, 176, 104, 88])
+    assert between(sizes, seen, 512) == ((512, 128), [256, 176])
+    assert between(sizes, seen, 80) == ((128, 80), [104, 88])
+    assert between(sizes, sizes, 128) == ((176, 128, 104), [])
 
 
 def test_a_candidate_counts_what_the_network_says(tiny_network: Callable[..., Network]) -> None:
