@@ -141,7 +141,9 @@ _limits = _together(
         callback=_size,
         help="Memory for the whole process, e.g. 16G [default: 3/4 of the machine's].",
     ),
-    click.option("--threads", type=click.IntRange(min=1), help="Threads [default: every core it may use]."),
+    click.option(
+        "--threads", type=click.IntRange(min=1), metavar="N", help="Threads [default: every core it may use]."
+    ),
     click.option("--patch", metavar="Z,Y,X", callback=_voxels, help="Output patch instead of the best one, Z,Y,X."),
     click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
 )
@@ -178,7 +180,10 @@ def main() -> None:
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 @_json
 def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words: Any) -> None:
-    """Choose patch size and primitives for NETWORK, a file or the name of one that ships, and say why."""
+    """Choose patch size and primitives for NETWORK, and say why.
+
+    NETWORK is a file, or the name of one that ships. Without --volume or --shape, a volume of 1024^3 is assumed.
+    """
     if words["volume"] is not None and words["shape"] is not None:
         raise click.UsageError("--volume and --shape both give a size: give one of them")
     for needs_volume in ("dataset", "roi"):
@@ -252,7 +257,10 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
 )
 @_json
 def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
-    """Recompute sampled voxels of OUTPUT, predicted from VOLUME, by literally sliding the window in float64."""
+    """Check OUTPUT, predicted from VOLUME, against the definition.
+
+    Recomputes sampled voxels by literally sliding the window, in float64, and prints the worst error.
+    """
     from znnpy.verify import verify as check
 
     report = check(output, volume, **words)
@@ -271,7 +279,10 @@ def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier demo wrote.")
 @_json
 def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> None:
-    """Write a synthetic volume, predict it with the network that ships, save a picture of both."""
+    """Predict a synthetic volume and save a picture.
+
+    Writes the volume, its true membranes, and what the network that ships makes of it.
+    """
     from znnpy.demo import run
     from znnpy.progress import show
 
@@ -286,7 +297,10 @@ def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> 
 @main.command(cls=_Door)
 @_json
 def primitives(as_json: bool) -> None:
-    """List every way to compute a layer: when to take it and where it comes from."""
+    """List the ways to compute a layer.
+
+    Says of each when it is the one to take and where it comes from.
+    """
     from rich.table import Table
 
     from znnpy.kernels.table import TABLE

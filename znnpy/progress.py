@@ -32,7 +32,7 @@ def _bar() -> Iterator[Callable[[Event], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     console, speed = Console(stderr=True), _Speed()
-    with Progress(BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), console=console) as progress:
+    with Progress(BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}"), console=console) as progress:
         task = progress.add_task("preparing", total=None)
 
         def draw(event: Event) -> None:
