@@ -158,7 +158,11 @@ _region = _together(
         help="valid: no prediction nearer to a face than half the field of view; reflect: mirror there.",
     ),
     click.option(
-        "--output-dtype", type=click.Choice(["float32", "float16", "uint8"]), default="float32", show_default=True
+        "--output-dtype",
+        type=click.Choice(["float32", "float16", "uint8"]),
+        default="float32",
+        show_default=True,
+        help="uint8: 255 times the value, clipped to 0..1.",
     ),
 )
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")

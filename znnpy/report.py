@@ -39,6 +39,8 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report in words, one line each."""
+        if not self.computed:
+            return [f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels, complete already: nothing to do"]
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
         stages = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in self.stage_seconds.items())
         return [

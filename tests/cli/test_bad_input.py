@@ -321,7 +321,9 @@ def test_resume_of_another_job(place: Place, field: str) -> None:
 def test_resume_of_a_finished_run_does_nothing(place: Place) -> None:
     assert place.infer().exit_code == 0
     before = place.state()
-    assert place.infer("--resume").exit_code == 0
+    result = place.infer("--resume")
+    assert result.exit_code == 0
+    assert result.stdout == f"{place.out}: 15x16x19, 4,560 voxels, complete already: nothing to do\n"
     assert place.state() == before
 
 
