@@ -17,7 +17,7 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
-from znnpy.network import Network
+from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidates, thinned
 from znnpy.planner.cost import Rates, assumed_rates, seconds
 from znnpy.planner.layout import Tensor, chain, live_bytes, place
@@ -155,28 +155,48 @@ class _Search:
     baseline: int
     _fronts: dict[LayerShape, Front] = field(default_factory=dict)
     _learnt: list[_Learnt] = field(default_factory=list)  # of each layer
-    _seen: set[Vec3] = field(default_factory=set)  # patches that were looked at
+    _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
     _lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
 
     def run(self) -> list[_Found]:
         """The best patch shapes, best first; none when nothing fits.
 
         First over a few sizes per axis in all combinations, then again and again over a few more around the best.
+        In networks that treat all axes alike patches that are turned to other axes cost nearly the same: one of them is
+        looked at, and of the best all are.
         """
         room = self.limits.ram_bytes - self.baseline
         sizes = self._sizes(room)
         seen = _few(sizes)
-        best = self._through(candidates(self.network, self.output, seen, room), [])
+        best = self._through(self._new(candidates(self.network, self.output, seen, room)), [])
         while best:
             beside = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
             more = _few((beside[0][1], beside[1][1], beside[2][1]))
             if not any(more):
                 break
             z, y, x = (sorted({*old, *new}, reverse=True) for (old, _), new in zip(beside, more, strict=True))
-            best = self._through(candidates(self.network, self.output, (z, y, x), room), best)
+            best = self._through(self._new(candidates(self.network, self.output, (z, y, x), room)), best)
             z, y, x = (sorted({*old, *new}, reverse=True) for old, new in zip(seen, more, strict=True))
             seen = (z, y, x)
+        if best:
+            patch = best[0].candidate.patch
+            z, y, x = ([size for size in along if size in patch] for along in sizes)
+            turned = candidates(self.network, self.output, (z, y, x), room)
+            best = self._through(
+                [shape for shape in turned if shape.patch != patch and sorted(shape.patch) == sorted(patch)], best
+            )
         return best
+
+    def _new(self, shapes: Iterable[Candidate]) -> list[Candidate]:
+        """Those that were not looked at, nor turned to other axes where that makes no difference to speak of."""
+        alike = all(len(set(_extent(layer))) == 1 for layer in self.network.layers)
+        new = []
+        for shape in shapes:
+            key = (shape.patches, *sorted(shape.patch)) if alike else (shape.patches, *shape.patch)
+            if key not in self._seen:
+                self._seen.add(key)
+                new.append(shape)
+        return new
 
     def _sizes(self, room: int | None) -> Sizes:
         """Patch sizes to look at along each axis."""
@@ -186,15 +206,13 @@ class _Search:
         z, y, x = self.patch
         return [z], [y], [x]
 
-    def _through(self, shapes: Iterable[Candidate], best: list[_Found]) -> list[_Found]:
+    def _through(self, shapes: Sequence[Candidate], best: list[_Found]) -> list[_Found]:
         """The best of `best` and of all shapes, best first."""
-        new = [shape for shape in shapes if shape.patch not in self._seen]
-        self._seen.update(shape.patch for shape in new)
-        if new and not self._learnt:
+        if shapes and not self._learnt:
             self._learnt = [_Learnt() for _ in self.network.layers]
-            largest = max(new, key=lambda shape: prod(shape.patch))
+            largest = max(shapes, key=lambda shape: prod(shape.patch))
             self._learn(largest, self._all_fronts(largest))
-        for shape in sorted(new, key=lambda shape: self._bound(shape, {})):
+        for shape in sorted(shapes, key=lambda shape: self._bound(shape, {})):
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
             hopeless = best and self._bound(shape, {}) >= best[0].seconds
             found = None if hopeless else self._best_of(shape, below)
@@ -431,6 +449,14 @@ class _Search:
 def _few(sizes: Sizes) -> Sizes:
     z, y, x = (thinned(along, FEW) for along in sizes)
     return z, y, x
+
+
+def _extent(layer: Layer) -> Vec3:
+    match layer:
+        case Conv(kernel=size) | Pool(window=size) | MaxFilter(window=size):
+            return size
+        case Maxout():
+            return 1, 1, 1
 
 
 def _distinct(ranked: Sequence[_Found]) -> list[_Found]:
