@@ -8,7 +8,7 @@ Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
@@ -18,6 +18,7 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
+from znnpy.planner.bounds import Bounds
 from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidates, thinned
 from znnpy.planner.cost import Rates, assumed_rates, seconds
 from znnpy.planner.layout import Tensor, chain, live_bytes, place
@@ -29,16 +30,14 @@ from znnpy.planner.trade import (
     fastest,
     fastest_within,
     front,
-    relaxed,
     smallest,
     total_bytes,
     total_seconds,
 )
-from znnpy.shapes import FLOAT32, LayerShape, Vec3, text
+from znnpy.shapes import LayerShape, Vec3, text
 
 RUNNERS_UP = 3
 FEW = 6  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
-OPTIMISM = 0.9  # assumed: per voxel no layer needs less time or arena than this share of the least seen so far
 
 
 def make_plan(
@@ -113,32 +112,6 @@ class _Found:
 
 
 @dataclass
-class _Learnt:
-    """What one layer reached in the patch shapes seen so far: the ground of bounds on those not seen yet."""
-
-    paces: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # seconds per output voxel, weights
-    leanest: float = 0.0  # least bytes of the arena per byte of input and output
-    seen: bool = False
-
-    def add(self, options: Front, voxels: int, nbytes: int) -> None:
-        """Options of the layer in one shape, with its output voxels, and the bytes of its input and output."""
-        leanest = min(option.live for option in options) / nbytes
-        paces = [(option.seconds / voxels, option.resident) for option in options]
-        self.leanest = min(self.leanest, leanest) if self.seen else leanest
-        self.paces = _steps(paces + self.paces if self.seen else paces)
-        self.seen = True
-
-
-def _steps(pairs: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Of (seconds, bytes) pairs those that no other beats, fastest first."""
-    kept: list[tuple[float, int]] = []
-    for spent, nbytes in sorted(pairs):
-        if not kept or nbytes < kept[-1][1]:
-            kept.append((spent, nbytes))
-    return kept
-
-
-@dataclass
 class _Search:
     """What is asked for, and what was worked out so far."""
 
@@ -154,9 +127,12 @@ class _Search:
     rates: Rates
     baseline: int
     _fronts: dict[LayerShape, Front] = field(default_factory=dict)
-    _learnt: list[_Learnt] = field(default_factory=list)  # of each layer
+    _bounds: Bounds = field(init=False)
     _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
     _lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
+
+    def __post_init__(self) -> None:
+        self._bounds = Bounds(self.network)
 
     def run(self) -> list[_Found]:
         """The best patch shapes, best first; none when nothing fits.
@@ -168,7 +144,12 @@ class _Search:
         room = self.limits.ram_bytes - self.baseline
         sizes = self._sizes(room)
         seen = _few(sizes)
-        best = self._through(self._new(candidates(self.network, self.output, seen, room)), [])
+        first = list(candidates(self.network, self.output, seen, room))
+        if first:
+            largest = max(first, key=lambda shape: prod(shape.patch))
+            for index, options in enumerate(self._all_fronts(largest)):
+                self._bounds.learn(largest, index, options)
+        best = self._through(self._new(first), [])
         while best:
             beside = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
             more = _few((beside[0][1], beside[1][1], beside[2][1]))
@@ -208,13 +189,9 @@ class _Search:
 
     def _through(self, shapes: Sequence[Candidate], best: list[_Found]) -> list[_Found]:
         """The best of `best` and of all shapes, best first."""
-        if shapes and not self._learnt:
-            self._learnt = [_Learnt() for _ in self.network.layers]
-            largest = max(shapes, key=lambda shape: prod(shape.patch))
-            self._learn(largest, self._all_fronts(largest))
-        for shape in sorted(shapes, key=lambda shape: self._bound(shape, {})):
+        for shape in sorted(shapes, key=lambda shape: self._bounds.seconds(shape, self._room(shape), {})):
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
-            hopeless = best and self._bound(shape, {}) >= best[0].seconds
+            hopeless = best and self._bounds.seconds(shape, self._room(shape), {}) >= best[0].seconds
             found = None if hopeless else self._best_of(shape, below)
             if found is None:
                 self._lost.append(shape)
@@ -307,40 +284,16 @@ class _Search:
             allowance=0,
         )
 
-    def _bound(self, shape: Candidate, known: Mapping[int, Front]) -> float:
-        """No plan of this shape takes fewer seconds for the whole output; infinite when it does not fit.
-
-        Layers in `known` count as they are, the others at the best pace seen so far, less what OPTIMISM allows.
-        """
-        pairs = []
-        live = 0
-        for index, learnt in enumerate(self._learnt):
-            if index in known:
-                pairs.append(_steps([(o.seconds, o.resident) for o in known[index]]))
-                live = max(live, min(option.live for option in known[index]))
-            else:
-                voxels = OPTIMISM * shape.voxels[index + 1]
-                pairs.append([(pace * voxels, resident) for pace, resident in learnt.paces])
-                live = max(live, int(OPTIMISM * learnt.leanest * self._moved(shape, index)))
-        return shape.patches * relaxed(pairs, self.limits.ram_bytes - self._around(shape).peak - live)
-
-    def _moved(self, shape: Candidate, layer: int) -> int:
-        """Bytes of a layer's input and output."""
-        maps = self.network.maps
-        return FLOAT32 * (shape.voxels[layer] * maps[layer] + shape.voxels[layer + 1] * maps[layer + 1])
-
-    def _learn(self, shape: Candidate, fronts: Sequence[Front]) -> None:
-        """Remember what the options of a shape's layers reach."""
-        for index, (learnt, options) in enumerate(zip(self._learnt, fronts, strict=True)):
-            if options:
-                learnt.add(options, shape.voxels[index + 1], self._moved(shape, index))
+    def _room(self, shape: Candidate) -> int:
+        """Bytes for arena, weights and allowance."""
+        return self.limits.ram_bytes - self._around(shape).peak
 
     def _best_of(self, shape: Candidate, below: float) -> _Found | None:
         """The fastest primitives for one patch shape that fit; None unless below `below` seconds for the output."""
         fronts = self._promising_fronts(shape, below)
         if fronts is None:
             return None
-        room = self.limits.ram_bytes - self._around(shape).peak
+        room = self._room(shape)
         while (options := fastest_within(fronts, room, below / shape.patches)) is not None:
             found = self._laid_out(shape, options)
             if found.memory.peak <= self.limits.ram_bytes:
@@ -356,12 +309,12 @@ class _Search:
         """
         layers = self.network.layer_shapes(shape.patch)
         known: dict[int, Front] = {}
-        for index in sorted(range(len(layers)), key=lambda index: -self._moved(shape, index)):
+        for index in sorted(range(len(layers)), key=lambda index: -self._bounds.moved(shape, index)):
             known[index] = self._options(layers[index])
             if not known[index]:
                 return None
-            self._learnt[index].add(known[index], shape.voxels[index + 1], self._moved(shape, index))
-            if self._bound(shape, known) >= below:
+            self._bounds.learn(shape, index, known[index])
+            if self._bounds.seconds(shape, self._room(shape), known) >= below:
                 return None
         return [known[index] for index in range(len(layers))]
 
@@ -430,17 +383,15 @@ class _Search:
         """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
         faster = []
         for shape in self._lost:
-            ideal = sum(learnt.paces[0][0] * v for learnt, v in zip(self._learnt, shape.voxels[1:], strict=True))
-            if shape.patches * ideal < 0.95 * seconds:
-                weights = sum(learnt.paces[0][1] for learnt in self._learnt)
-                arena = max(learnt.leanest * self._moved(shape, index) for index, learnt in enumerate(self._learnt))
-                faster.append((self._around(shape).peak + weights + arena, shape))
+            ideal, nbytes = self._bounds.fastest(shape)
+            if ideal < 0.95 * seconds:
+                faster.append((nbytes + self._around(shape).peak, shape))
         for _, shape in sorted(faster, key=lambda guess: guess[0])[:RUNNERS_UP]:
             fronts = self._all_fronts(shape)
             if all(fronts):
                 options = fastest(fronts)
                 spent = shape.patches * total_seconds(options)
-                over = self._around(shape).peak + total_bytes(options) - self.limits.ram_bytes
+                over = total_bytes(options) - self._room(shape)
                 if spent < 0.95 * seconds and over > 0:
                     return [RunnerUp(shape.patch, prod(self.output) / spent, over)]
         return []

@@ -1,0 +1,81 @@
+"""What patch shapes not yet worked out can reach at best, from what the layers of others reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from znnpy.network import Network
+from znnpy.planner.candidates import Candidate
+from znnpy.planner.trade import Front, relaxed
+from znnpy.shapes import FLOAT32
+
+OPTIMISM = 0.9  # assumed: per voxel no layer needs less time or arena than this share of the least seen so far
+
+Pairs = list[tuple[float, int]]  # seconds and bytes, fastest first, no pair worse in both
+
+
+@dataclass
+class _Learnt:
+    """What one layer reached in the patch shapes seen so far."""
+
+    paces: Pairs = field(default_factory=lambda: [(0.0, 0)])  # seconds per output voxel, prepared weights
+    leanest: float = 0.0  # least bytes of the arena per byte of input and output
+    seen: bool = False
+
+
+class Bounds:
+    """Lower bounds on the time of patch shapes of one network; they get better with every shape learnt from."""
+
+    def __init__(self, network: Network) -> None:
+        self._maps = network.maps
+        self._learnt = [_Learnt() for _ in network.layers]
+
+    def moved(self, shape: Candidate, layer: int) -> int:
+        """Bytes of a layer's input and output."""
+        maps, voxels = self._maps, shape.voxels
+        return FLOAT32 * (voxels[layer] * maps[layer] + voxels[layer + 1] * maps[layer + 1])
+
+    def learn(self, shape: Candidate, layer: int, options: Front) -> None:
+        """Remember what the options of one layer reach."""
+        if not options:
+            return
+        learnt = self._learnt[layer]
+        leanest = min(option.live for option in options) / self.moved(shape, layer)
+        paces = [(option.seconds / shape.voxels[layer + 1], option.resident) for option in options]
+        learnt.leanest = min(learnt.leanest, leanest) if learnt.seen else leanest
+        learnt.paces = _pairs(paces + learnt.paces if learnt.seen else paces)
+        learnt.seen = True
+
+    def seconds(self, shape: Candidate, room: int, known: Mapping[int, Front]) -> float:
+        """No plan of this shape in `room` bytes takes fewer seconds for the whole output; infinite when none fits.
+
+        Layers in `known` count as they are, the others at the best pace seen so far, less what OPTIMISM allows.
+        """
+        pairs = []
+        live = 0
+        for index, learnt in enumerate(self._learnt):
+            if index in known:
+                pairs.append(_pairs((o.seconds, o.resident) for o in known[index]))
+                live = max(live, min(option.live for option in known[index]))
+            else:
+                voxels = OPTIMISM * shape.voxels[index + 1]
+                pairs.append([(pace * voxels, resident) for pace, resident in learnt.paces])
+                live = max(live, int(OPTIMISM * learnt.leanest * self.moved(shape, index)))
+        return shape.patches * relaxed(pairs, room - live)
+
+    def fastest(self, shape: Candidate) -> tuple[float, int]:
+        """Seconds for the whole output, and bytes, with every layer at its best pace so far: no bound, a guess."""
+        paces = [learnt.paces[0] for learnt in self._learnt]
+        seconds = sum(pace * voxels for (pace, _), voxels in zip(paces, shape.voxels[1:], strict=True))
+        arena = max(learnt.leanest * self.moved(shape, index) for index, learnt in enumerate(self._learnt))
+        return shape.patches * seconds, int(arena) + sum(resident for _, resident in paces)
+
+
+def _pairs(pairs: Iterable[tuple[float, int]]) -> Pairs:
+    """Those that no other beats, fastest first."""
+    kept: Pairs = []
+    for seconds, nbytes in sorted(pairs):
+        if not kept or nbytes < kept[-1][1]:
+            kept.append((seconds, nbytes))
+    return kept
