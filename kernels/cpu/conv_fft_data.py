@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 LINES_BYTES = 256 * 1024  # of a worker's lines in step 1, and of columns along z: they stay in L2
 PRODUCT_BYTES = 768 * 1024  # of a worker's frequencies in step 2: kernel, product and sum
+CACHED = 3  # times faster is a copy within the cache than one that misses it
 BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
 
 
@@ -129,10 +130,10 @@ class ConvFftData:
         transformed = float(COMPLEX64 * t.image * images)
         pruned = t.image * shape.k[0] + t.image // t.padded[0] * shape.k[0] * shape.k[1]
         return (
-            Work("fft", 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 4.0 * transformed),
+            Work("fft", 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 0.0),
             Work("product", 8.0 * pruned * pairs, 0.0),
-            # multiply and add: the spectrum from memory, then two operands and a result in cache, twice
-            Work("copy", 0.0, COMPLEX64 * 6.0 * t.image * pairs * shape.batch),
+            # multiply and add: two operands and a result each, in the cache; complex arithmetic takes twice a copy's time
+            Work("copy", 0.0, 12.0 * COMPLEX64 * t.image * pairs * shape.batch / CACHED + 4.0 * transformed),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> ConvWeights:
