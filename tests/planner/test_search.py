@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, prod
@@ -18,7 +18,7 @@ from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import cover
 from znnpy.planner.candidates import all_sizes, candidates
 from znnpy.planner.cost import seconds
-from znnpy.planner.layout import chain, live_peak, place
+from znnpy.planner.layout import Tensor, chain, live_peak, place
 from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -66,6 +66,28 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork) -> None:
         assert plan.memory.peak <= ram_bytes
         best = min(spent for nbytes, spent in space if nbytes <= ram_bytes)
         assert plan.seconds == pytest.approx(best, rel=1e-12), f"at {ram_bytes} bytes"
+
+
+def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena larger than its live bytes makes the search look again, and still the promise holds."""
+    network = tiny_network()
+    before = planned(network, SMALL, 2**40)
+    limit = before.memory.peak
+    lossy = 640
+
+    def wasteful(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
+        placed, size = place(tensors)
+        return placed, size + lossy
+
+    monkeypatch.setattr("znnpy.planner.search.place", wasteful)
+    after = planned(network, SMALL, limit)
+    assert after.memory.peak <= limit
+    space = everything(network, SMALL)
+    assert before.seconds < after.seconds
+    assert after.seconds == pytest.approx(min(spent for nbytes, spent in space if nbytes + lossy <= limit), rel=1e-12)
+    assert planned(network, SMALL, limit + lossy).seconds == before.seconds
+    least = min(nbytes for nbytes, _ in space) + lossy
+    assert planned(network, SMALL, least).memory.peak == least
 
 
 def test_more_memory_is_never_slower(tiny_network: MakeNetwork) -> None:
