@@ -104,7 +104,7 @@ def test_every_voxel_is_written(path: Path, maps: int, dtype: str) -> None:
     with h5py.File(path) as file:
         dataset = file["prediction"]
         assert dataset.shape == (SIZE if maps == 1 else (3, *SIZE))
-        assert dataset.chunks == ((6, 6, 6) if maps == 1 else (1, 6, 6, 6))
+        assert dataset.chunks == ((6, 5, 5) if maps == 1 else (1, 6, 5, 5))
         assert dataset.dtype == np.dtype(dtype)
         assert dataset.compression is None
         np.testing.assert_array_equal(dataset[:].reshape(maps, *SIZE), expected(maps, dtype))
@@ -379,7 +379,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def test_not_enough_disk_is_known_before_the_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = 2 * 3 * 2 * 6**3 * 4  # chunks of 6^3 float32
+    needed = (2 * 3 * 2) * (6 * 5 * 5) * 4  # chunks of 6x5x5 float32
     assert stored_bytes((1, *SIZE), np.dtype("f4")) == needed
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, needed - 1))
     message = rf"the output needs {needed} bytes \(0\.0 MiB\) and .* has {needed - 1} free \(0\.0 MiB\); make room"

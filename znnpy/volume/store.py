@@ -26,7 +26,7 @@ from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 DATASET = "prediction"
-CHUNK = 64  # voxels along each axis: 1 MiB of float32
+CHUNK = 64  # most voxels along each axis: 1 MiB of float32
 PAGE = 4096  # bytes: chunks stand on pages
 
 
@@ -77,8 +77,9 @@ def store_for(path: Path) -> type[Store]:
 
 
 def chunk_of(size: Vec3) -> Vec3:
-    """Chunk size of an output of this size."""
-    return min(CHUNK, size[0]), min(CHUNK, size[1]), min(CHUNK, size[2])
+    """Chunk size of an output of this size: at most CHUNK along each axis, and little left over in the last chunk."""
+    chunks = ceil_divide(size, (CHUNK, CHUNK, CHUNK))
+    return ceil_divide(size, chunks)
 
 
 def stored_bytes(shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> int:
