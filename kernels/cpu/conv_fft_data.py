@@ -132,7 +132,7 @@ class ConvFftData:
         return (
             Work("fft", 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 0.0),
             Work("product", 8.0 * pruned * pairs, 0.0),
-            # multiply and add: two operands and a result each, in the cache; complex arithmetic takes twice a copy's time
+            # multiply and add: two operands and a result each, in the cache, at half a copy's speed
             Work("copy", 0.0, 12.0 * COMPLEX64 * t.image * pairs * shape.batch / CACHED + 4.0 * transformed),
         )
 
