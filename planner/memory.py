@@ -9,10 +9,10 @@ from znnpy.shapes import Vec3
 
 MIB = 2**20
 BUFFERS = 2  # patches on their way in, and as many on their way out: one is filled while the other is used
-READER_BYTES = 32 * MIB  # chunk cache of the volume, decompression, one chunk at a time
-WRITER_BYTES = 32 * MIB  # chunk cache and buffers of the output
-MARGIN_BYTES = 48 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
-_GRAIN = 16 * MIB  # the baseline is rounded up to it, so that equal runs make equal plans
+READER_BYTES = 16 * MIB  # chunk cache of the volume, decompression, one chunk at a time
+WRITER_BYTES = 6 * MIB  # buffers of the output
+MARGIN_BYTES = 8 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
+_GRAIN = 4 * MIB  # the baseline is rounded up to it, so that equal runs make equal plans
 
 
 def reading_bytes(channels: int, patch_in: Vec3, itemsize: int) -> int:

@@ -27,12 +27,12 @@ def test_stages_add_and_each_costs_its_start() -> None:
 
 
 @pytest.mark.parametrize("unit", ["product", "fft", "copy", "pool"])
-def test_arithmetic_grows_with_threads_traffic_with_their_root(unit: Unit) -> None:
+def test_arithmetic_grows_with_threads_traffic_less(unit: Unit) -> None:
     machine = replace(MACHINE, cores=64)
     two, eight = assumed_rates(machine, 2).of(unit), assumed_rates(machine, 8).of(unit)
     assert two == Rates().of(unit)
     assert eight.flops == 4 * two.flops
-    assert eight.nbytes == 2 * two.nbytes
+    assert eight.nbytes == pytest.approx(4**0.8 * two.nbytes)
 
 
 def test_threads_beyond_the_cores_bring_nothing() -> None:
