@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.cpu.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import find, of_kind
 from znnpy.shapes import ACTIVATIONS, ConvShape, MaxoutShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive, Variant
+    from znnpy.kernels.primitive import Array, Primitive
     from znnpy.shapes import Vec3
 
 CONVS = of_kind("conv")
@@ -66,6 +66,14 @@ def test_equals_the_definition(primitive: Primitive, shape: ConvShape) -> None:
         before = x.copy()
         assert_close(run(primitive, shape, x, weights, variant, threads=2).out, x, weights, shape)
         np.testing.assert_array_equal(x, before, err_msg="the input was modified")
+
+
+def test_tiles_that_reach_far_beyond_the_input() -> None:
+    """Whole blocks of planes lie outside: they are zero, whatever the scratch held."""
+    shape = ConvShape(1, 100, 2, (19, 10, 10), (3, 3, 3))
+    x, weights = random_input(shape), random_weights(shape)
+    ran = run(find("cpu.conv.fft_tiled"), shape, x, weights, Variant.of(tile=(16, 16, 16), group=8), threads=2)
+    assert_close(ran.out, x, weights, shape)
 
 
 @pytest.mark.parametrize("kind", INPUTS)
