@@ -18,6 +18,7 @@ from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.layout import Tensor
+from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
 from znnpy.planner.search import make_plan
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
@@ -77,7 +78,15 @@ def network() -> Network:
 
 @pytest.fixture(scope="module")
 def plan(network: Network) -> Plan:
-    return make_plan(network, (20, 11, 8), MACHINE, limits(2**26 + 2**19), table=FAKES, rates=RATES, baseline=5000)
+    return make_plan(
+        network,
+        (20, 11, 8),
+        MACHINE,
+        limits(READER_BYTES + WRITER_BYTES + 2**19),
+        table=FAKES,
+        rates=RATES,
+        baseline=5000,
+    )
 
 
 def edited(plan: Plan, *path: str | int, to: Any) -> str:
