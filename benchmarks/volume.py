@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ class Run:
     ram: str
     wall_seconds: float
     voxels_per_second: float  # output voxels over the wall time of the whole process
-    peak_mib: float  # ru_maxrss of the process
+    peak_mib: float  # VmHWM of the process
     predicted_peak_mib: float
     patch_out: tuple[int, int, int]
     primitives: tuple[str, ...]
@@ -45,13 +44,8 @@ def infer(volume: Path, out: Path, ram: str) -> Run:
     """Run one process and count it."""
     command = [sys.executable, "-m", "znnpy", "infer", str(volume), "--ram", ram, "--out", str(out), "--json"]
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    report = json.loads(process.stdout.read())
-    _, status, usage = os.wait4(process.pid, 0)
+    report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     seconds = time.perf_counter() - begin
-    if status:
-        raise SystemExit(f"{' '.join(command)} ended with status {status}")
     with h5py.File(out) as file:
         voxels = int(np.prod(file["prediction"].shape))
         plan = json.loads(file["prediction"].attrs["plan"])
@@ -59,7 +53,7 @@ def infer(volume: Path, out: Path, ram: str) -> Run:
         ram=ram,
         wall_seconds=seconds,
         voxels_per_second=voxels / seconds,
-        peak_mib=usage.ru_maxrss * 1024 / MIB,
+        peak_mib=report["peak_bytes"] / MIB,
         predicted_peak_mib=report["predicted"]["peak_bytes"] / MIB,
         patch_out=tuple(plan["patch_out"]),
         primitives=tuple(choice["primitive"] for choice in plan["choices"]),
@@ -74,7 +68,7 @@ def prediction(path: Path) -> npt.NDArray[np.float32]:
 
 def boundaries(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """Voxels with a 6-neighbour of another body, and unlabelled ones."""
-    truth = labels == 0
+    truth: npt.NDArray[np.bool_] = labels == 0
     for axis in range(3):
         a, b = np.moveaxis(labels, axis, 0)[:-1], np.moveaxis(labels, axis, 0)[1:]
         differ = a != b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import time
@@ -24,6 +25,7 @@ from znnpy.kernels.cpu.fft import export_wisdom, import_wisdom
 from znnpy.machine import Machine, limits_of, parse_bytes, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box, cover
+from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
@@ -63,16 +65,17 @@ def plan(
     file = read_network(network)
     machine = this_machine()
     limits = limits_of(machine, ram, threads)
-    itemsize_in = 1
-    with ExitStack() as stack:
-        if volume is not None:
-            opened = stack.enter_context(open_volume(Path(volume), dataset))
+    if volume is not None:
+        with open_volume(Path(volume), dataset) as opened:
             region = parse_roi(roi, opened.size) if roi else None
             output = Source(opened, roi=region, border=border, network=file.network, allow_nan=False).output
-            itemsize_in = opened.dtype.itemsize
-        else:
-            size = shape or DEFAULT_SHAPE
-            output = size if border == "reflect" else file.network.dense_size(size)
+            itemsize_in, extra_bytes = opened.dtype.itemsize, opened.extra_bytes
+    else:
+        size = shape or DEFAULT_SHAPE
+        if roi:
+            size = parse_roi(roi, size).size
+        output = size if border == "reflect" else file.network.dense_size(size)
+        itemsize_in, extra_bytes = 1, 0
     return make_plan(
         file.network,
         output,
@@ -82,6 +85,7 @@ def plan(
         itemsize_out=np.dtype(output_dtype).itemsize,
         patch=patch,
         only=only,
+        baseline=baseline_bytes() + extra_bytes,
     )
 
 
@@ -212,6 +216,7 @@ def _choose(
             itemsize_out=output_dtype.itemsize,
             patch=patch,
             only=only,
+            baseline=baseline_bytes() + source.volume.extra_bytes,
         )
     given = _load_plan(plan)
     if threads is not None or patch is not None or only:
@@ -277,6 +282,13 @@ def _roi_text(region: Box | None) -> str:
 
 
 def peak_bytes() -> int:
-    """Most resident memory this process ever had (getrusage: KiB on Linux, bytes on macOS)."""
+    """Most resident memory this process ever had.
+
+    Linux's VmHWM where there is one: its getrusage also counts what the parent held when it started this process.
+    """
+    status = Path("/proc/self/status")
+    counted = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
+    if counted:
+        return 1024 * int(counted[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere

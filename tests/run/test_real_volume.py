@@ -8,13 +8,13 @@ import h5py
 import numpy as np
 import pytest
 
-from znnpy import load_network
 from znnpy.kernels.reference import dense_by_fragments
 from znnpy.kernels.table import TABLE
-from znnpy.shapes import Vec3
-from znnpy.trained import TrainedNetwork
+from znnpy.shapes import Vec3, text
+from znnpy.trained import TrainedNetwork, load_network
 
 SIZE = (46, 58, 70)  # input voxels: 20 x 32 x 44 come out
+PATCHES = ((20, 32, 44), (4, 4, 4), (8, 16, 12), (12, 32, 4), (20, 4, 24), (4, 20, 44))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def exact(net: TrainedNetwork, grey: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("patch", [(20, 32, 44), (4, 4, 4), (8, 16, 12), (12, 32, 4), (20, 4, 24), (4, 20, 44)], ids=str)
+@pytest.mark.parametrize("patch", PATCHES, ids=text)
 def test_patches(net: TrainedNetwork, grey: np.ndarray, exact: np.ndarray, patch: Vec3, threads: int) -> None:
     assert np.abs(net(grey, patch=patch, threads=threads) - exact).max() <= 1e-5
 
