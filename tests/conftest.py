@@ -68,12 +68,3 @@ def place(tmp_path: Path, tiny_network: Callable[..., Network]) -> Place:
     from place import Place
 
     return Place.furnish(tmp_path, tiny_network())
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What is measured while testing stays out of the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder

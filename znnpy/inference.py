@@ -29,7 +29,7 @@ from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
-from znnpy.run import pipeline, wisdom
+from znnpy.run import pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3
 from znnpy.trained import load_trained
@@ -134,9 +134,12 @@ def infer(
             "border": border,
             "output_dtype": output_dtype,
             "allow_nan": allow_nan,
+        }
+        settings = {
             "threads": threads,
-            "patch": patch,
+            "patch": list(patch) if patch else None,
             "only": sorted(only),
+            "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
         }
         output = stack.enter_context(
             Output(
@@ -152,24 +155,27 @@ def infer(
             return _report(target, started, Plan.from_json(store_for(target).attributes_of(target)["plan"]), machine)
         begun = output.header
         if begun is not None:
-            import_wisdom(begun.wisdom)
             chosen = Plan.from_json(begun.plan)
-            _check_goes_on(begun, chosen, machine, plan, ram)
+            _check_goes_on(begun, settings, chosen, machine, plan, ram)
+            chosen.check_runs(trained.network, machine)
         else:
-            wisdom.load(machine)
             chosen = _choose(plan, trained.network, source, np.dtype(output_dtype), machine, ram, threads, patch, only)
         columns = cover(source.output, chosen.patch_out)
         crew = stack.enter_context(Crew(chosen.limits.threads))
         session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
-        warning = wisdom.save(machine)
         if begun is None:
             header = JournalHeader(
-                job=job, plan=chosen.to_json(), wisdom=export_wisdom(), blas=machine.blas, columns=len(columns)
+                job=job,
+                settings=settings,
+                plan=chosen.to_json(),
+                wisdom=export_wisdom(),
+                blas=machine.blas,
+                columns=len(columns),
             )
             output.begin(header, _attributes(trained.network, source, job, chosen))
         timings = pipeline.run(session, crew, source, output, columns, progress)
         output.complete()
-    return _report(target, started, chosen, machine, timings, warning)
+    return _report(target, started, chosen, machine, timings)
 
 
 def _report(
@@ -178,7 +184,6 @@ def _report(
     plan: Plan,
     machine: Machine,
     timings: pipeline.Timings | None = None,
-    warning: str | None = None,
 ) -> Report:
     """`timings` is None where nothing was left to do."""
     return Report(
@@ -190,7 +195,7 @@ def _report(
         peak_bytes=peak_bytes(),
         plan=plan,
         blas=machine.blas,
-        warnings=tuple(sentence for sentence in (machine.blas_warning, warning) if sentence),
+        warnings=(machine.blas_warning,) if machine.blas_warning else (),
     )
 
 
@@ -254,9 +259,20 @@ def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Pla
 
 
 def _check_goes_on(
-    begun: JournalHeader, chosen: Plan, machine: Machine, plan: str | Path | Plan | None, ram: int | str | None
+    begun: JournalHeader,
+    settings: dict[str, Any],
+    chosen: Plan,
+    machine: Machine,
+    plan: str | Path | Plan | None,
+    ram: int | str | None,
 ) -> None:
-    """A resumed run keeps its plan and BLAS kernels, because rounding depends on both: refuse what asks for others."""
+    """A resumed run keeps all that decides rounding: refuse other settings, libraries, BLAS kernels, another plan."""
+    for name, before in begun.settings.items():
+        if before != settings.get(name):
+            raise ResumeError(
+                f"the run began with {name} {json.dumps(before)}, and this one has {json.dumps(settings.get(name))}; "
+                "resume with what it began with, or start again with --overwrite"
+            )
     if begun.blas != machine.blas:
         kernels = begun.blas.rpartition(" ")[2]
         raise ResumeError(
@@ -270,6 +286,10 @@ def _check_goes_on(
         )
     if plan is not None and _load_plan(plan).choices != chosen.choices:
         raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
+    try:
+        import_wisdom(begun.wisdom)
+    except ValueError as error:
+        raise ResumeError(f"the journal cannot be used: {error}; start again with --overwrite") from None
 
 
 def _load_plan(plan: str | Path | Plan) -> Plan:

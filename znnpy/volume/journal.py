@@ -26,6 +26,7 @@ class JournalHeader:
     """Everything a resumed run needs to write the same bytes as an uninterrupted one."""
 
     job: dict[str, Any]  # what identifies the job; JSON types
+    settings: dict[str, Any]  # what else decides the bytes: versions of libraries, words of the caller; JSON types
     plan: str  # plan.json
     wisdom: str  # FFTW's
     blas: str  # kernels BLAS ran

@@ -1,0 +1,101 @@
+"""A run that was stopped goes on only as what it was: settings, libraries, BLAS kernels, plan and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from place import Place
+
+import znnpy
+from znnpy.errors import ResumeError
+from znnpy.inference import infer
+from znnpy.report import Report
+from znnpy.run.pipeline import Event
+
+BEGUN: dict[str, Any] = {"patch": (4, 4, 4), "threads": 2}
+
+
+@pytest.fixture
+def stopped(place: Place) -> Place:
+    """A run interrupted after some of its columns."""
+
+    def interrupt(event: Event) -> None:
+        if event.columns_done > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(place, resume=False, progress=interrupt)
+    return place
+
+
+def go_on(place: Place, *, resume: bool = True, **changed: Any) -> Report:
+    words = {**BEGUN, **changed}
+    return infer(place.volume, place.folder / "net.yaml", out=place.out, resume=resume, **words)
+
+
+def edit_journal(place: Place, change: Callable[[dict[str, Any]], None]) -> None:
+    journal = place.out.with_name(place.out.name + ".journal")
+    first, _, rest = journal.read_text().partition("\n")
+    header = json.loads(first)
+    change(header)
+    journal.write_text(json.dumps(header) + "\n" + rest)
+
+
+def test_goes_on_where_it_stopped(stopped: Place) -> None:
+    report = go_on(stopped)
+    assert 0 < report.computed < report.voxels
+    resumed = stopped.prediction()
+    go_on(stopped, resume=False, overwrite=True)
+    np.testing.assert_array_equal(resumed.view(np.uint32), stopped.prediction().view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"threads": 1}, r"began with threads 2, and this one has 1"),
+        ({"patch": None}, r"began with patch \[4, 4, 4\], and this one has null"),
+        ({"only": ["cpu.conv.direct"]}, r'began with only \[\], and this one has \["cpu.conv.direct"\]'),
+        ({"ram": "1M"}, r"needs \d+ bytes, and --ram allows 1048576"),
+    ],
+)
+def test_other_words(stopped: Place, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ResumeError, match=said):
+        go_on(stopped, **changed)
+    go_on(stopped)
+
+
+def test_other_plan(stopped: Place) -> None:
+    other = znnpy.plan(stopped.folder / "net.yaml", volume=stopped.volume, patch=(2, 2, 2))
+    with pytest.raises(ResumeError, match="another plan than --plan gives"):
+        go_on(stopped, plan=other)
+
+
+def test_other_libraries(stopped: Place) -> None:
+    def older(header: dict[str, Any]) -> None:
+        header["settings"]["versions"]["numpy"] = "1.0"
+
+    edit_journal(stopped, older)
+    with pytest.raises(ResumeError, match=r'began with versions \{.*"numpy": "1.0".*start again with --overwrite'):
+        go_on(stopped)
+
+
+def test_other_blas_kernels(stopped: Place) -> None:
+    def elsewhere(header: dict[str, Any]) -> None:
+        header["blas"] = "openblas Prescott"
+
+    edit_journal(stopped, elsewhere)
+    with pytest.raises(ResumeError, match="set OPENBLAS_CORETYPE=Prescott and resume"):
+        go_on(stopped)
+
+
+def test_damaged_wisdom(stopped: Place) -> None:
+    def damage(header: dict[str, Any]) -> None:
+        header["wisdom"] = "none"
+
+    edit_journal(stopped, damage)
+    with pytest.raises(ResumeError, match="the journal cannot be used: damaged FFTW wisdom"):
+        go_on(stopped)
