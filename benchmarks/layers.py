@@ -25,7 +25,7 @@ import numpy as np
 from header import machine_header, without_forced_blas_kernels
 
 from znnpy.errors import MissingExtraError
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from znnpy.errors import ShapeError
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.crew import Crew
     from znnpy.machine import Machine
     from znnpy.shapes import LayerShape, Vec3
 

@@ -13,7 +13,7 @@ from znnpy.network import Conv, Layer, Network, Normalise, Pool
 if TYPE_CHECKING:
     from place import Place
 
-    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.crew import Crew
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -36,7 +36,7 @@ def shared_data() -> Path:
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     """An open crew; each test that asks for it runs with one thread and with two."""
-    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.crew import Crew
 
     with Crew(request.param) as crew:
         yield crew

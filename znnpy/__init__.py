@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _HOMES = {  # public name -> (room, name there)
     "ConvShape": ("znnpy.shapes", "ConvShape"),
     "ConvWeights": ("znnpy.network", "ConvWeights"),
-    "Crew": ("znnpy.kernels.cpu.crew", "Crew"),
+    "Crew": ("znnpy.kernels.crew", "Crew"),
     "Network": ("znnpy.network", "Network"),
     "Plan": ("znnpy.planner.plan", "Plan"),
     "PoolShape": ("znnpy.shapes", "PoolShape"),

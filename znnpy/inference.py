@@ -20,8 +20,8 @@ import znnpy
 from znnpy.errors import OutputError, PlanFileError, ResumeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
-from znnpy.kernels.cpu.crew import Crew
 from znnpy.kernels.cpu.fft import export_wisdom, import_wisdom
+from znnpy.kernels.crew import Crew
 from znnpy.machine import Machine, limits_of, parse_bytes, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box, cover

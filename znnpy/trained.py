@@ -13,7 +13,7 @@ import numpy.typing as npt
 from znnpy.errors import NetworkFileError
 from znnpy.formats.networks import NetworkFile, read_network
 from znnpy.formats.weights import read_weights
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.machine import limits_of, this_machine
 from znnpy.network import ConvWeights, Network
 from znnpy.patches import cover

@@ -31,7 +31,7 @@ from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 

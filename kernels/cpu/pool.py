@@ -23,7 +23,7 @@ from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
 from znnpy.shapes import FLOAT32, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.cpu.crew import Crew
+    from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 

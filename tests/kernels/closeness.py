@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels import reference
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.machine import this_machine
 

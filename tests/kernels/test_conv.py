@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
 from znnpy.kernels import reference
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import find, of_kind
 from znnpy.shapes import ACTIVATIONS, ConvShape, MaxoutShape

@@ -16,9 +16,9 @@ import pytest
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.cpu import fft
-from znnpy.kernels.cpu.crew import Crew, shares
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
+from znnpy.kernels.crew import Crew, shares
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
 from znnpy.shapes import ACTIVATIONS, ConvShape

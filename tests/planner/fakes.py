@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work
 from znnpy.machine import Limits, Machine
 from znnpy.network import ConvWeights

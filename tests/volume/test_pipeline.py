@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from znnpy.errors import OutputError, Stopped, ValuesOverflowError, VolumeError
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.network import Conv, Network
 from znnpy.patches import Box, Column, cover
 from znnpy.run import pipeline

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.cpu.crew import Crew
+from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Step
 from znnpy.kernels.table import TABLE, find
 from znnpy.network import ConvWeights, Network, Pool
