@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.cpu.fft import Transform, good_size, like
+from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
@@ -191,7 +191,8 @@ class _Step:
     def __init__(self, weights: ConvWeights, shape: ConvShape, crew: Crew) -> None:
         self._shape, self._crew, self._weights = shape, crew, weights
         self._sizes = t = _sizes(shape)
-        self._plans = [_Plans(shape, t) for _ in range(crew.threads)]
+        with planning():
+            self._plans = [_Plans(shape, t) for _ in range(crew.threads)]
         gz, gy, gx = t.padded
         self._along_z, self._along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
         self._along_x = np.zeros((shape.k[2], t.pitch), np.complex64)

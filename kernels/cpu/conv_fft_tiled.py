@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.cpu.fft import ALIGNMENT, Transform, like
+from znnpy.kernels.cpu.fft import ALIGNMENT, Transform, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
@@ -294,7 +294,8 @@ class _Step:
         bounds = [t.tiles * i // count for i in range(count + 1)]
         self._groups = [(lo, hi - lo) for lo, hi in pairwise(bounds)]
         self._finish = Finish(resident.bias, shape.activation, t.step[2])
-        self._plans = [_Plans(shape, t, [size for _, size in self._groups]) for _ in range(crew.threads)]
+        with planning():
+            self._plans = [_Plans(shape, t, [size for _, size in self._groups]) for _ in range(crew.threads)]
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         t = self._tiling

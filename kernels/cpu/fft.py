@@ -6,16 +6,16 @@ time (FFTW's new-array execution). Planning is serialised, because FFTW's planne
 Rigor. FFTW_ESTIMATE throughout: FFTW has straight-line codelets for the lines of a tile (8, 12, 16, 20, 32), so there
 is nothing to search. Measured on 2 Zen 5 cores with 80 maps innermost, one thread, ns per real voxel, ESTIMATE against
 MEASURE: 2-D forward 0.57/0.57 at 8, 0.69/0.70 at 16, 0.80/0.80 at 20, 0.86/0.87 at 32 (2026-11-20); MEASURE pays from
-24 and 40 on (2.2/1.8, 3.1/1.5), which is why they are no tiles. An estimated plan follows from the sizes alone: the
-same bytes in every process, without wisdom.
+24 and 40 on (2.2/1.8, 3.1/1.5), which is why they are no tiles. An estimated plan follows from the sizes alone, unless
+FFTW remembers a better one: what the process has gathered for its own transforms (wisdom) is set aside while we plan,
+so that every process computes the same bytes.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,28 @@ Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
 
 ALIGNMENT = 64  # bytes; what every array handed to a Transform starts on (FFTW_UNALIGNED would cost the vector units)
 
-_planner = threading.Lock()
+_planner = threading.RLock()
+_set_aside: list[tuple[bytes, bytes, bytes]] = []  # the process's wisdom while we plan; guarded by _planner
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Inside, plans follow from sizes alone: what FFTW has learned in this process waits outside.
+
+    Taking it out and back costs 1.5 to 2 ms, so make the transforms of a layer within one. Only one thread plans at a
+    time; the process must not plan transforms of its own meanwhile (pyFFTW's lock cannot be had).
+    """
+    with _planner:
+        if _set_aside:
+            yield
+            return
+        _set_aside.append(pyfftw.export_wisdom())
+        pyfftw.forget_wisdom()
+        try:
+            yield
+        finally:
+            pyfftw.forget_wisdom()
+            pyfftw.import_wisdom(_set_aside.pop())
 
 
 class Transform:
@@ -47,7 +68,7 @@ class Transform:
         float32 -> complex64, complex64 -> complex64 or complex64 -> float32 along `axes`, the last of them halved for
         real ones. Unnormalised in both directions. `source` may be overwritten by the transform.
         """
-        with _planner:
+        with planning():
             self._plan = pyfftw.FFTW(
                 source,
                 target,
@@ -93,24 +114,3 @@ def _is_good(n: int) -> bool:
         while n % prime == 0:
             n //= prime
     return n in (1, 11, 13)
-
-
-def export_wisdom() -> str:
-    """What FFTW's planner has gathered in this process, as text: with it another process makes the same plans."""
-    with _planner:
-        wisdom = pyfftw.export_wisdom()
-    return json.dumps([base64.b64encode(part).decode() for part in wisdom])
-
-
-def import_wisdom(text: str) -> None:
-    """Take over what `export_wisdom` wrote; ValueError when it is damaged or another FFTW's."""
-    try:
-        wisdom = tuple(base64.b64decode(part, validate=True) for part in json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"damaged FFTW wisdom: {error}") from None
-    if len(wisdom) != len(pyfftw.export_wisdom()):
-        raise ValueError(f"damaged FFTW wisdom: {len(wisdom)} parts, not {len(pyfftw.export_wisdom())}")
-    with _planner:
-        taken = pyfftw.import_wisdom(wisdom)
-    if not taken[1]:
-        raise ValueError("FFTW refused the wisdom: another version wrote it")

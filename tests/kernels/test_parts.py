@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyfftw
 import pytest
 
 from znnpy.errors import Stopped, ValuesOverflowError
@@ -154,21 +154,52 @@ def test_good_sizes(n: int, good: int) -> None:
     assert fft.good_size(n) == good
 
 
-def test_wisdom_goes_through_text_into_another_process() -> None:
-    fft.Transform(_aligned((7, 24), np.complex64), _aligned((7, 24), np.complex64), (1,))
-    text = fft.export_wisdom()
-    assert isinstance(text, str)
-    code = (
-        "import sys; from znnpy.kernels.cpu import fft; fft.import_wisdom(sys.stdin.read()); print(fft.export_wisdom())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)
+WITH_WISDOM = """
+import hashlib, sys
+import numpy as np, pyfftw
+
+def plan(flags):
+    transforms = []
+    for shape in ((24, 24, 5), (40, 40, 5), (100, 64), (100, 100)):
+        for direction in ("FFTW_FORWARD", "FFTW_BACKWARD"):
+            x = pyfftw.empty_aligned(shape, "complex64", n=64)
+            flags = ("FFTW_DESTROY_INPUT", *flags)  # wisdom is of the problem and this flag
+            transforms.append((x, pyfftw.FFTW(x, x, axes=(0,), direction=direction, flags=flags)))
+    return transforms
+
+if sys.argv[1] == "measured":
+    plan(("FFTW_MEASURE",))
+from znnpy.kernels.cpu import fft
+users = plan(("FFTW_ESTIMATE",))
+before = pyfftw.export_wisdom()
+digest = hashlib.sha256()
+for x, same in users:
+    x.view(np.float32)[...] = np.random.default_rng(3).standard_normal(x.view(np.float32).shape, np.float32)
+    fft.Transform(x, x, (0,), same.direction)(x, x)
+    digest.update(x.tobytes())
+print(digest.hexdigest())
+assert sorted(b"".join(pyfftw.export_wisdom()).split(b"\\n")) == sorted(b"".join(before).split(b"\\n"))
+if sys.argv[1] == "measured":
+    plan(("FFTW_MEASURE", "FFTW_WISDOM_ONLY"))
+"""
 
 
-@pytest.mark.parametrize("text", ["", "{}", '["x"]', '["eA=="]', '["eA==", "eA==", "eA=="]', "[1, 2, 3]"])
-def test_damaged_wisdom_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="wisdom"):
-        fft.import_wisdom(text)
+def test_plans_ignore_what_the_process_has_learned_and_leave_it() -> None:
+    def bytes_of(process: str) -> str:
+        command = [sys.executable, "-c", WITH_WISDOM, process]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert bytes_of("measured") == bytes_of("fresh")
+
+
+def test_planning_within_planning_and_after_a_failure() -> None:
+    before = pyfftw.export_wisdom()
+    x = _aligned((4, 8), np.complex64)
+    with fft.planning(), fft.planning():
+        fft.Transform(x, x, (0,))
+    with pytest.raises(IndexError, match="axes"), fft.planning():
+        fft.Transform(x, x, (5,))
+    assert pyfftw.export_wisdom() == before
 
 
 @pytest.mark.parametrize(("n", "k"), [(8, 3), (20, 20), (12, 1), (1, 1)])
