@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from header import machine_header, without_forced_blas_kernels
 
+from znnpy.demo import roc_auc
+
 MIB = 2**20
 
 
@@ -77,16 +79,6 @@ def boundaries(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     return truth
 
 
-def roc_auc(score: npt.NDArray[np.float32], truth: npt.NDArray[np.bool_]) -> float:
-    """Area under the ROC curve: the chance that a boundary voxel scores above another (ties count half)."""
-    values, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
-    rank = np.cumsum(counts) - (counts - 1) / 2  # mean rank of equal scores, from 1
-    positive = int(truth.sum())
-    ranks = float(rank[inverse.reshape(truth.shape)][truth].sum())
-    assert values.size > 1, "a constant prediction has no ROC curve"
-    return (ranks - positive * (positive + 1) / 2) / (positive * (truth.size - positive))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("volume", type=Path)
@@ -117,7 +109,7 @@ def main() -> None:
         with h5py.File(options.labels) as file:
             labels = next(data[()] for data in file.values() if data.ndim == 3)
         truth = boundaries(labels)[tuple(slice(o, o + n) for o, n in zip(offset, first.shape, strict=True))]
-        result["roc_auc"] = roc_auc(first, truth)
+        result["roc_auc"] = roc_auc(truth, first)
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:

@@ -25,7 +25,7 @@ class _Learnt:
 
 
 class Bounds:
-    """Lower bounds on the time of patch shapes of one network; they get better with every shape learnt from."""
+    """Assumed lower bounds on the time of patch shapes of a network; they get better with every shape learnt from."""
 
     def __init__(self, network: Network) -> None:
         self._maps = network.maps
@@ -48,7 +48,7 @@ class Bounds:
         learnt.seen = True
 
     def seconds(self, shape: Candidate, room: int, known: Mapping[int, Front]) -> float:
-        """No plan of this shape in `room` bytes takes fewer seconds for the whole output; infinite when none fits.
+        """The least seconds for the whole output in `room` bytes, as far as OPTIMISM is right; infinite when none fits.
 
         Layers in `known` count as they are, the others at the best pace seen so far, less what OPTIMISM allows.
         """

@@ -182,6 +182,8 @@ class Plan:
                 )
 
     def _check_shapes(self, network: Network) -> None:
+        if self.batch != 1:
+            raise PlanFileError(f"the plan runs {self.batch} patches at once, and a session runs one; {_AGAIN}")
         try:
             shapes = network.layer_shapes(self.patch_out, self.batch)
         except ShapeError as error:

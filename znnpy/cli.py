@@ -23,7 +23,7 @@ from rich.console import Console, RenderableType
 import znnpy
 from znnpy.errors import OutputError, ZnnpyError
 from znnpy.formats.networks import DEFAULT, read_network
-from znnpy.machine import parse_bytes
+from znnpy.machine import parse_bytes, processor
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import default_output, read_header
 
@@ -331,9 +331,14 @@ def _check_primitives(names: tuple[str, ...]) -> None:
 
 
 def _ask_for_same_kernels(out: Path) -> None:
-    """Make BLAS run the kernels that the run to be resumed began with: they decide the last bits of its output."""
+    """Make BLAS run the kernels that the run to be resumed began with: they decide the last bits of its output.
+
+    On another processor nothing is asked for, as kernels it cannot run would kill the process: the run refuses instead.
+    """
     header = read_header(out)
-    library, _, kernels = header.blas.partition(" ") if header else ("", "", "")
+    if header is None or header.settings.get("processor") != processor():
+        return
+    library, _, kernels = header.blas.partition(" ")
     if library == "openblas":
         os.environ["OPENBLAS_CORETYPE"] = kernels
 

@@ -20,18 +20,17 @@ import znnpy
 from znnpy.errors import OutputError, PlanFileError, ResumeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
-from znnpy.kernels.cpu.fft import export_wisdom, import_wisdom
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Machine, limits_of, parse_bytes, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box, cover
-from znnpy.planner.memory import baseline_bytes
+from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.session import Session
-from znnpy.shapes import Vec3
+from znnpy.shapes import FLOAT32, Vec3
 from znnpy.trained import load_trained
 from znnpy.volume import open_volume
 from znnpy.volume.journal import JournalHeader, default_output
@@ -62,6 +61,9 @@ def plan(
 
     Takes the words of `znnpy plan`. NoPlanError names the nearest miss when nothing fits.
     """
+    _check_words(border, output_dtype)
+    if volume is not None and shape is not None:
+        raise ValueError("a volume and a shape both give a size: give one of them")
     file = read_network(network)
     machine = this_machine()
     limits = limits_of(machine, ram, threads)
@@ -85,7 +87,7 @@ def plan(
         itemsize_out=np.dtype(output_dtype).itemsize,
         patch=patch,
         only=only,
-        baseline=baseline_bytes() + extra_bytes,
+        baseline=baseline_bytes() + extra_bytes + FLOAT32 * file.network.parameters,  # a run holds the weights too
     )
 
 
@@ -115,6 +117,9 @@ def infer(
     finished before an error, Ctrl-C or a kill stays on disk and `resume=True` goes on from there, byte for byte.
     """
     started = time.perf_counter()
+    _check_words(border, output_dtype)
+    if overwrite and resume:
+        raise ValueError("overwrite starts again and resume goes on: ask for one of them")
     if allow_nan and output_dtype == "uint8":
         raise OutputError(
             "uint8 has no NaN to write where the volume holds one; choose --output-dtype float32 or float16"
@@ -135,12 +140,6 @@ def infer(
             "output_dtype": output_dtype,
             "allow_nan": allow_nan,
         }
-        settings = {
-            "threads": threads,
-            "patch": list(patch) if patch else None,
-            "only": sorted(only),
-            "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
-        }
         output = stack.enter_context(
             Output(
                 target,
@@ -153,29 +152,38 @@ def infer(
         )
         if output.finished:
             return _report(target, started, Plan.from_json(store_for(target).attributes_of(target)["plan"]), machine)
+        settings = _settings(machine, threads, patch, only)
         begun = output.header
         if begun is not None:
-            chosen = Plan.from_json(begun.plan)
-            _check_goes_on(begun, settings, chosen, machine, plan, ram)
-            chosen.check_runs(trained.network, machine)
+            chosen = _plan_begun(begun, settings, trained.network, machine, plan, ram)
         else:
             chosen = _choose(plan, trained.network, source, np.dtype(output_dtype), machine, ram, threads, patch, only)
         columns = cover(source.output, chosen.patch_out)
         crew = stack.enter_context(Crew(chosen.limits.threads))
         session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
         if begun is None:
-            header = JournalHeader(
-                job=job,
-                settings=settings,
-                plan=chosen.to_json(),
-                wisdom=export_wisdom(),
-                blas=machine.blas,
-                columns=len(columns),
-            )
+            header = JournalHeader(job, settings, chosen.to_json(), machine.blas, len(columns))
             output.begin(header, _attributes(trained.network, source, job, chosen))
         timings = pipeline.run(session, crew, source, output, columns, progress)
         output.complete()
     return _report(target, started, chosen, machine, timings)
+
+
+def _check_words(border: str, output_dtype: str) -> None:
+    for what, word, words in (("border", border, BORDERS), ("output dtype", output_dtype, OUTPUT_DTYPES)):
+        if word not in words:
+            raise ValueError(f"there is no {what} {word!r}; choose one of {', '.join(words)}")
+
+
+def _settings(machine: Machine, threads: int | None, patch: Vec3 | None, only: Sequence[str]) -> dict[str, Any]:
+    """What decides the bytes beside job, plan and BLAS kernels."""
+    return {
+        "threads": threads,
+        "patch": list(patch) if patch else None,
+        "only": sorted(only),
+        "processor": machine.processor,  # numpy and FFTW choose their instructions by it
+        "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
+    }
 
 
 def _report(
@@ -229,7 +237,10 @@ def _choose(
             "a plan fixes threads, patch and primitives already; leave out --threads, --patch and --only, "
             "or leave out --plan"
         )
-    given.check_runs(network, machine, ram_bytes=None if ram is None else parse_bytes(ram))
+    held = baseline_bytes() + source.volume.extra_bytes
+    if held > given.memory.baseline + MARGIN_BYTES:  # this process holds more than the one that planned
+        given = replace(given, memory=replace(given.memory, baseline=held))
+    given.check_runs(network, machine, ram_bytes=given.limits.ram_bytes if ram is None else parse_bytes(ram))
     for what, planned, needed in (
         ("volume", given.itemsize_in, source.dtype.itemsize),
         ("output", given.itemsize_out, output_dtype.itemsize),
@@ -258,15 +269,15 @@ def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Pla
     }
 
 
-def _check_goes_on(
+def _plan_begun(
     begun: JournalHeader,
     settings: dict[str, Any],
-    chosen: Plan,
+    network: Network,
     machine: Machine,
     plan: str | Path | Plan | None,
     ram: int | str | None,
-) -> None:
-    """A resumed run keeps all that decides rounding: refuse other settings, libraries, BLAS kernels, another plan."""
+) -> Plan:
+    """The plan of a run that goes on, which keeps all that decides rounding: ResumeError for what asks for others."""
     for name, before in begun.settings.items():
         if before != settings.get(name):
             raise ResumeError(
@@ -279,6 +290,11 @@ def _check_goes_on(
             f"the run began with BLAS kernels {begun.blas}, and this process runs {machine.blas}, which round "
             f"differently; set OPENBLAS_CORETYPE={kernels} and resume, or start again with --overwrite"
         )
+    try:
+        chosen = Plan.from_json(begun.plan)
+        chosen.check_runs(network, machine)
+    except PlanFileError as error:
+        raise ResumeError(f"the plan that the run began with: {error}; or start again with --overwrite") from None
     if ram is not None and parse_bytes(ram) < chosen.memory.peak:
         raise ResumeError(
             f"the run began with a plan that needs {chosen.memory.peak} bytes, and --ram allows {parse_bytes(ram)}; "
@@ -286,10 +302,7 @@ def _check_goes_on(
         )
     if plan is not None and _load_plan(plan).choices != chosen.choices:
         raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
-    try:
-        import_wisdom(begun.wisdom)
-    except ValueError as error:
-        raise ResumeError(f"the journal cannot be used: {error}; start again with --overwrite") from None
+    return chosen
 
 
 def _load_plan(plan: str | Path | Plan) -> Plan:

@@ -55,7 +55,7 @@ class Limits:
 def this_machine() -> Machine:
     """The machine this process runs on. Imports numpy, to ask BLAS which kernels it runs."""
     return Machine(
-        processor=_processor(),
+        processor=processor(),
         simd=_simd(),
         cores=_cores(),
         ram_bytes=_ram_bytes(),
@@ -137,7 +137,8 @@ def _cpu_info(field: str) -> str:
     return ""
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor, as the system gives it."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 

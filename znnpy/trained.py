@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from znnpy.kernels.crew import Crew
 from znnpy.machine import limits_of, this_machine
 from znnpy.network import ConvWeights, Network
 from znnpy.patches import cover
+from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
-from znnpy.shapes import Vec3
+from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
@@ -64,6 +66,7 @@ class TrainedNetwork:
             itemsize_out=4,
             patch=patch,
             only=only,
+            baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
         )
         result = np.empty((self.network.output_channels, *source.output), np.float32)
         raw = np.empty((volume.channels, *plan.patch_in), volume.dtype)

@@ -232,7 +232,7 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a layer less": (("choices", 4), ..., "chooses for 4 layers, and the network has 5"),
     "another kind": (("choices", 0, "primitive"), "cpu.pool.fragments", "layer 0 of the plan is a conv and runs"),
     "another variant": (("choices", 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),
-    "another batch": (("batch",), 2, "entry 0 of the plan"),
+    "another batch": (("batch",), 2, "runs 2 patches at once"),
 }  # fmt: skip
 
 

@@ -106,6 +106,15 @@ def test_large_offsets_do_not_cost_digits() -> None:
     assert_dense(trained(volume), definition(trained, volume))
 
 
+@pytest.mark.parametrize("normalise", [None, Normalise((0.0,), (1e-30,))], ids=["as stored", "normalised"])
+def test_values_beyond_float32_are_refused(normalise: Normalise | None) -> None:
+    network = Network("n", 1, (Pool((2, 1, 1)),), normalise)
+    volume = np.ones((3, 3, 3))
+    volume[1, 1, 1] = 1e300 if normalise is None else 1e10
+    with pytest.raises(ValuesOverflowError, match=r"values up to 1e\+(300|10), .* largest number 3\.40282e\+38"):
+        TrainedNetwork(network, ())(volume)
+
+
 def test_an_overflow_names_its_layer() -> None:
     network = Network("n", 1, (Conv((2, 2, 2), 2, "relu"), Conv((1, 1, 1), 2, "relu"), Conv((2, 2, 2), 1, "sigmoid")))
     weights = random_weights(network, seed=9)

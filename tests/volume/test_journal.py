@@ -11,9 +11,7 @@ import pytest
 from znnpy.errors import ResumeError
 from znnpy.volume.journal import Journal, JournalHeader, journal_path, read_header
 
-HEADER = JournalHeader(
-    job={"network": "abc", "volume": {"bytes": 5}}, settings={}, plan="{}", wisdom="w", blas="b", columns=9
-)
+HEADER = JournalHeader(job={"network": "abc", "volume": {"bytes": 5}}, settings={}, plan="{}", blas="b", columns=9)
 
 
 @pytest.fixture
@@ -59,9 +57,9 @@ def test_damage_before_the_last_line(journal: Journal) -> None:
         (b"", "0 bytes without an end of line"),
         (b'{"job": {}', "10 bytes without an end of line"),
         (b"garbage\n", "the header: Invalid JSON.*"),
-        (b'{"job": {}, "settings": {}, "plan": "", "wisdom": "", "blas": ""}\n', "columns: Field required"),
+        (b'{"job": {}, "settings": {}, "plan": "", "blas": ""}\n', "columns: Field required"),
         (
-            b'{"job": {}, "settings": {}, "plan": "", "wisdom": "", "blas": "", "columns": 1, "format": 7}\n',
+            b'{"job": {}, "settings": {}, "plan": "", "blas": "", "columns": 1, "format": 7}\n',
             "format 7 instead of 1",
         ),
     ],

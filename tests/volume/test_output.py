@@ -37,7 +37,7 @@ JOB: dict[str, Any] = {
     "output_dtype": "float32",
     "allow_nan": False,
 }
-HEADER = JournalHeader(job=JOB, settings={}, plan='{"plan": 1}', wisdom="w", blas="b", columns=len(COLUMNS))
+HEADER = JournalHeader(job=JOB, settings={}, plan='{"plan": 1}', blas="b", columns=len(COLUMNS))
 
 
 @pytest.fixture(autouse=True)
@@ -425,7 +425,7 @@ def test_disk_full_in_mid_run(small_disk: Path, monkeypatch: pytest.MonkeyPatch)
 
     def until_full() -> None:
         with opened("new") as first:
-            first.begin(JournalHeader(JOB, {}, "", "", "", 4), {})
+            first.begin(JournalHeader(JOB, {}, "", "", 4), {})
             work(first, range(1))
             fill(small_disk / "hog")
             work(first, range(1, 4))

@@ -36,7 +36,7 @@ with output.Output(
 ) as out:
     print("entered", flush=True)
     if out.header is None and not out.finished:
-        out.begin(JournalHeader({"kill": 1}, {}, "", "", "", len(columns)), {})
+        out.begin(JournalHeader({"kill": 1}, {}, "", "", len(columns)), {})
     print("begun", flush=True)
     for index, column in enumerate(columns):
         if not out.finished and index not in out.done:

@@ -26,7 +26,7 @@ zarr = pytest.importorskip("zarr")
 SIZE: Vec3 = (11, 14, 9)
 COLUMNS = cover(SIZE, (4, 7, 5))
 JOB = {"network": "abc"}
-HEADER = JournalHeader(JOB, {}, "{}", "", "", len(COLUMNS))
+HEADER = JournalHeader(JOB, {}, "{}", "", len(COLUMNS))
 
 
 def whole(volume: Volume) -> npt.NDArray[Any]:

@@ -99,6 +99,7 @@ class Session:
         wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is gone
         dtype = np.float64 if wide else np.float32
 
+        @np.errstate(over="raise")
         def piece(lo: int, hi: int, worker: int) -> None:
             for channel in range(raw.shape[0]):
                 target = x[lo:hi, ..., channel]
@@ -109,7 +110,14 @@ class Session:
                 np.subtract(raw[channel, lo:hi], mean, out=target, dtype=dtype, casting="unsafe")
                 np.divide(target, np.float32(std), out=target)
 
-        self.crew.each(piece, x.shape[0])
+        try:
+            self.crew.each(piece, x.shape[0])
+        except FloatingPointError:
+            largest = max(abs(raw.max()), abs(raw.min()))
+            raise ValuesOverflowError(
+                f"the volume holds values up to {largest:.6g}, and normalised they exceed float32's largest number "
+                f"{np.finfo(np.float32).max:.6g}; rescale the volume, or correct `normalise` in the network file"
+            ) from None
 
     def _store(self, out: npt.NDArray[Any]) -> None:
         """Recombine the fragments into the dense patch, maps first, in the output's dtype."""

@@ -28,7 +28,6 @@ class JournalHeader:
     job: dict[str, Any]  # what identifies the job; JSON types
     settings: dict[str, Any]  # what else decides the bytes: versions of libraries, words of the caller; JSON types
     plan: str  # plan.json
-    wisdom: str  # FFTW's
     blas: str  # kernels BLAS ran
     columns: int  # how many the output has
     format: int = FORMAT
