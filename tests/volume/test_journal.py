@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from znnpy.errors import ResumeError
-from znnpy.volume.journal import Journal, JournalHeader, journal_path, read_header
+from znnpy.volume.journal import Journal, JournalHeader, default_output, journal_path, read_header
 
 HEADER = JournalHeader(job={"network": "abc", "volume": {"bytes": 5}}, settings={}, plan="{}", blas="b", columns=9)
 
@@ -76,3 +76,10 @@ def test_loads_no_numpy() -> None:
     program = "import sys, znnpy.volume.journal; print(sorted({'numpy', 'h5py'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("network", "name"), [("n337", "em_n337.h5"), ("lab/net 2", "em_lab_net_2.h5"), ("v1.5-β", "em_v1.5-β.h5")]
+)
+def test_default_output_is_a_file_beside_the_volume(tmp_path: Path, network: str, name: str) -> None:
+    assert default_output(tmp_path / "em.h5", network) == tmp_path / name

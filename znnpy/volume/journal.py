@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +36,8 @@ class JournalHeader:
 
 def default_output(volume: Path, network: str) -> Path:
     """Where an output goes when nobody says: beside the volume, as `<volume>_<network>.h5`."""
-    return volume.with_name(f"{volume.stem}_{network}.h5")
+    word = re.sub(r"[^\w.+-]+", "_", network)  # a network may be called lab/net, a file may not
+    return volume.with_name(f"{volume.stem}_{word}.h5")
 
 
 def journal_path(out: Path) -> Path:
