@@ -1,7 +1,11 @@
-"""Volumes that numpy already knows: arrays in memory, and .npy files through a memory map."""
+"""Volumes that numpy already knows: arrays in memory, and .npy files.
+
+A .npy file is read, not mapped: pages of a mapping count as memory of the process for as long as it stands.
+"""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,14 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume.volume import Volume
 
+RUN_BYTES = 2**20  # most that is read at once
+
 
 class ArrayVolume(Volume):
     """An array (z, y, x) or (c, z, y, x) of any integer or floating type, not copied."""
 
-    def __init__(self, array: npt.NDArray[Any], path: Path = Path("the array")) -> None:
-        super().__init__(path, "", array.shape, array.dtype)
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        super().__init__(Path("the array"), "", array.shape, array.dtype)
         self._voxels = array if self.has_channel_axis else array[np.newaxis]
 
     def close(self) -> None:
@@ -28,20 +34,72 @@ class ArrayVolume(Volume):
 
     def stored(self) -> tuple[int, int]:
         """Bytes of the array; an array in memory has no date, so 0."""
-        if not self.path.is_file():
-            return self._voxels.nbytes, 0
+        return self._voxels.nbytes, 0
+
+
+class NpyVolume(Volume):
+    """A .npy file, C or Fortran order. Made by `open_volume`."""
+
+    def __init__(self, path: Path, header: np.memmap[Any, Any]) -> None:
+        """header  a map of the file, for what its header says; not kept."""
+        super().__init__(path, "", header.shape, header.dtype)
+        self._stored_dtype = header.dtype
+        self._begin = header.offset
+        self._is_fortran = header.flags.fnc
+        self._file = path.open("rb", buffering=0)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, box: Box, out: npt.NDArray[Any]) -> None:
+        """Run by run of what lies together in the file: along the last axis, and along more where they are whole."""
+        extent, lo, target = self.shape, (0, *box.lo), out
+        if self._is_fortran:
+            extent, lo, target = extent[::-1], lo[::-1], out.T
+        along = 3
+        while along and target.shape[along] == extent[along] and _nbytes(target.shape[along - 1 :], out) <= RUN_BYTES:
+            along -= 1
+        run = np.empty(target.shape[along:], self._stored_dtype)
+        for index in np.ndindex(target.shape[:along]):
+            first = 0
+            for axis, n in enumerate(extent):
+                first = first * n + lo[axis] + (index[axis] if axis < along else 0)
+            self._fill(run, self._begin + first * run.itemsize)
+            target[index] = run
+
+    def _fill(self, run: npt.NDArray[Any], at: int) -> None:
+        """Read from byte `at` of the file until `run` is full."""
+        rest = run.reshape(-1).view(np.uint8).data
+        try:
+            self._file.seek(at)
+            while rest:
+                count = self._file.readinto(rest)
+                if not count:
+                    raise VolumeError(
+                        f"{self} ends before byte {at + run.nbytes}; it was cut short meanwhile: copy it again"
+                    )
+                rest = rest[count:]
+        except OSError as error:
+            raise VolumeError(f"{self} cannot be read at byte {at}: {error.strerror}; copy it again") from None
+
+    def stored(self) -> tuple[int, int]:
         status = self.path.stat()
         return status.st_size, status.st_mtime_ns
 
 
-def open_volume(path: Path, dataset: str | None = None) -> ArrayVolume:
-    """A .npy file, mapped and not loaded. VolumeError when it is missing, pickled, or no volume."""
+def open_volume(path: Path, dataset: str | None = None) -> NpyVolume:
+    """A .npy file; reads only its header. VolumeError when it is missing, pickled, cut short, or no volume."""
     if dataset is not None:
         raise VolumeError(f"{path} is a .npy file and holds one array, so there is no dataset {dataset!r} to name")
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        return NpyVolume(path, np.load(path, mmap_mode="r", allow_pickle=False))
+    except VolumeError:
+        raise
     except FileNotFoundError:
         raise VolumeError(f"there is no file {path}; check the path") from None
     except (OSError, ValueError) as error:
         raise VolumeError(f"{path} cannot be read as .npy: {error}; write it again with numpy.save") from None
-    return ArrayVolume(array, path)
+
+
+def _nbytes(shape: tuple[int, ...], array: npt.NDArray[Any]) -> int:
+    return prod(shape) * array.itemsize
