@@ -25,6 +25,7 @@ import numpy as np
 from header import machine_header, without_forced_blas_kernels
 
 from znnpy.errors import MissingExtraError
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
@@ -92,7 +93,7 @@ def entry(primitive: Primitive, variant: Variant, case: Case, x: Array, weights:
     """A primitive with buffers of its own, ready to run."""
     shape = case.shape
     step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
-    scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, crew.threads).scratch}
+    scratch = {s.name: aligned_bytes(s.nbytes) for s in primitive.footprint(shape, variant, crew.threads).scratch}
     out = np.full(shape.out_shape, np.nan, np.float32)
 
     def run() -> Array:
@@ -100,12 +101,6 @@ def entry(primitive: Primitive, variant: Variant, case: Case, x: Array, weights:
         return out
 
     return Entry(primitive.name, str(variant), run, 0, [])
-
-
-def aligned(nbytes: int) -> Any:
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes]
 
 
 def best_variant(primitive: Primitive, case: Case, x: Array, weights: ConvWeights, crew: Crew) -> Variant:

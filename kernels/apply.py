@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from znnpy.errors import ShapeError
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
@@ -14,10 +15,8 @@ from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Bytes
+    from znnpy.kernels.primitive import Array
     from znnpy.shapes import LayerShape
-
-ALIGNMENT = 64  # bytes: what steps ask of their scratch
 
 
 def apply(
@@ -49,7 +48,7 @@ def apply(
         step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
         buffers = primitive.footprint(shape, chosen, crew.threads).scratch
         out = np.empty(shape.out_shape, np.float32)
-        step.run(x, out, {scratch.name: _aligned(scratch.nbytes) for scratch in buffers})
+        step.run(x, out, {scratch.name: aligned_bytes(scratch.nbytes) for scratch in buffers})
     return out
 
 
@@ -63,9 +62,3 @@ def _check(shape: LayerShape, x: Array, weights: ConvWeights | None) -> None:
     given = None if weights is None else weights.weight.shape
     if given != needed:
         raise ShapeError(f"{shape} takes kernels of shape {needed}, not {given}; give ConvWeights to convolutions only")
-
-
-def _aligned(nbytes: int) -> Bytes:
-    room = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + nbytes]

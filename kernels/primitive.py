@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from znnpy.network import ConvWeights as ConvWeights
+from znnpy.shapes import ConvShape, LayerShape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 
     from znnpy.kernels.crew import Crew
     from znnpy.machine import Machine
-    from znnpy.shapes import LayerShape, Vec3
+    from znnpy.shapes import Vec3
 
     Array = npt.NDArray[np.float32]
     Bytes = npt.NDArray[np.uint8]
 
 Kind = Literal["conv", "pool", "maxfilter", "maxout"]
 Unit = Literal["product", "fft", "copy", "pool"]  # what a rate is measured for
+
+ALIGNMENT = 64  # bytes, of every array a step is given: one cache line, one AVX-512 register
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class Step(Protocol):
         x        `shape.in_shape` float32; not modified, except that it may share memory with `out` when the
                  footprint says output_from > input_until. C order within an image; the batch axis has any stride.
         out      `shape.out_shape` float32; overwritten; strides as `x`. No assumption on what it held.
-        scratch  one array of bytes per Scratch of the footprint, 64-byte aligned; no assumption on what they hold.
+        scratch  one array of bytes per Scratch of the footprint, on ALIGNMENT; no assumption on what they hold.
 
         Raises ValuesOverflowError when a convolution's result is infinite or not a number.
         """
@@ -158,3 +161,10 @@ class Primitive(Protocol):
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> Step:
         """A step for this shape. May plan transforms; allocates nothing that lasts but their tables."""
+
+
+def as_conv(shape: LayerShape) -> ConvShape:
+    """`shape`, which a primitive of kind "conv" was asked for; TypeError if it is another kind of layer."""
+    if not isinstance(shape, ConvShape):
+        raise TypeError(f"a primitive for convolutions was given {shape}; ask why_not first")
+    return shape

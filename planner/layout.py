@@ -12,11 +12,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from znnpy.kernels.primitive import ALIGNMENT as ALIGNMENT
 from znnpy.kernels.primitive import Footprint
 from znnpy.shapes import LayerShape
 
 Count = Annotated[int, Field(ge=0)]  # checked where a plan is read from a file
-ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
 @dataclass(frozen=True, slots=True)

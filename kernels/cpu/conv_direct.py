@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.cpu.finish import Finish, quiet
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ConvDirect:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        shape = _conv(shape)
+        shape = as_conv(shape)
         columns = threads * _blocks(shape).worker_bytes
         return Footprint(
             resident=shape.weight_bytes,
@@ -95,7 +95,7 @@ class ConvDirect:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        shape = _conv(shape)
+        shape = as_conv(shape)
         b = _blocks(shape)
         voxels = float(prod(shape.out_shape[:4]))
         columns = 2 * FLOAT32 * voxels * b.taps / CACHED if b.gathered else 0.0
@@ -112,13 +112,7 @@ class ConvDirect:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
         del variant
-        return _Step(resident, _conv(shape), crew)
-
-
-def _conv(shape: LayerShape) -> ConvShape:
-    if not isinstance(shape, ConvShape):
-        raise TypeError(f"cpu.conv.direct computes convolutions, not {shape}")
-    return shape
+        return _Step(resident, as_conv(shape), crew)
 
 
 class _Step:

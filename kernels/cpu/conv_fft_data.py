@@ -25,7 +25,7 @@ import numpy as np
 from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class ConvFftData:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        shape = _conv(shape)
+        shape = as_conv(shape)
         t = _sizes(shape)
         wanted = t.image // t.padded[0] * shape.out[0]
         return Footprint(
@@ -123,7 +123,7 @@ class ConvFftData:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        shape = _conv(shape)
+        shape = as_conv(shape)
         t = _sizes(shape)
         images = shape.batch * (shape.fin + shape.fout)
         pairs = shape.fin * shape.fout
@@ -143,13 +143,7 @@ class ConvFftData:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
         del variant
-        return _Step(resident, _conv(shape), crew)
-
-
-def _conv(shape: LayerShape) -> ConvShape:
-    if not isinstance(shape, ConvShape):
-        raise TypeError(f"cpu.conv.fft_data computes convolutions, not {shape}")
-    return shape
+        return _Step(resident, as_conv(shape), crew)
 
 
 class _Plans:

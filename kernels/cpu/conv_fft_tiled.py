@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.cpu.fft import ALIGNMENT, Transform, like, planning
+from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class ConvFftTiled:
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
-        shape = _conv(shape)
+        shape = as_conv(shape)
         k, m = shape.k, shape.out
         sides_z, sides_y, sides_x = _sides(m[0], k[0]), _sides(m[1], k[1]), _sides(m[2], k[2])
         found: dict[Variant, None] = {}
@@ -149,7 +149,7 @@ class ConvFftTiled:
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        shape = _conv(shape)
+        shape = as_conv(shape)
         t = _tiling(shape, variant.size("tile"), variant.count("group"))
         group_planes = COMPLEX64 * t.group * t.tile[0]
         scratch = [Scratch("spectra", group_planes * t.pitch_in)]
@@ -163,7 +163,7 @@ class ConvFftTiled:
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        shape = _conv(shape)
+        shape = as_conv(shape)
         t = _tiling(shape, variant.size("tile"), variant.count("group"))
         tz, ty, tx = t.tile
         frequencies = tz * t.columns
@@ -194,13 +194,7 @@ class ConvFftTiled:
         return _Resident(spectra, weights.bias)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
-        return _Step(resident, _conv(shape), variant, crew)
-
-
-def _conv(shape: LayerShape) -> ConvShape:
-    if not isinstance(shape, ConvShape):
-        raise TypeError(f"cpu.conv.fft_tiled computes convolutions, not {shape}")
-    return shape
+        return _Step(resident, as_conv(shape), variant, crew)
 
 
 @cache

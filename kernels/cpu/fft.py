@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import pyfftw
 
-Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
+from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.primitive import ALIGNMENT
 
-ALIGNMENT = 64  # bytes; what every array handed to a Transform starts on (FFTW_UNALIGNED would cost the vector units)
+Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
 
 _planner = threading.RLock()
 _set_aside: list[tuple[bytes, bytes, bytes]] = []  # the process's wisdom while we plan; guarded by _planner
@@ -66,7 +67,8 @@ class Transform:
         """Plan for arrays like `source` and `target` (made by `like`): the same array for a transform in place.
 
         float32 -> complex64, complex64 -> complex64 or complex64 -> float32 along `axes`, the last of them halved for
-        real ones. Unnormalised in both directions. `source` may be overwritten by the transform.
+        real ones. Unnormalised in both directions. Arrays start on ALIGNMENT: FFTW_UNALIGNED would cost the vector
+        units. `source` may be overwritten by the transform.
         """
         with planning():
             self._plan = pyfftw.FFTW(
@@ -93,13 +95,7 @@ def like(shape: Sequence[int], strides: Sequence[int], dtype: npt.DTypeLike, *, 
     return np.lib.stride_tricks.as_strided(_NOWHERE[place * ALIGNMENT :].view(dtype)[:1], shape, strides)
 
 
-def _nowhere() -> npt.NDArray[np.uint8]:
-    raw = np.zeros(4 * ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + 2 * ALIGNMENT]
-
-
-_NOWHERE = _nowhere()
+_NOWHERE = aligned_bytes(2 * ALIGNMENT)
 
 
 def good_size(n: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels import reference
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.machine import this_machine
@@ -80,9 +81,9 @@ def random_input(shape: LayerShape, kind: str = "normal", seed: int = 20261120) 
 
 def aligned(nbytes: int) -> Bytes:
     """Scratch as the arena gives it: on a cache line, full of 0xFF (float32: NaN)."""
-    raw = np.full(nbytes + 64, 0xFF, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes]
+    store = aligned_bytes(nbytes)
+    store[...] = 0xFF
+    return store
 
 
 def twin(x: Array, weights: ConvWeights, shape: ConvShape) -> npt.NDArray[Any]:

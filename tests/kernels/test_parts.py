@@ -15,6 +15,7 @@ import pytest
 
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.kernels import reference
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
@@ -144,9 +145,7 @@ def test_a_transform_refuses_other_shapes() -> None:
 
 def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(nbytes + fft.ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % fft.ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    return aligned_bytes(nbytes).view(dtype).reshape(shape)
 
 
 @pytest.mark.parametrize(("n", "good"), [(1, 1), (11, 11), (17, 18), (97, 98), (101, 104), (121, 125), (143, 144)])
@@ -169,6 +168,7 @@ def plan(flags):
 
 if sys.argv[1] == "measured":
     plan(("FFTW_MEASURE",))
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu import fft
 users = plan(("FFTW_ESTIMATE",))
 before = pyfftw.export_wisdom()

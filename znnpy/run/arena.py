@@ -7,18 +7,15 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.planner.plan import Tensor
-
-ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
 class Arena:
     """`nbytes` bytes of host memory, aligned; pages are touched when first written."""
 
     def __init__(self, nbytes: int, tensors: tuple[Tensor, ...]) -> None:
-        block = np.empty(nbytes + ALIGNMENT, np.uint8)
-        shift = -block.ctypes.data % ALIGNMENT
-        self._bytes = block[shift : shift + nbytes]
+        self._bytes = aligned_bytes(nbytes)
         self._tensors = {tensor.name: tensor for tensor in tensors}
 
     def bytes(self, name: str) -> npt.NDArray[np.uint8]:
