@@ -13,10 +13,18 @@ from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
+from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array
+    from collections.abc import Sequence
+
+    from znnpy.kernels.primitive import Array, Unit, Work
     from znnpy.shapes import LayerShape
+
+# Time of a floating-point operation and of a byte, in those of a product's: roughly, on any CPU. To choose a tile it
+# does; the planner knows more.
+_FLOP: dict[Unit, float] = {"product": 1.0, "fft": 5.0, "copy": 8.0, "pool": 8.0}
+_BYTE = 16.0
 
 
 def apply(
@@ -32,7 +40,7 @@ def apply(
 
     x        `shape.in_shape`, (S, z, y, x, f) float32, C order; read only.
     weights  of a convolution: kernels (f', f, kz, ky, kx), cross-correlation, and biases (f',); else None.
-    variant  tile size, blocking and the like; default: the first the primitive offers.
+    variant  tile size, blocking and the like; default: the one with the least work.
     threads  default: every core this process may use.
 
     Returns `shape.out_shape` float32. ShapeError when `x` or the weights do not fit the shape or the primitive does not
@@ -44,7 +52,7 @@ def apply(
     if reason := primitive.why_not(shape, machine):
         raise ShapeError(f"{name} does not apply to {shape}: {reason}")
     with Crew(threads or machine.cores) as crew:
-        chosen = variant or primitive.variants(shape, machine)[0]
+        chosen = variant or min(primitive.variants(shape, machine), key=lambda v: _effort(primitive.work(shape, v)))
         step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
         buffers = primitive.footprint(shape, chosen, crew.threads).scratch
         out = np.empty(shape.out_shape, np.float32)
@@ -58,7 +66,19 @@ def _check(shape: LayerShape, x: Array, weights: ConvWeights | None) -> None:
             f"{shape} takes (S, z, y, x, f) = {shape.in_shape} float32 in C order, not {x.shape} {x.dtype}; "
             "use numpy.ascontiguousarray(x, numpy.float32)"
         )
-    needed = (shape.fout, shape.fin, *shape.k) if shape.kind == "conv" else None
+    needed = (shape.fout, shape.fin, *shape.k) if isinstance(shape, ConvShape) else None
     given = None if weights is None else weights.weight.shape
     if given != needed:
         raise ShapeError(f"{shape} takes kernels of shape {needed}, not {given}; give ConvWeights to convolutions only")
+    if weights is None or not isinstance(shape, ConvShape):
+        return
+    if weights.bias.shape != (shape.fout,):
+        raise ShapeError(f"{shape} takes biases of shape {(shape.fout,)}, not {weights.bias.shape}")
+    for what, array in (("kernels", weights.weight), ("biases", weights.bias)):
+        if array.dtype != np.float32:
+            raise ShapeError(f"{shape} takes {what} of float32, not {array.dtype}; use numpy.float32(array)")
+
+
+def _effort(work: Sequence[Work]) -> float:
+    """A number that grows with the time of all stages."""
+    return sum(max(_FLOP[stage.unit] * stage.flops, _BYTE * stage.nbytes) for stage in work)

@@ -8,8 +8,13 @@ import pytest
 import znnpy
 from znnpy.errors import ShapeError
 from znnpy.kernels import reference
+from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.primitive import Variant
+from znnpy.kernels.table import find
+from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
-from znnpy.shapes import ConvShape, PoolShape
+from znnpy.shapes import ConvShape, LayerShape, PoolShape
 
 SHAPE = ConvShape(batch=2, fin=3, fout=4, n=(9, 11, 10), k=(2, 3, 4), activation="relu")
 
@@ -47,7 +52,33 @@ def test_what_does_not_fit_is_refused() -> None:
         znnpy.apply("cpu.conv.direct", SHAPE, x.astype(np.float64), weights)
     with pytest.raises(ShapeError, match=r"kernels of shape \(4, 3, 2, 3, 4\), not None"):
         znnpy.apply("cpu.conv.direct", SHAPE, x)
+    with pytest.raises(ShapeError, match=r"takes biases of shape \(4,\), not \(1,\)"):
+        znnpy.apply("cpu.conv.direct", SHAPE, x, ConvWeights(weights.weight, weights.bias[:1]))
+    with pytest.raises(ShapeError, match=r"takes kernels of float32, not float64"):
+        znnpy.apply("cpu.conv.direct", SHAPE, x, ConvWeights(weights.weight.astype(np.float64), weights.bias))
+    with pytest.raises(ShapeError, match=r"takes biases of float32, not int64"):
+        znnpy.apply("cpu.conv.direct", SHAPE, x, ConvWeights(weights.weight, weights.bias.astype(np.int64)))
     with pytest.raises(ShapeError, match=r"cpu\.pool\.max does not apply to conv 2x3->4"):
         znnpy.apply("cpu.pool.max", SHAPE, x, weights)
     with pytest.raises(KeyError, match=r"no primitive 'cpu\.conv\.dirct'; did you mean cpu\.conv\.direct"):
         znnpy.apply("cpu.conv.dirct", SHAPE, x, weights)
+
+
+def test_the_variant_with_the_least_work_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ConvShape(1, 8, 8, (24, 24, 24), (7, 7, 7))
+    x, weights = arrays(shape)
+    taken: list[Variant] = []
+    bind = ConvFftTiled.bind
+
+    def spy(self: ConvFftTiled, resident: object, shape: LayerShape, variant: Variant, crew: Crew) -> object:
+        taken.append(variant)
+        return bind(self, resident, shape, variant, crew)
+
+    monkeypatch.setattr(ConvFftTiled, "bind", spy)
+    znnpy.apply("cpu.conv.fft_tiled", shape, x, weights, threads=1)
+    variants = find("cpu.conv.fft_tiled").variants(shape, this_machine())
+    assert variants[0].size("tile") == (8, 8, 8)  # computes 512 voxels for every 8 of output
+    assert min(taken[0].size("tile")) >= 16
+    given = variants[-1]
+    znnpy.apply("cpu.conv.fft_tiled", shape, x, weights, variant=given, threads=1)
+    assert taken[1] == given
