@@ -136,11 +136,11 @@ class ConvFftTiled:
         del machine
         shape = as_conv(shape)
         k, m = shape.k, shape.out
-        sides_z, sides_y, sides_x = _sides(m[0], k[0]), _sides(m[1], k[1]), _sides(m[2], k[2])
+        tiles_worth = list(product(_sides(m[0], k[0]), _sides(m[1], k[1]), _sides(m[2], k[2])))
+        longest = max(2.0, min(map(_elongation, tiles_worth)))
         found: dict[Variant, None] = {}
-        for tile in product(sides_z, sides_y, sides_x):
-            sides = [side for side in tile if side > 1]
-            if max(sides) > 2 * min(sides):
+        for tile in tiles_worth:
+            if _elongation(tile) > longest:
                 continue  # long thin tiles overlap more and save nothing
             steps = (-(-size // (side - kernel + 1)) for size, side, kernel in zip(m, tile, k, strict=True))
             tiles = shape.batch * prod(steps)
@@ -200,6 +200,13 @@ class ConvFftTiled:
 @cache
 def _variant(tile: Vec3, group: int) -> Variant:
     return Variant.of(tile=tile, group=group)
+
+
+@cache
+def _elongation(tile: Vec3) -> float:
+    """The longest side by the shortest, of those that are transformed."""
+    sides = [side for side in tile if side > 1]
+    return max(sides) / min(sides)
 
 
 @cache

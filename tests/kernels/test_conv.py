@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from closeness import INPUTS, MACHINE, aligned, assert_close, random_input, random_weights, run
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Variant
-from znnpy.kernels.table import find, of_kind
-from znnpy.shapes import ACTIVATIONS, ConvShape, MaxoutShape
+from znnpy.kernels.table import TABLE, find, of_kind
+from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Primitive
-    from znnpy.shapes import Vec3
+    from znnpy.shapes import LayerShape, Vec3
 
 CONVS = of_kind("conv")
 
@@ -254,6 +254,33 @@ def test_why_not_says_why() -> None:
     for primitive in CONVS:
         assert primitive.why_not(maxout, MACHINE) == "computes convolutions, not maxout"
     assert direct.why_not(one, MACHINE) is None
+
+
+def axis() -> st.SearchStrategy[tuple[int, int]]:
+    """Size of a kernel or window, and how much larger the input is."""
+    return st.tuples(st.integers(1, 33), st.integers(0, 60))
+
+
+@given(st.tuples(axis(), axis(), axis()), st.integers(1, 9), st.sampled_from([1, 3, 80]), st.sampled_from([1, 3, 80]))
+@example(((20, 10), (3, 2), (3, 2)), 1, 2, 3)  # no two sides of tiles within twice each other
+@settings(max_examples=200, derandomize=True, deadline=None)
+def test_a_primitive_that_applies_has_a_variant(
+    sizes: tuple[tuple[int, int], ...], batch: int, fin: int, fout: int
+) -> None:
+    k, n = _vec3(tuple(k for k, _ in sizes)), _vec3(tuple(k + more for k, more in sizes))
+    whole = _vec3(tuple(k * (more + 2) - 1 for k, more in sizes))
+    shapes: list[LayerShape] = [
+        ConvShape(batch, fin, fout, n, k),
+        PoolShape(batch, fin, whole, k),
+        PoolShape(batch, fin, _vec3(tuple(k * (more + 1) for k, more in sizes)), k, fragments=False),
+        FilterShape(batch, fin, n, k),
+        MaxoutShape(batch, fin * fout, n, fout),
+    ]
+    for shape in shapes:
+        applied = [p for p in TABLE if p.why_not(shape, MACHINE) is None]
+        assert applied
+        for primitive in applied:
+            assert primitive.variants(shape, MACHINE), f"{primitive.name} offers nothing for {shape}"
 
 
 def test_tiles_hold_the_kernel_and_no_tile_is_larger_than_needed() -> None:
