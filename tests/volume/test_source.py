@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from itertools import product
 
 import numpy as np
@@ -38,7 +39,7 @@ SIZES = [(9, 8, 10), (13, 3, 9), (2, 9, 1)]
 PATCHES = [(1, 1, 1), (4, 3, 2), (6, 20, 7)]
 
 
-@pytest.mark.parametrize("slab", [1, 2**22], ids=["plane by plane", "at once"])
+@pytest.mark.parametrize("slab", [1, 300, 2**22], ids=["row by row", "some planes", "at once"])
 @pytest.mark.parametrize("patch", PATCHES, ids=str)
 @pytest.mark.parametrize("fov", FOVS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -111,6 +112,35 @@ def test_unsigned_mean_is_representable() -> None:
         assert (out[0, :3, :3, :3] == 1).all()
 
 
+@pytest.mark.parametrize("shape", [(40, 40, 40), (1, 400, 160), (2, 3, 9000)], ids=str)
+@pytest.mark.parametrize("border", ["valid", "reflect"])
+@pytest.mark.parametrize("allow_nan", [False, True])
+def test_little_memory_whatever_the_shape(
+    shape: Vec3, border: str, allow_nan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All NaN, at once: the mask, and a few slabs."""
+    monkeypatch.setattr(source_module, "SLAB_BYTES", 2**15)
+    array = np.full(shape, np.nan, np.float32)
+    net = network((1, 1, 1) if border == "valid" else (2, 2, 3))
+    source = Source(ArrayVolume(array), roi=None, border=border, network=net, allow_nan=allow_nan)
+    extent = net.patch_in(shape)
+    out = np.zeros((1, *extent), np.float32)
+    tracemalloc.start()
+    try:
+        if allow_nan:
+            mask = source.read((0, 0, 0), out)
+            assert mask is not None
+            assert mask.all()
+        else:
+            with pytest.raises(VolumeError, match=f"{array.size} voxels are NaN .* first at \\(0, 0, 0\\)"):
+                source.read((0, 0, 0), out)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    indices = 8 * 6 * sum(extent)
+    assert peak <= 4 * max(2**15, 4 * extent[2]) + indices + allow_nan * out.size + 2**14
+
+
 def with_holes() -> npt.NDArray[np.float32]:
     array = np.random.default_rng(3).standard_normal((2, 9, 8, 10)).astype(np.float32)
     array[1, 2, 3, 4] = np.nan
@@ -119,6 +149,12 @@ def with_holes() -> npt.NDArray[np.float32]:
     return array
 
 
+@pytest.fixture(params=[1, 400, 2**22], ids=["row by row", "some planes", "at once"])
+def slabs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "SLAB_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("slabs")
 def test_nan_is_refused_with_count_and_first_position() -> None:
     source = Source(ArrayVolume(with_holes()), roi=None, border="valid", network=network((3, 3, 3), 2), allow_nan=False)
     out = np.zeros((2, 9, 8, 10), np.float32)
@@ -133,6 +169,7 @@ def test_nan_is_refused_with_count_and_first_position() -> None:
     assert source.read((3, 1, 0), np.zeros((2, 6, 7, 10), np.float32)) is None
 
 
+@pytest.mark.usefixtures("slabs")
 def test_mirrored_nan_counts_once_and_is_named_where_it_lies() -> None:
     source = Source(
         ArrayVolume(with_holes()), roi=None, border="reflect", network=network((9, 9, 9), 2), allow_nan=False
@@ -141,6 +178,7 @@ def test_mirrored_nan_counts_once_and_is_named_where_it_lies() -> None:
         source.read((0, 0, 0), np.zeros((2, 17, 16, 18), np.float32))
 
 
+@pytest.mark.usefixtures("slabs")
 @pytest.mark.parametrize("border", ["valid", "reflect"])
 def test_allow_nan_replaces_by_the_mean_and_says_where(border: str) -> None:
     array = with_holes()

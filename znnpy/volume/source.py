@@ -9,6 +9,7 @@ mirrored at the volume's faces (numpy's "reflect", repeated where the volume is 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.volume import Volume
 
-SLAB_BYTES = 4 * 2**20  # read at once where a patch must be put together
+SLAB_BYTES = 4 * 2**20  # of a patch that are put together, or looked at, at once
 
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
@@ -64,6 +65,11 @@ class Source:
             self.domain = Box(lo, subtract(add(add(lo, region.size), fov), (1, 1, 1)))
         self._mean = _representable(network, volume)
 
+    @property
+    def masks(self) -> bool:
+        """Whether `read` may return masks; plans count them."""
+        return self.allow_nan and self.dtype.kind == "f"
+
     def read(self, lo: Vec3, out: npt.NDArray[Any]) -> Mask | None:
         """Fill `out` with the input patch whose first voxel stands at dense-output coordinate `lo`.
 
@@ -76,63 +82,61 @@ class Source:
         first = add(lo, self.domain.lo)
         box = Box(first, (first[0] + out.shape[1], first[1] + out.shape[2], first[2] + out.shape[3]))
         inside = box.clipped(self.domain)
+        part = out
         if inside == box and box.clipped(Box((0, 0, 0), self.volume.size)) == box:
             self.volume.read(box, out)
-            indices = _mirrored(box, self.volume.size)
-            return self._finite(out, indices) if self.dtype.kind == "f" else None
-        for channel, mean in enumerate(self._mean):
-            out[channel] = mean
-        if not inside.voxels:
+        else:
+            for channel, mean in enumerate(self._mean):
+                out[channel] = mean
+            if not inside.voxels:
+                return None
+            part = out[(slice(None), *inside.shifted(subtract((0, 0, 0), box.lo)).slices)]
+            self._gather(_mirrored(inside, self.volume.size), part)
+        if self.dtype.kind != "f" or all(np.isfinite(part[:, z, y]).all() for z, y in _slabs(part)):
             return None
-        indices = _mirrored(inside, self.volume.size)
-        local = inside.shifted(subtract((0, 0, 0), box.lo))
-        part = out[(slice(None), *local.slices)]
-        self._gather(indices, part)
-        if self.dtype.kind != "f":
-            return None
-        bad = self._finite(part, indices)
-        if bad is None:
-            return None
+        if not self.allow_nan:
+            raise self._refusal(part, _mirrored(inside, self.volume.size))
         mask = np.zeros(out.shape[1:], np.bool_)
-        mask[local.slices] = bad
+        self._replace(part, mask[inside.shifted(subtract((0, 0, 0), box.lo)).slices])
         return mask
 
     def _gather(self, indices: tuple[Index, Index, Index], out: npt.NDArray[Any]) -> None:
         """Copy the voxels of these volume coordinates into `out`, slab by slab, so that little memory is needed."""
-        _, iy, ix = indices
-        plane = self.channels * self.dtype.itemsize * _spread(iy) * _spread(ix)
-        planes = max(1, SLAB_BYTES // plane)
-        for start in range(0, out.shape[1], planes):
-            iz = indices[0][start : start + planes]
+        ix = indices[2]
+        for z, y in _slabs(out):
+            iz, iy = indices[0][z], indices[1][y]
             lo = (int(iz.min()), int(iy.min()), int(ix.min()))
             box = Box(lo, (int(iz.max()) + 1, int(iy.max()) + 1, int(ix.max()) + 1))
             slab = np.empty((self.channels, *box.size), self.dtype)
             self.volume.read(box, slab)
-            wanted = np.ix_(iz - lo[0], iy - lo[1], ix - lo[2])
-            for channel in range(self.channels):
-                out[channel, start : start + planes] = slab[channel][wanted]
+            for plane, at in zip(range(z.start, z.stop), iz - lo[0], strict=True):
+                out[:, plane, y] = _picked(slab[:, at], iy - lo[1], ix - lo[2])
 
-    def _finite(self, part: npt.NDArray[Any], indices: tuple[Index, Index, Index]) -> Mask | None:
-        """Replace what is not finite by the mean, or refuse it; `indices` are the volume coordinates of `part`."""
-        bad: Mask | None = None
-        for z in range(part.shape[1]):  # plane by plane: the mask of a whole patch is only made when it is needed
-            finite = np.isfinite(part[:, z])
-            if finite.all():
-                continue
-            if bad is None:
-                bad = np.zeros(part.shape[1:], np.bool_)
-            bad[z] = ~finite.all(axis=0)
+    def _replace(self, part: npt.NDArray[Any], bad: Mask) -> None:
+        """Put the mean where `part` is not finite, and True there in `bad`."""
+        for z, y in _slabs(part):
+            voxels = part[:, z, y]
+            holes = np.isfinite(voxels)
+            np.logical_not(holes, out=holes)
+            np.any(holes, axis=0, out=bad[z, y])
             for channel, mean in enumerate(self._mean):
-                part[channel, z][~finite[channel]] = mean
-        if bad is None or self.allow_nan:
-            return bad
-        iz, iy, ix = (index[where] for index, where in zip(indices, np.nonzero(bad), strict=True))
-        voxels = np.unique(np.stack([iz, iy, ix], axis=1), axis=0)  # mirrored ones count once; sorted by z, y, x
-        at = tuple(int(i) for i in voxels[0])
-        what = "voxel is" if len(voxels) == 1 else "voxels are"
-        raise VolumeError(
-            f"{self.volume}: {len(voxels)} {what} NaN or infinite between (z, y, x) = "
-            f"{tuple(int(i.min()) for i in indices)} and {tuple(int(i.max()) for i in indices)}, the first at {at}; "
+                np.copyto(voxels[channel], mean, where=holes[channel])
+
+    def _refusal(self, part: npt.NDArray[Any], indices: tuple[Index, Index, Index]) -> VolumeError:
+        """How many voxels are not finite, and the first; `indices` are the volume coordinates of `part`."""
+        (iz, z_at), (iy, y_at), (ix, x_at) = (np.unique(index, return_index=True) for index in indices)
+        at: tuple[int, int, int] | None = None
+        count = 0
+        for z, y in _slabs(part[:, : len(iz), : len(iy)]):  # mirrored voxels count once, where they lie
+            bad = np.stack([~np.isfinite(_picked(part[:, at], y_at[y], x_at)).all(axis=0) for at in z_at[z]])
+            found = int(np.count_nonzero(bad))
+            if found and at is None:
+                first = np.unravel_index(np.argmax(bad), bad.shape)
+                at = int(iz[z][first[0]]), int(iy[y][first[1]]), int(ix[first[2]])
+            count += found
+        return VolumeError(
+            f"{self.volume}: {count} {'voxel is' if count == 1 else 'voxels are'} NaN or infinite between (z, y, x) = "
+            f"{(int(iz[0]), int(iy[0]), int(ix[0]))} and {(int(iz[-1]), int(iy[-1]), int(ix[-1]))}, the first at {at}; "
             "repair the volume, or give --allow-nan to write NaN wherever the field of view holds one"
         )
 
@@ -189,8 +193,19 @@ def _mirrored(box: Box, size: Vec3) -> tuple[Index, Index, Index]:
     return z, y, x
 
 
-def _spread(index: Index) -> int:
-    return int(index.max() - index.min()) + 1
+def _picked(plane: npt.NDArray[Any], y: Index, x: Index) -> npt.NDArray[Any]:
+    """Rows y and columns x of (c, y, x), one axis after the other: both at once would take three indices a voxel."""
+    return plane[:, y][:, :, x]
+
+
+def _slabs(part: npt.NDArray[Any]) -> Iterator[tuple[slice, slice]]:
+    """Planes and rows of a (c, z, y, x) array in order, about SLAB_BYTES at once: whole planes or a part of one."""
+    channels, planes, rows, row = part.shape
+    at_once = max(1, SLAB_BYTES // (channels * row * part.itemsize))  # rows
+    thick, high = max(1, at_once // rows), min(rows, at_once)
+    for z in range(0, planes, thick):
+        for y in range(0, rows, high):
+            yield slice(z, min(z + thick, planes)), slice(y, min(y + high, rows))
 
 
 def _representable(network: Network, volume: Volume) -> tuple[Any, ...]:
