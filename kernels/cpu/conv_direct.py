@@ -13,7 +13,7 @@ Tested   tests/kernels/test_conv.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,9 +86,10 @@ class ConvDirect:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
         shape = as_conv(shape)
-        columns = threads * _blocks(shape).worker_bytes
+        b = _blocks(shape)
+        columns = threads * b.worker_bytes
         return Footprint(
-            resident=shape.weight_bytes,
+            resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, b.size[2]),
             scratch=(Scratch("columns", columns),) if columns else (),
             allowance=threads * BLAS_BYTES,
         )
@@ -123,15 +124,18 @@ class _Step:
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         b, crew, fout = self._blocks, self._crew, self._shape.fout
-        boxes = list(self._boxes())
+        counts = [-(-m // size) for m, size in zip(self._shape.out, b.size, strict=True)]
         columns = scratch["columns"].reshape(crew.threads, -1) if b.gathered else None
         windows = self._windows(x)
 
         @quiet()
         def piece(lo: int, hi: int, worker: int) -> None:
-            for s, z, y, x0 in boxes[lo:hi]:
+            for unit in range(lo, hi):
                 crew.check()
-                box = slice(z, z + b.size[0]), slice(y, y + b.size[1]), slice(x0, x0 + b.size[2])
+                rest, ix = divmod(unit, counts[2])
+                rest, iy = divmod(rest, counts[1])
+                s, iz = divmod(rest, counts[0])
+                box = tuple(slice(i * m, (i + 1) * m) for i, m in zip((iz, iy, ix), b.size, strict=True))
                 target = out[s][box]
                 voxels = prod(target.shape[:3])
                 rows = self._rows(windows[s][box], voxels, None if columns is None else columns[worker])
@@ -139,16 +143,7 @@ class _Step:
                 lines = target.reshape(*target.shape[:2], -1, copy=False)
                 self._finish(lines, lines)
 
-        crew.each(piece, len(boxes))
-
-    def _boxes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Image and first output voxel of every block."""
-        size, out = self._blocks.size, self._shape.out
-        for s in range(self._shape.batch):
-            for z in range(0, out[0], size[0]):
-                for y in range(0, out[1], size[1]):
-                    for x in range(0, out[2], size[2]):
-                        yield s, z, y, x
+        crew.each(piece, self._shape.batch * prod(counts))
 
     def _windows(self, x: Array) -> Array:
         """(S, mz, my, mx, kz, ky, kx, f): what every output voxel sees; a view."""

@@ -108,7 +108,9 @@ class ConvFftData:
         t = _sizes(shape)
         wanted = t.image // t.padded[0] * shape.out[0]
         return Footprint(
-            resident=shape.weight_bytes,
+            resident=shape.weight_bytes
+            + Finish.nbytes(shape.fout, shape.activation, shape.out[2])
+            + COMPLEX64 * (t.padded[0] * shape.k[0] + t.padded[1] * shape.k[1] + t.pitch * shape.k[2]),  # twiddles
             input_until=0,
             output_from=1,
             stages=2,

@@ -157,7 +157,9 @@ class ConvFftTiled:
             scratch.append(Scratch("spectra_out", group_planes * t.pitch_out))
         scratch.append(Scratch("blocks", threads * t.worker_bytes))
         return Footprint(
-            resident=COMPLEX64 * t.tile[0] * t.columns * shape.fin * shape.fout + FLOAT32 * shape.fout,
+            resident=COMPLEX64 * t.tile[0] * t.columns * shape.fin * shape.fout
+            + FLOAT32 * shape.fout
+            + Finish.nbytes(shape.fout, shape.activation, t.step[2]),
             scratch=tuple(scratch),
             allowance=threads * (BLAS_BYTES + max(PREPARE_BYTES, _half_transformed_bytes(shape.fout, shape.k, t.tile))),
         )
