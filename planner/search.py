@@ -53,6 +53,7 @@ def make_plan(
     table: tuple[Primitive, ...] = TABLE,
     rates: Rates | None = None,
     baseline: int | None = None,
+    masks: bool = False,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
@@ -62,6 +63,7 @@ def make_plan(
     only          names of primitives; where one of them applies to a layer no other is considered
     rates         speeds of the machine; assumed from `machine` when not given
     baseline      bytes of the process without the run; measured now when not given
+    masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
@@ -89,6 +91,7 @@ def make_plan(
         table=table,
         rates=rates or assumed_rates(machine, limits.threads),
         baseline=baseline_bytes() if baseline is None else baseline,
+        masks=masks,
     )
     found = search.run()
     if not found:
@@ -126,6 +129,7 @@ class _Search:
     table: tuple[Primitive, ...]
     rates: Rates
     baseline: int
+    masks: bool
     _fronts: dict[LayerShape, Front] = field(default_factory=dict)
     _bounds: Bounds = field(init=False)
     _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
@@ -279,7 +283,7 @@ class _Search:
             baseline=self.baseline,
             arena=0,
             residents=0,
-            reading=reading_bytes(self.network.input_channels, patch_in, self.itemsize_in),
+            reading=reading_bytes(self.network.input_channels, patch_in, self.itemsize_in, masks=self.masks),
             writing=writing_bytes(self.network.output_channels, shape.patch, self.itemsize_out),
             allowance=0,
         )

@@ -243,6 +243,11 @@ def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork) -> None:
         assert forced.voxels_per_second == runner_up.voxels_per_second
 
 
+def test_masks_are_counted(tiny_network: MakeNetwork) -> None:
+    plan = planned(tiny_network(input_channels=2), SMALL, 2**30, masks=True)
+    assert plan.memory.reading == (2 * 2 + 4) * prod(plan.patch_in) + READER_BYTES
+
+
 def test_baseline_is_measured_when_not_given(tiny_network: MakeNetwork) -> None:
     plan = make_plan(tiny_network(), SMALL, MACHINE, limits(2**33), table=FAKES)
     assert 2**25 < plan.memory.baseline < 2**32

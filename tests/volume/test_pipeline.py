@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -183,7 +184,24 @@ def test_nan_spreads_over_the_field_of_view() -> None:
 def test_seen(fov: Vec3) -> None:
     bad = np.random.default_rng(2).random((11, 9, 10)) < 0.02
     windows = np.lib.stride_tricks.sliding_window_view(bad, fov)
-    np.testing.assert_array_equal(pipeline.seen(bad, fov), windows.any(axis=(3, 4, 5)))
+    expected = windows.any(axis=(3, 4, 5))
+    np.testing.assert_array_equal(pipeline.seen(bad, fov), expected)
+
+
+@pytest.mark.parametrize("shape", [(60, 50, 70), (1, 300, 700), (1, 2, 100_000)], ids=str)
+def test_seen_needs_no_second_mask(shape: Vec3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "SEEN_BYTES", 2**12)
+    bad = np.zeros(shape, np.bool_)
+    bad[0, -1, -1] = True
+    tracemalloc.start()
+    try:
+        seen = pipeline.seen(bad, (1, 2, 33))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.shares_memory(seen, bad)
+    assert seen.sum() == 1
+    assert peak <= max(2**12, shape[2]) + 2**14
 
 
 FAULTS: list[BaseException] = [VolumeError("a"), OutputError("b"), MemoryError("c"), RuntimeError("d"), SystemExit(3)]
