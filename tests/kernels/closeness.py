@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from znnpy.shapes import ConvShape, LayerShape
 
 MACHINE = this_machine()
+GUARD = 4096  # bytes on either side of a scratch buffer that nobody may write
 INPUTS = ("normal", "relu", "shifted", "hot")
 
 
@@ -31,6 +32,7 @@ class Ran:
     out: Array
     footprint: Footprint
     peak_bytes: int  # what the run allocated beside its buffers
+    touched: dict[str, float]  # the part of every scratch buffer that was written, between 0 and 1
 
 
 def run(
@@ -42,10 +44,14 @@ def run(
     threads: int = 1,
     out: Array | None = None,
 ) -> Ran:
-    """Prepare, bind and run once; output NaN and scratch 0xFF beforehand, unless `out` is given."""
+    """Prepare, bind and run once; output NaN and scratch 0xFF beforehand, unless `out` is given.
+
+    Fails when a byte before or behind a scratch buffer changes.
+    """
     variant = variant or primitive.variants(shape, MACHINE)[0]
     footprint = primitive.footprint(shape, variant, threads)
-    scratch = {s.name: aligned(s.nbytes) for s in footprint.scratch}
+    stores = {s.name: aligned(s.nbytes + 2 * GUARD) for s in footprint.scratch}
+    scratch = {name: store[GUARD : len(store) - GUARD] for name, store in stores.items()}
     out = np.full(shape.out_shape, np.nan, np.float32) if out is None else out
     with Crew(threads) as crew:
         step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
@@ -55,7 +61,10 @@ def run(
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    return Ran(out, footprint, peak)
+    for name, store in stores.items():
+        assert (store[:GUARD] == 0xFF).all() and (store[len(store) - GUARD :] == 0xFF).all(), f"wrote beyond {name}"
+    touched = {name: np.count_nonzero(store != 0xFF) / len(store) for name, store in scratch.items()}
+    return Ran(out, footprint, peak, touched)
 
 
 def random_weights(shape: ConvShape, seed: int = 7) -> ConvWeights:

@@ -155,10 +155,11 @@ def test_footprint_is_what_is_used(primitive: Primitive, threads: int) -> None:
     x, weights = random_input(LARGE), random_weights(LARGE)
     for variant in some_variants(primitive, LARGE)[-3:]:
         ran = run(primitive, LARGE, x, weights, variant, threads)
-        f = ran.footprint
-        assert ran.peak_bytes <= f.allowance, "allocates more than it says"
-        buffers = f.working(LARGE) - f.allowance  # was enough: the run neither failed nor left its buffers
-        assert f.working(LARGE) <= 1.15 * (buffers + ran.peak_bytes)
+        assert ran.peak_bytes <= ran.footprint.allowance, "allocates more than it says"
+        if threads == 1:  # of two workers one may find nothing left to do
+            assert all(0.85 <= part <= 1 for part in ran.touched.values()), f"{variant} wrote {ran.touched}"
+        alone = primitive.footprint(LARGE, variant, 1)
+        assert sum(s.nbytes for s in ran.footprint.scratch) <= threads * sum(s.nbytes for s in alone.scratch)
 
 
 @pytest.mark.parametrize("primitive", CONVS, ids=ids)

@@ -78,6 +78,8 @@ def test_equals_the_definition(shape: LayerShape, threads: int) -> None:
     np.testing.assert_array_equal(ran.out, exact(shape, x))
     np.testing.assert_array_equal(x, before, err_msg="the input was modified")
     assert ran.peak_bytes <= ran.footprint.allowance, "allocates more than it says"
+    if threads == 1:
+        assert all(0.85 <= part <= 1 for part in ran.touched.values())
 
 
 @given(
