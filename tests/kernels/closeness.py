@@ -62,8 +62,9 @@ def run(
         finally:
             tracemalloc.stop()
     for name, store in stores.items():
-        assert (store[:GUARD] == 0xFF).all() and (store[len(store) - GUARD :] == 0xFF).all(), f"wrote beyond {name}"
-    touched = {name: np.count_nonzero(store != 0xFF) / len(store) for name, store in scratch.items()}
+        assert (store[:GUARD] == 0xFF).all(), f"wrote before {name}"
+        assert (store[len(store) - GUARD :] == 0xFF).all(), f"wrote beyond {name}"
+    touched = {name: float(np.mean(store != 0xFF)) for name, store in scratch.items()}
     return Ran(out, footprint, peak, touched)
 
 

@@ -78,8 +78,9 @@ def test_equals_the_definition(shape: LayerShape, threads: int) -> None:
     np.testing.assert_array_equal(ran.out, exact(shape, x))
     np.testing.assert_array_equal(x, before, err_msg="the input was modified")
     assert ran.peak_bytes <= ran.footprint.allowance, "allocates more than it says"
-    if threads == 1:
-        assert all(0.85 <= part <= 1 for part in ran.touched.values())
+    for scratch in ran.footprint.scratch:
+        if threads == 1 and scratch.nbytes > 512:  # less is mostly rounded up to cache lines
+            assert 0.85 <= ran.touched[scratch.name] <= 1
 
 
 @given(
