@@ -17,6 +17,33 @@ from znnpy.errors import Stopped
 SHARES = 4  # per worker: a worker that the system holds up leaves the others at most a quarter of its part to wait for
 
 
+class _OneBlasThread:
+    """While any crew of the process is open, BLAS runs one thread a call; after the last, what it ran before the first.
+
+    The setting belongs to the process, so crews that overlap must not each restore what they found.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._crews = 0
+        self._limits: threadpool_limits | None = None
+
+    def __enter__(self) -> None:
+        with self._turn:
+            if self._crews == 0:
+                self._limits = threadpool_limits(limits=1)
+            self._crews += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._turn:
+            self._crews -= 1
+            if self._crews == 0 and self._limits is not None:
+                self._limits.restore_original_limits()
+
+
+_ONE_BLAS_THREAD = _OneBlasThread()
+
+
 class Crew:
     """`threads` workers for every step of a run. A context manager: inside it BLAS runs one thread per call.
 
@@ -32,7 +59,7 @@ class Crew:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        self._open.enter_context(threadpool_limits(limits=1))
+        self._open.enter_context(_ONE_BLAS_THREAD)
         self._pool = self._open.enter_context(ThreadPoolExecutor(self.threads, thread_name_prefix="znnpy-crew"))
         return self
 

@@ -1,0 +1,25 @@
+"""BLAS threads are a setting of the process: crews that overlap agree on it, and the last one out restores it."""
+
+from __future__ import annotations
+
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from znnpy.kernels.crew import Crew
+
+
+def blas_threads() -> set[int]:
+    return {int(info["num_threads"]) for info in threadpool_info() if info["user_api"] == "blas"}
+
+
+@pytest.mark.parametrize("first_out", [0, 1], ids=["first in, first out", "last in, first out"])
+def test_overlapping_crews_restore_what_was_before(first_out: int) -> None:
+    with threadpool_limits(limits=2):
+        crews = [Crew(1), Crew(1)]
+        for crew in crews:
+            crew.__enter__()
+        assert blas_threads() == {1}
+        crews.pop(first_out).__exit__(None, None, None)
+        assert blas_threads() == {1}, "a crew that is still open lost its single BLAS threads"
+        crews.pop().__exit__(None, None, None)
+        assert blas_threads() == {2}
