@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,7 +54,7 @@ def test_cover_partitions_any_output(size: Vec3, patch: Vec3) -> None:
 
 def test_the_last_patch_moves_inwards_and_writes_what_is_left() -> None:
     columns = cover((4, 4, 10), (4, 4, 4))
-    assert columns == tuple(
+    assert tuple(columns) == tuple(
         Column((Patch(Box((0, 0, lo), (4, 4, lo + 4)), Box((0, 0, write), (4, 4, write_end))),))
         for lo, write, write_end in [(0, 0, 4), (4, 4, 8), (6, 8, 10)]
     )
@@ -65,6 +67,29 @@ def test_order_has_z_slowest() -> None:
         (2, 0, 0),
         (2, 0, 2),
     ]
+
+
+def test_columns_by_their_index() -> None:
+    columns = cover((5, 9, 7), (2, 3, 4))
+    every = list(columns)
+    assert len(columns) == len(every) == 3 * 3 * 2
+    assert [columns[index] for index in range(len(columns))] == every
+    assert [columns[index - len(columns)] for index in range(len(columns))] == every
+    assert columns[4:15:3] == tuple(every[4:15:3])
+    for beyond in (18, -19):
+        with pytest.raises(IndexError):
+            columns[beyond]
+
+
+def test_a_huge_cover_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        columns = cover((100_000, 100_000, 100_000), (144, 144, 144))
+        assert len(columns) == 695**3
+        assert columns[-1].steps[0].out.hi == (100_000, 100_000, 100_000)
+        assert tracemalloc.get_traced_memory()[1] < 2**14
+    finally:
+        tracemalloc.stop()
 
 
 def test_boxes() -> None:

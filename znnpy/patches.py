@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
+from typing import overload
 
-from znnpy.shapes import Vec3, add, ceil_divide, subtract
+from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +68,38 @@ class Column:
         return sum(step.write.voxels for step in self.steps)
 
 
-def cover(size: Vec3, patch: Vec3) -> tuple[Column, ...]:
-    """Columns whose `write` boxes partition the dense output [0, size).
+@dataclass(frozen=True, slots=True)
+class Cover(Sequence[Column]):
+    """Columns whose `write` boxes partition the dense output [0, size). Made one by one, when asked for.
 
     Patches stand on a grid of step `patch`, z slowest. The last along an axis moves inwards and writes only what is
     left over. Where the output is smaller than the patch, the patch reaches beyond it (its input beyond the volume).
     """
-    return tuple(Column((step,)) for step in _grid(size, patch))
 
+    size: Vec3
+    patch: Vec3
 
-def _grid(size: Vec3, patch: Vec3) -> Iterator[Patch]:
-    counts = ceil_divide(size, patch)
-    for index in product(*map(range, counts)):
-        write_lo = (index[0] * patch[0], index[1] * patch[1], index[2] * patch[2])
-        write = Box(write_lo, add(write_lo, patch)).clipped(Box((0, 0, 0), size))
-        lo = tuple(max(0, min(w, s - p)) for w, s, p in zip(write_lo, size, patch, strict=True))
+    def __len__(self) -> int:
+        return prod(ceil_divide(self.size, self.patch))
+
+    @overload
+    def __getitem__(self, index: int) -> Column: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Column, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Column | tuple[Column, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rest, x = divmod(range(len(self))[index], ceil_divide(self.size, self.patch)[2])  # IndexError beyond the end
+        z, y = divmod(rest, ceil_divide(self.size, self.patch)[1])
+        write_lo = multiply((z, y, x), self.patch)
+        write = Box(write_lo, add(write_lo, self.patch)).clipped(Box((0, 0, 0), self.size))
+        lo = tuple(max(0, min(w, s - p)) for w, s, p in zip(write_lo, self.size, self.patch, strict=True))
         out_lo = (lo[0], lo[1], lo[2])
-        yield Patch(Box(out_lo, add(out_lo, patch)), write)
+        return Column((Patch(Box(out_lo, add(out_lo, self.patch)), write),))
+
+
+def cover(size: Vec3, patch: Vec3) -> Cover:
+    """Columns of patches of size `patch` that write a dense output of (z, y, x) voxels, each voxel once."""
+    return Cover(size, patch)

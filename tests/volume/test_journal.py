@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,7 @@ def test_damage_before_the_last_line(journal: Journal) -> None:
     [
         (b"", "0 bytes without an end of line"),
         (b'{"job": {}', "10 bytes without an end of line"),
+        (b'{"job": {}, "settings": {}, "plan": "", "blas": "", "columns": -2}\n', "columns: -2"),
         (b"garbage\n", "the header: Invalid JSON.*"),
         (b'{"job": {}, "settings": {}, "plan": "", "blas": ""}\n', "columns: Field required"),
         (
@@ -63,13 +66,31 @@ def test_damage_before_the_last_line(journal: Journal) -> None:
             "format 7 instead of 1",
         ),
     ],
-    ids=["empty", "torn", "garbage", "incomplete", "other format"],
+    ids=["empty", "torn", "no columns", "garbage", "incomplete", "other format"],
 )
 def test_a_damaged_header(journal: Journal, damage: bytes, why: str) -> None:
     journal.path.write_bytes(damage)
     message = rf"out\.h5\.journal is damaged in line 1 \({why}\), so what was finished is not known; start again with"
     with pytest.raises(ResumeError, match=message):
         Journal(journal.path).read()
+
+
+def test_many_columns_take_a_byte_each(journal: Journal) -> None:
+    count = 300_000
+    journal.create(replace(HEADER, columns=count))
+    for first in range(0, count, 1000):
+        with journal.path.open("ab") as file:
+            file.write(f"{list(range(first, first + 1000, 2))}\n".encode())
+    tracemalloc.start()
+    try:
+        _, done = Journal(journal.path).read()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert done == frozenset(range(0, count, 2))
+    assert (0 in done, 1 in done, -1 in done, count in done) == (True, False, False, False)
+    assert len(done) == count // 2
+    assert peak < count + 2**17
 
 
 def test_loads_no_numpy() -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from znnpy.network import Conv, Network
 from znnpy.patches import Box, Column, cover
 from znnpy.run import pipeline
 from znnpy.shapes import Vec3
+from znnpy.volume.journal import ColumnSet
 
 SIZE: Vec3 = (7, 5, 9)
 PATCH: Vec3 = (3, 2, 4)
@@ -68,7 +69,7 @@ class Source:
 
 
 class Output:
-    def __init__(self, hook: Hook, done: frozenset[int] = frozenset()) -> None:
+    def __init__(self, hook: Hook, done: Set[int] = frozenset()) -> None:
         self.dtype = np.dtype(np.float32)
         self.done = done
         self.written = np.full((3, *SIZE), -1, np.float32)
@@ -98,7 +99,7 @@ def volume() -> npt.NDArray[np.float32]:
 def run(
     hook: Hook = quiet,
     voxels: npt.NDArray[Any] | None = None,
-    columns: tuple[Column, ...] = COLUMNS,
+    columns: Sequence[Column] = COLUMNS,
     done: frozenset[int] = frozenset(),
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> tuple[Output, pipeline.Timings]:
@@ -318,6 +319,26 @@ def test_a_fault_elsewhere_stops_the_computation_inside_a_patch(where: str) -> N
         with pytest.raises(VolumeError, match=r"^gone$"):
             pipeline.run(Session(hook, crew), crew, Source(volume(), hook), Output(hook), COLUMNS)
         assert time.perf_counter() - began < 2
+
+
+def test_no_list_of_columns_is_made() -> None:
+    """20,000 columns, interrupted after three: neither they nor their patches are kept."""
+
+    def hook(stage: str, patch: int) -> None:
+        if (stage, patch) == ("compute", 3):
+            raise KeyboardInterrupt
+
+    with Crew(1) as crew:
+        many = cover((3, 2, 4 * 20_000), PATCH)
+        source = Source(np.zeros((2, *NETWORK.patch_in((3, 2, 40))), np.float32), quiet)
+        output = Output(quiet, ColumnSet(len(many), range(100, 10_000)))
+        tracemalloc.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.run(Session(hook, crew), crew, source, output, many)
+            assert tracemalloc.get_traced_memory()[1] < 2**18
+        finally:
+            tracemalloc.stop()
 
 
 def test_buffers_are_few_and_reused() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -67,7 +67,7 @@ class Writes(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
     @property
-    def done(self) -> frozenset[int]: ...
+    def done(self) -> Set[int]: ...
 
     def write(self, box: Box, voxels: Voxels) -> None: ...
 
@@ -127,9 +127,8 @@ class _Run:
     ) -> None:
         plan, network = session.plan, session.network
         self._session, self._crew, self._source, self._output = session, crew, source, output
-        self._columns = columns
+        self._columns, self._done = columns, output.done
         self._progress = progress
-        self._todo = [(index, column) for index, column in enumerate(columns) if index not in output.done]
         self._raw = [np.empty((network.input_channels, *plan.patch_in), source.dtype) for _ in range(BUFFERS)]
         self._out = [np.empty((network.output_channels, *plan.patch_out), output.dtype) for _ in range(BUFFERS)]
         self._raw_free: SimpleQueue[int | None] = SimpleQueue()
@@ -143,7 +142,7 @@ class _Run:
         self._errors: list[BaseException] = []  # of the two threads; the first is the cause
         self._seconds = dict.fromkeys(("reading", "computing", "writing", "waiting"), 0.0)
         self._began = time.perf_counter()
-        self._before = sum(column.voxels for index, column in enumerate(columns) if index in output.done)
+        self._before = sum(columns[index].voxels for index in output.done)
         self._voxels = sum(column.voxels for column in columns)
         self._written = 0  # voxels, by this run
         self._finished = 0  # columns, by this run
@@ -175,7 +174,7 @@ class _Run:
     def _compute(self) -> None:
         fov = self._session.network.field_of_view
         self._report()
-        for _, patch in self._patches():
+        for _, patch, _ in self._patches():
             with self._timed("waiting"):
                 raw, bad = self._take(self._raw_full)
                 out = self._take(self._out_free)
@@ -190,14 +189,14 @@ class _Run:
             self._report()
 
     def _read(self) -> None:
-        for _, patch in self._patches():
+        for _, patch, _ in self._patches():
             buffer = self._take(self._raw_free)
             with self._timed("reading"):
                 bad = self._source.read(patch.out.lo, self._raw[buffer])
             self._raw_full.put((buffer, bad))
 
     def _write(self) -> None:
-        for index, patch in self._patches():
+        for index, patch, is_last in self._patches():
             item = self._out_full.get()
             if item is None:
                 raise Stopped  # what was computed before the stop came first, and is written
@@ -209,16 +208,17 @@ class _Run:
                 kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
                 self._written += patch.write.voxels
-                if patch is self._columns[index].steps[-1]:
+                if is_last:
                     self._output.finish_column(index)
                     self._finished += 1
             self._out_free.put(buffer)
 
-    def _patches(self) -> Iterator[tuple[int, Patch]]:
-        """What there is to do, in the order of all three stages: index of the column, patch."""
-        for index, column in self._todo:
-            for patch in column.steps:
-                yield index, patch
+    def _patches(self) -> Iterator[tuple[int, Patch, bool]]:
+        """What there is to do, in the order of all three stages: index of the column, patch, whether it is the last."""
+        for index, column in enumerate(self._columns):
+            if index not in self._done:
+                for step, patch in enumerate(column.steps, start=1):
+                    yield index, patch, step == len(column.steps)
 
     def _guarded(self, stage: Callable[[], None]) -> None:
         """Run a thread's stage; what it raises is handed to the calling thread, and stops everything."""
@@ -256,7 +256,7 @@ class _Run:
             return
         self._progress(
             Event(
-                len(self._columns) - len(self._todo) + self._finished,
+                len(self._done) + self._finished,
                 len(self._columns),
                 self._before + self._written,
                 self._voxels,

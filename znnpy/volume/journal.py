@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,32 @@ def read_header(out: Path) -> JournalHeader | None:
     return journal.read()[0] if journal.path.exists() else None
 
 
+class ColumnSet(Set[int]):
+    """Some of `count` columns: one byte each, in or out."""
+
+    def __init__(self, count: int, columns: Iterable[int] = ()) -> None:
+        self._holds = bytearray(count)
+        self.update(columns)
+
+    def update(self, columns: Iterable[int]) -> None:
+        for column in columns:
+            self._holds[column] = 1
+
+    def __contains__(self, column: object) -> bool:
+        return isinstance(column, int) and 0 <= column < len(self._holds) and self._holds[column] == 1
+
+    def __iter__(self) -> Iterator[int]:
+        return (column for column, held in enumerate(self._holds) if held)
+
+    def __len__(self) -> int:
+        return self._holds.count(1)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[Any]) -> Any:
+        """What `&`, `|`, `-` and `^` make."""
+        return frozenset(it)
+
+
 class Journal:
     """The file itself. Only the holder of the output's lock writes it."""
 
@@ -70,31 +96,37 @@ class Journal:
         sync_folder(self.path.parent)
         self._length = len(line)
 
-    def read(self) -> tuple[JournalHeader, frozenset[int]]:
+    def read(self) -> tuple[JournalHeader, Set[int]]:
         """Header and finished columns. ResumeError when more than the end of the last line is damaged."""
-        lines = self.path.read_bytes().split(b"\n")
-        whole, torn = lines[:-1], lines[-1]
-        if not whole:
-            raise self._damaged(1, f"{len(torn)} bytes without an end of line")
+        with self.path.open("rb") as file:
+            header = self._header(file.readline())
+            done = ColumnSet(header.columns)
+            for number, line in enumerate(file, start=2):
+                columns = _columns(line, header.columns)
+                if columns is None:
+                    if file.readline():
+                        shown = line.rstrip(b"\n")[:40]
+                        raise self._damaged(number, f"{shown!r} is no list of columns 0 to {header.columns - 1}")
+                    break
+                done.update(columns)
+                self._length += len(line)
+        return header, done
+
+    def _header(self, line: bytes) -> JournalHeader:
+        if not line.endswith(b"\n"):
+            raise self._damaged(1, f"{len(line)} bytes without an end of line")
         try:
-            header = _adapter().validate_json(whole[0])
+            header = _adapter().validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the header"
             raise self._damaged(1, f"{where}: {first['msg']}") from None
         if header.format != FORMAT:
             raise self._damaged(1, f"format {header.format} instead of {FORMAT}")
-        done: set[int] = set()
-        self._length = len(whole[0]) + 1
-        for number, line in enumerate(whole[1:], start=2):
-            columns = _columns(line, header.columns)
-            if columns is None:
-                if number < len(whole) or torn:
-                    raise self._damaged(number, f"{line[:40]!r} is no list of columns 0 to {header.columns - 1}")
-                break
-            done.update(columns)
-            self._length += len(line) + 1
-        return header, frozenset(done)
+        if header.columns < 1:
+            raise self._damaged(1, f"columns: {header.columns}")
+        self._length = len(line)
+        return header
 
     def append(self, columns: Iterable[int]) -> None:
         """Record columns whose data are on disk; on return, so is the record."""
@@ -129,7 +161,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def _columns(line: bytes, count: int) -> list[int] | None:
-    """The columns of one line, or None when it is none."""
+    """The columns of one line, or None when it is none, or only the first part of one."""
+    if not line.endswith(b"\n"):
+        return None
     try:
         columns = json.loads(line)
     except ValueError:

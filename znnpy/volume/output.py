@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.patches import Box
-from znnpy.volume.journal import Journal, JournalHeader, journal_path, sync_folder
+from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, journal_path, sync_folder
 from znnpy.volume.store import Store, store_for, stored_bytes
 
 Mode = Literal["new", "overwrite", "resume"]
@@ -68,7 +68,7 @@ class Output:
         self.dtype = np.dtype(dtype)
         self.header: JournalHeader | None = None  # of the run that is resumed
         self.finished = False  # a resumed job's output is complete: nothing to do
-        self.done: frozenset[int] = frozenset()  # columns finished by earlier runs
+        self.done: Set[int] = frozenset()  # columns finished by earlier runs
         self._volume = volume
         self._mode = mode
         self._job: dict[str, Any] = json.loads(json.dumps(job))
@@ -78,7 +78,7 @@ class Output:
         self._kind = store_for(path)
         self._store: Store | None = None
         self._columns = 0
-        self._synced: set[int] = set()
+        self._kept = ColumnSet(0)  # columns on record, of this run and earlier ones
         self._pending: set[int] = set()  # finished, not yet synced
         self._sync_due = 0.0
         self._may_sync = True
@@ -125,6 +125,7 @@ class Output:
             self._open_store()
             self._journal.create(header)
         self._columns = header.columns
+        self._kept = ColumnSet(header.columns)
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         """Write voxels (maps, *box.size) of `self.dtype`, any strides, at dense-output coordinates `box`."""
@@ -146,7 +147,7 @@ class Output:
         if self.finished:
             return
         store = self._opened()
-        missing = self._columns - len(self.done | self._synced | self._pending)
+        missing = self._columns - len(self._kept) - len(self._pending - self._kept)
         if missing:
             raise ValueError(f"{missing} of {self._columns} columns of {self.path} are not finished")
         self._sync()
@@ -171,7 +172,7 @@ class Output:
             self._opened().sync()
             self._journal.append(self._pending)
         self._may_sync = True
-        self._synced |= self._pending
+        self._kept.update(self._pending)
         self._pending.clear()
         self._sync_due = time.monotonic() + SYNC_SECONDS
 
@@ -233,6 +234,7 @@ class Output:
             self._open_store()
             self.header = header
             self._columns = header.columns
+            self._kept = ColumnSet(header.columns, self.done)
         elif self.path.exists():
             job = self._kind.attributes_of(self.path).get("job")
             if not isinstance(job, str):
@@ -291,7 +293,7 @@ class Output:
             )
             return (
                 f"{cause}: {self._partial} needs {needed} bytes in all and {self.path.parent} has {free} free; "
-                f"{len(self.done | self._synced)} of {self._columns} columns are kept: make room and give --resume"
+                f"{len(self._kept)} of {self._columns} columns are kept: make room and give --resume"
             )
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return (
