@@ -169,7 +169,7 @@ class Plan:
         if self.network != network.sha256:
             raise PlanFileError(
                 f"the plan is of another network ({self.network_name}, {self.network[:12]}) than the one given "
-                f"({network.name}, {network.sha256[:12]}); make a plan with `znnpy plan {network.name}`"
+                f"({network.name}, {network.sha256[:12]}); make a plan of this network with `znnpy plan`"
             )
         self._check_shapes(network)
         footprints = [_footprint(choice, self.limits.threads, machine, table) for choice in self.choices]
@@ -178,7 +178,7 @@ class Plan:
             if limit is not None and self.memory.peak > limit:
                 raise PlanFileError(
                     f"the plan needs {self.memory.peak:,} bytes of RAM, {self.memory.peak - limit:,} more than {what} "
-                    f"({limit:,}); make one with `znnpy plan {network.name} --ram {limit // 2**20}M`"
+                    f"({limit:,}); make one for this network and volume with `znnpy plan NETWORK --volume VOLUME --ram {limit // 2**20}M`"
                 )
 
     def _check_shapes(self, network: Network) -> None:

@@ -135,7 +135,7 @@ def infer(
             "network": trained.network.sha256,
             "weights": sha256(trained.weights),
             "volume": opened.identity(),
-            "roi": _roi_text(region),
+            "roi": _roi_text(region, opened.size),
             "border": border,
             "output_dtype": output_dtype,
             "allow_nan": allow_nan,
@@ -152,10 +152,15 @@ def infer(
         )
         if output.finished:
             return _report(target, started, Plan.from_json(store_for(target).attributes_of(target)["plan"]), machine)
-        settings = _settings(machine, threads, patch, only)
+        settings = {
+            "only": sorted(only),
+            "processor": machine.processor,  # numpy and FFTW choose their instructions by it
+            "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
+        }
         begun = output.header
         if begun is not None:
-            chosen = _plan_begun(begun, settings, trained.network, machine, plan, ram)
+            chosen = _plan_begun(begun, settings, trained.network, machine)
+            _check_wishes(chosen, begun, plan, ram, threads, patch, only)
         else:
             chosen = _choose(plan, trained.network, source, np.dtype(output_dtype), machine, ram, threads, patch, only)
         columns = cover(source.output, chosen.patch_out)
@@ -173,17 +178,6 @@ def _check_words(border: str, output_dtype: str) -> None:
     for what, word, words in (("border", border, BORDERS), ("output dtype", output_dtype, OUTPUT_DTYPES)):
         if word not in words:
             raise ValueError(f"there is no {what} {word!r}; choose one of {', '.join(words)}")
-
-
-def _settings(machine: Machine, threads: int | None, patch: Vec3 | None, only: Sequence[str]) -> dict[str, Any]:
-    """What decides the bytes beside job, plan and BLAS kernels."""
-    return {
-        "threads": threads,
-        "patch": list(patch) if patch else None,
-        "only": sorted(only),
-        "processor": machine.processor,  # numpy and FFTW choose their instructions by it
-        "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
-    }
 
 
 def _report(
@@ -269,49 +263,68 @@ def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Pla
     }
 
 
-def _plan_begun(
-    begun: JournalHeader,
-    settings: dict[str, Any],
-    network: Network,
-    machine: Machine,
-    plan: str | Path | Plan | None,
-    ram: int | str | None,
-) -> Plan:
-    """The plan of a run that goes on, which keeps all that decides rounding: ResumeError for what asks for others."""
-    for name, before in begun.settings.items():
-        if before != settings.get(name):
+def _plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network, machine: Machine) -> Plan:
+    """The plan of a run that goes on; ResumeError where this machine or its libraries would round differently."""
+    for name in ("processor", "versions"):
+        before, now = begun.settings.get(name), settings[name]
+        if before != now:
             raise ResumeError(
-                f"the run began with {name} {json.dumps(before)}, and this one has {json.dumps(settings.get(name))}; "
-                "resume with what it began with, or start again with --overwrite"
+                f"the run began with {name} {json.dumps(before)}, and here they are {json.dumps(now)}, which may round "
+                "differently; resume where it began, or start again with --overwrite"
             )
     if begun.blas != machine.blas:
-        kernels = begun.blas.rpartition(" ")[2]
         raise ResumeError(
             f"the run began with BLAS kernels {begun.blas}, and this process runs {machine.blas}, which round "
-            f"differently; set OPENBLAS_CORETYPE={kernels} and resume, or start again with --overwrite"
+            "differently; resume in the environment it began in (OPENBLAS_CORETYPE chooses OpenBLAS's kernels before "
+            "numpy is loaded), or start again with --overwrite"
         )
     try:
-        chosen = Plan.from_json(begun.plan)
-        chosen.check_runs(network, machine)
+        plan = Plan.from_json(begun.plan)
+        plan.check_runs(network, machine)
     except PlanFileError as error:
         raise ResumeError(f"the plan that the run began with: {error}; or start again with --overwrite") from None
-    if ram is not None and parse_bytes(ram) < chosen.memory.peak:
+    return plan
+
+
+def _check_wishes(
+    begun_plan: Plan,
+    begun: JournalHeader,
+    plan: str | Path | Plan | None,
+    ram: int | str | None,
+    threads: int | None,
+    patch: Vec3 | None,
+    only: Sequence[str],
+) -> None:
+    """A run that goes on keeps its plan, because rounding depends on it: ResumeError for words that ask for another."""
+    peak = begun_plan.memory.peak
+    if ram is not None and parse_bytes(ram) < peak:
         raise ResumeError(
-            f"the run began with a plan that needs {chosen.memory.peak} bytes, and --ram allows {parse_bytes(ram)}; "
+            f"the run began with a plan that needs {peak} bytes, and --ram allows {parse_bytes(ram)}; "
             "allow as much, or start again with --overwrite"
         )
-    if plan is not None and _load_plan(plan).choices != chosen.choices:
+    for word, before, now in (
+        ("threads", begun_plan.limits.threads, threads),
+        ("patch", ",".join(map(str, begun_plan.patch_out)), ",".join(map(str, patch)) if patch else None),
+        ("only", " and ".join(begun.settings["only"]) or "every primitive", " and ".join(sorted(only)) or None),
+    ):
+        if now is not None and before != now:
+            raise ResumeError(
+                f"the run began with --{word} {before}, and now it is {now}; leave it out, or start again with "
+                "--overwrite"
+            )
+    if plan is not None and _load_plan(plan).choices != begun_plan.choices:
         raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
-    return chosen
 
 
 def _load_plan(plan: str | Path | Plan) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.load(Path(plan))
 
 
-def _roi_text(region: Box | None) -> str:
+def _roi_text(region: Box | None, size: Vec3) -> str:
     """`z0:z1,y0:y1,x0:x1`, however it was typed; empty for the whole volume."""
-    return ",".join(f"{lo}:{hi}" for lo, hi in zip(region.lo, region.hi, strict=True)) if region else ""
+    if region is None or region == Box((0, 0, 0), size):
+        return ""
+    return ",".join(f"{lo}:{hi}" for lo, hi in zip(region.lo, region.hi, strict=True))
 
 
 def peak_bytes() -> int:

@@ -92,8 +92,9 @@ def load_network(where: str | Path, weights: str | Path | None = None) -> Traine
 def load_trained(file: NetworkFile, weights: str | Path | None = None) -> TrainedNetwork:
     """The network of `file` with `weights`, or with those that the file names."""
     path = Path(weights) if weights is not None else file.weights
-    if path is None:
-        raise NetworkFileError(
-            f"{file.path} names no weights, and none were given; add `weights: FILE.npz` to it or give --weights FILE"
-        )
-    return TrainedNetwork(file.network, read_weights(path, file.network))
+    if path is not None:
+        return TrainedNetwork(file.network, read_weights(path, file.network))
+    if not file.network.convolutions:
+        return TrainedNetwork(file.network, ())
+    also = "" if file.path.suffix == ".znni" else ", or name it in the network file (`weights: FILE.npz`)"
+    raise NetworkFileError(f"{file.path} names no weights, and none were given; give --weights FILE.npz{also}")

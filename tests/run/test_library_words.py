@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from place import Place
 
+from znnpy.errors import NetworkFileError
 from znnpy.inference import infer, plan
+from znnpy.trained import load_network
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,27 @@ def test_infer(place: Place, words: dict[str, Any], said: str) -> None:
 def test_plan(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan("fib25_boundary", **words)
+
+
+def test_a_network_of_poolings_alone_needs_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "pools.yaml").write_text("input_channels: 1\nlayers:\n- {type: pool, window: [1, 2, 2]}\n")
+    grey = np.random.default_rng(2).integers(0, 256, (3, 5, 6), np.uint8)
+    windows = np.lib.stride_tricks.sliding_window_view(grey, (1, 2, 2)).max(axis=(3, 4, 5))
+    np.testing.assert_array_equal(load_network(tmp_path / "pools.yaml")(grey)[0], windows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "also"),
+    [
+        ("a.znni", "INPUTS:1, LAYERS:1\nCONV 2,2,2 1\n", r"npz$"),
+        (
+            "a.yaml",
+            "input_channels: 1\nlayers: [{type: conv, kernel: 2, out: 1}]",
+            r"npz, or name it in the network file",
+        ),
+    ],
+)
+def test_missing_weights_say_where_they_can_go(tmp_path: Path, name: str, content: str, also: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(NetworkFileError, match=r"give --weights FILE\." + also):
+        load_network(tmp_path / name)

@@ -56,9 +56,9 @@ def test_goes_on_where_it_stopped(stopped: Place) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"threads": 1}, r"began with threads 2, and this one has 1"),
-        ({"patch": None}, r"began with patch \[4, 4, 4\], and this one has null"),
-        ({"only": ["cpu.conv.direct"]}, r'began with only \[\], and this one has \["cpu.conv.direct"\]'),
+        ({"threads": 1}, "began with --threads 2, and now it is 1"),
+        ({"patch": (2, 4, 4)}, "began with --patch 4,4,4, and now it is 2,4,4"),
+        ({"only": ["cpu.conv.direct"]}, "began with --only every primitive, and now it is cpu.conv.direct"),
         ({"ram": "1M"}, r"needs \d+ bytes, and --ram allows 1048576"),
     ],
 )
@@ -66,6 +66,15 @@ def test_other_words(stopped: Place, changed: dict[str, Any], said: str) -> None
     with pytest.raises(ResumeError, match=said):
         go_on(stopped, **changed)
     go_on(stopped)
+
+
+@pytest.mark.parametrize("left_out", [{"threads": None}, {"patch": None}, {"ram": "20G"}])
+def test_words_left_out_are_those_it_began_with(stopped: Place, left_out: dict[str, Any]) -> None:
+    assert go_on(stopped, **left_out).plan.patch_out == BEGUN["patch"]
+
+
+def test_the_whole_volume_by_its_numbers_is_the_whole_volume(stopped: Place) -> None:
+    go_on(stopped, roi="0:20,0:23,0:25")
 
 
 def test_other_plan(stopped: Place) -> None:
@@ -116,5 +125,5 @@ def test_other_blas_kernels(stopped: Place) -> None:
         header["blas"] = "openblas Prescott"
 
     edit_journal(stopped, elsewhere)
-    with pytest.raises(ResumeError, match="set OPENBLAS_CORETYPE=Prescott and resume"):
+    with pytest.raises(ResumeError, match=r"began with BLAS kernels openblas Prescott, .*OPENBLAS_CORETYPE"):
         go_on(stopped)
