@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import operator
 import os
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 _DEFAULT_SHARE = 0.75  # of the machine's memory: the rest stays for the file cache and everybody else
 
 
@@ -65,9 +69,18 @@ def this_machine() -> Machine:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from `2G`, `600M`, `1.5T` (powers of 1024) or a plain number; ValueError for anything else."""
-    if isinstance(size, int):
-        return size
+    """Bytes from `2G`, `600M`, `1.5T` (powers of 1024) or a plain number; ValueError for any other text.
+
+    TypeError for what is neither text nor a whole number: 2e9 is a float.
+    """
+    if not isinstance(size, str):
+        try:
+            return operator.index(size)
+        except TypeError:
+            raise TypeError(
+                f"a size is a whole number of bytes or text such as '600M' or '2G', and {size!r} is "
+                f"a {type(size).__name__}"
+            ) from None
     match = _SIZE.fullmatch(size.strip())
     if match is None:
         raise ValueError(f"{size!r} is no size: give a number with K, M, G or T, such as 600M or 2G")
@@ -105,27 +118,59 @@ def process_bytes() -> int:
 
 def _cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup("cpu.max")
-    if quota and not quota.startswith("max"):
-        share, period = map(int, quota.split())
-        allowed = min(allowed, max(1, share // period))
-    return allowed
+    return max(1, min([allowed, *map(int, cgroup_cpus())]))
 
 
 def _ram_bytes() -> int:
     import psutil
 
-    total = int(psutil.virtual_memory().total)
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = _cgroup(name)
-        if limit and limit.isdigit():
-            total = min(total, int(limit))
-    return total
+    return min([int(psutil.virtual_memory().total), *cgroup_bytes()])
 
 
-def _cgroup(name: str) -> str | None:
-    path = Path("/sys/fs/cgroup") / name
-    return path.read_text().strip() if path.is_file() else None
+def cgroup_bytes(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[int]:
+    """Every limit on the memory of this process: of the control groups it is in, and of those around them.
+
+    own   lists the groups of this process, as /proc/self/cgroup does; need not exist.
+    root  where they are mounted.
+    """
+    for folder in _groups("memory", own, root):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of cgroup v2, v1
+            limit = _text(folder / name)
+            if limit.isdigit():  # not "max"
+                yield int(limit)
+
+
+def cgroup_cpus(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[float]:
+    """Every quota on the processors of this process, in processors; as `cgroup_bytes`."""
+    for folder in _groups("cpu", own, root):
+        quotas = (
+            _text(folder / "cpu.max").split(),
+            [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")],
+        )
+        for quota in quotas:
+            if len(quota) == 2 and all(number.isdigit() for number in quota):  # not "max", not -1
+                yield int(quota[0]) / int(quota[1])
+
+
+def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
+    """Folders of the groups that this process is in and of all around them, up to where they are mounted.
+
+    Seen from a container, a group may lie outside of what is mounted; then the mount itself is the container's.
+    """
+    lines = [line.split(":", 2) for line in _text(own).splitlines()] or [["0", "", "/"]]
+    for _, controllers, path in lines:
+        if controllers and controller not in controllers.split(","):
+            continue
+        group = PurePosixPath(path)
+        inside = [] if ".." in group.parts else [group, *group.parents]
+        for mount in (root / controller, root / controllers) if controllers else (root, root / "unified"):
+            for folder in dict.fromkeys([*inside, PurePosixPath("/")]):
+                yield mount / folder.relative_to("/")
+
+
+def _text(path: Path) -> str:
+    """Content of a file of the system; empty where there is none."""
+    return path.read_text().strip() if path.is_file() else ""
 
 
 def _cpu_info(field: str) -> str:

@@ -1,0 +1,186 @@
+"""What a process may use: sizes as typed, limits of control groups wherever they are set, the machine's name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from znnpy import machine as machine_module
+from znnpy.machine import Machine, cgroup_bytes, cgroup_cpus, limits_of, parse_bytes, process_bytes, this_machine
+
+MACHINE = Machine("a processor", "avx512", 8, 2**34, "openblas SkylakeX", (("numpy", "2.1"), ("pyfftw", "0.15")))
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (5, 5),
+        (np.int64(7), 7),
+        ("12345", 12345),
+        ("600M", 600 * 2**20),
+        (" 2g ", 2**31),
+        ("1.5T", 3 * 2**39),
+        ("3 KiB", 3072),
+        ("0.5k", 512),
+        ("8B", 8),
+    ],
+)
+def test_sizes(size: int | str, nbytes: int) -> None:
+    assert parse_bytes(size) == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "G", "-1G", "1e9", "2X", "2GG", "1,5G", "two"])
+def test_text_that_is_no_size(size: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{size!r} is no size: give a number with K, M, G or T, such as")):
+        parse_bytes(size)
+
+
+@pytest.mark.parametrize(("size", "shown"), [(2e9, "2000000000.0 is a float"), (b"2G", "b'2G' is a bytes")])
+def test_what_is_neither_text_nor_whole(size: Any, shown: str) -> None:
+    message = f"a size is a whole number of bytes or text such as '600M' or '2G', and {shown}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        limits_of(MACHINE, ram=size)
+
+
+def test_limits() -> None:
+    default = limits_of(MACHINE)
+    assert (default.ram_bytes, default.threads) == (3 * 2**32, 8)
+    asked = limits_of(MACHINE, "300M", 3)
+    assert (asked.ram_bytes, asked.threads) == (300 * 2**20, 3)
+    with pytest.raises(ValueError, match="a RAM limit must be positive, not 0 bytes"):
+        limits_of(MACHINE, 0)
+    with pytest.raises(ValueError, match="a run needs at least one thread, not 0"):
+        limits_of(MACHINE, None, 0)
+
+
+def cgroups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """A system with control groups: what the process is told of its own, and what lies where they are mounted."""
+    listed, root = folder / "cgroup", folder / "mount"
+    listed.write_text(own)
+    root.mkdir()
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content + "\n")
+    return listed, root
+
+
+SLURM = "system.slice/slurmstepd.scope/job_7/step_0"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "nbytes", "cpus"),
+    [
+        ("", {}, None, None),
+        ("", {"memory.max": "300", "cpu.max": "150000 100000"}, 300, 1.5),
+        ("0::/\n", {"memory.max": "300", "cpu.max": "150000 100000"}, 300, 1.5),
+        ("0::/\n", {"memory.max": "max", "cpu.max": "max 100000"}, None, None),
+        (
+            f"0::/{SLURM}\n",
+            {
+                "memory.max": "900",
+                "system.slice/slurmstepd.scope/job_7/memory.max": "500",  # the job's, above its step
+                "system.slice/slurmstepd.scope/job_7/cpu.max": "400000 100000",
+                "system.slice/slurmstepd.scope/job_8/memory.max": "1",  # a neighbour's
+                f"{SLURM}/memory.max": "max",
+                f"{SLURM}/cpu.max": "max 100000",
+            },
+            500,
+            4.0,
+        ),
+        (
+            "0::/user.slice/run-1.scope\n",
+            {"user.slice/run-1.scope/memory.max": "700", "user.slice/memory.max": "800"},
+            700,
+            None,
+        ),
+        (
+            "5:memory:/slurm/job_7\n4:cpu,cpuacct:/slurm/job_7\n3:cpuset:/small\n1:name=systemd:/memory\n",
+            {
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "memory/slurm/memory.limit_in_bytes": "600",
+                "memory/slurm/job_7/memory.limit_in_bytes": "650",
+                "memory/small/memory.limit_in_bytes": "1",
+                "cpu,cpuacct/slurm/job_7/cpu.cfs_quota_us": "250000",
+                "cpu,cpuacct/slurm/job_7/cpu.cfs_period_us": "100000",
+                "cpu,cpuacct/slurm/cpu.cfs_quota_us": "-1",
+                "cpu,cpuacct/slurm/cpu.cfs_period_us": "100000",
+            },
+            600,
+            2.5,
+        ),
+        (
+            "5:memory:/docker/4f\n0::/\n",  # as the host names it; the container sees its own group at the mount
+            {"memory/memory.limit_in_bytes": "400", "unified/memory.max": "450"},
+            400,
+            None,
+        ),
+        ("0::/../outside\n", {"memory.max": "300"}, 300, None),
+    ],
+    ids=["none", "no list", "v2 mount", "v2 unlimited", "v2 Slurm", "v2 systemd", "v1 Slurm", "hybrid", "outside"],
+)
+def test_limits_of_control_groups(
+    tmp_path: Path, own: str, files: dict[str, str], nbytes: int | None, cpus: float | None
+) -> None:
+    listed, root = cgroups(tmp_path, own, files)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "memory.max").write_text("1")
+    assert min(cgroup_bytes(listed, root), default=None) == nbytes
+    assert min(cgroup_cpus(listed, root), default=None) == cpus
+
+
+def test_a_system_without_control_groups(tmp_path: Path) -> None:
+    assert list(cgroup_bytes(tmp_path / "no", tmp_path / "none")) == []
+    assert list(cgroup_cpus(tmp_path / "no", tmp_path / "none")) == []
+
+
+def test_the_machine_is_no_more_than_the_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "cgroup_bytes", lambda: iter([2**63, 12345]))
+    monkeypatch.setattr(machine_module, "cgroup_cpus", lambda: iter([0.5, 1e6]))
+    this_machine.cache_clear()
+    try:
+        assert (this_machine().ram_bytes, this_machine().cores) == (12345, 1)
+    finally:
+        this_machine.cache_clear()
+
+
+def test_this_machine() -> None:
+    here = this_machine()
+    assert here.cores >= 1
+    assert here.ram_bytes > process_bytes() > 2**20
+    assert here.simd in ("avx512", "avx2", "other")
+    assert [name for name, _ in here.versions] == ["numpy", "pyfftw"]
+    assert here.fingerprint == this_machine().fingerprint
+
+
+def test_the_fingerprint_is_stable_and_tells_every_field() -> None:
+    assert MACHINE.fingerprint == "33146066826bdb88"
+    others: dict[str, Any] = {
+        "processor": "b",
+        "simd": "avx2",
+        "cores": 9,
+        "ram_bytes": 2**33,
+        "blas": "openblas Zen",
+        "versions": (("numpy", "2.2"), ("pyfftw", "0.15")),
+    }
+    assert others.keys() == {field.name for field in fields(Machine)}
+    prints = {replace(MACHINE, **{name: value}).fingerprint for name, value in others.items()}
+    assert len(prints | {MACHINE.fingerprint}) == 7
+
+
+def test_blas_kernels_below_the_processor_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    assert MACHINE.blas_warning is None
+    assert replace(MACHINE, simd="avx2", blas="openblas Haswell").blas_warning is None
+    slow = replace(MACHINE, blas="openblas Haswell")
+    assert slow.blas_warning == (
+        "BLAS runs openblas Haswell kernels on an AVX-512 processor (the library chose them): "
+        "products run at about half speed"
+    )
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert slow.blas_warning is not None
+    assert "(OPENBLAS_CORETYPE is set)" in slow.blas_warning
