@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +27,17 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder of the real volume, its labels and the original networks; not part of the repository."""
-    folder = REPOSITORY.parent / "shared" / "data"
+    """Folder of the real volume, its labels and the original networks; not part of the repository.
+
+    The environment variable ZNNPY_TEST_DATA names it, and then it has to be there; else `shared/data` beside the
+    repository, and without it tests that ask for it are skipped.
+    """
+    named = os.environ.get("ZNNPY_TEST_DATA")
+    folder = Path(named) if named else REPOSITORY.parent / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip(f"the real volumes are not here: {folder}")
+        if named:
+            pytest.fail(f"ZNNPY_TEST_DATA names {folder}, and there is no such folder")
+        pytest.skip(f"the real volumes are not here: {folder}; ZNNPY_TEST_DATA may name their folder")
     return folder
 
 
