@@ -178,7 +178,8 @@ class Plan:
             if limit is not None and self.memory.peak > limit:
                 raise PlanFileError(
                     f"the plan needs {self.memory.peak:,} bytes of RAM, {self.memory.peak - limit:,} more than {what} "
-                    f"({limit:,}); make one for this network and volume with `znnpy plan NETWORK --volume VOLUME --ram {limit // 2**20}M`"
+                    f"({limit:,}); make one for this network and volume with "
+                    f"`znnpy plan NETWORK --volume VOLUME --ram {limit // 2**20}M`"
                 )
 
     def _check_shapes(self, network: Network) -> None:

@@ -55,7 +55,7 @@ def test_a_network_of_poolings_alone_needs_no_weights(tmp_path: Path) -> None:
         (
             "a.yaml",
             "input_channels: 1\nlayers: [{type: conv, kernel: 2, out: 1}]",
-            r"npz, or name it in the network file",
+            "npz, or name it in the network",
         ),
     ],
 )

@@ -486,3 +486,34 @@ def test_small_columns_share_a_sync(path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Hdf5Store, "sync", counted)
     finish(path)
     assert len(synced) <= 3  # the first column, the end, and one for a slow second
+
+
+@pytest.mark.parametrize("leave", ["by an error", "by a kill"])
+def test_a_run_without_a_finished_column_leaves_nothing_in_the_way(path: Path, leave: str) -> None:
+    """Its advice may be to run with other settings: the files of the failed run must not refuse that."""
+    opened = output(path).__enter__()
+    opened.begin(HEADER, {})
+    opened.write(COLUMNS[0].steps[0].write, expected()[(slice(None), *COLUMNS[0].steps[0].write.slices)])
+    left = {name: (path.parent / name).read_bytes() for name in names(path)}
+    opened.__exit__(None, None, None)
+    assert names(path) == {"volume.h5"}
+    if leave == "by a kill":
+        for name, content in left.items():
+            (path.parent / name).write_bytes(content)
+    for mode in ("resume", "new"):
+        with output(path, mode, allow_nan=True) as again:
+            assert again.header is None
+            again.begin(HEADER, {})
+
+
+def test_a_place_that_takes_no_lock_is_not_taken_for_another_run() -> None:
+    with (
+        pytest.raises(OutputError, match=r"/proc takes no file out\.h5\.lock, which keeps a second run away"),
+        output(Path("/proc/out.h5")),
+    ):
+        pass
+
+
+def test_a_folder_without_a_name_is_no_output() -> None:
+    with pytest.raises(OutputError, match=r"the output '\.' is a folder"):
+        Output(Path("."), volume=Path("v.h5"), shape=(1, *SIZE), dtype=np.dtype("f4"), mode="new", job={})

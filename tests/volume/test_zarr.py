@@ -166,6 +166,7 @@ def test_overwrite_replaces_the_folder_at_the_end(path: Path) -> None:
 def test_resume_with_another_shape(path: Path) -> None:
     with output(path) as opened:
         opened.begin(HEADER, {})
+        write(opened, range(1), 1)
     with pytest.raises(
         OutputError, match=r"holds \(1, 11, 14, 9\) float32, and this run writes \(2, 11, 14, 9\) float"
     ):

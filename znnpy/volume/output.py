@@ -63,6 +63,8 @@ class Output:
                 unfinished run of the same job, or begin.
         job     what identifies the job, JSON types; compared on resume and kept as attribute `job`.
         """
+        if not path.name:
+            raise OutputError(f"the output {str(path)!r} is a folder; give the name of a file in --out")
         self.path = path
         self.shape = shape
         self.dtype = np.dtype(dtype)
@@ -108,6 +110,9 @@ class Output:
                 error.add_note(f"afterwards: {late}")  # the first error is the cause; this one is its shadow
             finally:
                 self._store = None
+            if not self._kept:  # nothing to go on from: leave no run behind that blocks another
+                self._journal.remove()
+                _remove(self._partial)
 
     def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
         """Begin a new run: the file at its full size, then its journal. Only where `self.header` is None.
@@ -204,6 +209,11 @@ class Output:
             with self._explained():
                 lock.acquire()
         except Timeout:
+            if not Path(lock.lock_file).exists():  # the library waits, whatever the system refused
+                raise OutputError(
+                    f"{self.path.parent} takes no file {Path(lock.lock_file).name}, which keeps a second run away; "
+                    "give another --out"
+                ) from None
             raise OutputError(
                 f"another run is writing {self.path} (it holds {lock.lock_file}); wait for it, or give another --out"
             ) from None
@@ -216,20 +226,24 @@ class Output:
 
     def _look(self) -> None:
         """Decide what there is to do with what is on disk."""
-        unfinished = self._journal.path.exists() and self._partial.exists()
         if self._mode == "overwrite":
             return
+        header: JournalHeader | None = None
+        done: Set[int] = frozenset()
+        if self._journal.path.exists() and self._partial.exists():
+            header, done = self._journal.read()
         if self._mode == "new":
-            if unfinished or self._partial.exists():
+            if done or (self._partial.exists() and header is None):
+                progress = f" with {len(done)} of {header.columns} columns done" if header else ""
                 raise OutputError(
-                    f"an unfinished run left {self._partial}{self._progress()}; "
+                    f"an unfinished run left {self._partial}{progress}; "
                     "go on with --resume, or start again with --overwrite"
                 )
             if self.path.exists():
                 raise OutputError(f"the output {self.path} exists; give --overwrite to replace it, or another --out")
             return
-        if unfinished:
-            header, self.done = self._journal.read()
+        if header is not None and done:
+            self.done = done
             self._check_same(header.job, f"the unfinished {self._partial}", "finish it with the old settings")
             self._open_store()
             self.header = header
@@ -244,12 +258,6 @@ class Output:
             self._check_same(json.loads(job), f"the finished {self.path}", "give another --out")
             self._journal.remove()  # of a run killed between its last two steps
             self.finished = True
-
-    def _progress(self) -> str:
-        if not self._journal.path.exists():
-            return ""
-        header, done = self._journal.read()
-        return f" with {len(done)} of {header.columns} columns done"
 
     def _check_same(self, theirs: Mapping[str, Any], what: str, else_do: str) -> None:
         before, now = dict(_flat(theirs)), dict(_flat(self._job))
