@@ -13,6 +13,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -101,6 +102,13 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     if size < 1:
         raise click.BadParameter(f"{value!r} is {size} bytes: give a positive size such as 2G")
     return size
+
+
+def _positive(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """A number above 0 that is one: click's own range lets NaN pass."""
+    if not 0 < value < inf:
+        raise click.BadParameter(f"{value} is not a positive number such as 1e-5")
+    return value
 
 
 def _voxels(ctx: click.Context, param: click.Parameter, value: str | None) -> Vec3 | None:
@@ -254,10 +262,11 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses the voxels.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
+    callback=_positive,
     default=1e-5,
     show_default=True,
-    help="Largest difference allowed.",
+    help="Largest difference allowed; larger in proportion where values are larger than 1.",
 )
 @_json
 def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:

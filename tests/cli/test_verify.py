@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 from place import Place
 
-from znnpy.verify import verify
+from znnpy.network import Conv, Network
+from znnpy.verify import _positions, verify
 
 
 def words(place: Place, *more: object) -> list[object]:
@@ -118,3 +120,76 @@ def test_shipped_network_is_found_by_its_name(place: Place) -> None:
     assert place.run("infer", place.volume, "--out", place.out).exit_code == 0
     report = verify(place.out, place.volume, samples=9)
     assert 0 < report.worst <= 1e-5
+
+
+LARGE = 1e5
+
+
+def large_values(folder: Path) -> Place:
+    """An output of values around 1e5 in map 0 and around 1 in map 1: one convolution, no activation."""
+    place = Place.furnish(folder, Network("large", 1, (Conv((5, 5, 5), 8, "relu"), Conv((3, 3, 3), 2))))
+    rng = np.random.default_rng(8)
+    weight = rng.standard_normal((2, 8, 3, 3, 3)).astype(np.float32) / 15
+    weight[0] *= LARGE
+    place.write_weights(conv1_weight=weight)
+    assert place.infer().exit_code == 0
+    return place
+
+
+def test_large_values_round_in_proportion(tmp_path: Path) -> None:
+    place = large_values(tmp_path)
+    report = json.loads(place.run(*words(place, "--json")).stdout)
+    assert report["magnitude"] > LARGE / 10 if report["channel"] == 0 else report["magnitude"] < 100
+    assert report["allowed"] == pytest.approx(1e-5 * report["magnitude"])
+    result = place.run(*words(place, "--tolerance", "1e-9"))
+    assert result.exit_code == 1
+    assert "(1e-09 times " in result.stderr
+    assert ", the size of the values)" in result.stderr
+
+
+@pytest.mark.parametrize("channel", [0, 1])
+def test_wrong_large_values_are_found(tmp_path: Path, channel: int) -> None:
+    """An error a ten-thousandth of the values of its own map, however large those of the other are."""
+    place = large_values(tmp_path)
+    with h5py.File(place.out, "r+") as file:
+        prediction = file["prediction"]
+        prediction[channel] += 1e-3 * prediction[channel].std()
+    sentence = place.refusal(*words(place))
+    assert sentence.split()[0] == "60"
+    assert f"map {channel}: " in sentence
+
+
+def test_more_samples_than_voxels_is_each_voxel_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place.infer("--roi", "0:8,0:11,0:9").exit_code == 0
+    network = place.folder / "net.yaml"
+    assert verify(place.out, place.volume, network=network, samples=10**8).samples == 3 * 4 * 3
+    monkeypatch.setattr("znnpy.verify.BLOCK", 7)
+    with h5py.File(place.out, "r+") as file:
+        file["prediction"][1, 2, 3, 2] += 1e-3
+        file["prediction"][0, 0, 1, 0] += 1e-2
+    assert "2 of 36 voxels are wrong; worst error 1.00e-02 at (z, y, x) = (0, 1, 0), map 0" in place.refusal(
+        "verify", place.out, place.volume, "--network", network, "--samples", 99
+    )
+
+
+def test_samples_are_different_voxels_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("znnpy.verify.BLOCK", 64)
+    size = (5, 7, 11)
+    for samples in (1, 64, 65, 300, 385):
+        blocks = list(_positions(size, samples, seed=4))
+        assert all(len(block) <= 64 for block in blocks)
+        flat = np.ravel_multi_index(tuple(np.concatenate(blocks).T), size)
+        assert len(set(flat.tolist())) == len(flat) == samples
+        assert (np.diff(flat) > 0).all()
+    drawn = np.concatenate([np.concatenate(list(_positions(size, 40, seed))) for seed in range(300)])
+    times = np.bincount(np.ravel_multi_index(tuple(drawn.T), size), minlength=385)
+    assert times.sum() == 40 * 300
+    assert 8 < times.min() <= times.max() < 60  # about 31 each
+
+
+def test_words_that_are_none(place: Place) -> None:
+    for tolerance in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a tolerance must be positive and finite"):
+            verify(place.out, place.volume, tolerance=tolerance)
+    with pytest.raises(ValueError, match="0 samples show nothing"):
+        verify(place.out, place.volume, samples=0)
