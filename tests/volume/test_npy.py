@@ -32,14 +32,16 @@ BOXES = [
 ]
 
 
-@pytest.mark.parametrize("run", [1, 40, 2**20], ids="runs of {} bytes".format)
+@pytest.mark.parametrize("page", [0, 4096], ids=["long rows", "short rows"])
+@pytest.mark.parametrize("run", [1, 40, 300, 2**20], ids="runs of {} bytes".format)
 @pytest.mark.parametrize("box", BOXES, ids=str)
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", [(7, 9, 11), (3, 7, 9, 11)], ids=str)
 def test_reads_a_box(
-    tmp_path: Path, shape: tuple[int, ...], order: str, box: Box, run: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shape: tuple[int, ...], order: str, box: Box, run: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(array_module, "RUN_BYTES", run)
+    monkeypatch.setattr(array_module, "PAGE", page)
     array = saved(tmp_path / "v.npy", shape, order=order).reshape(-1, 7, 9, 11)
     with open_volume(tmp_path / "v.npy") as volume:
         out = np.full((array.shape[0], *box.size), 999, np.uint16)

@@ -16,7 +16,8 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume.volume import Volume
 
-RUN_BYTES = 2**20  # most that is read at once
+RUN_BYTES = 2**20  # read at once, where it lies together
+PAGE = 4096  # bytes
 
 
 class ArrayVolume(Volume):
@@ -52,20 +53,28 @@ class NpyVolume(Volume):
         self._file.close()
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """Run by run of what lies together in the file: along the last axis, and along more where they are whole."""
+        """Run by run of what lies together in the file: along the last axis, and along more where they are whole.
+
+        Rows shorter than a page are read whole: the system reads their pages anyway, and a run holds many of them.
+        """
         extent, lo, target = self.shape, (0, *box.lo), out
         if self._is_fortran:
             extent, lo, target = extent[::-1], lo[::-1], out.T
+        columns = slice(lo[3], lo[3] + target.shape[3])
+        if extent[3] * out.itemsize > PAGE:
+            shape, columns = target.shape, slice(None)
+        else:
+            shape, lo = (*target.shape[:3], extent[3]), (*lo[:3], 0)
         along = 3
-        while along and target.shape[along] == extent[along] and _nbytes(target.shape[along - 1 :], out) <= RUN_BYTES:
+        while along and shape[along] == extent[along] and prod(shape[along - 1 :]) * out.itemsize <= RUN_BYTES:
             along -= 1
-        run = np.empty(target.shape[along:], self._stored_dtype)
-        for index in np.ndindex(target.shape[:along]):
+        run = np.empty(shape[along:], self._stored_dtype)
+        for index in np.ndindex(shape[:along]):
             first = 0
             for axis, n in enumerate(extent):
                 first = first * n + lo[axis] + (index[axis] if axis < along else 0)
             self._fill(run, self._begin + first * run.itemsize)
-            target[index] = run
+            target[index] = run[..., columns]
 
     def _fill(self, run: npt.NDArray[Any], at: int) -> None:
         """Read from byte `at` of the file until `run` is full."""
@@ -99,7 +108,3 @@ def open_volume(path: Path, dataset: str | None = None) -> NpyVolume:
         raise VolumeError(f"there is no file {path}; check the path") from None
     except (OSError, ValueError) as error:
         raise VolumeError(f"{path} cannot be read as .npy: {error}; write it again with numpy.save") from None
-
-
-def _nbytes(shape: tuple[int, ...], array: npt.NDArray[Any]) -> int:
-    return prod(shape) * array.itemsize
