@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+
+from znnpy.kernels.crew import Crew
+from znnpy.machine import Limits, this_machine
+from znnpy.planner.search import make_plan
+from znnpy.run.session import Session
+from znnpy.trained import load_network
 
 MIB = 2**20
 
@@ -30,22 +38,91 @@ def infer(volume: Path, *words: str) -> tuple[int, int]:
     return report["predicted"]["peak_bytes"], report["peak_bytes"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
-def test_a_volume_larger_than_ram_runs_within_it(tmp_path: Path) -> None:
-    (tmp_path / "thin.yaml").write_text(NETWORK)
+SIZE = (300, 300, 300)  # 108 MB of float32, more than the limits below leave to a run
+CHUNK = (60, 60, 60)
+
+
+def thin(folder: Path) -> Path:
+    """A network that costs nothing beside reading and writing, with its weights."""
     weight, bias = np.ones((1, 1, 2, 2, 2), np.float32), np.zeros(1, np.float32)
-    np.savez(tmp_path / "thin.npz", conv0_weight=weight, conv0_bias=bias)
-    volume = tmp_path / "volume.h5"
-    with h5py.File(volume, "w") as file:  # 216 MB of zeros that take no disk
-        file.create_dataset("raw", (300, 300, 300), np.float64, chunks=(60, 60, 60))
-    out = tmp_path / "out.h5"
-    words = ("--network", str(tmp_path / "thin.yaml"), "--ram", "200M", "--out", str(out), "--output-dtype", "uint8")
-    promise, peak = infer(volume, *words)
-    assert peak <= promise <= 200 * MIB < volume_bytes(volume)
-    with h5py.File(out) as file:
-        prediction = file["prediction"][::37, ::41, ::43]
+    np.savez(folder / "thin.npz", conv0_weight=weight, conv0_bias=bias)
+    path = folder / "thin.yaml"
+    path.write_text(NETWORK)
+    return path
+
+
+def as_npy(folder: Path) -> Path:
+    """640 MB of zeros that take no disk: a mapping would count every page it reads."""
+    path = folder / "volume.npy"
+    np.lib.format.open_memmap(path, "w+", np.uint8, (1000, 800, 800)).flush()
+    return path
+
+
+def as_wide_hdf5(folder: Path) -> Path:
+    """216 MB of zeros that take no disk."""
+    path = folder / "volume.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("raw", SIZE, np.float64, chunks=CHUNK)
+    return path
+
+
+def as_nan(folder: Path) -> Path:
+    """Every voxel is NaN, and every plane is stored."""
+    path = folder / "volume.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("raw", SIZE, np.float32, chunks=CHUNK, fillvalue=np.nan)
+    return path
+
+
+def as_gzip(folder: Path) -> Path:
+    """Chunks of 3.4 MB that are packed and filled with noise in part."""
+    path = folder / "volume.h5"
+    with h5py.File(path, "w") as file:
+        data = file.create_dataset("raw", SIZE, np.float32, chunks=(95, 95, 95), compression="gzip", shuffle=True)
+        data[:95, :95, :190] = np.random.default_rng(5).random((95, 95, 190), np.float32)
+    return path
+
+
+def as_zarr(folder: Path) -> Path:
+    zarr = pytest.importorskip("zarr")
+    path = folder / "volume.zarr"
+    array = zarr.create_array(path, shape=SIZE, chunks=CHUNK, dtype=np.float32)
+    array[:60, :60, :120] = np.random.default_rng(6).random((60, 60, 120), np.float32)
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
+@pytest.mark.parametrize(
+    ("store", "out", "ram", "words"),
+    [
+        (as_wide_hdf5, "out.h5", 200, []),
+        (as_npy, "out.h5", 400, ["--roi", "0:1000,0:800,0:80"]),
+        (as_nan, "out.h5", 240, ["--allow-nan"]),
+        (as_gzip, "out.h5", 200, []),
+        (as_zarr, "out.zarr", 240, []),
+    ],
+    ids=["HDF5", "npy", "NaN", "gzip", "Zarr"],
+)
+def test_a_volume_larger_than_ram_runs_within_it(
+    tmp_path: Path, store: Callable[[Path], Path], out: str, ram: int, words: list[str]
+) -> None:
+    dtype = "float16" if words == ["--allow-nan"] else "uint8"
+    common = ("--network", str(thin(tmp_path)), "--ram", f"{ram}M", "--out", str(tmp_path / out))
+    promise, peak = infer(store(tmp_path), *common, "--output-dtype", dtype, *words)
+    assert peak <= promise <= ram * MIB
+    assert promise <= 1.6 * peak
+    prediction = read(tmp_path / out)[-1:, ::41, ::43]
     exact = 1 / (1 + np.exp(8 * 0.5 / 0.3))  # sigmoid of eight normalised zeros
-    assert (prediction == round(255 * exact)).all()
+    assert np.isnan(prediction).all() if words == ["--allow-nan"] else (prediction == round(255 * exact)).all()
+
+
+def read(out: Path) -> np.ndarray:
+    if out.suffix == ".zarr":
+        import zarr
+
+        return np.asarray(zarr.open_array(out, mode="r"))
+    with h5py.File(out) as file:
+        return np.asarray(file["prediction"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
@@ -59,6 +136,23 @@ def test_the_promise_is_kept_and_no_more_than_used(tmp_path: Path, ram: str) -> 
     assert peak <= promise <= 1.15 * peak
 
 
-def volume_bytes(path: Path) -> int:
-    with h5py.File(path) as file:
-        return int(file["raw"].size * file["raw"].dtype.itemsize)
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("primitive", ["cpu.conv.direct", "cpu.conv.fft_tiled"])
+def test_a_bound_session_allocates_no_more_than_its_allowance(primitive: str, dtype: str) -> None:
+    """One more copy of a patch on its way in would be more than that."""
+    trained = load_network("fib25_boundary")
+    network = trained.network
+    output = (56, 56, 60)
+    plan = make_plan(network, output, this_machine(), Limits(2**30, 2), itemsize_in=8, patch=output, only=[primitive])
+    raw = np.random.default_rng(8).integers(0, 256, (1, *plan.patch_in)).astype(np.float64)
+    out = np.full((network.output_channels, *plan.patch_out), 77, dtype)
+    assert raw.nbytes > plan.memory.allowance
+    with Crew(2) as crew, Session(plan, network, trained.weights, crew) as session:
+        session.run(raw, out)
+        tracemalloc.start()
+        try:
+            session.run(raw, out)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak <= plan.memory.allowance
