@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,19 @@ from typing import Any
 import numpy as np
 
 import znnpy
-from znnpy.errors import OutputError, PlanFileError, ResumeError
+from znnpy.errors import OutputError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.crew import Crew
-from znnpy.machine import Machine, limits_of, parse_bytes, this_machine
+from znnpy.machine import Machine, limits_of, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box, cover
-from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes
+from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
 from znnpy.run import pipeline
+from znnpy.run.choice import Wishes, check_wishes, choose, plan_begun
 from znnpy.run.session import Session
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.trained import load_trained
@@ -158,11 +158,13 @@ def infer(
             "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
         }
         begun = output.header
-        if begun is not None:
-            chosen = _plan_begun(begun, settings, trained.network, machine)
-            _check_wishes(chosen, begun, plan, ram, threads, patch, only)
+        wishes = Wishes(plan, ram, threads, patch, tuple(only))
+        if begun is None:
+            masks = allow_nan and source.dtype.kind == "f"
+            chosen = choose(wishes, trained.network, source, np.dtype(output_dtype), masks=masks, machine=machine)
         else:
-            chosen = _choose(plan, trained.network, source, np.dtype(output_dtype), machine, ram, threads, patch, only)
+            chosen = plan_begun(begun, settings, trained.network, machine)
+            check_wishes(wishes, begun, chosen)
         columns = cover(source.output, chosen.patch_out)
         crew = stack.enter_context(Crew(chosen.limits.threads))
         session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
@@ -201,52 +203,6 @@ def _report(
     )
 
 
-def _choose(
-    plan: str | Path | Plan | None,
-    network: Network,
-    source: Source,
-    output_dtype: np.dtype[Any],
-    machine: Machine,
-    ram: int | str | None,
-    threads: int | None,
-    patch: Vec3 | None,
-    only: Sequence[str],
-) -> Plan:
-    """The plan that was given, once it is known to run here; else the fastest one."""
-    if plan is None:
-        return make_plan(
-            network,
-            source.output,
-            machine,
-            limits_of(machine, ram, threads),
-            itemsize_in=source.dtype.itemsize,
-            itemsize_out=output_dtype.itemsize,
-            patch=patch,
-            only=only,
-            baseline=baseline_bytes() + source.volume.extra_bytes,
-        )
-    given = _load_plan(plan)
-    if threads is not None or patch is not None or only:
-        raise PlanFileError(
-            "a plan fixes threads, patch and primitives already; leave out --threads, --patch and --only, "
-            "or leave out --plan"
-        )
-    held = baseline_bytes() + source.volume.extra_bytes
-    if held > given.memory.baseline + MARGIN_BYTES:  # this process holds more than the one that planned
-        given = replace(given, memory=replace(given.memory, baseline=held))
-    given.check_runs(network, machine, ram_bytes=given.limits.ram_bytes if ram is None else parse_bytes(ram))
-    for what, planned, needed in (
-        ("volume", given.itemsize_in, source.dtype.itemsize),
-        ("output", given.itemsize_out, output_dtype.itemsize),
-    ):
-        if planned < needed:
-            raise PlanFileError(
-                f"the plan counts {planned} bytes a voxel of the {what}, which has {needed}; "
-                "make it again with `znnpy plan --volume` and the same --output-dtype"
-            )
-    return replace(given, output=source.output, patches=len(cover(source.output, given.patch_out)))
-
-
 def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """What the output says of itself: where it lies in the volume, and what made it."""
     return {
@@ -261,63 +217,6 @@ def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Pla
         "plan": plan.to_json(),
         "znnpy_version": znnpy.__version__,
     }
-
-
-def _plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network, machine: Machine) -> Plan:
-    """The plan of a run that goes on; ResumeError where this machine or its libraries would round differently."""
-    for name in ("processor", "versions"):
-        before, now = begun.settings.get(name), settings[name]
-        if before != now:
-            raise ResumeError(
-                f"the run began with {name} {json.dumps(before)}, and here they are {json.dumps(now)}, which may round "
-                "differently; resume where it began, or start again with --overwrite"
-            )
-    if begun.blas != machine.blas:
-        raise ResumeError(
-            f"the run began with BLAS kernels {begun.blas}, and this process runs {machine.blas}, which round "
-            "differently; resume in the environment it began in (OPENBLAS_CORETYPE chooses OpenBLAS's kernels before "
-            "numpy is loaded), or start again with --overwrite"
-        )
-    try:
-        plan = Plan.from_json(begun.plan)
-        plan.check_runs(network, machine)
-    except PlanFileError as error:
-        raise ResumeError(f"the plan that the run began with: {error}; or start again with --overwrite") from None
-    return plan
-
-
-def _check_wishes(
-    begun_plan: Plan,
-    begun: JournalHeader,
-    plan: str | Path | Plan | None,
-    ram: int | str | None,
-    threads: int | None,
-    patch: Vec3 | None,
-    only: Sequence[str],
-) -> None:
-    """A run that goes on keeps its plan, because rounding depends on it: ResumeError for words that ask for another."""
-    peak = begun_plan.memory.peak
-    if ram is not None and parse_bytes(ram) < peak:
-        raise ResumeError(
-            f"the run began with a plan that needs {peak} bytes, and --ram allows {parse_bytes(ram)}; "
-            "allow as much, or start again with --overwrite"
-        )
-    for word, before, now in (
-        ("threads", begun_plan.limits.threads, threads),
-        ("patch", ",".join(map(str, begun_plan.patch_out)), ",".join(map(str, patch)) if patch else None),
-        ("only", " and ".join(begun.settings["only"]) or "every primitive", " and ".join(sorted(only)) or None),
-    ):
-        if now is not None and before != now:
-            raise ResumeError(
-                f"the run began with --{word} {before}, and now it is {now}; leave it out, or start again with "
-                "--overwrite"
-            )
-    if plan is not None and _load_plan(plan).choices != begun_plan.choices:
-        raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
-
-
-def _load_plan(plan: str | Path | Plan) -> Plan:
-    return plan if isinstance(plan, Plan) else Plan.load(Path(plan))
 
 
 def _roi_text(region: Box | None, size: Vec3) -> str:

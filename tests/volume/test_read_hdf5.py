@@ -127,6 +127,9 @@ def test_what_is_no_volume(store: Store, array: Any, message: str) -> None:
     path = store(main=array)
     with pytest.raises(VolumeError, match=r"volume\.h5: main " + message):
         open_volume(path, "main")
+    with pytest.raises(VolumeError, match=r"volume\.h5: main " + message):
+        open_volume(path)
+    path = store(main=array, other=array)
     with pytest.raises(VolumeError, match=r"holds no 3D or 4D dataset of numbers but main \("):
         open_volume(path)
 
@@ -282,8 +285,11 @@ def test_large_chunks_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "volume.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("small", (256, 256, 256), "u1", chunks=(64, 64, 64))
-        file.create_dataset("large", (256, 512, 512), "u1", chunks=(256, 512, 512))
+        file.create_dataset("large", (256, 512, 512), "u1", chunks=(256, 512, 512), compression="lzf")
+        file.create_dataset("plain", (256, 512, 512), "u1", chunks=(256, 512, 512))
     with open_volume(path, "small") as volume:
+        assert volume.extra_bytes == 0
+    with open_volume(path, "plain") as volume:
         assert volume.extra_bytes == 0
     with open_volume(path, "large") as volume:
         assert volume.extra_bytes == hdf5.CACHE_BYTES + 2 * 2**26 - READER_BYTES

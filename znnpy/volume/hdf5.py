@@ -36,8 +36,8 @@ class Hdf5Volume(Volume):
     @property
     def extra_bytes(self) -> int:
         """A filtered chunk larger than the cache is unpacked whole, beside its packed form, for every read."""
-        if self._voxels.chunks is None:
-            return 0
+        if self._voxels.chunks is None or self._voxels.id.get_create_plist().get_nfilters() == 0:
+            return 0  # read in place, however large
         chunk: int = prod(self._voxels.chunks) * self.dtype.itemsize
         return max(0, CACHE_BYTES + 2 * chunk - READER_BYTES)
 

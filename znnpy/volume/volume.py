@@ -133,6 +133,9 @@ def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dat
     fitting = [name for name, (shape, dtype) in arrays.items() if why_not(shape, dtype) is None]
     if len(fitting) == 1:
         return fitting[0]
+    if len(arrays) == 1:
+        name = next(iter(arrays))
+        raise VolumeError(f"{path}: {name} {why_not(*arrays[name])}")
     if not fitting:
         raise VolumeError(
             f"{path} holds no 3D or 4D dataset of numbers but {_listed(arrays, arrays)}; "

@@ -45,7 +45,8 @@ class ZarrVolume(Volume):
     def extra_bytes(self) -> int:
         """Chunks are unpacked several at once, each beside its packed form."""
         chunk: int = prod(self._voxels.chunks) * self.dtype.itemsize
-        return max(0, 2 * int(zarr.config.get("async.concurrency")) * chunk - READER_BYTES)
+        at_once: int = min(int(zarr.config.get("async.concurrency")), int(self._voxels.nchunks))
+        return max(0, 2 * at_once * chunk - READER_BYTES)
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         where = (slice(None), *box.slices) if self.has_channel_axis else box.slices

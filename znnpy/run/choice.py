@@ -1,0 +1,146 @@
+"""Which plan a run takes: the one it was given, the one it began with, or the fastest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from znnpy.errors import NoPlanError, PlanFileError, ResumeError
+from znnpy.machine import Machine, limits_of, parse_bytes
+from znnpy.network import Network
+from znnpy.patches import cover
+from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, reading_bytes, writing_bytes
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.shapes import Vec3
+from znnpy.volume.journal import JournalHeader
+from znnpy.volume.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The caller's words on how to run; None or empty where there were none."""
+
+    plan: str | Path | Plan | None
+    ram: int | str | None
+    threads: int | None
+    patch: Vec3 | None
+    only: tuple[str, ...]
+
+    def given_plan(self) -> Plan | None:
+        return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.load(Path(self.plan))
+
+
+def choose(
+    wishes: Wishes, network: Network, source: Source, output_dtype: np.dtype[Any], *, masks: bool, machine: Machine
+) -> Plan:
+    """The plan that was given, once it is known to run here; else the fastest one.
+
+    masks  voxels that are not finite are allowed, so each patch comes with a mask of them.
+    """
+    given = wishes.given_plan()
+    if given is not None:
+        return _known_to_run(given, wishes, network, source, output_dtype, masks=masks, machine=machine)
+    unpacking = source.volume.extra_bytes
+    try:
+        return make_plan(
+            network,
+            source.output,
+            machine,
+            limits_of(machine, wishes.ram, wishes.threads),
+            itemsize_in=source.dtype.itemsize,
+            itemsize_out=output_dtype.itemsize,
+            patch=wishes.patch,
+            only=wishes.only,
+            masks=masks,
+            baseline=baseline_bytes() + unpacking,
+        )
+    except NoPlanError as error:
+        if not unpacking:
+            raise
+        raise NoPlanError(
+            f"{error}; {unpacking:,} bytes of what the process takes unpack the volume's large chunks: "
+            "chunks of about 1 MiB would need none"
+        ) from None
+
+
+def _known_to_run(
+    plan: Plan,
+    wishes: Wishes,
+    network: Network,
+    source: Source,
+    output_dtype: np.dtype[Any],
+    *,
+    masks: bool,
+    machine: Machine,
+) -> Plan:
+    """`plan`, charged with what this process, volume and output take where that is more; PlanFileError if too much."""
+    if wishes.threads is not None or wishes.patch is not None or wishes.only:
+        raise PlanFileError(
+            "a plan fixes threads, patch and primitives already; leave out --threads, --patch and --only, "
+            "or leave out --plan"
+        )
+    held = baseline_bytes() + source.volume.extra_bytes
+    reading = reading_bytes(network.input_channels, plan.patch_in, source.dtype.itemsize, masks=masks)
+    writing = writing_bytes(network.output_channels, plan.patch_out, output_dtype.itemsize)
+    memory = replace(
+        plan.memory,
+        baseline=held if held > plan.memory.baseline + MARGIN_BYTES else plan.memory.baseline,
+        reading=max(reading, plan.memory.reading),
+        writing=max(writing, plan.memory.writing),
+    )
+    patches = len(cover(source.output, plan.patch_out))
+    here = replace(plan, memory=memory, output=source.output, patches=patches)
+    limit = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
+    here.check_runs(network, machine, ram_bytes=limit)
+    return here
+
+
+def plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network, machine: Machine) -> Plan:
+    """The plan of a run that goes on; ResumeError where this machine or its libraries would round differently."""
+    for name in ("processor", "versions"):
+        before, now = begun.settings.get(name), settings[name]
+        if before != now:
+            raise ResumeError(
+                f"the run began with {name} {json.dumps(before)}, and here they are {json.dumps(now)}, which may round "
+                "differently; resume where it began, or start again with --overwrite"
+            )
+    if begun.blas != machine.blas:
+        raise ResumeError(
+            f"the run began with BLAS kernels {begun.blas}, and this process runs {machine.blas}, which round "
+            "differently; resume in the environment it began in (OPENBLAS_CORETYPE chooses OpenBLAS's kernels before "
+            "numpy is loaded), or start again with --overwrite"
+        )
+    try:
+        plan = Plan.from_json(begun.plan)
+        plan.check_runs(network, machine)
+    except PlanFileError as error:
+        raise ResumeError(f"the plan that the run began with: {error}; or start again with --overwrite") from None
+    return plan
+
+
+def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
+    """A run that goes on keeps its plan, because rounding depends on it: ResumeError for words that ask for another."""
+    peak = plan.memory.peak
+    if wishes.ram is not None and parse_bytes(wishes.ram) < peak:
+        raise ResumeError(
+            f"the run began with a plan that needs {peak} bytes, and --ram allows {parse_bytes(wishes.ram)}; "
+            "allow as much, or start again with --overwrite"
+        )
+    for word, before, now in (
+        ("threads", str(plan.limits.threads), str(wishes.threads or "")),
+        ("patch", ",".join(map(str, plan.patch_out)), ",".join(map(str, wishes.patch or ()))),
+        ("only", " and ".join(begun.settings["only"]) or "every primitive", " and ".join(sorted(wishes.only))),
+    ):
+        if now and before != now:
+            raise ResumeError(
+                f"the run began with --{word} {before}, and now it is {now}; leave it out, or start again with "
+                "--overwrite"
+            )
+    given = wishes.given_plan()
+    if given is not None and given.choices != plan.choices:
+        raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
