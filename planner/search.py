@@ -49,7 +49,7 @@ def make_plan(
     itemsize_in: int = 1,
     itemsize_out: int = 4,
     patch: Vec3 | None = None,
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
     table: tuple[Primitive, ...] = TABLE,
     rates: Rates | None = None,
     baseline: int | None = None,
@@ -60,7 +60,7 @@ def make_plan(
     itemsize_in   bytes per voxel of the volume as stored
     itemsize_out  bytes per value of the output
     patch         this output patch only; a multiple of the pooling period, else ShapeError
-    only          names of primitives; where one of them applies to a layer no other is considered
+    only          name or names of primitives; where one of them applies to a layer no other is considered
     rates         speeds of the machine; assumed from `machine` when not given
     baseline      bytes of the process without the run; measured now when not given
     masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
@@ -74,6 +74,9 @@ def make_plan(
         )
     if min(output) < 1:
         raise ShapeError(f"there is nothing to compute: the output is {text(output)}; give a larger volume or region")
+    if patch is not None and len(patch) != 3:
+        raise ShapeError(f"an output patch has three sizes (z, y, x), not {patch}")
+    only = (only,) if isinstance(only, str) else tuple(only)
     for name in only:
         try:
             find(name, table)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import znnpy
-from znnpy.errors import OutputError
+from znnpy.errors import OutputError, ShapeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.crew import Crew
@@ -55,13 +55,15 @@ def plan(
     ram: int | str | None = None,
     threads: int | None = None,
     patch: Vec3 | None = None,
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
 ) -> Plan:
     """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
 
     Takes the words of `znnpy plan`. NoPlanError names the nearest miss when nothing fits.
     """
     _check_words(border, output_dtype)
+    if shape is not None and len(shape) != 3:
+        raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
     file = read_network(network)
@@ -108,7 +110,7 @@ def infer(
     ram: int | str | None = None,
     threads: int | None = None,
     patch: Vec3 | None = None,
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> Report:
     """Predict a volume, patch by patch, within the limits; the output is whole or it is not there.
@@ -118,6 +120,7 @@ def infer(
     """
     started = time.perf_counter()
     _check_words(border, output_dtype)
+    only = (only,) if isinstance(only, str) else tuple(only)
     if overwrite and resume:
         raise ValueError("overwrite starts again and resume goes on: ask for one of them")
     if allow_nan and output_dtype == "uint8":
@@ -158,7 +161,7 @@ def infer(
             "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
         }
         begun = output.header
-        wishes = Wishes(plan, ram, threads, patch, tuple(only))
+        wishes = Wishes(plan, ram, threads, patch, only)
         if begun is None:
             masks = allow_nan and source.dtype.kind == "f"
             chosen = choose(wishes, trained.network, source, np.dtype(output_dtype), masks=masks, machine=machine)

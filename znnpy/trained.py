@@ -41,7 +41,7 @@ class TrainedNetwork:
         ram: int | str | None = None,
         threads: int | None = None,
         patch: Vec3 | None = None,
-        only: Sequence[str] = (),
+        only: str | Sequence[str] = (),
     ) -> npt.NDArray[np.float32]:
         """Dense prediction of a volume that fits into memory.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from place import Place
 
-from znnpy.errors import NetworkFileError
+from znnpy.errors import NetworkFileError, ShapeError, VolumeError
 from znnpy.inference import infer, plan
 from znnpy.trained import load_network
 
@@ -63,3 +63,28 @@ def test_missing_weights_say_where_they_can_go(tmp_path: Path, name: str, conten
     (tmp_path / name).write_text(content)
     with pytest.raises(NetworkFileError, match=r"give --weights FILE\." + also):
         load_network(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        ([[[1, 2]]], "is a numpy array, not list; make it with np.asarray"),
+        (None, "not NoneType"),
+        (np.ma.masked_less(np.zeros((40, 40, 40)), 1), "the array is masked, and masks are not read"),
+    ],
+)
+def test_only_plain_arrays_are_volumes(array: Any, said: str) -> None:
+    with pytest.raises(VolumeError, match=said):
+        load_network("fib25_boundary")(array)
+
+
+def test_sizes_have_three_axes() -> None:
+    with pytest.raises(ShapeError, match=r"an output patch has three sizes \(z, y, x\), not \(8, 8\)"):
+        plan("fib25_boundary", shape=(50, 50, 50), patch=(8, 8))  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"a shape has three sizes \(z, y, x\), not \(50, 50\)"):
+        plan("fib25_boundary", shape=(50, 50))  # type: ignore[arg-type]
+
+
+def test_one_primitive_needs_no_list() -> None:
+    chosen = plan("fib25_boundary", shape=(50, 50, 50), only="cpu.conv.direct")
+    assert {choice.primitive for choice in chosen.choices} == {"cpu.conv.direct", "cpu.pool.fragments"}

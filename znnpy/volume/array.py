@@ -24,6 +24,12 @@ class ArrayVolume(Volume):
     """An array (z, y, x) or (c, z, y, x) of any integer or floating type, not copied."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
+        if not isinstance(array, np.ndarray):
+            raise VolumeError(
+                f"a volume in memory is a numpy array, not {type(array).__name__}; make it with np.asarray"
+            )
+        if isinstance(array, np.ma.MaskedArray):
+            raise VolumeError("the array is masked, and masks are not read; fill it first (`array.filled(...)`)")
         super().__init__(Path("the array"), "", array.shape, array.dtype)
         self._voxels = array if self.has_channel_axis else array[np.newaxis]
 
