@@ -215,10 +215,11 @@ class _Run:
 
     def _patches(self) -> Iterator[tuple[int, Patch, bool]]:
         """What there is to do, in the order of all three stages: index of the column, patch, whether it is the last."""
-        for index, column in enumerate(self._columns):
+        for index in range(len(self._columns)):
             if index not in self._done:
-                for step, patch in enumerate(column.steps, start=1):
-                    yield index, patch, step == len(column.steps)
+                steps = self._columns[index].steps
+                for number, patch in enumerate(steps, start=1):
+                    yield index, patch, number == len(steps)
 
     def _guarded(self, stage: Callable[[], None]) -> None:
         """Run a thread's stage; what it raises is handed to the calling thread, and stops everything."""

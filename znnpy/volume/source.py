@@ -21,7 +21,7 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.volume import Volume
 
-SLAB_BYTES = 4 * 2**20  # of a patch that are put together, or looked at, at once
+SLAB_BYTES = 2 * 2**20  # of a patch that are put together, or looked at, at once
 
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
