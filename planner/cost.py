@@ -35,7 +35,7 @@ class Rates:
     product: Rate = Rate(flops=400e9, nbytes=25e9)
     fft: Rate = Rate(flops=74e9, nbytes=25e9)
     copy: Rate = Rate(flops=50e9, nbytes=25e9)
-    pool: Rate = Rate(flops=50e9, nbytes=15e9)
+    pool: Rate = Rate(flops=50e9, nbytes=30e9)
     stage_seconds: float = 5e-5  # to hand one stage to the threads and to wait for the last of them
 
     def of(self, unit: Unit) -> Rate:

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 NUMPY_BYTES = 128 * 1024  # what numpy's iterators allocate at most, per thread
 LINES_BYTES = 256 * 1024  # of a worker's lines between two passes: they stay in L2
 
+# What passes within the cache cost, in bytes that miss it (2026-11-20, 2 threads on 2 Zen 5 cores, 1 to 80 maps):
+CACHED = 5  # a byte in the cache costs a fifth
+RUN_BYTES = 150  # to begin a run of maps that has no neighbour along x: 5 ns
+STEP_BYTES = 15  # the same for a single map: a step of a strided loop
+CALL_BYTES = 35_000  # to call numpy once, while the other threads wait for the interpreter: 1.2 us
+GATHERED_BYTES = 15  # a maximum of two maps of a voxel, one by one
+
 Windowed = PoolShape | FilterShape
 
 
@@ -63,6 +70,25 @@ def _windowed(shape: LayerShape) -> Windowed:
     return shape
 
 
+def _passes_bytes(shape: Windowed) -> float:
+    """Passes over planes, lines and columns, in bytes that miss the cache."""
+    t = _lines(shape)
+    (pz, py, px), fragments = shape.p, isinstance(shape, PoolShape) and shape.fragments
+    line = FLOAT32 * shape.n[2] * shape.f
+    planes = shape.in_shape[0] * t.planes
+    blocks = -(-t.lines // t.block)
+    lines_read = t.step[1] * t.lines + blocks * (py - t.step[1])  # of each plane; blocks overlap
+    cached = 3 * planes * line * ((pz - 1) * lines_read + (py - 1) * t.lines)
+    last = max(1, px - 1)  # of passes over columns
+    if fragments or t.step[2] > 1:
+        runs = last * shape.out_bytes / (FLOAT32 * shape.f) * (RUN_BYTES if shape.f > 1 else STEP_BYTES)
+    else:
+        cached += 3 * last * shape.out_bytes
+        runs = 0.0
+    calls = planes * blocks * (pz - 1 + py - 1 + last * (py * px if fragments else 1))
+    return cached / CACHED + runs + CALL_BYTES * calls
+
+
 class _Maxima:
     """What the three primitives share; they differ in where the last maximum is written."""
 
@@ -81,8 +107,7 @@ class _Maxima:
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
         shape = _windowed(shape)
-        maxima = sum(p - 1 for p in shape.p)
-        return (Work("pool", float(maxima * shape.out_bytes // FLOAT32), float(shape.in_bytes + shape.out_bytes)),)
+        return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + _passes_bytes(shape)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
         """Nothing to prepare."""
@@ -228,7 +253,8 @@ class MaxoutDirect:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        return (Work("pool", shape.in_bytes / FLOAT32, float(shape.in_bytes + shape.out_bytes)),)
+        maxima = max(1, shape.of - 1) * shape.out_bytes / FLOAT32 if isinstance(shape, MaxoutShape) else 0.0
+        return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + GATHERED_BYTES * maxima),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
         """Nothing to prepare."""

@@ -122,7 +122,20 @@ def test_work_counts_what_is_moved(shape: LayerShape) -> None:
     primitive = primitive_for(shape)
     (work,) = primitive.work(shape, primitive.variants(shape, MACHINE)[0])
     assert work.unit == "pool"
-    assert work.nbytes == shape.in_bytes + shape.out_bytes
+    assert work.nbytes >= shape.in_bytes + shape.out_bytes
+
+
+def test_larger_windows_are_more_work_for_the_same_output() -> None:
+    fragments = [PoolShape(1, 16, (p * 20 - 1,) * 3, (p, p, p)) for p in (2, 3, 5)]
+    filters = [FilterShape(1, 16, (96 + p,) * 3, (p, p, p)) for p in (1, 2, 3, 5)]
+    maxouts = [MaxoutShape(1, 16 * of, (30, 30, 30), of) for of in (2, 3, 4)]
+    for shapes in (fragments, filters, maxouts):
+        a_voxel = []
+        for shape in shapes:
+            (work,) = primitive_for(shape).work(shape, primitive_for(shape).variants(shape, MACHINE)[0])
+            a_voxel.append(work.nbytes / shape.out_bytes)
+        assert sorted(a_voxel) == a_voxel
+        assert a_voxel[-1] > 1.5 * a_voxel[0]
 
 
 def test_nan_comes_through() -> None:
