@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
+from znnpy import plan
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Limits, this_machine
 from znnpy.planner.search import make_plan
@@ -111,18 +112,36 @@ def test_a_volume_larger_than_ram_runs_within_it(
     promise, peak = infer(store(tmp_path), *common, "--output-dtype", dtype, *words)
     assert peak <= promise <= ram * MIB
     assert promise <= 1.6 * peak
-    prediction = read(tmp_path / out)[-1:, ::41, ::43]
+    prediction = last_plane(tmp_path / out)
     exact = 1 / (1 + np.exp(8 * 0.5 / 0.3))  # sigmoid of eight normalised zeros
     assert np.isnan(prediction).all() if words == ["--allow-nan"] else (prediction == round(255 * exact)).all()
 
 
-def read(out: Path) -> np.ndarray:
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
+def test_refusing_a_volume_takes_no_more_than_running_it(tmp_path: Path) -> None:
+    """Counting 27 million voxels that are not finite, in one patch."""
+    program = (
+        "import sys, znnpy.inference\n"
+        "from znnpy.errors import VolumeError\n"
+        "try:\n"
+        "    znnpy.inference.infer(sys.argv[1], sys.argv[2], ram='1G', threads=1)\n"
+        "except VolumeError as error:\n"
+        "    print(znnpy.inference.peak_bytes(), error)\n"
+    )
+    network, volume = thin(tmp_path), as_nan(tmp_path)
+    command = [sys.executable, "-c", program, str(volume), str(network)]
+    peak, _, said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition(" ")
+    assert "27000000 voxels are NaN or infinite between (z, y, x) = (0, 0, 0) and (299, 299, 299)" in said
+    assert int(peak) <= plan(network, volume=volume, ram="1G", threads=1).memory.peak
+
+
+def last_plane(out: Path) -> np.ndarray:
     if out.suffix == ".zarr":
         import zarr
 
-        return np.asarray(zarr.open_array(out, mode="r"))
+        return np.asarray(zarr.open_array(out, mode="r")[-1])
     with h5py.File(out) as file:
-        return np.asarray(file["prediction"])
+        return np.asarray(file["prediction"][-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
@@ -143,11 +162,11 @@ def test_a_bound_session_allocates_no_more_than_its_allowance(primitive: str, dt
     trained = load_network("fib25_boundary")
     network = trained.network
     output = (56, 56, 60)
-    plan = make_plan(network, output, this_machine(), Limits(2**30, 2), itemsize_in=8, patch=output, only=[primitive])
-    raw = np.random.default_rng(8).integers(0, 256, (1, *plan.patch_in)).astype(np.float64)
-    out = np.full((network.output_channels, *plan.patch_out), 77, dtype)
-    assert raw.nbytes > plan.memory.allowance
-    with Crew(2) as crew, Session(plan, network, trained.weights, crew) as session:
+    chosen = make_plan(network, output, this_machine(), Limits(2**30, 2), itemsize_in=8, patch=output, only=[primitive])
+    raw = np.random.default_rng(8).integers(0, 256, (1, *chosen.patch_in)).astype(np.float64)
+    out = np.full((network.output_channels, *chosen.patch_out), 77, dtype)
+    assert raw.nbytes > chosen.memory.allowance
+    with Crew(2) as crew, Session(chosen, network, trained.weights, crew) as session:
         session.run(raw, out)
         tracemalloc.start()
         try:
@@ -155,4 +174,4 @@ def test_a_bound_session_allocates_no_more_than_its_allowance(primitive: str, dt
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak <= plan.memory.allowance
+    assert peak <= chosen.memory.allowance
