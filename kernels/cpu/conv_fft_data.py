@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 LINES_BYTES = 256 * 1024  # of a worker's lines in step 1, and of columns along z: they stay in L2
 PRODUCT_BYTES = 768 * 1024  # of a worker's frequencies in step 2: kernel, product and sum
-CACHED = 3  # times faster is a copy within the cache than one that misses it
+# Costs fitted to 1 to 80 maps in and out, k = 3 to 9, on 2 Zen 5 cores (2026-11-20):
+CACHED = 4  # times faster is a copy within the cache than one that misses it
+PLANAR = 4  # times slower is a transform here than one of 80 maps innermost, what moves its values included
+THIN = 8  # a product over k values takes the time of k + 8 at full rate
+SCATTERED_BYTES = 32  # of traffic for a float written among other maps
 BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
 
 
@@ -138,13 +142,16 @@ class ConvFftData:
         t = _sizes(shape)
         images = shape.batch * (shape.fin + shape.fout)
         pairs = shape.fin * shape.fout
-        transformed = float(COMPLEX64 * t.image * images)
-        pruned = t.image * shape.k[0] + t.image // t.padded[0] * shape.k[0] * shape.k[1]
+        kz, ky, _ = shape.k
+        pruned = t.image * (kz + THIN) + t.plane * kz * (ky + THIN)
+        # multiply and add: two operands and a result each, in the cache, at half a copy's speed
+        summed = 12.0 * COMPLEX64 * t.image * pairs * shape.batch / CACHED
+        # one map at a time goes to its place among the others: a cache line of them is read and written for one value
+        scattered = min(SCATTERED_BYTES, 2 * FLOAT32 * shape.fout) * prod(shape.out_shape)
         return (
-            Work("fft", 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 0.0),
+            Work("fft", PLANAR * 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 0.0),
             Work("product", 8.0 * pruned * pairs, 0.0),
-            # multiply and add: two operands and a result each, in the cache, at half a copy's speed
-            Work("copy", 0.0, 12.0 * COMPLEX64 * t.image * pairs * shape.batch / CACHED + 4.0 * transformed),
+            Work("copy", 0.0, summed + scattered + shape.in_bytes + 2.0 * shape.out_bytes),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> ConvWeights:

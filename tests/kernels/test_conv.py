@@ -19,6 +19,7 @@ from znnpy.kernels.cpu import conv_direct
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
+from znnpy.planner.cost import Rates, seconds
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
@@ -325,6 +326,25 @@ def test_tiles_hold_the_kernel_and_no_tile_is_larger_than_needed() -> None:
 def test_shapes_are_checked_where_they_are_made() -> None:
     with pytest.raises(ShapeError, match="2 < 3"):
         ConvShape(1, 1, 1, (2, 3, 3), (3, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "milliseconds"),
+    [
+        (ConvShape(1, 1, 16, (120, 120, 120), (7, 7, 7), "relu"), (102, 126, 91)),
+        (ConvShape(1, 1, 80, (70, 160, 170), (9, 9, 9), "relu"), (514, 693, 399)),
+        (ConvShape(1, 1, 48, (96, 150, 150), (5, 5, 5), "relu"), (92, 504, 225)),
+        (ConvShape(1, 16, 16, (80, 80, 80), (5, 5, 5), "relu"), (187, 151, 38)),
+        (ConvShape(1, 80, 80, (40, 40, 40), (3, 3, 3), "relu"), (58, 428, 26.5)),
+    ],
+    ids=ids,
+)
+def test_work_fits_measured_times(shape: ConvShape, milliseconds: tuple[float, float, float]) -> None:
+    """Shortest of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-20: direct, whole-image FFT, tiled FFT."""
+    names = "cpu.conv.direct", "cpu.conv.fft_data", "cpu.conv.fft_tiled"
+    for primitive, measured in zip(map(find, names), milliseconds, strict=True):
+        expected = 1000 * min(seconds(primitive.work(shape, v), Rates()) for v in primitive.variants(shape, MACHINE))
+        assert 0.7 < measured / expected < 1.4, f"{primitive.name}: {measured} measured, {expected:.0f} expected"
 
 
 @pytest.mark.parametrize(("primitive", "shape"), PAIRS, ids=ids)
