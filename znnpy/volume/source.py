@@ -65,11 +65,6 @@ class Source:
             self.domain = Box(lo, subtract(add(add(lo, region.size), fov), (1, 1, 1)))
         self._mean = _representable(network, volume)
 
-    @property
-    def masks(self) -> bool:
-        """Whether `read` may return masks; plans count them."""
-        return self.allow_nan and self.dtype.kind == "f"
-
     def read(self, lo: Vec3, out: npt.NDArray[Any]) -> Mask | None:
         """Fill `out` with the input patch whose first voxel stands at dense-output coordinate `lo`.
 
