@@ -14,6 +14,9 @@ from znnpy.network import Network
 from znnpy.planner.plan import Memory, Plan
 from znnpy.shapes import text
 
+LONGEST = 1e9  # seconds that are told from each other: a plan edited by hand may say any number
+MUCH_WASTE = 20.0  # times the work without borders, from which on more memory is the better advice
+
 
 def explain(plan: Plan, network: Network, machine: Machine) -> RenderableType:
     """Everything `znnpy plan` prints: patches, layers, memory, prediction, runners-up; `machine` is where it prints."""
@@ -21,7 +24,7 @@ def explain(plan: Plan, network: Network, machine: Machine) -> RenderableType:
         Text(_patches(plan, network)),
         _layers(plan, network),
         _memory(plan.memory, plan.limits.ram_bytes),
-        *(Text(line) for line in (*_prediction(plan, machine), *_runners_up(plan))),
+        *(Text(line) for line in (*_prediction(plan, machine), *_waste(plan), *_runners_up(plan))),
     )
 
 
@@ -53,6 +56,8 @@ def human_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
+    if not seconds < LONGEST:
+        return "over 30 years"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
@@ -130,6 +135,20 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
     if plan.limits.threads > machine.cores:
         lines.append(f"{plan.limits.threads} threads are planned and this machine has {machine.cores} cores for them")
     return lines
+
+
+def _waste(plan: Plan) -> list[str]:
+    """A warning when nearly all the work is spent on borders, with what more memory would buy."""
+    waste = border_waste(plan)
+    if waste < MUCH_WASTE:
+        return []
+    more = max((r for r in plan.runners_up if r.over_bytes), key=lambda r: r.voxels_per_second, default=None)
+    advice = "give larger patches (--patch) or more memory (--ram)"
+    if more is not None:
+        ratio = more.voxels_per_second / plan.voxels_per_second
+        megabytes = -(-(plan.limits.ram_bytes + more.over_bytes) // 2**20)
+        advice = f"with --ram {megabytes}M patches of {text(more.patch_out)} would be {ratio:.1f} times as fast"
+    return [f"warning: patches this small do {waste:.0f} times the work that the output needs; {advice}"]
 
 
 def _runners_up(plan: Plan) -> list[str]:

@@ -6,13 +6,16 @@ Loads no numpy: a resumed run first asks BLAS for the kernels it began with, and
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
+import stat
+import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -22,14 +25,26 @@ import click
 from rich.console import Console, RenderableType
 
 import znnpy
-from znnpy.errors import OutputError, ZnnpyError
+from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import parse_bytes, processor
 from znnpy.shapes import Vec3
-from znnpy.volume.journal import default_output, read_header
+from znnpy.volume.journal import default_output, journal_path, read_header
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
 PIPED_WIDTH = 120  # columns of a table that goes to a file
+MOST_BYTES = 2**60  # of memory; more is a slip of the keyboard, and so is more than MOST_VOXELS along an axis
+MOST_VOXELS = 10**7
+MOST_THREADS = 2**12
+_X86 = (
+    "Atom Barcelona Bobcat Bulldozer Cooperlake Core2 Dunnington Excavator Haswell Nano Nehalem Opteron Opteron_SSE3 "
+    "Penryn Piledriver Prescott Sandybridge SapphireRapids SkylakeX Steamroller Zen"
+)
+_ARM = (
+    "a64fx armv8 armv8sve armv9sme cortexa53 cortexa55 cortexa57 cortexa72 cortexa73 emag8180 falkor neoversen1 "
+    "neoversen2 neoversev1 thunderx thunderx2t99 thunderx3t110 tsv110 vortex vortexm4"
+)
+OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # what OPENBLAS_CORETYPE may name
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -52,6 +67,31 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class _Doors(click.Group):
+    """The commands. Ctrl-C at any moment is exit code 130, and closed standard streams lead nowhere."""
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        _open_closed_streams()
+        return super().main(*args, **settings)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # outside of a command: while words are read, or once more while one stops
+            ctx.exit(INTERRUPTED)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for standard streams that the caller closed (`2>&-`).
+
+    Each takes the lowest free descriptor, its own: else the next file that is opened gets it, and a library that
+    writes to standard error writes into that file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
+
+
 class _Door(click.Command):
     """A command whose expected errors are one sentence on stderr and an exit code; `--debug` adds the traceback."""
 
@@ -71,7 +111,8 @@ class _Door(click.Command):
             if debug:
                 traceback.print_exc()
             message, code = self._explain(error)
-        click.echo(message, err=True)
+        with suppress(OSError):  # nobody can be told; the exit code tells
+            click.echo(message, err=True)
         ctx.exit(code)
 
     def _explain(self, error: BaseException) -> tuple[str, int]:
@@ -97,10 +138,14 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         return None
     try:
         size = parse_bytes(value)
+    except OverflowError:
+        size = MOST_BYTES + 1
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
     if size < 1:
         raise click.BadParameter(f"{value!r} is {size} bytes: give a positive size such as 2G")
+    if size > MOST_BYTES:
+        raise click.BadParameter(f"{_shortened(value)} is more than any machine has: give a size such as 2G")
     return size
 
 
@@ -115,17 +160,33 @@ def _voxels(ctx: click.Context, param: click.Parameter, value: str | None) -> Ve
     """`Z,Y,X`: three positive counts."""
     if value is None:
         return None
-    parts = [part.strip() for part in value.split(",")]
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r} is not three positive counts of voxels Z,Y,X such as 64,128,128")
-    return int(parts[0]), int(parts[1]), int(parts[2])
+    match = re.fullmatch(r"\s*0*(\d+)\s*,\s*0*(\d+)\s*,\s*0*(\d+)\s*", value)
+    counts = [min(int(part[:9]), MOST_VOXELS + 1) for part in match.groups()] if match else []
+    if not counts or not min(counts):
+        raise click.BadParameter(f"{_shortened(value)} is not three positive counts of voxels Z,Y,X such as 64,128,128")
+    if max(counts) > MOST_VOXELS:
+        raise click.BadParameter(f"{_shortened(value)} is too large: axes of up to {MOST_VOXELS:,} voxels are planned")
+    return counts[0], counts[1], counts[2]
 
 
 def _region_form(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """`z0:z1,y0:y1,x0:x1`; only the form is checked here, the fit when the volume is open."""
-    if value is not None and not re.fullmatch(r"\d*:\d*,\d*:\d*,\d*:\d*", re.sub(r"\s", "", value)):
-        raise click.BadParameter(f"{value!r} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:")
+    end = r"\d{0,18}"
+    form = ",".join([f"{end}:{end}"] * 3)
+    if value is not None and not re.fullmatch(form, re.sub(r"\s", "", value)):
+        raise click.BadParameter(f"{_shortened(value)} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:")
     return value
+
+
+def _named(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """A path that ends in a name, as a new file's must."""
+    if value is not None and value.name in ("", ".."):
+        raise click.BadParameter(f"{str(value)!r} is a folder: give the name of a file")
+    return value
+
+
+def _shortened(value: str) -> str:
+    return repr(value if len(value) <= 60 else f"{value[:40]}...{value[-10:]}")
 
 
 FILE = click.Path(path_type=Path)
@@ -150,7 +211,7 @@ _limits = _together(
         help="Memory for the whole process, e.g. 16G [default: 3/4 of the machine's].",
     ),
     click.option(
-        "--threads", type=click.IntRange(min=1), metavar="N", help="Threads [default: every core it may use]."
+        "--threads", type=click.IntRange(1, MOST_THREADS), metavar="N", help="Threads [default: every core it may use]."
     ),
     click.option("--patch", metavar="Z,Y,X", callback=_voxels, help="Output patch instead of the best one, Z,Y,X."),
     click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
@@ -176,7 +237,7 @@ _region = _together(
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=_Doors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(znnpy.__version__, package_name="znnpy")
 def main() -> None:
     """Run a trained 3D convolutional network over every position of a volume: exact, within memory, fast."""
@@ -188,7 +249,7 @@ def main() -> None:
 @click.option("--shape", metavar="Z,Y,X", callback=_voxels, help="Plan for a volume of this size, Z,Y,X.")
 @_region
 @_limits
-@click.option("--out", type=FILE, help="Write the plan here, for `znnpy infer --plan`.")
+@click.option("--out", type=FILE, callback=_named, help="Write the plan here, for `znnpy infer --plan`.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 @_json
 def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words: Any) -> None:
@@ -208,16 +269,15 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
     from znnpy.machine import this_machine
     from znnpy.planner.explain import explain
 
-    if out is not None and out.exists() and not overwrite:
-        raise OutputError(f"{out} exists already; give another --out, or --overwrite to replace it")
+    target = None if out is None else _regular_file(out, overwrite)
     chosen = znnpy.inference.plan(network, **words)
+    if target is not None:
+        _write_text(target, chosen.to_json())
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         _print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
     else:
         _print(explain(chosen, read_network(network).network, this_machine()))
-    if out is not None:
-        _write_text(out, chosen.to_json())
 
 
 @main.command(cls=_Resumable)
@@ -225,7 +285,7 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
 @click.option("--network", default=DEFAULT, show_default=True, help="Network file, or the name of one that ships.")
 @click.option("--weights", type=FILE, help="Weights file [default: the one that the network file names].")
 @click.option("--plan", "plan_file", type=FILE, help="Plan that `znnpy plan --out` wrote [default: made now].")
-@click.option("--out", type=FILE, help="Output file [default: beside VOLUME].")
+@click.option("--out", type=FILE, callback=_named, help="Output file [default: beside VOLUME].")
 @_region
 @click.option("--allow-nan", is_flag=True, help="Go on where the volume holds NaN or inf; NaN comes out there.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, and whatever an unfinished run left of it.")
@@ -239,6 +299,8 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     for fixed in ("ram", "threads", "patch", "only"):
         if plan_file is not None and words[fixed]:
             raise click.UsageError(f"--{fixed} is fixed by the plan: leave it out, or leave --plan out")
+    if out is None and not volume.name:
+        raise click.UsageError(f"{str(volume)!r} has no name to make the output's of: give --out")
     if words["resume"]:
         _ask_for_same_kernels(out or default_output(volume, read_network(network).network.name))
     _check_primitives(words["only"])
@@ -250,7 +312,7 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     if as_json:
         _print_json(report.as_json())
     else:
-        click.echo("\n".join(report.lines()))
+        _print_lines(report.lines())
 
 
 @main.command(cls=_Door)
@@ -280,13 +342,17 @@ def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
     if as_json:
         _print_json(report.as_json())
     else:
-        click.echo("\n".join(report.lines()))
+        _print_lines(report.lines())
 
 
 @main.command(cls=_Door)
 @click.option("--folder", type=FILE, default=Path("demo"), show_default=True, help="Where to write.")
 @click.option(
-    "--size", type=click.IntRange(min=27), default=160, show_default=True, help="Voxels along each axis of the volume."
+    "--size",
+    type=click.IntRange(27, 2**15),
+    default=160,
+    show_default=True,
+    help="Voxels along each axis of the volume.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses the volume.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier demo wrote.")
@@ -304,7 +370,7 @@ def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> 
     if as_json:
         _print_json(done.as_json())
     else:
-        click.echo("\n".join(done.lines()))
+        _print_lines(done.lines())
 
 
 @main.command(cls=_Door)
@@ -344,12 +410,31 @@ def _ask_for_same_kernels(out: Path) -> None:
 
     On another processor nothing is asked for, as kernels it cannot run would kill the process: the run refuses instead.
     """
-    header = read_header(out)
+    try:
+        header = read_header(out)
+    except OSError as error:
+        raise ResumeError(
+            f"cannot read the journal {journal_path(out)}: {error.strerror}, so what was finished is not known; "
+            "make it readable, or start again with --overwrite"
+        ) from error
     if header is None or header.settings.get("processor") != processor():
         return
     library, _, kernels = header.blas.partition(" ")
-    if library == "openblas":
+    if library == "openblas" and kernels in OPENBLAS_KERNELS:
         os.environ["OPENBLAS_CORETYPE"] = kernels
+
+
+@contextmanager
+def _printing() -> Iterator[None]:
+    """Around all that goes to stdout: OutputError when it cannot be written, unless the reader of a pipe left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # click ends the process quietly
+        raise OutputError(
+            f"cannot print on stdout: {error.strerror}; files that the command writes are complete"
+        ) from error
 
 
 def _print(renderable: RenderableType) -> None:
@@ -357,17 +442,42 @@ def _print(renderable: RenderableType) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
-    console.print(renderable)
+    with _printing():
+        console.print(renderable)
+
+
+def _print_lines(lines: list[str]) -> None:
+    with _printing():
+        click.echo("\n".join(lines))
 
 
 def _print_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=1))
+    _print_lines([json.dumps(document, indent=1)])
+
+
+def _regular_file(path: Path, overwrite: bool) -> Path:
+    """Where to write for `path`: behind all links. OutputError when what is there may not be replaced."""
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return target
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
+    if not stat.S_ISREG(mode):
+        raise OutputError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}; give another --out")
+    if not overwrite:
+        raise OutputError(f"{path} exists already; give another --out, or --overwrite to replace it")
+    return target
 
 
 def _write_text(path: Path, content: str) -> None:
+    """Write a file; it appears whole or not at all."""
     draft = path.with_name(f"{path.name}.partial")
     try:
-        draft.write_text(content)
+        draft.unlink(missing_ok=True)
+        with draft.open("x") as file:
+            file.write(content)
         draft.replace(path)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,15 @@ class Report:
         return self.computed / self.seconds
 
     @property
+    def predicted_speed(self) -> float:
+        """Output voxels per second, as the plan predicts; 0 where one edited by hand says no possible time."""
+        speed = self.voxels / self.plan.seconds if self.plan.seconds else 0.0
+        return speed if speed < inf else 0.0
+
+    @property
     def predicted_seconds(self) -> float:
-        """What the plan predicts for the voxels computed in this run."""
-        return self.plan.seconds * self.computed / self.voxels
+        """What the plan predicts for the voxels computed in this run; 0 like `predicted_speed`."""
+        return self.computed / self.predicted_speed if self.predicted_speed else 0.0
 
     def lines(self) -> list[str]:
         """The report in words, one line each."""
@@ -45,7 +52,7 @@ class Report:
         stages = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in self.stage_seconds.items())
         return [
             f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
-            f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.plan.voxels_per_second:,.0f})",
+            f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.predicted_speed:,.0f})",
             f"time       {human_seconds(self.seconds)} (plan: {human_seconds(self.predicted_seconds)})",
             f"memory     {human_bytes(self.peak_bytes)} at the peak (plan: {human_bytes(self.plan.memory.peak)}, "
             f"limit: {human_bytes(self.plan.limits.ram_bytes)})",
@@ -68,7 +75,7 @@ class Report:
             "peak_bytes": self.peak_bytes,
             "predicted": {
                 "seconds": self.predicted_seconds,
-                "voxels_per_second": self.plan.voxels_per_second,
+                "voxels_per_second": self.predicted_speed,
                 "peak_bytes": self.plan.memory.peak,
             },
             "ram_bytes": self.plan.limits.ram_bytes,

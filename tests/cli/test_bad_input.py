@@ -341,3 +341,58 @@ def test_plan_file_is_not_replaced_unasked(place: Place) -> None:
     assert "plan.json exists already" in place.refusal(*words)
     assert place.run(*words, "--overwrite").exit_code == 0
     assert place.infer("--plan", plan).exit_code == 0
+
+
+def plan_words(place: Place, out: Path) -> tuple[object, ...]:
+    return ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", out, "--overwrite")
+
+
+def test_plan_replaces_files_only(place: Place) -> None:
+    folder, pipe = place.folder / "folder", place.folder / "pipe"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    assert "folder is a folder; give another --out" in place.refusal(*plan_words(place, folder))
+    assert "/dev/null is a special file; give another --out" in place.refusal(*plan_words(place, Path("/dev/null")))
+    assert "pipe is a special file" in place.refusal(*plan_words(place, pipe))
+    assert pipe.is_fifo()
+    assert "cannot write" in place.refusal(*plan_words(place, place.folder / ("9" * 300)))
+
+
+def test_plan_is_written_behind_links(place: Place) -> None:
+    target, link, loop = (place.folder / name for name in ("target.json", "link.json", "loop.json"))
+    link.symlink_to("target.json")
+    loop.symlink_to("loop.json")
+    assert place.run(*plan_words(place, link)).exit_code == 0  # a link to nothing
+    assert link.is_symlink()
+    target.write_text("old")
+    assert "link.json exists already" in place.refusal(*plan_words(place, link)[:-1])
+    assert place.run(*plan_words(place, link)).exit_code == 0
+    assert link.is_symlink()
+    assert target.read_text().startswith("{")
+    assert "loop.json is a special file" in place.refusal(*plan_words(place, loop))
+    assert loop.is_symlink()
+
+
+def test_draft_of_a_plan_follows_no_link(place: Place) -> None:
+    precious = place.folder / "precious"
+    precious.write_text("precious")
+    (place.folder / "plan.json.partial").symlink_to("precious")
+    assert place.run(*plan_words(place, place.folder / "plan.json")).exit_code == 0
+    assert precious.read_text() == "precious"
+
+
+def test_journal_that_is_a_folder(place: Place) -> None:
+    place.out.with_name("out.h5.journal").mkdir()
+    assert "cannot read the journal" in (said := place.refusal(*place.words, "--resume"))
+    assert "out.h5.journal: Is a directory, so what was finished is not known" in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everywhere")
+def test_journal_that_may_not_be_read(place: Place) -> None:
+    journal = place.out.with_name("out.h5.journal")
+    journal.write_text("{}")
+    journal.chmod(0)
+    sentence = "Permission denied, so what was finished is not known"
+    result = place.infer("--resume")
+    assert result.exit_code == 1
+    assert sentence in result.stderr

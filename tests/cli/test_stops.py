@@ -44,7 +44,13 @@ def start(place: Place, *words: str, **environment: str) -> subprocess.Popen[str
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
+        preexec_fn=_heed_interrupts,
     )
+
+
+def _heed_interrupts() -> None:
+    """A shell starts background jobs deaf to SIGINT, which every child inherits: so may pytest, and then this."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until_recorded(place: Place, process: subprocess.Popen[str]) -> None:

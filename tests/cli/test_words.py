@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from place import Place
 
 from znnpy import cli
 from znnpy.errors import NoPlanError
+from znnpy.machine import processor
 from znnpy.planner.plan import Plan
+from znnpy.volume.journal import Journal, JournalHeader, journal_path
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ from znnpy.planner.plan import Plan
     [
         (("infer", "v.h5", "--ram", "12Q"), "'12Q' is no size: give a number with K, M, G or T, such as 600M or 2G"),
         (("infer", "v.h5", "--ram", "0.0001K"), "'0.0001K' is 0 bytes: give a positive size such as 2G"),
-        (("infer", "v.h5", "--threads", "0"), "0 is not in the range x>=1"),
+        (("infer", "v.h5", "--threads", "0"), "0 is not in the range 1<=x<=4096"),
         (("infer", "v.h5", "--patch", "64,64"), "'64,64' is not three positive counts of voxels Z,Y,X"),
         (("plan", "--shape", "64,0,64"), "'64,0,64' is not three positive counts of voxels Z,Y,X"),
         (("plan", "--shape", "64,-1,64"), "'64,-1,64' is not three positive counts"),
@@ -37,15 +40,25 @@ from znnpy.planner.plan import Plan
         (("plan", "--roi", ":,:,:"), "--roi is a part of a volume: give --volume too"),
         (("plan", "--dataset", "raw"), "--dataset is a part of a volume: give --volume too"),
         (("plan", "--overwrite"), "--overwrite replaces the file given as --out: give --out too"),
+        (("plan", "--ram", "9" * 400), "'9999999999999999999999999999999999999999...9999999999' is more than any mach"),
+        (("plan", "--shape", "9" * 5000 + ",9,9"), "...999999,9,9' is too large: axes of up to 10,000,000 voxels"),
+        (("plan", "--patch", "10000001,4,4"), "'10000001,4,4' is too large"),
+        (("plan", "--shape", "²,4,4"), "'²,4,4' is not three positive counts"),
+        (("plan", "--threads", "9" * 400), "is not in the range 1<=x<=4096"),
+        (("infer", "v.h5", "--roi", f"0:{'9' * 5000},:,:"), "...999999,:,:' is not of the form"),
+        (("infer", "v.h5", "--out", "."), "'.' is a folder: give the name of a file"),
+        (("infer", "v.h5", "--out", "..", "--resume"), "'..' is a folder: give the name of a file"),
+        (("plan", "--out", "/", "--overwrite"), "'/' is a folder: give the name of a file"),
+        (("infer", "."), "'.' has no name to make the output's of: give --out"),
         (("infer",), "Missing argument 'VOLUME'"),
         (("infer", "v.h5", "--gpu"), "No such option"),
         (("verify", "o.h5", "v.h5", "--tolerance", "0"), "0.0 is not a positive number such as 1e-5"),
         (("verify", "o.h5", "v.h5", "--tolerance", "nan"), "nan is not a positive number"),
         (("verify", "o.h5", "v.h5", "--tolerance", "inf"), "inf is not a positive number"),
-        (("demo", "--size", "26"), "26 is not in the range x>=27"),
+        (("demo", "--size", "26"), "26 is not in the range 27<=x<=32768"),
         (("inferr", "v.h5"), "No such command 'inferr'"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
 def test_usage_error(place: Place, words: tuple[str, ...], said: str) -> None:
     before = place.state()
@@ -54,6 +67,10 @@ def test_usage_error(place: Place, words: tuple[str, ...], said: str) -> None:
     assert result.stdout == ""
     assert said in result.stderr
     assert place.state() == before
+
+
+def test_leading_zeros_are_no_large_numbers(place: Place) -> None:
+    assert place.run("plan", "--shape", f"{'0' * 5000}40, 040,40", "--json").exit_code == 0
 
 
 @pytest.mark.parametrize("word", ["plan", "infer", "verify", "demo", "primitives"])
@@ -71,7 +88,7 @@ def test_infer_writes_beside_the_volume(place: Place) -> None:
     assert result.stdout.startswith(f"{out}: 15x16x19, 4,560 voxels\nspeed ")
     for word in ("voxels/s (plan:", "at the peak (plan:", "computing", "precision  fp32, BLAS kernels"):
         assert word in result.stdout
-    assert result.stderr.startswith("100%  1/1 columns, ")
+    assert result.stderr.startswith("100%  1/1 patches, ")
 
 
 def test_infer_json(place: Place) -> None:
@@ -196,6 +213,41 @@ def test_closed_pipe_is_no_traceback(place: Place) -> None:
     )
     assert done.stderr == ""
     assert done.stdout in ("0\n", "1\n")  # 0 when it was written before the pipe closed
+
+
+def header(place: Place, blas: str) -> None:
+    """The journal of an unfinished run whose products were those of `blas`."""
+    head = JournalHeader({}, {"processor": processor()}, "", blas, 1)
+    Journal(journal_path(place.out)).create(head)
+
+
+@pytest.mark.parametrize(
+    ("blas", "asked"),
+    [
+        ("openblas Nehalem", "Nehalem"),
+        ("openblas neoversen1", "neoversen1"),
+        ("openblas unknown", None),
+        ("openblas Haswell; rm", None),
+        ("mkl Haswell", None),
+        ("openblas", None),
+    ],
+)
+def test_only_kernels_that_openblas_has_are_asked_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch, blas: str, asked: str | None
+) -> None:
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "")
+    monkeypatch.delenv("OPENBLAS_CORETYPE")
+    header(place, blas)
+    cli._ask_for_same_kernels(place.out)
+    assert os.environ.get("OPENBLAS_CORETYPE") == asked
+
+
+def test_kernels_are_not_asked_for_on_another_processor(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "mine")
+    header(place, "openblas Nehalem")
+    monkeypatch.setattr(cli, "processor", lambda: "another")
+    cli._ask_for_same_kernels(place.out)
+    assert os.environ["OPENBLAS_CORETYPE"] == "mine"
 
 
 def test_commands_are_clicks() -> None:

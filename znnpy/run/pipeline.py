@@ -84,6 +84,7 @@ class Event:
     voxels: int
     seconds: float  # since this run began
     stage_seconds: Mapping[str, float]  # of this run: reading, computing, writing, waiting
+    bytes_done: int  # of the output, written: `voxels_done` of every map
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ class _Run:
         self._began = time.perf_counter()
         self._before = sum(columns[index].voxels for index in output.done)
         self._voxels = sum(column.voxels for column in columns)
+        self._voxel_bytes = network.output_channels * output.dtype.itemsize
         self._written = 0  # voxels, by this run
         self._finished = 0  # columns, by this run
 
@@ -263,6 +265,7 @@ class _Run:
                 self._voxels,
                 time.perf_counter() - self._began,
                 dict(self._seconds),
+                (self._before + self._written) * self._voxel_bytes,
             )
         )
 
