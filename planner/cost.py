@@ -1,9 +1,9 @@
 """Seconds of a layer: its work, stage by stage, divided by the rates of the machine.
 
 The default rates are assumed, not measured on the machine a plan is for: they were fitted on 2 cores of a Zen 5
-processor with AVX-512 and 2 threads (2026-11-20: 40 runs of all convolutions, 1 to 80 maps, k = 1 to 9, within 25 %),
-and are scaled by threads and by the width of the vector instructions. Ratios between primitives hold better than the
-seconds do.
+processor with AVX-512 and 2 threads (2026-11-20: 27 runs of convolutions, 1 to 80 maps, k = 3 to 9, within 40 %, most
+within 20 %; 20 of poolings, max-filters and maxouts, windows of 2 to 5, within a factor of 1.5), and are scaled by
+threads and by the width of the vector instructions. Ratios between primitives hold better than the seconds do.
 """
 
 from __future__ import annotations

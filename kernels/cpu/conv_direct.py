@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1024 * 1024  # of a worker's columns: they stay in L2 until BLAS has packed them
 CACHED = 3  # times faster is a copy within the cache than one that misses it
+APART = 1.8  # times slower is a copy that takes every second, third, ... float
+RUN_FLOATS = 10  # that are copied in the time it takes to begin a run
 MIN_VOXELS = 32  # fewer rows and the product is bound by reading the kernels
 SHORT_RUN = 16  # floats: below it a copy of runs is slower than one of single floats along x
 BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
@@ -100,6 +102,10 @@ class ConvDirect:
         b = _blocks(shape)
         voxels = float(prod(shape.out_shape[:4]))
         columns = 2 * FLOAT32 * voxels * b.taps / CACHED if b.gathered else 0.0
+        if b.by_tap:
+            columns *= APART if shape.fin > 1 else 1
+        else:
+            columns *= 1 + RUN_FLOATS / (shape.k[2] * shape.fin)
         return (
             Work("product", 2.0 * voxels * b.taps * shape.fout, 0.0),
             Work("copy", 0.0, columns + shape.in_bytes + shape.out_bytes),

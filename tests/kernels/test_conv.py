@@ -336,13 +336,17 @@ def test_shapes_are_checked_where_they_are_made() -> None:
         (ConvShape(1, 1, 48, (96, 150, 150), (5, 5, 5), "relu"), (92, 504, 225)),
         (ConvShape(1, 16, 16, (80, 80, 80), (5, 5, 5), "relu"), (187, 151, 38)),
         (ConvShape(1, 80, 80, (40, 40, 40), (3, 3, 3), "relu"), (58, 428, 26.5)),
+        (ConvShape(1, 2, 16, (80, 80, 80), (5, 5, 5), "relu"), (38.9, None, 28.8)),
+        (ConvShape(1, 3, 32, (80, 80, 80), (3, 3, 3), "relu"), (20.8, None, None)),
     ],
     ids=ids,
 )
-def test_work_fits_measured_times(shape: ConvShape, milliseconds: tuple[float, float, float]) -> None:
+def test_work_fits_measured_times(shape: ConvShape, milliseconds: Sequence[float | None]) -> None:
     """Shortest of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-20: direct, whole-image FFT, tiled FFT."""
     names = "cpu.conv.direct", "cpu.conv.fft_data", "cpu.conv.fft_tiled"
     for primitive, measured in zip(map(find, names), milliseconds, strict=True):
+        if measured is None:
+            continue
         expected = 1000 * min(seconds(primitive.work(shape, v), Rates()) for v in primitive.variants(shape, MACHINE))
         assert 0.7 < measured / expected < 1.4, f"{primitive.name}: {measured} measured, {expected:.0f} expected"
 
