@@ -113,10 +113,10 @@ def test_every_primitive_goes_on_byte_for_byte(place: Place, primitive: str) -> 
 
     words: dict[str, Any] = {"only": [primitive], "patch": (6, 8, 10)}
     with pytest.raises(KeyboardInterrupt):
-        go_on(place, resume=False, progress=interrupt, ram="200M", **words)
+        go_on(place, resume=False, progress=interrupt, ram="2G", **words)
     go_on(place, **words)
     resumed = place.prediction()
-    go_on(place, resume=False, overwrite=True, ram="200M", **words)
+    go_on(place, resume=False, overwrite=True, ram="2G", **words)
     np.testing.assert_array_equal(resumed.view(np.uint32), place.prediction().view(np.uint32))
 
 
