@@ -147,7 +147,7 @@ def _waste(plan: Plan) -> list[str]:
     if more is not None:
         ratio = more.voxels_per_second / plan.voxels_per_second
         megabytes = -(-(plan.limits.ram_bytes + more.over_bytes) // 2**20)
-        advice = f"with --ram {megabytes}M patches of {text(more.patch_out)} would be {ratio:.1f} times as fast"
+        advice = f"already with --ram {megabytes}M patches of {text(more.patch_out)} would be {ratio:.1f} times as fast"
     return [f"warning: patches this small do {waste:.0f} times the work that the output needs; {advice}"]
 
 

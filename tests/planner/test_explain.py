@@ -131,3 +131,28 @@ def test_human_figures() -> None:
         "2 h 00 min",
         "2 h 30 min",
     ]
+
+
+def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
+    network = Network("wide", 1, (Conv((9, 9, 9), 1), Conv((9, 9, 9), 1)))
+    table = tuple(p for p in FAKES if p.name == "cpu.conv.slow")
+
+    def said(patch: int, *others: RunnerUp) -> str:
+        forced = make_plan(
+            network, (40, 40, 40), MACHINE, limits(2**30), patch=(patch,) * 3, table=table, rates=RATES, baseline=0
+        )
+        stream = io.StringIO()
+        Console(width=100, file=stream).print(explain(replace(forced, runners_up=others), network, MACHINE))
+        return " ".join(stream.getvalue().split())
+
+    assert "warning" not in words(plan)
+    assert "warning" not in said(8)  # (16^3 + 8^3) / (2 * 8^3) = 4.5
+    assert "warning: patches this small do 365 times the work that the output needs; give larger patches" in said(1)
+    slower, larger = RunnerUp((2, 2, 2), 1e3, 0), RunnerUp((4, 8, 8), 1e99, 3 * 2**20 + 1)
+    assert "; already with --ram 1028M patches of 4x8x8 would be " in said(1, larger, slower)
+    assert "more memory (--ram)" in said(1, slower)
+
+
+@pytest.mark.parametrize("seconds", [1e9, 1e308, float("inf"), float("nan")])
+def test_times_beyond_measure_have_a_word(seconds: float) -> None:
+    assert human_seconds(seconds) == "over 30 years"
