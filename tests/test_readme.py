@@ -81,3 +81,37 @@ def _succeeds(words: list[str], folder: Path) -> None:
 def test_picture_is_small_and_there(repository: Path) -> None:
     (path,) = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
     assert 10_000 < (repository / path).stat().st_size < 300_000
+
+
+def test_lines_for_pytorch_take_no_batch_norm_for_a_convolution(tmp_path: Path) -> None:
+    """Its weight is an array too, of one axis: the reader is told to fold it, and no wrong file is written."""
+    torch = pytest.importorskip("torch")
+    (code,) = (code for _, code in BLOCKS if "import torch" in code)
+    layers = [torch.nn.Conv3d(1, 8, 3), torch.nn.BatchNorm3d(8), torch.nn.ReLU(), torch.nn.Conv3d(8, 1, 1)]
+    torch.save(torch.nn.Sequential(*layers).state_dict(), tmp_path / "my_network.pt")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "AssertionError: only convolutions with bias have parameters; fold batch-norm" in done.stderr
+    assert not (tmp_path / "my_network.npz").exists()
+    fused = torch.nn.utils.fusion.fuse_conv_bn_eval(layers[0].eval(), layers[1].eval())
+    torch.save(torch.nn.Sequential(fused, *layers[2:]).state_dict(), tmp_path / "my_network.pt")
+    _succeeds([sys.executable, "-c", code], tmp_path)
+    with np.load(tmp_path / "my_network.npz") as arrays:
+        shapes = {name: arrays[name].shape for name in arrays}
+    assert shapes == {
+        "conv0_weight": (8, 1, 3, 3, 3),
+        "conv0_bias": (8,),
+        "conv1_weight": (1, 8, 1, 1, 1),
+        "conv1_bias": (1,),
+    }
+
+
+def test_wrong_words_are_value_errors() -> None:
+    """As the README says, and no ZnnpyError."""
+    import znnpy
+
+    for words in ({"threads": 0}, {"ram": "12Q"}, {"border": "x"}):
+        for word, value in words.items():
+            assert f"{word}={value!r}".replace("'", '"') in README
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - any sentence
+            znnpy.plan("fib25_boundary", shape=(60, 60, 60), **words)
+        assert not isinstance(caught.value, znnpy.ZnnpyError)
