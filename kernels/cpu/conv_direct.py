@@ -73,7 +73,7 @@ class ConvDirect:
 
     name: str = "cpu.conv.direct"
     kind: Kind = "conv"
-    version: int = 1
+    version: int = 2
     summary: str = "few maps or small kernels: one matrix product per block, least memory of all"
     source: str = "ZNNi IV-A.1; lowering after Chellapilla, Puri, Simard 2006"
 

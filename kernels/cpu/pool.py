@@ -124,7 +124,7 @@ class PoolMax(_Maxima):
 
     name: str = "cpu.pool.max"
     kind: Kind = "pool"
-    version: int = 1
+    version: int = 2
     summary: str = "plain max-pooling: strided output"
     source: str = "definition"
 
@@ -141,7 +141,7 @@ class PoolFragments(_Maxima):
 
     name: str = "cpu.pool.fragments"
     kind: Kind = "pool"
-    version: int = 1
+    version: int = 2
     summary: str = "max-pooling of dense inference: a fragment per offset of the window"
     source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
 
@@ -158,7 +158,7 @@ class MaxFilter(_Maxima):
 
     name: str = "cpu.maxfilter.direct"
     kind: Kind = "maxfilter"
-    version: int = 1
+    version: int = 2
     summary: str = "the maximum over a window at every position"
     source: str = "definition, separable"
 
@@ -235,7 +235,7 @@ class MaxoutDirect:
 
     name: str = "cpu.maxout.direct"
     kind: Kind = "maxout"
-    version: int = 1
+    version: int = 2
     summary: str = "the maximum over groups of neighbouring maps"
     source: str = "Goodfellow et al., Maxout networks, 2013"
 
