@@ -98,7 +98,11 @@ def run(
     volume, truth, prediction, picture = (
         folder / name for name in ("volume.h5", "truth.h5", "prediction.h5", "demo.png")
     )
-    if not overwrite and (there := [path for path in (volume, truth, prediction, picture) if path.exists()]):
+    try:
+        there = [path for path in (volume, truth, prediction, picture) if path.exists()]
+    except OSError as error:
+        raise OutputError(f"cannot look into {folder}: {error.strerror}; give another --folder") from error
+    if there and not overwrite:
         raise OutputError(f"{there[0]} exists already; give another --folder, or --overwrite to replace it")
     _write(volume, truth, size, seed)
     report = infer(volume, out=prediction, overwrite=overwrite, progress=progress)
@@ -108,7 +112,11 @@ def run(
         seen = tuple(slice(at, at + n) for at, n in zip(lo, probability.shape, strict=True))
         auc = roc_auc(membranes[seen] > 0, probability[()])
         z = probability.shape[0] // 2
-        draw(raw[(lo[0] + z, *seen[1:])], probability[z], membranes[(lo[0] + z, *seen[1:])]).save(picture)
+        drawn = draw(raw[(lo[0] + z, *seen[1:])], probability[z], membranes[(lo[0] + z, *seen[1:])])
+    try:
+        drawn.save(picture)
+    except OSError as error:
+        raise OutputError(f"cannot write {picture}: {error}; give another --folder") from error
     return Demo(volume, truth, prediction, picture, auc, report)
 
 

@@ -127,3 +127,12 @@ def test_folder_that_cannot_be_made(place: Place) -> None:
     taken = Path(place.folder / "taken")
     taken.write_text("a file")
     assert "give another --folder" in place.refusal("demo", "--folder", taken)
+    assert "name too long; give another --folder" in place.refusal("demo", "--folder", "9" * 300)
+
+
+def test_picture_that_cannot_be_written(place: Place) -> None:
+    folder = place.folder / "demo"
+    (folder / "demo.png").mkdir(parents=True)
+    result = place.run("demo", "--folder", folder, "--size", "30", "--overwrite")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"Error: cannot write {folder / 'demo.png'}: ")
