@@ -60,7 +60,7 @@ class Bounds:
                 live = max(live, min(option.live for option in known[index]))
             else:
                 voxels = OPTIMISM * shape.voxels[index + 1]
-                pairs.append([(pace * voxels, resident) for pace, resident in learnt.paces])
+                pairs.append([(pace * voxels, int(OPTIMISM * resident)) for pace, resident in learnt.paces])
                 live = max(live, int(OPTIMISM * learnt.leanest * self.moved(shape, index)))
         return shape.patches * relaxed(pairs, room - live)
 
