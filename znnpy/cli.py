@@ -67,7 +67,19 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class _Doors(click.Group):
+class _Printed(click.Command):
+    """A command whose help page on a full disk is a sentence too."""
+
+    def make_context(self, *args: Any, **settings: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **settings)
+        except OSError as error:  # while words are read, only help and version are printed, and no file is opened
+            if error.errno == errno.EPIPE:
+                raise  # click ends the process quietly
+            raise click.ClickException(f"cannot print on stdout: {error.strerror}") from error
+
+
+class _Doors(_Printed, click.Group):
     """The commands. Ctrl-C at any moment is exit code 130, and closed standard streams lead nowhere."""
 
     def main(self, *args: Any, **settings: Any) -> Any:
@@ -92,7 +104,7 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
 
 
-class _Door(click.Command):
+class _Door(_Printed):
     """A command whose expected errors are one sentence on stderr and an exit code; `--debug` adds the traceback."""
 
     hint = ""  # what to do after an interruption

@@ -42,6 +42,14 @@ def test_full_stdout_is_a_sentence(place: Place, json: tuple[str, ...]) -> None:
     assert place.out.exists()
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["infer", "--help"], ["primitives"]])
+def test_full_stdout_has_no_room_for_help(words: list[str]) -> None:
+    done = shell(words, ">/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: cannot print on stdout: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
 def test_plan_is_written_before_it_is_printed(place: Place) -> None:
     plan = place.folder / "plan.json"
     done = shell(["plan", "--shape", "40,40,40", "--out", str(plan)], ">/dev/full")

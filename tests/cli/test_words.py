@@ -89,6 +89,7 @@ def test_infer_writes_beside_the_volume(place: Place) -> None:
     for word in ("voxels/s (plan:", "at the peak (plan:", "computing", "precision  fp32, BLAS kernels"):
         assert word in result.stdout
     assert result.stderr.startswith("100%  1/1 patches, ")
+    assert " voxels/s, 35.6 KiB written, " in result.stderr  # 2 maps of 4,560 float32
 
 
 def test_infer_json(place: Place) -> None:
