@@ -30,7 +30,7 @@ _AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Positive = Annotated[int, Field(ge=1)]
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 30,000 years
 
 
 def _checked_limits(limits: Limits) -> Limits:

@@ -184,3 +184,8 @@ def test_blas_kernels_below_the_processor_are_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     assert slow.blas_warning is not None
     assert "(OPENBLAS_CORETYPE is set)" in slow.blas_warning
+
+
+def test_a_number_without_end_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"'99999999999999999999'\.\. is beyond any memory"):
+        parse_bytes("9" * 400)

@@ -33,8 +33,7 @@ from znnpy.volume.journal import default_output, journal_path, read_header
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
 PIPED_WIDTH = 120  # columns of a table that goes to a file
-MOST_BYTES = 2**60  # of memory; more is a slip of the keyboard, and so is more than MOST_VOXELS along an axis
-MOST_VOXELS = 10**7
+MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
 MOST_THREADS = 2**12
 _X86 = (
     "Atom Barcelona Bobcat Bulldozer Cooperlake Core2 Dunnington Excavator Haswell Nano Nehalem Opteron Opteron_SSE3 "
@@ -150,14 +149,10 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         return None
     try:
         size = parse_bytes(value)
-    except OverflowError:
-        size = MOST_BYTES + 1
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
     if size < 1:
         raise click.BadParameter(f"{value!r} is {size} bytes: give a positive size such as 2G")
-    if size > MOST_BYTES:
-        raise click.BadParameter(f"{_shortened(value)} is more than any machine has: give a size such as 2G")
     return size
 
 

@@ -1,4 +1,4 @@
-"""Every exception znnpy raises on purpose, as one tree.
+"""What znnpy raises when files, sizes, memory or values are not what they must be, as one tree.
 
 ZnnpyError
 ├── ShapeError           a size breaks a layer's arithmetic (also a ValueError)
@@ -15,6 +15,8 @@ ZnnpyError
 Each message is one sentence of what happened, with the numbers, and one of what to do. Inner code raises the
 cause; the door that knows more (which layer, which patch) adds it with `with_context`.
 
+Words that no function has (border="x", ram="12Q", threads=0) are a plain ValueError or TypeError.
+
 Stopped is no error: it unwinds worker threads after Ctrl-C or SIGTERM.
 """
 
@@ -24,7 +26,7 @@ from typing import Self
 
 
 class ZnnpyError(Exception):
-    """The root: whatever znnpy raises on purpose. The command line turns it into one sentence and exit code 1."""
+    """The root. The command line turns it into one sentence and exit code 1."""
 
     def with_context(self, context: str) -> Self:
         """The same error with `context: ` put in front, for the door that knows where it happened."""

@@ -18,6 +18,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+_LARGEST = 2.0**60  # bytes: longer numbers are mistakes
 _DEFAULT_SHARE = 0.75  # of the machine's memory: the rest stays for the file cache and everybody else
 
 
@@ -84,7 +85,10 @@ def parse_bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(size.strip())
     if match is None:
         raise ValueError(f"{size!r} is no size: give a number with K, M, G or T, such as 600M or 2G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size_bytes = float(match[1]) * _UNITS[match[2].upper()]
+    if size_bytes > _LARGEST:
+        raise ValueError(f"{size[:20]!r}.. is beyond any memory: give a size such as 600M or 2G")
+    return int(size_bytes)
 
 
 def limits_of(machine: Machine, ram: int | str | None = None, threads: int | None = None) -> Limits:

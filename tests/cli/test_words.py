@@ -40,7 +40,7 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
         (("plan", "--roi", ":,:,:"), "--roi is a part of a volume: give --volume too"),
         (("plan", "--dataset", "raw"), "--dataset is a part of a volume: give --volume too"),
         (("plan", "--overwrite"), "--overwrite replaces the file given as --out: give --out too"),
-        (("plan", "--ram", "9" * 400), "'9999999999999999999999999999999999999999...9999999999' is more than any mach"),
+        (("plan", "--ram", "9" * 400), "is beyond any memory: give a size such as 600M or 2G"),
         (("plan", "--shape", "9" * 5000 + ",9,9"), "...999999,9,9' is too large: axes of up to 10,000,000 voxels"),
         (("plan", "--patch", "10000001,4,4"), "'10000001,4,4' is too large"),
         (("plan", "--shape", "²,4,4"), "'²,4,4' is not three positive counts"),

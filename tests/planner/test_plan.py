@@ -37,7 +37,7 @@ SHAPES = st.one_of(
 VARIANTS = st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(COUNT, SIZE), max_size=3).map(
     lambda parameters: Variant(tuple(sorted(parameters.items())))
 )
-SECONDS = st.floats(0, 1e9)
+SECONDS = st.floats(1e-9, 1e9)
 CHOICES = st.builds(
     Choice, COUNT, SHAPES, st.text(), COUNT, st.just("cpu"), VARIANTS, SECONDS, st.booleans(), BYTES, BYTES
 )
@@ -120,6 +120,8 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "size in quotes": (("patches",), "3", "patches: .*valid integer"),
     "half a patch": (("patches",), 1.5, "patches: .*valid integer"),
     "no seconds": (("choices", 0, "seconds"), None, "choices.0.seconds"),
+    "zero seconds": (("choices", 0, "seconds"), 0.0, "choices.0.seconds"),
+    "seconds without end": (("choices", 0, "seconds"), 1e308, "choices.0.seconds"),
     "missing field": (("memory", "residents"), ..., "memory.residents: .*required"),
     "missing runners-up": (("runners_up",), ..., "runners_up: .*required"),
     "unknown field": (("split",), 3, "split: .*nexpected"),
