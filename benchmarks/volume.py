@@ -103,7 +103,7 @@ def main() -> None:
         "header": machine_header(),
         "volume": options.volume.name,
         "runs": [asdict(run) | {"largest_difference": d} for run, d in zip(runs, differences, strict=True)],
-        "verify": json.loads(verified.stdout),
+        "verify": {key: value for key, value in json.loads(verified.stdout).items() if key != "output"},
     }
     if options.labels:
         with h5py.File(options.labels) as file:
