@@ -6,33 +6,25 @@ Loads no numpy: a resumed run first asks BLAS for the kernels it began with, and
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import signal
 import stat
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console, RenderableType
 
 import znnpy
-from znnpy.errors import OutputError, ResumeError, ZnnpyError
+from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table
+from znnpy.errors import OutputError, ResumeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import parse_bytes, processor
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import default_output, journal_path, read_header
 
-INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
-PIPED_WIDTH = 120  # columns of a table that goes to a file
 MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
 MOST_THREADS = 2**12
 _X86 = (
@@ -46,101 +38,6 @@ _ARM = (
 OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # what OPENBLAS_CORETYPE may name
 
 Command = TypeVar("Command", bound=Callable[..., None])
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, unwinding like Ctrl-C so that finished work is kept."""
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated in the main thread."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _Printed(click.Command):
-    """A command whose help page on a full disk is a sentence too."""
-
-    def make_context(self, *args: Any, **settings: Any) -> click.Context:
-        try:
-            return super().make_context(*args, **settings)
-        except OSError as error:  # while words are read, only help and version are printed, and no file is opened
-            if error.errno == errno.EPIPE:
-                raise  # click ends the process quietly
-            raise click.ClickException(f"cannot print on stdout: {error.strerror}") from error
-
-
-class _Doors(_Printed, click.Group):
-    """The commands. Ctrl-C at any moment is exit code 130, and closed standard streams lead nowhere."""
-
-    def main(self, *args: Any, **settings: Any) -> Any:
-        _open_closed_streams()
-        return super().main(*args, **settings)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:  # outside of a command: while words are read, or once more while one stops
-            ctx.exit(INTERRUPTED)
-
-
-def _open_closed_streams() -> None:
-    """Open the null device for standard streams that the caller closed (`2>&-`).
-
-    Each takes the lowest free descriptor, its own: else the next file that is opened gets it, and a library that
-    writes to standard error writes into that file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
-
-
-class _Door(_Printed):
-    """A command whose expected errors are one sentence on stderr and an exit code; `--debug` adds the traceback."""
-
-    hint = ""  # what to do after an interruption
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
-
-    def invoke(self, ctx: click.Context) -> None:
-        debug = ctx.params.pop("debug")
-        try:
-            with _sigterm_raises():
-                super().invoke(ctx)
-                return
-        except (ZnnpyError, MemoryError, KeyboardInterrupt) as error:
-            if debug:
-                traceback.print_exc()
-            message, code = self._explain(error)
-        with suppress(OSError):  # nobody can be told; the exit code tells
-            click.echo(message, err=True)
-        ctx.exit(code)
-
-    def _explain(self, error: BaseException) -> tuple[str, int]:
-        """The sentence for stderr, and the exit code."""
-        match error:
-            case Terminated():
-                return f"stopped by SIGTERM; {self.hint}".rstrip("; "), TERMINATED
-            case KeyboardInterrupt():
-                return f"interrupted; {self.hint}".rstrip("; "), INTERRUPTED
-            case ZnnpyError():
-                return f"Error: {error}", 1
-            case _:
-                return f"Error: out of memory: {error or 'the system refused more'}; give a smaller --ram or --patch", 1
-
-
-class _Resumable(_Door):
-    hint = "what was finished is kept: the same command with --resume (and without --overwrite) goes on from there"
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -244,13 +141,13 @@ _region = _together(
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
-@click.group(cls=_Doors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Doors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(znnpy.__version__, package_name="znnpy")
 def main() -> None:
     """Run a trained 3D convolutional network over every position of a volume: exact, within memory, fast."""
 
 
-@main.command(cls=_Door)
+@main.command(cls=Door)
 @click.argument("network", default=DEFAULT)
 @click.option("--volume", type=FILE, help="Plan for this volume.")
 @click.option("--shape", metavar="Z,Y,X", callback=_voxels, help="Plan for a volume of this size, Z,Y,X.")
@@ -282,12 +179,12 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
         _write_text(target, chosen.to_json())
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
-        _print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
+        print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
     else:
-        _print(explain(chosen, read_network(network).network, this_machine()))
+        print_table(explain(chosen, read_network(network).network, this_machine()))
 
 
-@main.command(cls=_Resumable)
+@main.command(cls=Resumable)
 @click.argument("volume", type=FILE)
 @click.option("--network", default=DEFAULT, show_default=True, help="Network file, or the name of one that ships.")
 @click.option("--weights", type=FILE, help="Weights file [default: the one that the network file names].")
@@ -317,12 +214,12 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     with show() as progress:
         report = znnpy.inference.infer(volume, network, plan=plan_file, out=out, progress=progress, **words)
     if as_json:
-        _print_json(report.as_json())
+        print_json(report.as_json())
     else:
-        _print_lines(report.lines())
+        print_lines(report.lines())
 
 
-@main.command(cls=_Door)
+@main.command(cls=Door)
 @click.argument("output", type=FILE)
 @click.argument("volume", type=FILE)
 @click.option("--network", help="Network file [default: the one that ships under the output's network name].")
@@ -347,12 +244,12 @@ def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
 
     report = check(output, volume, **words)
     if as_json:
-        _print_json(report.as_json())
+        print_json(report.as_json())
     else:
-        _print_lines(report.lines())
+        print_lines(report.lines())
 
 
-@main.command(cls=_Door)
+@main.command(cls=Door)
 @click.option("--folder", type=FILE, default=Path("demo"), show_default=True, help="Where to write.")
 @click.option(
     "--size",
@@ -375,12 +272,12 @@ def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> 
     with show() as progress:
         done = run(folder, (size, size, size), seed=seed, overwrite=overwrite, progress=progress)
     if as_json:
-        _print_json(done.as_json())
+        print_json(done.as_json())
     else:
-        _print_lines(done.lines())
+        print_lines(done.lines())
 
 
-@main.command(cls=_Door)
+@main.command(cls=Door)
 @_json
 def primitives(as_json: bool) -> None:
     """List the ways to compute a layer.
@@ -393,12 +290,12 @@ def primitives(as_json: bool) -> None:
 
     if as_json:
         keys = ("name", "kind", "version", "summary", "source")
-        _print_json([{key: getattr(primitive, key) for key in keys} for primitive in TABLE])
+        print_json([{key: getattr(primitive, key) for key in keys} for primitive in TABLE])
         return
     table = Table("primitive", "layer", "when", "source")
     for primitive in TABLE:
         table.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
-    _print(table)
+    print_table(table)
 
 
 def _check_primitives(names: tuple[str, ...]) -> None:
@@ -429,37 +326,6 @@ def _ask_for_same_kernels(out: Path) -> None:
     library, _, kernels = header.blas.partition(" ")
     if library == "openblas" and kernels in OPENBLAS_KERNELS:
         os.environ["OPENBLAS_CORETYPE"] = kernels
-
-
-@contextmanager
-def _printing() -> Iterator[None]:
-    """Around all that goes to stdout: OutputError when it cannot be written, unless the reader of a pipe left."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.EPIPE:
-            raise  # click ends the process quietly
-        raise OutputError(
-            f"cannot print on stdout: {error.strerror}; files that the command writes are complete"
-        ) from error
-
-
-def _print(renderable: RenderableType) -> None:
-    """Print on stdout, as wide as the terminal; piped, as wide as a table needs."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
-    with _printing():
-        console.print(renderable)
-
-
-def _print_lines(lines: list[str]) -> None:
-    with _printing():
-        click.echo("\n".join(lines))
-
-
-def _print_json(document: Any) -> None:
-    _print_lines([json.dumps(document, indent=1)])
 
 
 def _regular_file(path: Path, overwrite: bool) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from place import Place
 
-from znnpy import cli
+from znnpy import cli, doors
 from znnpy.errors import NoPlanError
 from znnpy.machine import processor
 from znnpy.planner.plan import Plan
@@ -182,15 +182,15 @@ def test_out_of_memory_is_a_sentence(place: Place, monkeypatch: pytest.MonkeyPat
 def test_no_plan_is_not_taken_for_a_full_machine() -> None:
     """NoPlanError is a MemoryError too; its own sentence is the better one."""
     door = cli.main.commands["plan"]
-    assert isinstance(door, cli._Door)
+    assert isinstance(door, doors.Door)
     assert door._explain(NoPlanError("nothing fits")) == ("Error: nothing fits", 1)
 
 
 def test_interrupted_planning_says_nothing_of_resuming() -> None:
     door = cli.main.commands["plan"]
-    assert isinstance(door, cli._Door)
+    assert isinstance(door, doors.Door)
     assert door._explain(KeyboardInterrupt()) == ("interrupted", 130)
-    assert door._explain(cli.Terminated()) == ("stopped by SIGTERM", 143)
+    assert door._explain(doors.Terminated()) == ("stopped by SIGTERM", 143)
 
 
 def test_a_bug_is_not_hidden(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

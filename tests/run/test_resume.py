@@ -74,7 +74,8 @@ def test_words_left_out_are_those_it_began_with(stopped: Place, left_out: dict[s
 
 
 def test_the_whole_volume_by_its_numbers_is_the_whole_volume(stopped: Place) -> None:
-    go_on(stopped, roi="0:20,0:23,0:25")
+    report = go_on(stopped, roi="0:20,0:23,0:25")
+    assert 0 < report.computed < report.voxels
 
 
 def test_other_plan(stopped: Place) -> None:
