@@ -34,7 +34,7 @@ from znnpy.shapes import FLOAT32, Vec3
 from znnpy.trained import load_trained
 from znnpy.volume import open_volume
 from znnpy.volume.journal import JournalHeader, default_output
-from znnpy.volume.output import Output
+from znnpy.volume.output import Mode, Output
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
 
@@ -143,15 +143,10 @@ def infer(
             "output_dtype": output_dtype,
             "allow_nan": allow_nan,
         }
+        mode: Mode = "overwrite" if overwrite else "resume" if resume else "new"
+        shape = (trained.network.output_channels, *source.output)
         output = stack.enter_context(
-            Output(
-                target,
-                volume=Path(volume),
-                shape=(trained.network.output_channels, *source.output),
-                dtype=np.dtype(output_dtype),
-                mode="overwrite" if overwrite else "resume" if resume else "new",
-                job=job,
-            )
+            Output(target, volume=Path(volume), shape=shape, dtype=np.dtype(output_dtype), mode=mode, job=job)
         )
         if output.finished:
             return _report(target, started, Plan.from_json(store_for(target).attributes_of(target)["plan"]), machine)

@@ -17,13 +17,32 @@ from znnpy.formats.weights import read_weights
 from znnpy.kernels.crew import Crew
 from znnpy.machine import limits_of, this_machine
 from znnpy.network import ConvWeights, Network
-from znnpy.patches import cover
+from znnpy.patches import Box, cover
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.search import make_plan
+from znnpy.run import pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
+
+
+@dataclass(frozen=True)
+class _Result:
+    """An output in memory, for the pipeline to write to."""
+
+    array: npt.NDArray[np.float32]  # (maps, z, y, x)
+    done: frozenset[int] = frozenset()
+
+    @property
+    def dtype(self) -> np.dtype[np.float32]:
+        return self.array.dtype
+
+    def write(self, box: Box, voxels: npt.NDArray[np.float32]) -> None:
+        self.array[(slice(None), *box.slices)] = voxels
+
+    def finish_column(self, index: int) -> None:
+        """Nothing to record: what is in memory ends with the process."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +87,10 @@ class TrainedNetwork:
             only=only,
             baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
         )
-        result = np.empty((self.network.output_channels, *source.output), np.float32)
-        raw = np.empty((volume.channels, *plan.patch_in), volume.dtype)
-        out = np.empty((self.network.output_channels, *plan.patch_out), np.float32)
+        result = _Result(np.empty((self.network.output_channels, *source.output), np.float32))
         with Crew(limits.threads) as crew, Session(plan, self.network, self.weights, crew) as session:
-            for column in cover(source.output, plan.patch_out):
-                for step in column.steps:
-                    source.read(step.out.lo, raw)
-                    session.run(raw, out)
-                    kept = step.write.shifted((-step.out.lo[0], -step.out.lo[1], -step.out.lo[2]))
-                    result[(slice(None), *step.write.slices)] = out[(slice(None), *kept.slices)]
-        return result
+            pipeline.run(session, crew, source, result, cover(source.output, plan.patch_out))
+        return result.array
 
 
 def load_network(where: str | Path, weights: str | Path | None = None) -> TrainedNetwork:

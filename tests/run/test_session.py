@@ -120,7 +120,7 @@ def test_an_overflow_names_its_layer() -> None:
     weights = random_weights(network, seed=9)
     weights[1].weight[:] = 3e38
     volume = some_volume(network, seed=16)
-    with pytest.raises(ValuesOverflowError, match=r"^layer 1 \(conv 1x1x1 -> 2 relu\): "):
+    with pytest.raises(ValuesOverflowError, match=r"^output voxels .*: layer 1 \(conv 1x1x1 -> 2 relu\): "):
         TrainedNetwork(network, weights)(volume)
 
 
