@@ -93,6 +93,15 @@ def test_other_libraries(stopped: Place) -> None:
         go_on(stopped)
 
 
+def test_other_processor(stopped: Place) -> None:
+    def elsewhere(header: dict[str, Any]) -> None:
+        header["settings"]["processor"] = "Z80"
+
+    edit_journal(stopped, elsewhere)
+    with pytest.raises(ResumeError, match=r'began with processor "Z80", and here'):
+        go_on(stopped)
+
+
 def test_other_version_of_a_primitive(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         plan = json.loads(header["plan"])

@@ -14,6 +14,7 @@ import pytest
 
 from znnpy.errors import OutputError, ResumeError, VolumeError
 from znnpy.patches import Box, cover
+from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
 from znnpy.volume import open_volume
 from znnpy.volume import store as store_module
@@ -190,3 +191,10 @@ for door in (lambda: open_volume(Path("a.zarr")), lambda: store_for(Path("a.zarr
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     line = "reading and writing .zarr needs the package zarr, which is not installed; `pip install 'znnpy[zarr]'`\n"
     assert done.stdout == 2 * line
+
+
+def test_no_more_chunks_are_counted_than_there_are(tmp_path: Path) -> None:
+    chunk = (64, 512, 512)
+    zarr.create_array(tmp_path / "one.zarr", shape=chunk, chunks=chunk, dtype="u1")
+    with open_volume(tmp_path / "one.zarr") as volume:
+        assert volume.extra_bytes == 2 * 2**24 - READER_BYTES
