@@ -1,0 +1,138 @@
+"""A network densely in PyTorch, both ways a user would write it: the peer of whole networks.
+
+fragments  every max-pooling once for each of its offsets, the results stacked as a batch (shift and pool), put back in
+           place at the end; exact, no value twice
+dilated    max-pooling becomes a max-filter at every position, and all that follows is dilated by its window
+
+Either gives the network's dense valid output. Maxima are separable passes of `torch.maximum`: `max_pool3d` took four
+times as long in the networks of three poolings (2 Zen 5 cores, 2026-11-20), so it would be no fair peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Pool
+from znnpy.shapes import Activation, Vec3, multiply
+
+Method = Literal["fragments", "dilated"]
+Precision = Literal["fp32", "bf16"]
+Layout = Literal["contiguous", "channels_last_3d"]
+
+Tensor = Any  # torch.Tensor: PyTorch is an extra, and its types are not read
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
+
+
+class DenseTorch:
+    """A network with weights in one precision and memory format; call it on one input patch."""
+
+    def __init__(
+        self, network: Network, weights: Sequence[ConvWeights], method: Method, precision: Precision, layout: Layout
+    ) -> None:
+        self._network, self._method = network, method
+        self._dtype, self._layout = DTYPES[precision], LAYOUTS[layout]
+        self._weights = [
+            (self._placed(torch.from_numpy(one.weight)), torch.from_numpy(one.bias).to(self._dtype)) for one in weights
+        ]
+
+    def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """raw (c, z, y, x), grey values as stored -> (maps, z, y, x) float32, field of view - 1 smaller.
+
+        With fragments the output has to be a multiple of the network's period along every axis.
+        """
+        with torch.inference_mode():
+            x = self._placed(torch.from_numpy(self._normalised(raw))[None])
+            weights = iter(self._weights)
+            dilation: Vec3 = (1, 1, 1)
+            for layer in self._network.layers:
+                match layer:
+                    case Conv(activation=activation):
+                        weight, bias = next(weights)
+                        x = torch.nn.functional.conv3d(x, weight, bias, dilation=dilation)
+                        x = activated(x, activation).contiguous(memory_format=self._layout)
+                    case Pool(window=window) | MaxFilter(window=window):
+                        for axis, (extent, step) in enumerate(zip(window, dilation, strict=True), start=2):
+                            x = largest(x, axis, extent, step)
+                        if isinstance(layer, Pool) and self._method == "fragments":
+                            x = fragments(x, window)
+                        elif isinstance(layer, Pool):
+                            dilation = multiply(dilation, window)
+                    case Maxout(of=of):
+                        x = x.unflatten(1, (-1, of)).amax(2).contiguous(memory_format=self._layout)
+            return self._dense(x)
+
+    def _normalised(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        normalise = self._network.normalise
+        if normalise is None:
+            return raw.astype(np.float32)
+        mean, std = (np.array(v, np.float32)[:, None, None, None] for v in (normalise.mean, normalise.std))
+        return np.asarray((raw - mean) / std, np.float32)
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """In the precision and memory format. With one map every format looks right, so strides are set by hand."""
+        x = x.to(self._dtype).contiguous(memory_format=self._layout)
+        if x.shape[1] == 1 and self._layout == torch.channels_last_3d:
+            _, _, z, y, x_size = x.shape
+            return x.as_strided(x.shape, (z * y * x_size, 1, y * x_size, x_size, 1))
+        return x
+
+    def _dense(self, x: Tensor) -> npt.NDArray[np.float32]:
+        """(1 or fragments, maps, z, y, x) as one patch (maps, z, y, x)."""
+        out = x.float().numpy()
+        windows = [layer.window for layer in self._network.layers if isinstance(layer, Pool)]
+        if self._method == "dilated":
+            return np.ascontiguousarray(out[0])
+        for window in reversed(windows):  # the last pooling's fragments lie innermost in the batch
+            out = out.reshape(-1, *window, *out.shape[1:])  # (S, oz, oy, ox, f, mz, my, mx)
+            out = out.transpose(0, 4, 5, 1, 6, 2, 7, 3)  # (S, f, mz, oz, my, oy, mx, ox)
+            s, f, mz, pz, my, py, mx, px = out.shape
+            out = out.reshape(s, f, mz * pz, my * py, mx * px)
+        return np.ascontiguousarray(out[0])
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    """In place, except softmax over the maps."""
+    match activation:
+        case "none":
+            return x
+        case "relu":
+            return torch.relu_(x)
+        case "tanh":
+            return torch.tanh_(x)
+        case "sigmoid":
+            return torch.sigmoid_(x)
+        case "softmax":
+            return torch.softmax(x, 1)
+
+
+def largest(x: Tensor, axis: int, extent: int, step: int) -> Tensor:
+    """Maximum of `extent` voxels `step` apart along an axis, at every position where they all exist."""
+    kept = x.shape[axis] - (extent - 1) * step
+    out = x.narrow(axis, 0, kept)
+    for i in range(1, extent):
+        out = torch.maximum(out, x.narrow(axis, i * step, kept))
+    return out
+
+
+def fragments(x: Tensor, window: Vec3) -> Tensor:
+    """A max-filtered batch (S, f, z, y, x), every size a multiple of the window, as (S * P, f, m): all offsets."""
+    pz, py, px = window
+    s, f, z, y, x_size = x.shape
+    layout = (
+        torch.channels_last_3d if x.is_contiguous(memory_format=torch.channels_last_3d) else torch.contiguous_format
+    )
+    out = torch.empty((s * pz * py * px, f, z // pz, y // py, x_size // px), dtype=x.dtype).contiguous(
+        memory_format=layout
+    )
+    by_offset = out.unflatten(0, (s, pz, py, px))
+    for oz, oy, ox in product(range(pz), range(py), range(px)):
+        by_offset[:, oz, oy, ox].copy_(x[:, :, oz::pz, oy::py, ox::px])
+    return out
