@@ -1,0 +1,265 @@
+"""Threads of the process: N means N, runs that overlap share one pool, and nobody waits for another's work to stop."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+from place import Place
+
+from znnpy.errors import Stopped
+from znnpy.formats.weights import random_weights
+from znnpy.inference import infer
+from znnpy.kernels.crew import Crew
+from znnpy.network import Conv, Network
+from znnpy.trained import TrainedNetwork
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from znnpy.run.pipeline import Event
+
+TICK = 0.01  # seconds: the system counts a thread's time in these
+
+
+def crew_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("znnpy-crew")]
+
+
+class Busy:
+    """Counts pieces that run at the same time."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self.now = self.most = 0
+
+    def __enter__(self) -> None:
+        with self._turn:
+            self.now += 1
+            self.most = max(self.most, self.now)
+
+    def __exit__(self, *_: object) -> None:
+        with self._turn:
+            self.now -= 1
+
+
+def burning(run: Callable[[Callable[[Event], None]], object]) -> int:
+    """Threads that computed while `run` ran, from its first to its last event."""
+    seen: list[dict[int, float]] = []
+
+    def look(event: Event) -> None:
+        del event
+        seen.append({t.id: t.user_time + t.system_time for t in psutil.Process().threads()})
+
+    run(look)
+    spent = [last - seen[0].get(thread, 0.0) for thread, last in seen[-2].items()]  # at the last the pool may be gone
+    assert max(spent) > 5 * TICK, "too short to tell"
+    return sum(seconds > 0.3 * max(spent) for seconds in spent)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_means_threads(tmp_path: Path, threads: int) -> None:
+    """Counted by the system: what reads and writes beside them takes no time to speak of."""
+    layers = Conv((3, 3, 3), 32, "tanh"), Conv((3, 3, 3), 32, "tanh"), Conv((1, 1, 1), 2, "tanh")
+    place = Place.furnish(tmp_path, Network("wide", 1, layers, None))
+    volume = place.write_volume(np.random.default_rng(3).integers(0, 256, (204, 104, 104), np.uint8))
+    words: dict[str, Any] = {"patch": (10, 100, 100), "threads": threads, "only": "cpu.conv.direct"}
+
+    def run(look: Callable[[Event], None]) -> None:
+        infer(volume, tmp_path / "net.yaml", out=place.out, progress=look, **words)
+
+    assert burning(run) == threads
+
+
+def test_runs_at_the_same_time_share_one_pool(place: Place) -> None:
+    most = []
+
+    def look(event: Event) -> None:
+        del event
+        most.append(len(crew_threads()))
+
+    def go(number: int) -> bytes:
+        out = place.folder / f"{number}.h5"
+        infer(place.volume, place.folder / "net.yaml", out=out, patch=(4, 4, 4), threads=2, progress=look)
+        with h5py.File(out) as file:
+            return np.asarray(file["prediction"]).tobytes()
+
+    with ThreadPoolExecutor(3) as users:
+        results = list(users.map(go, range(3)))
+    assert results == [results[0]] * 3
+    assert max(most) == 2
+    assert not crew_threads()
+
+
+def test_a_network_called_from_threads_of_the_callers(tiny_network: Callable[..., Network]) -> None:
+    """Eight callers, two threads: results are those of one caller, and nobody is left behind."""
+    network = tiny_network()
+    trained = TrainedNetwork(network, tuple(random_weights(network, seed=3)))
+    rng = np.random.default_rng(5)
+    arrays = [rng.standard_normal((12, 13, 14)).astype(np.float32) for _ in range(8)]
+    alone = [trained(array, threads=2) for array in arrays]
+    with ThreadPoolExecutor(8) as users:
+        together = list(users.map(lambda array: trained(array, threads=2), arrays))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not crew_threads()
+
+
+def test_crews_together_keep_no_more_threads_busy_than_the_largest() -> None:
+    busy, seen = Busy(), [np.zeros(40, int) for _ in range(6)]
+
+    def work(number: int) -> None:
+        def piece(lo: int, hi: int, worker: int) -> None:
+            assert 0 <= worker < threads
+            with busy:
+                seen[number][lo:hi] += 1
+                time.sleep(0.002)
+
+        threads = 2 + number % 2
+        with Crew(threads) as crew:
+            crew.each(piece, 40)
+            crew.each(piece, 40)
+
+    with ThreadPoolExecutor(6) as users:
+        list(users.map(work, range(6)))
+    assert all((counts == 2).all() for counts in seen)
+    assert busy.most <= 3
+
+
+def test_a_small_crew_beside_a_large_one_keeps_to_its_number() -> None:
+    busy = Busy()
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del lo, hi, worker
+        with busy:
+            time.sleep(0.01)
+
+    with Crew(5), Crew(2) as small:
+        assert len(crew_threads()) == 5
+        small.each(piece, 30)
+    assert busy.most == 2
+
+
+def test_crews_take_turns() -> None:
+    """Work that was there before does not have to end first: shares of one and of the other alternate."""
+    order: list[str] = []
+    begun = threading.Event()
+
+    def work(name: str) -> None:
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del lo, hi, worker
+            order.append(name)
+            begun.set()
+            time.sleep(0.02)
+
+        with Crew(2) as crew:
+            crew.each(piece, 8)
+
+    first = threading.Thread(target=work, args=["early"])
+    first.start()
+    begun.wait()
+    work("late")
+    first.join()
+    assert order.index("late") <= 4
+    assert order[-1] == "late"
+
+
+def test_a_crew_that_waits_for_another_is_stopped_at_once() -> None:
+    hold = threading.Event()
+
+    def held(lo: int, hi: int, worker: int) -> None:
+        del lo, hi, worker
+        hold.wait(10)
+
+    def never(lo: int, hi: int, worker: int) -> None:
+        raise AssertionError((lo, hi, worker))
+
+    with Crew(2) as first, Crew(2) as second, ThreadPoolExecutor(1) as user:
+        waiting = user.submit(first.each, held, 2)
+        time.sleep(0.05)
+        threading.Timer(0.05, second.stop).start()
+        start = time.perf_counter()
+        with pytest.raises(Stopped):
+            second.each(never, 50)
+        assert time.perf_counter() - start < 0.5
+        hold.set()
+        waiting.result()
+
+
+def test_the_error_of_the_first_share_is_raised_whoever_was_faster() -> None:
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del hi, worker
+        time.sleep(0.03 if lo == 0 else 0)
+        raise ValueError(f"share from {lo}")
+
+    with Crew(2) as crew:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="share from 0"):
+                crew.each(piece, 20)
+        crew.each(lambda lo, hi, worker: None, 20)
+
+
+def test_threads_end_with_the_crews_that_asked_for_them() -> None:
+    before = threading.active_count()
+    with Crew(2):
+        with Crew(4):
+            assert len(crew_threads()) == 4
+        deadline = time.perf_counter() + 2
+        while len(crew_threads()) > 2 and time.perf_counter() < deadline:
+            time.sleep(0.001)
+        assert len(crew_threads()) == 2
+    assert threading.active_count() == before
+    with Crew(1):
+        assert not crew_threads(), "one thread is the caller's"
+
+
+def test_an_openmp_setting_of_the_callers_threads_is_left_alone() -> None:
+    """A crew that opens first in one thread and closes last in another would restore it in the wrong one."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    first, last = Crew(1), Crew(1)
+    first.__enter__()
+    try:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(last.__enter__).result()
+            first.__exit__(None, None, None)
+            other.submit(last.__exit__, None, None, None).result()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def child(pipe: Connection) -> None:
+    seen = np.zeros(20, int)
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del worker
+        seen[lo:hi] += 1
+
+    with Crew(2) as crew:
+        crew.each(piece, 20)
+    pipe.send(seen.tolist())
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_has_a_pool_of_its_own() -> None:
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system does not fork")
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    with Crew(2):  # its threads are not in the child
+        process = context.Process(target=child, args=[there])
+        process.start()
+        assert here.poll(10), "the child waits for threads it does not have"
+        assert here.recv() == [1] * 20
+        process.join()
