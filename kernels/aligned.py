@@ -1,4 +1,4 @@
-"""Memory as steps ask for it: on the boundary of a cache line."""
+"""Memory as steps ask for it: on the boundary of a cache line, and lines that do not meet in the cache."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def aligned_bytes(nbytes: int) -> Bytes:
     room = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + nbytes]
+
+
+def odd_lines(count: int) -> int:
+    """At least `count` complex64 that fill an odd number of cache lines: rows so far apart spread over a cache's sets."""
+    return 8 * (-(-count // 8) | 1)

@@ -36,6 +36,8 @@ class Rates:
     fft: Rate = Rate(flops=74e9, nbytes=25e9)
     copy: Rate = Rate(flops=50e9, nbytes=25e9)
     pool: Rate = Rate(flops=50e9, nbytes=30e9)
+    lane_product: Rate = Rate(flops=480e9, nbytes=30e9)
+    lane_fft: Rate = Rate(flops=300e9, nbytes=30e9)
     stage_seconds: float = 5e-5  # to hand one stage to the threads and to wait for the last of them
 
     def of(self, unit: Unit) -> Rate:
@@ -48,13 +50,26 @@ class Rates:
                 return self.copy
             case "pool":
                 return self.pool
+            case "lane_product":
+                return self.lane_product
+            case "lane_fft":
+                return self.lane_fft
 
     def scaled(self, flops: float, nbytes: float) -> Rates:
         """All rates multiplied."""
-        product, fft, copy, pool = (
-            Rate(rate.flops * flops, rate.nbytes * nbytes) for rate in (self.product, self.fft, self.copy, self.pool)
+
+        def times(rate: Rate) -> Rate:
+            return Rate(rate.flops * flops, rate.nbytes * nbytes)
+
+        return Rates(
+            times(self.product),
+            times(self.fft),
+            times(self.copy),
+            times(self.pool),
+            times(self.lane_product),
+            times(self.lane_fft),
+            self.stage_seconds,
         )
-        return Rates(product, fft, copy, pool, self.stage_seconds)
 
 
 def assumed_rates(machine: Machine, threads: int) -> Rates:

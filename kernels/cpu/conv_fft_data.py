@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.aligned import odd_lines
 from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
-from znnpy.kernels.cpu.finish import Finish, quiet
+from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
@@ -66,8 +67,8 @@ class _Sizes(NamedTuple):
 def _sizes(shape: ConvShape) -> _Sizes:
     padded: Vec3 = good_size(shape.n[0]), good_size(shape.n[1]), good_size(shape.n[2])
     half = padded[2] // 2 + 1
-    pitch = _odd_lines(half)
-    plane = _odd_lines(padded[1] * pitch)
+    pitch = odd_lines(half)
+    plane = odd_lines(padded[1] * pitch)
     line = FLOAT32 * padded[2] * shape.fin
     lines = min(shape.n[1], max(1, LINES_BYTES // line))
     columns = min(padded[1] * pitch, max(1, LINES_BYTES // (COMPLEX64 * padded[0] * 8)) * 8)
@@ -88,11 +89,6 @@ def _sizes(shape: ConvShape) -> _Sizes:
         -(-lines * line // 64) * 64,
         -(-max(COMPLEX64 * held, real) // 64) * 64,
     )
-
-
-def _odd_lines(count: int) -> int:
-    """At least `count` complex numbers that fill an odd number of cache lines."""
-    return 8 * (-(-count // 8) | 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +219,7 @@ class _Step:
         for j in range(shape.fout):
             self._accumulate(spectra, j, total, blocks)
             self._invert(total, j, out, blocks)
-        self._activate(out)
+        finish_whole(self._finish, out, crew)
 
     def _transform_lines(self, x: Array, spectra: Complex, blocks: npt.NDArray[np.uint8]) -> None:
         """Along x, from channels last to planar."""
@@ -322,25 +318,6 @@ class _Step:
                 out[s, z, :, :, j] = image[:, :mx]
 
         crew.each(piece, shape.batch * mz)
-
-    def _activate(self, out: Array) -> None:
-        shape, crew = self._shape, self._crew
-        mz, my, mx = shape.out
-        lines = max(1, LINES_BYTES // (FLOAT32 * mx * shape.fout))
-        parts = -(-my // lines)
-
-        @quiet()
-        def piece(lo: int, hi: int, worker: int) -> None:
-            del worker
-            for unit in range(lo, hi):
-                crew.check()
-                rest, part = divmod(unit, parts)
-                s, z = divmod(rest, mz)
-                rows = out[s, z, part * lines : (part + 1) * lines]
-                rows = rows.reshape(len(rows), -1, copy=False)
-                self._finish(rows, rows)
-
-        crew.each(piece, shape.batch * mz * parts)
 
 
 def _take(store: Complex, shape: tuple[int, ...]) -> tuple[Complex, Complex]:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
+from znnpy.kernels.cpu.tiles import elongation, sides
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
@@ -136,11 +137,11 @@ class ConvFftTiled:
         del machine
         shape = as_conv(shape)
         k, m = shape.k, shape.out
-        tiles_worth = list(product(_sides(m[0], k[0]), _sides(m[1], k[1]), _sides(m[2], k[2])))
-        longest = max(2.0, min(map(_elongation, tiles_worth)))
+        tiles_worth = list(product(*(sides(size, kernel, SIDES) for size, kernel in zip(m, k, strict=True))))
+        longest = max(2.0, min(map(elongation, tiles_worth)))
         found: dict[Variant, None] = {}
         for tile in tiles_worth:
-            if _elongation(tile) > longest:
+            if elongation(tile) > longest:
                 continue  # long thin tiles overlap more and save nothing
             steps = (-(-size // (side - kernel + 1)) for size, side, kernel in zip(m, tile, k, strict=True))
             tiles = shape.batch * prod(steps)
@@ -202,29 +203,6 @@ class ConvFftTiled:
 @cache
 def _variant(tile: Vec3, group: int) -> Variant:
     return Variant.of(tile=tile, group=group)
-
-
-@cache
-def _elongation(tile: Vec3) -> float:
-    """The longest side by the shortest, of those that are transformed."""
-    sides = [side for side in tile if side > 1]
-    return max(sides) / min(sides)
-
-
-@cache
-def _sides(m: int, k: int) -> Sequence[int]:
-    """Tile sides worth trying for `m` outputs along an axis: 1 where the kernel is 1, else those that hold the kernel
-    and cover the outputs with less than every smaller one does."""
-    if k == 1:
-        return (1,)
-    worth: list[int] = []
-    least = 0
-    for side in SIDES:
-        covered = -(-m // (side - k + 1)) * side if side >= k else 0
-        if covered and (not worth or covered < least):
-            worth.append(side)
-            least = covered
-    return tuple(worth)
 
 
 def _half_transformed_bytes(fout: int, k: Vec3, tile: Vec3) -> int:

@@ -13,8 +13,11 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
+    from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Array
     from znnpy.shapes import Activation
+
+LINES_BYTES = 256 * 1024  # of lines that are finished at once: they stay in L2
 
 
 class Finish:
@@ -47,21 +50,58 @@ class Finish:
         if not np.isfinite(np.matmul(out, self._ones[:length])).all():
             bad = out.size - int(np.count_nonzero(np.isfinite(out)))
             if bad:
-                raise ValuesOverflowError(
-                    f"{bad} of {out.size} values of a block became infinite or not a number in float32; "
-                    "check the weights and that the input is normalised as in training"
-                )
-        match self._activation:
-            case "none":
-                pass
-            case "relu":
-                np.maximum(out, self._zeros[:length], out=out)
-            case "tanh":
-                np.tanh(out, out=out)
-            case "sigmoid":
-                _sigmoid(out)
-            case "softmax":
-                _softmax(out.reshape(*out.shape[:-1], -1, self._maps, copy=False))
+                raise overflow(bad, out.size)
+        if self._activation == "relu":
+            np.maximum(out, self._zeros[:length], out=out)
+        else:
+            squash(self._activation, out, self._maps)
+
+
+def overflow(bad: int, size: int) -> ValuesOverflowError:
+    """The error for `bad` of `size` values."""
+    return ValuesOverflowError(
+        f"{bad} of {size} values of a block became infinite or not a number in float32; "
+        "check the weights and that the input is normalised as in training"
+    )
+
+
+def finish_whole(finish: Finish, out: Array, crew: Crew) -> None:
+    """`finish` every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
+
+    finish  for rows of x voxels.
+    """
+    batch, mz, my, mx, fout = out.shape
+    lines = max(1, LINES_BYTES // (FLOAT32 * mx * fout))
+    parts = -(-my // lines)
+
+    @quiet()
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del worker
+        for unit in range(lo, hi):
+            crew.check()
+            rest, part = divmod(unit, parts)
+            s, z = divmod(rest, mz)
+            rows = out[s, z, part * lines : (part + 1) * lines]
+            rows = rows.reshape(len(rows), -1, copy=False)
+            finish(rows, rows)
+
+    crew.each(piece, batch * mz * parts)
+
+
+def squash(activation: Activation, rows: Array, maps: int) -> None:
+    """tanh, sigmoid or softmax in place, of rows of whole voxels of `maps` channels; other activations change nothing.
+
+    Call it under `quiet()`.
+    """
+    match activation:
+        case "tanh":
+            np.tanh(rows, out=rows)
+        case "sigmoid":
+            _sigmoid(rows)
+        case "softmax":
+            _softmax(rows.reshape(*rows.shape[:-1], -1, maps, copy=False))
+        case "none" | "relu":
+            pass
 
 
 def quiet() -> np.errstate:

@@ -1,0 +1,322 @@
+"""Tiled FFT convolution (overlap-save) in compiled code: 16 channels in the lanes of a vector, from gather to scatter.
+
+Method   Tiles of 4 to 32 a side that overlap by k - 1, each axis its own. For a group of tiles:
+         forward   per plane of a tile, in L1 or L2: real transforms along x, then y, straight-line code;
+         multiply  per column of frequencies (fixed x, y), in L2: the kernels' spectra, unless they are kept; along z of
+                   CHUNK tiles, per frequency a product [tiles x fin] @ [fin x fout] in registers, along z back;
+         inverse   per plane: y back (the n - k + 1 wanted lines), x back, bias, activation, scatter.
+Kernels  kept=0: resident are the kernels transformed along x; the rest is done again for every group, a few per cent
+         of the product from 64 tiles on, and less than the time it takes to read them from memory.
+         kept=1: resident are the whole spectra, for images of few tiles.
+Memory   The spectra of one group, a block of LANES channels at a time, in place from forward to inverse; caches of each
+         worker; resident kernels.
+Bound    The product: 97 % of the registers' peak in L2 (2 Zen 5 cores, 2026-11-21), then memory: the spectra are
+         written and read twice.
+Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu,
+         Henaff, LeCun 2014. Pruned kernel transforms: Zlateski, Lee, Seung, ZNNi (SC16), III.
+Tested   tests/kernels/test_conv.py, tests/kernels/test_native.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise, product
+from math import log2, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.cpu.finish import overflow, quiet, squash
+from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
+from znnpy.kernels.cpu.tiles import elongation, sides
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.machine import this_machine
+from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.machine import Machine
+
+SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # tiled.cpp has straight-line code for them, and for 1
+GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
+CHUNK = 32  # tiles multiplied at once: their columns and the kernels of a column stay in L2
+BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
+STREAM_BYTES = 2**23  # spectra larger than that are written past the caches
+CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
+CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
+
+
+class _Tiling(ctypes.Structure):
+    """tiled.hpp"""
+
+    _fields_ = (
+        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "tile", "step", "counts")),
+        *((name, ctypes.c_int64) for name in ("fin", "fout", "first", "tiles", "chunk", "column_pitch", "tile_pitch")),
+        *((name, ctypes.c_int64) for name in ("x_image", "out_image", "relu", "kept", "stream")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "spectra", "kernels", "bias")),
+    )
+
+
+class _Sizes(NamedTuple):
+    """Where the tiles of one shape lie, and what their spectra take."""
+
+    tile: Vec3
+    step: Vec3  # outputs of a whole tile: tile - k + 1
+    counts: Vec3  # tiles along each axis
+    tiles: int  # in all images
+    group: int  # tiles of the largest group
+    groups: int
+    columns: int  # frequencies (x, y)
+    kernel_bytes: int  # of the spectra of one column
+    tile_pitch: int  # bytes from tile to tile of a column
+    column_pitch: int
+    plane_bytes: int  # of a worker, forward and inverse
+    column_bytes: int  # of a worker, multiplying
+
+
+def _panels(count: int) -> int:
+    """Panels that `count` blocks of output channels are multiplied in: tiled.cpp, panel()."""
+    return 2 if count == 4 else -(-count // 3)
+
+
+def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
+    (tz, ty, tx), k, m = variant.size("tile"), shape.k, shape.out
+    step = tz - k[0] + 1, ty - k[1] + 1, tx - k[2] + 1
+    counts = -(-m[0] // step[0]), -(-m[1] // step[1]), -(-m[2] // step[2])
+    tiles = shape.batch * prod(counts)
+    groups = -(-tiles // variant.count("group"))
+    group = -(-tiles // groups)
+    half = tx // 2 + 1
+    fin, fout = blocks(shape.fin), blocks(shape.fout)
+    kernel_bytes = tz * (shape.fin * fout + _panels(fout)) * BLOCK
+    tile_pitch = max(tz * fin, step[0] * fout) * BLOCK
+    chunk = min(CHUNK, group)
+    before, after = tz * (chunk * fin + 1) * BLOCK, tz * (chunk * min(fout, 3) + 1) * BLOCK
+    return _Sizes(
+        tile=(tz, ty, tx),
+        step=step,
+        counts=counts,
+        tiles=tiles,
+        group=group,
+        groups=groups,
+        columns=ty * half,
+        kernel_bytes=kernel_bytes,
+        tile_pitch=tile_pitch,
+        column_pitch=group * tile_pitch + BLOCK,  # an odd number of blocks: columns spread over the sets of a cache
+        plane_bytes=ty * half * BLOCK,
+        column_bytes=before + after + (0 if variant.count("kept") else kernel_bytes),
+    )
+
+
+class _Resident(NamedTuple):
+    kernels: Array
+    bias: Array  # in whole blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ConvFftLanes:
+    """Tiled FFT convolution in compiled code: kernels from 2 on, and the fewer maps the better the others."""
+
+    name: str = "cpu.conv.fft_lanes"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = (
+        "the tiled FFT in compiled code, channels in vector lanes: kernels of 2 or more, where it is installed"
+    )
+    source: str = "overlap-save; per-frequency products after Mathieu, Henaff, LeCun 2014; pruning after ZNNi III"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if not isinstance(shape, ConvShape):
+            return f"computes convolutions, not {shape.kind}"
+        if shape.k == (1, 1, 1):
+            return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct"
+        if max(shape.k) > SIDES[-1]:
+            return f"a kernel of {max(shape.k)} is larger than the largest tile of {SIDES[-1]}: see cpu.conv.fft_data"
+        return why_not(machine)
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del machine
+        shape = as_conv(shape)
+        worth = list(product(*(sides(m, k, SIDES) for m, k in zip(shape.out, shape.k, strict=True))))
+        longest = max(2.0, min(map(elongation, worth)))
+        found: dict[Variant, None] = {}
+        for tile in worth:
+            if elongation(tile) > longest:
+                continue  # long thin tiles overlap more and save nothing
+            steps = (-(-m // (side - k + 1)) for m, side, k in zip(shape.out, tile, shape.k, strict=True))
+            tiles = shape.batch * prod(steps)
+            for group, kept in GROUPS:
+                found[_variant(tile, min(group, tiles), kept)] = None
+        return tuple(found)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        shape = as_conv(shape)
+        s = _sizes(shape, variant)
+        kept = variant.count("kept")
+        along_x = _along_x_bytes(shape.fin, shape.fout, shape.k, s.tile)
+        return Footprint(
+            resident=(s.columns * s.kernel_bytes if kept else along_x) + FLOAT32 * LANES * blocks(shape.fout),
+            scratch=(
+                Scratch("spectra", s.columns * s.column_pitch),
+                Scratch("blocks", threads * max(s.plane_bytes, s.column_bytes)),
+            ),
+            allowance=ALIGNMENT + threads * CALL_BYTES + (along_x if kept else 0),
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        shape = as_conv(shape)
+        s = _sizes(shape, variant)
+        (tz, ty, tx), (mz, my, _) = s.tile, s.step
+        half, lanes_in, lanes_out = tx // 2 + 1, LANES * blocks(shape.fin), LANES * blocks(shape.fout)
+        spectra = 2.0 * FLOAT32 * s.columns * s.tiles  # bytes of one plane of one channel
+        forward = lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * s.tiles
+        inverse = lanes_out * mz * (2.5 * my * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * s.tiles
+        along_z = 5.0 * s.columns * tz * log2(tz) * s.tiles * (lanes_in + lanes_out)
+        kernels = 0.0
+        if not variant.count("kept"):
+            per_kernel = 8.0 * shape.k[0] * shape.k[1] + 5.0 * tz * log2(tz)
+            kernels = s.groups * s.columns * shape.fin * lanes_out * per_kernel
+        products = 8.0 * s.columns * tz * s.tiles * shape.fin * lanes_out
+        return (
+            Work("lane_fft", forward, FLOAT32 * shape.fin * prod(s.tile) * s.tiles + spectra * tz * lanes_in),
+            Work("lane_fft", along_z + kernels, 0.0),
+            Work("lane_product", products, spectra * (tz * lanes_in + mz * lanes_out)),
+            Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
+        )
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
+        assert weights is not None
+        fout, fin, kz, ky, kx = weights.weight.shape
+        tile = variant.size("tile")
+        # An image of one tile: the kernels know nothing of the images.
+        sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), variant)
+        weight = np.ascontiguousarray(weights.weight)
+        lib = library(this_machine().simd)
+        tiling = _Tiling(fin=fin, fout=fout)
+        tiling.k[:], tiling.tile[:] = (kz, ky, kx), tile
+        along_x = aligned_bytes(_along_x_bytes(fin, fout, (kz, ky, kx), tile))
+
+        def transform(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for map in range(lo, hi):
+                crew.check()
+                lib.znnpy_tiled_kernels(
+                    ctypes.byref(tiling),
+                    _address(weight),
+                    _address(along_x),
+                    ctypes.c_int64(map),
+                    ctypes.c_int64(map + 1),
+                )
+
+        crew.each(transform, fin)
+        bias = np.zeros(LANES * blocks(fout), np.float32)
+        bias[:fout] = weights.bias
+        if not variant.count("kept"):
+            return _Resident(along_x.view(np.float32), bias)
+        kept = aligned_bytes(sizes.columns * sizes.kernel_bytes)
+        tiling.kernels = along_x.ctypes.data
+
+        def finish(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for column in range(lo, hi):
+                crew.check()
+                lib.znnpy_tiled_spectra(
+                    ctypes.byref(tiling), _address(kept), ctypes.c_int64(column), ctypes.c_int64(column + 1)
+                )
+
+        crew.each(finish, sizes.columns)
+        return _Resident(kept.view(np.float32), bias)
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+        return _Step(resident, as_conv(shape), variant, crew)
+
+
+@cache
+def _variant(tile: Vec3, group: int, kept: int) -> Variant:
+    return Variant.of(tile=tile, group=group, kept=kept)
+
+
+def _along_x_bytes(fin: int, fout: int, k: Vec3, tile: Vec3) -> int:
+    """Of the kernels transformed along x: (x, block, fin, kz, ky) blocks."""
+    return (tile[2] // 2 + 1) * blocks(fout) * fin * k[0] * k[1] * BLOCK
+
+
+def _address(array: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+class _Step:
+    """The convolution of one shape."""
+
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
+        self._shape, self._crew, self._resident = shape, crew, resident
+        self._sizes = s = _sizes(shape, variant)
+        self._library = library(this_machine().simd)
+        self._groups = [(lo, hi - lo) for lo, hi in pairwise(s.tiles * i // s.groups for i in range(s.groups + 1))]
+        self._tiling = t = _Tiling(
+            fin=shape.fin,
+            fout=shape.fout,
+            chunk=min(CHUNK, s.group),
+            column_pitch=s.column_pitch // FLOAT32,
+            tile_pitch=s.tile_pitch // FLOAT32,
+            relu=shape.activation == "relu",
+            kept=variant.count("kept"),
+            stream=s.columns * s.column_pitch > STREAM_BYTES,
+            kernels=resident.kernels.ctypes.data,
+            bias=resident.bias.ctypes.data,
+        )
+        t.n[:], t.k[:], t.tile[:], t.step[:], t.counts[:] = shape.n, shape.k, s.tile, s.step, s.counts
+        tz = s.tile[0]
+        lanes = LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
+        self._planes = max(
+            1, int(CALL_FLOPS // (100.0 * s.columns * LANES * max(blocks(shape.fin), blocks(shape.fout))))
+        )
+        self._columns = max(1, int(CALL_FLOPS // (8.0 * tz * s.group * lanes)))
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        s, shape = self._sizes, self._shape
+        t = _Tiling.from_buffer_copy(self._tiling)  # steps may run at the same time
+        rooms = scratch["blocks"].reshape(self._crew.threads, -1)
+        t.x, t.out, t.spectra = x.ctypes.data, out.ctypes.data, scratch["spectra"].ctypes.data
+        t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
+        for t.first, t.tiles in self._groups:
+            self._each(self._library.znnpy_tiled_forward, t, rooms, t.tiles * s.tile[0], self._planes)
+            self._each(self._library.znnpy_tiled_multiply, t, rooms, s.columns, self._columns)
+            bad = self._each(self._library.znnpy_tiled_inverse, t, rooms, t.tiles * s.step[0], self._planes)
+            if bad:
+                raise overflow(bad, t.tiles * prod(s.step) * shape.fout)
+        if shape.activation not in ("none", "relu"):
+            self._squash(out)
+
+    def _each(self, stage: Callable[..., int | None], tiling: _Tiling, rooms: Bytes, count: int, most: int) -> int:
+        """The sum of what all calls return; `most` units a call."""
+        crew, parameters = self._crew, ctypes.byref(tiling)
+        sums = [0] * crew.threads
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            for first in range(lo, hi, most):
+                crew.check()
+                last = ctypes.c_int64(min(hi, first + most))
+                sums[worker] += stage(parameters, _address(rooms[worker]), ctypes.c_int64(first), last) or 0
+
+        crew.each(piece, count)
+        return sum(sums)
+
+    def _squash(self, out: Array) -> None:
+        """tanh, sigmoid, softmax: plane by plane."""
+        planes = [plane for image in out for plane in image]
+
+        @quiet()
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for plane in planes[lo:hi]:
+                self._crew.check()
+                for line in plane:
+                    squash(self._shape.activation, line.reshape(1, -1, copy=False), self._shape.fout)
+
+        self._crew.each(piece, len(planes))

@@ -1,0 +1,397 @@
+// Tiled FFT convolution (overlap-save) with the channels in the lanes of the vectors, in three stages; see
+// conv_fft_lanes.py, which owns the memory, cuts the work into shares and says what is where.
+//
+//   forward    per plane of a tile and block of channels, in L1 or L2: real transforms along x, then along y
+//   multiply   per column of frequencies (fixed x, y), in L2: along z, the product of each frequency, along z back
+//   inverse    per plane: along y back, along x back, bias, activation, scatter
+//
+// Spectra of a group of tiles are stored column by column: (x, y; tile, z, block of channels, re/im, lane).
+#include <cmath>
+#include <cstring>
+
+#include "fft.hpp"
+#include "tiled.hpp"
+
+namespace znnpy {
+namespace {
+
+struct Complex {  // where the lines of a pass lie, in floats
+  const float *source;
+  ptrdiff_t from, from_line;  // point to point, line to line
+  float *target;
+  ptrdiff_t to, to_line;
+  int lines;
+  int given;  // points that are not zero
+  int wanted;  // points to store
+};
+
+template <int N, bool INVERSE, bool PRUNED, bool STREAM>
+void along(const Complex &p) {
+  for (int line = 0; line < p.lines; line++) {
+    for (int half = 0; half < LANES; half += W) {
+      const float *source = p.source + line * p.from_line + half;
+      float *target = p.target + line * p.to_line + half;
+      C out[N];
+      transform<N, INVERSE, 0, 1>(
+          [&](auto i) ALWAYS_LAMBDA {
+            if (PRUNED && i >= p.given) return C{};
+            return load_complex(source + i * p.from);
+          },
+          out);
+      unroll<N>([&](auto k) ALWAYS_LAMBDA {
+        if (INVERSE && !PRUNED && k >= p.wanted) return;
+        if (STREAM) {
+          stream(target + k * p.to, out[k].re);
+          stream(target + k * p.to + LANES, out[k].im);
+        } else {
+          store_complex(target + k * p.to, out[k]);
+        }
+      });
+    }
+  }
+}
+
+struct Rows {  // real lines of one block of channels, and their spectra
+  ptrdiff_t row, voxel;  // of the image, in floats
+  int rows, voxels, lanes;  // inside the image
+  float *spectra;  // (y, x, re/im, lane)
+  const float *bias;
+  bool relu;
+};
+
+template <int N, bool PART>
+void from_rows(const float *image, const Rows &r) {
+  constexpr int HALF = N / 2 + 1;
+  for (int y = 0; y < r.rows; y++) {
+    for (int half = 0; half < LANES; half += W) {
+      const float *source = image + y * r.row + half;
+      C out[HALF];
+      transform_real<N, 0, 1>(
+          [&](auto i) ALWAYS_LAMBDA {
+            if (!PART) return load(source + i * r.voxel);
+            if (i >= r.voxels) return V{};
+            return load_part(source + i * r.voxel, r.lanes - half);
+          },
+          out);
+      float *target = r.spectra + y * HALF * BLOCK + half;
+      unroll<HALF>([&](auto k) ALWAYS_LAMBDA { store_complex(target + k * BLOCK, out[k]); });
+    }
+  }
+}
+
+// Returns how many of the results are infinite or not a number.
+template <int N, bool PART>
+int64_t to_rows(float *image, const Rows &r) {
+  constexpr int HALF = N / 2 + 1;
+  int64_t count = 0;
+  for (int y = 0; y < r.rows; y++) {
+    for (int half = 0; half < LANES; half += W) {
+      const float *source = r.spectra + y * HALF * BLOCK + half;
+      float *target = image + y * r.row + half;
+      C in[HALF];
+      unroll<HALF>([&](auto k) ALWAYS_LAMBDA { in[k] = load_complex(source + k * BLOCK); });
+      const V bias = load(r.bias + half);
+      Mask bad{};
+      restore_real<N, 0, 1>(in, [&](auto i, V value) ALWAYS_LAMBDA {
+        if (i >= r.voxels) return;
+        V v = value + bias;
+        bad -= v * 0.0f != 0.0f;
+        if (r.relu) v = v > 0.0f ? v : V{};
+        if (PART) store_part(target + i * r.voxel, v, r.lanes - half);
+        else store(target + i * r.voxel, v);
+      });
+      for (int lane = 0; lane < W && half + lane < r.lanes; lane++) count += bad[lane];
+    }
+  }
+  return count;
+}
+
+// One frequency: y (tiles, blocks, re/im, lane) = x (tiles, fin in blocks, re/im, lane) @ w (fin, blocks, re/im, lane)
+template <int TILES, int VECTORS>
+ALWAYS void accumulate(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out,
+                       int fin) {
+  V re[TILES][VECTORS] = {}, im[TILES][VECTORS] = {};
+  constexpr int PER_BLOCK = LANES / W;
+  for (int first = 0; first < fin; first += LANES, x += BLOCK) {
+    const int maps = fin - first < LANES ? fin - first : LANES;
+    for (int lane = 0; lane < maps; lane++, w += map) {
+      V wr[VECTORS], wi[VECTORS];
+      for (int v = 0; v < VECTORS; v++) {
+        const float *at = w + v / PER_BLOCK * BLOCK + v % PER_BLOCK * W;
+        wr[v] = load(at);
+        wi[v] = load(at + LANES);
+      }
+      for (int t = 0; t < TILES; t++) {
+        const V a = broadcast(x[t * tile + lane]);
+        for (int v = 0; v < VECTORS; v++) {
+          re[t][v] += a * wr[v];
+          im[t][v] += a * wi[v];
+        }
+        const V b = broadcast(x[t * tile + lane + LANES]);
+        for (int v = 0; v < VECTORS; v++) {
+          re[t][v] -= b * wi[v];
+          im[t][v] += b * wr[v];
+        }
+      }
+    }
+  }
+  for (int t = 0; t < TILES; t++) {
+    for (int v = 0; v < VECTORS; v++) {
+      float *at = y + t * tile_out + v / PER_BLOCK * BLOCK + v % PER_BLOCK * W;
+      store(at, re[t][v]);
+      store(at + LANES, im[t][v]);
+    }
+  }
+}
+
+// TILES at a time while they last, then fewer.
+template <int TILES, int VECTORS>
+void product(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out, int fin,
+             int tiles) {
+  for (; tiles >= TILES; tiles -= TILES, x += TILES * tile, y += TILES * tile_out)
+    accumulate<TILES, VECTORS>(x, tile, w, map, y, tile_out, fin);
+  if constexpr (TILES > 1) {
+    if (tiles > 0) product<TILES / 2, VECTORS>(x, tile, w, map, y, tile_out, fin, tiles);
+  }
+}
+
+void products(const float *x, ptrdiff_t tile, const float *w, float *y, ptrdiff_t tile_out, int fin, int tiles,
+              int blocks) {
+  const ptrdiff_t map = blocks * BLOCK;
+  if constexpr (W == LANES) {  // 32 registers
+    if (blocks == 3) product<4, 3>(x, tile, w, map, y, tile_out, fin, tiles);
+    else if (blocks == 2) product<6, 2>(x, tile, w, map, y, tile_out, fin, tiles);
+    else product<8, 1>(x, tile, w, map, y, tile_out, fin, tiles);
+  } else {  // 16 registers
+    for (int b = 0; b < blocks; b++)
+      product<2, 2>(x, tile, w + b * BLOCK, map, y + b * BLOCK, tile_out, fin, tiles);
+  }
+}
+
+using Pass = void (*)(const Complex &);
+using From = void (*)(const float *, const Rows &);
+using To = int64_t (*)(float *, const Rows &);
+
+struct Side {  // the transforms of one length
+  int length;
+  Pass forward, forward_stream, inverse, inverse_stream, kernels;
+  From from, from_part;
+  To to, to_part;
+};
+
+template <int N>
+constexpr Side side() {
+  return {N,
+          along<N, false, false, false>,
+          along<N, false, false, true>,
+          along<N, true, false, false>,
+          along<N, true, false, true>,
+          along<N, true, true, false>,
+          from_rows<N, false>,
+          from_rows<N, true>,
+          to_rows<N, false>,
+          to_rows<N, true>};
+}
+
+const Side SIDES[] = {side<1>(),  side<4>(),  side<6>(),  side<8>(),  side<10>(), side<12>(), side<14>(),
+                      side<16>(), side<18>(), side<20>(), side<24>(), side<28>(), side<32>()};
+
+const Side *find(int64_t length) {
+  for (const Side &s : SIDES)
+    if (s.length == length) return &s;
+  return nullptr;
+}
+
+ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+ptrdiff_t blocks_of(int64_t maps) { return (maps + LANES - 1) / LANES; }
+
+// Blocks of output channels multiplied at once, of `left`: 3 while no single one is left over.
+int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
+
+struct Origin {  // of a tile
+  ptrdiff_t image, z, y, x;
+};
+
+Origin origin(const Tiling &t, ptrdiff_t tile) {
+  const ptrdiff_t x = tile % t.counts[2], y = tile / t.counts[2] % t.counts[1];
+  const ptrdiff_t z = tile / (t.counts[2] * t.counts[1]) % t.counts[0];
+  const ptrdiff_t image = tile / (t.counts[2] * t.counts[1] * t.counts[0]);
+  return {image, z * t.step[0], y * t.step[1], x * t.step[2]};
+}
+
+// The kernels of one column of frequencies: panel by panel (z, fin, block, re/im, lane), conjugate.
+void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
+  const Side &z = *find(t.tile[0]);
+  const ptrdiff_t fx = column / t.tile[1], fy = column % t.tile[1];
+  const ptrdiff_t kz = t.k[0], ky = t.k[1], blocks = blocks_of(t.fout);
+  float c[32], s[32], lines[32 * BLOCK];
+  for (ptrdiff_t y = 0; y < ky; y++) {
+    const double angle = 2 * PI * (double)(fy * y % t.tile[1]) / (double)t.tile[1];
+    c[y] = (float)std::cos(angle);
+    s[y] = (float)std::sin(angle);
+  }
+  for (ptrdiff_t first = 0; first < blocks;) {
+    const int width = panel(blocks - first);
+    const ptrdiff_t pitch = (t.fin * width + 1) * BLOCK;
+    for (int b = 0; b < width; b++) {
+      const float *half = t.kernels + (fx * blocks + first + b) * t.fin * kz * ky * BLOCK;
+      for (ptrdiff_t map = 0; map < t.fin; map++) {
+        for (ptrdiff_t z = 0; z < kz; z++) {
+          for (int lane = 0; lane < LANES; lane += W) {
+            V re{}, im{};
+            for (ptrdiff_t y = 0; y < ky; y++) {
+              const C h = load_complex(half + ((map * kz + z) * ky + y) * BLOCK + lane);
+              re += h.re * c[y] - h.im * s[y];
+              im += h.re * s[y] + h.im * c[y];
+            }
+            store_complex(lines + z * BLOCK + lane, {re, im});
+          }
+        }
+        z.kernels({lines, BLOCK, 0, target + (map * width + b) * BLOCK, pitch, 0, 1, (int)kz, (int)t.tile[0]});
+      }
+    }
+    target += t.tile[0] * pitch;
+    first += width;
+  }
+}
+
+ptrdiff_t column_floats(const Tiling &t) {
+  ptrdiff_t panels = 0;
+  const ptrdiff_t blocks = blocks_of(t.fout);
+  for (ptrdiff_t first = 0; first < blocks; first += panel(blocks - first)) panels++;
+  return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
+}
+
+}  // namespace
+}  // namespace znnpy
+
+using namespace znnpy;
+
+// 1 where tiles may have sides of that length.
+EXPORT int64_t znnpy_tiled_side(int64_t length) { return find(length) != nullptr; }
+
+// Kernels of input maps [lo, hi), scaled, transformed along x: t.kernels (x, block, fin, kz, ky, re/im, lane).
+EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float *target, int64_t lo, int64_t hi) {
+  const Tiling &t = *tiling;
+  const ptrdiff_t kx = t.k[2], rows = t.k[0] * t.k[1], blocks = blocks_of(t.fout), half = t.tile[2] / 2 + 1;
+  const double scale = 1.0 / (double)(t.tile[0] * t.tile[1] * t.tile[2]);
+  float taps[32 * LANES];
+  for (ptrdiff_t block = 0; block < blocks; block++) {
+    const ptrdiff_t lanes = least(LANES, t.fout - block * LANES);
+    for (ptrdiff_t map = lo; map < hi; map++) {
+      for (ptrdiff_t row = 0; row < rows; row++) {
+        std::memset(taps, 0, sizeof taps);
+        for (ptrdiff_t lane = 0; lane < lanes; lane++)
+          for (ptrdiff_t x = 0; x < kx; x++)
+            taps[x * LANES + lane] = weight[(((block * LANES + lane) * t.fin + map) * rows + row) * kx + x];
+        for (ptrdiff_t fx = 0; fx < half; fx++) {
+          float *out = target + (((fx * blocks + block) * t.fin + map) * rows + row) * BLOCK;
+          std::memset(out, 0, BLOCK * sizeof(float));
+          for (ptrdiff_t x = 0; x < kx; x++) {
+            const double angle = 2 * PI * (double)(fx * x % t.tile[2]) / (double)t.tile[2];
+            const float c = (float)(scale * std::cos(angle)), s = (float)(scale * std::sin(angle));
+            for (int lane = 0; lane < LANES; lane++) {
+              out[lane] += taps[x * LANES + lane] * c;
+              out[LANES + lane] += taps[x * LANES + lane] * s;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Kernel spectra of columns [lo, hi): (column; panel, z, fin, block, re/im, lane).
+EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo, int64_t hi) {
+  const Tiling &t = *tiling;
+  for (int64_t column = lo; column < hi; column++) kernel_column(t, column, target + column * column_floats(t));
+}
+
+// Planes [lo, hi) of the group's tiles, tile.z a tile.
+EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
+  const Tiling &t = *tiling;
+  const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
+  const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fin);
+  for (ptrdiff_t unit = lo; unit < hi; unit++) {
+    const ptrdiff_t tile = unit / t.tile[0], z = unit % t.tile[0];
+    const Origin at = origin(t, t.first + tile);
+    const ptrdiff_t rows = at.z + z < t.n[0] ? least(t.tile[1], t.n[1] - at.y) : 0;
+    const ptrdiff_t voxels = least(t.tile[2], t.n[2] - at.x);
+    const float *image = t.x + at.image * t.x_image + (((at.z + z) * t.n[1] + at.y) * t.n[2] + at.x) * t.fin;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+      const int lanes = (int)least(LANES, t.fin - block * LANES);
+      const Rows r{t.n[2] * t.fin, t.fin, (int)rows, (int)voxels, lanes, planes, nullptr, false};
+      const bool part = voxels < t.tile[2] || lanes < LANES;
+      (part ? along_x.from_part : along_x.from)(image + block * LANES, r);
+      const ptrdiff_t row = half * BLOCK;
+      std::memset(planes + rows * row, 0, (size_t)((t.tile[1] - rows) * row) * sizeof(float));
+      float *target = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
+      (t.stream ? along_y.forward_stream : along_y.forward)(
+          {planes, row, BLOCK, target, t.column_pitch, t.tile[1] * t.column_pitch, (int)half, 0, 0});
+    }
+  }
+  if (t.stream) _mm_sfence();
+}
+
+// Columns [lo, hi) of the group, in place. `room` holds a column of kernels unless they are kept, then `chunk` tiles
+// before the product and after it.
+EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, int64_t hi) {
+  const Tiling &t = *tiling;
+  const Side &along_z = *find(t.tile[0]);
+  const ptrdiff_t in = blocks_of(t.fin), out = blocks_of(t.fout), tz = t.tile[0];
+  const ptrdiff_t before = (t.chunk * in + 1) * BLOCK;
+  float *const x = room + (t.kept ? 0 : column_floats(t)), *const y = x + tz * before;
+  for (ptrdiff_t column = lo; column < hi; column++) {
+    const float *w = t.kept ? t.kernels + column * column_floats(t) : room;
+    if (!t.kept) kernel_column(t, column, room);
+    float *const spectra = t.spectra + column * t.column_pitch;
+    for (ptrdiff_t first = 0; first < t.tiles; first += t.chunk) {
+      const int tiles = (int)least(t.chunk, t.tiles - first);
+      for (int tile = 0; tile < tiles; tile++)
+        along_z.forward({spectra + (first + tile) * t.tile_pitch, in * BLOCK, BLOCK, x + tile * in * BLOCK, before,
+                         BLOCK, (int)in, 0, 0});
+      const float *kernels = w;
+      for (ptrdiff_t block = 0; block < out;) {
+        const int width = panel(out - block);
+        const ptrdiff_t after = (t.chunk * width + 1) * BLOCK, pitch = (t.fin * width + 1) * BLOCK;
+        for (ptrdiff_t z = 0; z < tz; z++)
+          products(x + z * before, in * BLOCK, kernels + z * pitch, y + z * after, width * BLOCK, (int)t.fin, tiles,
+                   width);
+        for (int tile = 0; tile < tiles; tile++)
+          (t.stream ? along_z.inverse_stream : along_z.inverse)(
+              {y + tile * width * BLOCK, after, BLOCK,
+               spectra + (first + tile) * t.tile_pitch + block * BLOCK, out * BLOCK, BLOCK, width, 0,
+               (int)t.step[0]});
+        kernels += tz * pitch;
+        block += width;
+      }
+    }
+  }
+  if (t.stream) _mm_sfence();
+}
+
+// Planes [lo, hi) of the group's results, step.z a tile. Returns how many values are infinite or not a number.
+EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
+  const Tiling &t = *tiling;
+  const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
+  const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
+  const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
+  int64_t bad = 0;
+  for (ptrdiff_t unit = lo; unit < hi; unit++) {
+    const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
+    const Origin at = origin(t, t.first + tile);
+    if (at.z + z >= mz) continue;
+    const ptrdiff_t rows = least(t.step[1], my - at.y), voxels = least(t.step[2], mx - at.x);
+    float *image = t.out + at.image * t.out_image + (((at.z + z) * my + at.y) * mx + at.x) * t.fout;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+      const int lanes = (int)least(LANES, t.fout - block * LANES);
+      const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
+      along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, planes, half * BLOCK, BLOCK, (int)half, 0,
+                       (int)rows});
+      const Rows r{mx * t.fout, t.fout,  (int)rows, (int)voxels, lanes, planes, t.bias + block * LANES,
+                   t.relu != 0};
+      bad += (lanes < LANES ? along_x.to_part : along_x.to)(image + block * LANES, r);
+    }
+  }
+  return bad;
+}

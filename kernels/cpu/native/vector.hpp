@@ -1,0 +1,91 @@
+// Vectors of W floats and complex numbers of them. W is what the compiler's target has: 16 with AVX-512, 8 with AVX2.
+// Arrays are laid out in blocks of LANES channels whatever W is.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace znnpy {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+constexpr int LANES = 16;       // channels of a block
+constexpr int BLOCK = 2 * LANES;  // floats of a block of complex numbers: LANES real parts, LANES imaginary parts
+
+#define ALWAYS inline __attribute__((always_inline))
+#define ALWAYS_LAMBDA __attribute__((always_inline))
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+typedef int32_t Mask __attribute__((vector_size(4 * W)));
+typedef float V __attribute__((vector_size(4 * W)));
+typedef float Unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
+
+ALWAYS V load(const float *p) { return *reinterpret_cast<const Unaligned *>(p); }
+ALWAYS void store(float *p, V v) { *reinterpret_cast<Unaligned *>(p) = v; }
+
+// The first `count` lanes (all of them if more), zero in the others; touches no other memory.
+ALWAYS V load_part(const float *p, int count) {
+  if (count >= W) return load(p);
+  V v{};
+#if defined(__AVX512F__)
+  v = (V)_mm512_maskz_loadu_ps((__mmask16)((1u << (count < 0 ? 0 : count)) - 1), p);
+#else
+  for (int i = 0; i < count; i++) v[i] = p[i];
+#endif
+  return v;
+}
+
+ALWAYS void store_part(float *p, V v, int count) {
+  if (count >= W) return store(p, v);
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << (count < 0 ? 0 : count)) - 1), (__m512)v);
+#else
+  for (int i = 0; i < count; i++) p[i] = v[i];
+#endif
+}
+
+// A full, aligned store that does not read the line first nor keep it in the cache.
+ALWAYS void stream(float *p, V v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#else
+  store(p, v);
+#endif
+}
+
+ALWAYS V broadcast(float f) { return V{} + f; }
+
+struct C {
+  V re, im;
+};
+
+ALWAYS C operator+(C a, C b) { return {a.re + b.re, a.im + b.im}; }
+ALWAYS C operator-(C a, C b) { return {a.re - b.re, a.im - b.im}; }
+ALWAYS C conj(C a) { return {a.re, -a.im}; }
+ALWAYS C load_complex(const float *p) { return {load(p), load(p + LANES)}; }
+ALWAYS void store_complex(float *p, C c) {
+  store(p, c.re);
+  store(p + LANES, c.im);
+}
+
+// f(integral_constant<int, 0>), .., f(integral_constant<int, N - 1>): loops whose index is a constant.
+template <class F, int... I>
+ALWAYS void unroll(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+ALWAYS void unroll(F f) {
+  unroll(f, std::make_integer_sequence<int, N>{});
+}
+
+}  // namespace znnpy
