@@ -30,6 +30,7 @@ from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.choice import Wishes, check_wishes, choose, plan_begun
 from znnpy.run.session import Session
+from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.trained import load_trained
 from znnpy.volume import open_volume
@@ -165,13 +166,14 @@ def infer(
             check_wishes(wishes, begun, chosen)
         columns = cover(source.output, chosen.patch_out)
         crew = stack.enter_context(Crew(chosen.limits.threads))
-        session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
+        with wisdom_begun(begun.wisdom) if begun else wisdom_kept(machine, chosen.seconds) as wisdom:
+            session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
         if begun is None:
-            header = JournalHeader(job, settings, chosen.to_json(), machine.blas, len(columns))
+            header = JournalHeader(job, settings, chosen.to_json(), machine.blas, len(columns), wisdom=wisdom.used)
             output.begin(header, _attributes(trained.network, source, job, chosen))
         timings = pipeline.run(session, crew, source, output, columns, progress)
         output.complete()
-    return _report(target, started, chosen, machine, timings)
+    return _report(target, started, chosen, machine, timings, wisdom.sentences)
 
 
 def _check_words(border: str, output_dtype: str) -> None:
@@ -186,8 +188,9 @@ def _report(
     plan: Plan,
     machine: Machine,
     timings: pipeline.Timings | None = None,
+    sentences: Sequence[str] = (),
 ) -> Report:
-    """`timings` is None where nothing was left to do."""
+    """`timings` is None where nothing was left to do; `sentences` are what else there is to warn of."""
     return Report(
         output=target,
         voxels=prod(plan.output),
@@ -197,7 +200,7 @@ def _report(
         peak_bytes=peak_bytes(),
         plan=plan,
         blas=machine.blas,
-        warnings=(machine.blas_warning,) if machine.blas_warning else (),
+        warnings=(*([machine.blas_warning] if machine.blas_warning else []), *sentences),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,9 +24,12 @@ from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
 from znnpy.run.session import Session
+from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,11 @@ class TrainedNetwork:
             baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
         )
         result = _Result(np.empty((self.network.output_channels, *source.output), np.float32))
-        with Crew(limits.threads) as crew, Session(plan, self.network, self.weights, crew) as session:
+        with Crew(limits.threads) as crew, ExitStack() as stack:
+            with wisdom_kept(machine, plan.seconds) as wisdom:
+                session = stack.enter_context(Session(plan, self.network, self.weights, crew))
+            for sentence in wisdom.sentences:
+                _log.info("%s", sentence)
             pipeline.run(session, crew, source, result, cover(source.output, plan.patch_out))
         return result.array
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class JournalHeader:
     blas: str  # kernels BLAS ran
     columns: int  # how many the output has
     format: int = FORMAT
+    wisdom: dict[str, str] = field(default_factory=dict)  # FFTW's, by transform; the others were estimated
 
 
 def default_output(volume: Path, network: str) -> Path:

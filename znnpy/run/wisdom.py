@@ -1,0 +1,162 @@
+"""FFTW's wisdom between runs: how long a run may measure transforms, and the file in the cache folder that remembers.
+
+A run of less than SHORT_SECONDS, as its plan predicts, measures nothing; a longer one LEARNING_PART of its time, and
+no run more than LEARNING_SECONDS. What an earlier run on this machine found is used by all. A run that goes on has the
+transforms it began with: its journal holds their wisdom, and the cache is not asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from znnpy.errors import ResumeError
+from znnpy.kernels.cpu.fft import Wisdom, signature
+from znnpy.kernels.primitive import ALIGNMENT
+from znnpy.machine import Machine
+
+SHORT_SECONDS = 10.0
+LEARNING_PART = 0.02
+LEARNING_SECONDS = 3.0
+FORMAT = 1  # version of the file
+MOST_BYTES = 2**18  # of the file, about 300 transforms: the oldest are forgotten
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class _Remembered:
+    """The file. `sha256` is that of `transforms` as JSON: what was damaged is not used."""
+
+    facts: dict[str, str]
+    sha256: str
+    transforms: dict[str, str]
+
+
+def learning_seconds(predicted: float) -> float:
+    """Seconds that a run of `predicted` seconds may spend to measure transforms."""
+    return 0.0 if predicted < SHORT_SECONDS else min(LEARNING_SECONDS, LEARNING_PART * predicted)
+
+
+@contextmanager
+def wisdom_begun(journal: Mapping[str, str]) -> Iterator[Wisdom]:
+    """Inside, transforms are those of the run that `journal` tells of; ResumeError when FFTW makes nothing of it."""
+    with Wisdom(journal, 0.0) as wisdom:
+        yield wisdom
+    if wisdom.refused:
+        raise ResumeError(
+            f"the journal's FFTW wisdom of {len(wisdom.refused)} transforms is damaged, and without it they may round "
+            "differently; start again with --overwrite"
+        )
+
+
+@contextmanager
+def wisdom_kept(machine: Machine, predicted: float) -> Iterator[Wisdom]:
+    """Inside, transforms are planned with what the cache folder holds and what may be learned in a run of `predicted`
+    seconds. What was learned is kept on leaving.
+
+    What is damaged or of another machine is not used, and `sentences` says so; nor is a cache that cannot be written
+    an error.
+    """
+    facts = _facts(machine)
+    path = cache_folder() / f"fftw-{_digest(facts)[:12]}.json"
+    known, complaint = _read(path, facts)
+    with Wisdom(known, learning_seconds(predicted)) as wisdom:
+        yield wisdom
+    if wisdom.refused and complaint is None:
+        complaint = f"{path}: FFTW makes nothing of {len(wisdom.refused)} transforms"
+    if complaint is not None:
+        wisdom.sentences.append(f"{complaint}; it was not used and is written anew")
+    if wisdom.learned or complaint is not None:
+        for name in (*wisdom.refused, *wisdom.used):
+            known.pop(name, None)
+        try:
+            _write(path, facts, known | wisdom.used)
+        except OSError as error:
+            wisdom.sentences.append(f"FFTW's wisdom was not kept: {error}; the next run will measure again")
+
+
+def cache_folder() -> Path:
+    """Where measurements that can be made again are kept: the system's place for them, in a folder of our own."""
+    home = Path(os.path.expanduser("~"))
+    if not home.is_absolute():  # some containers run as a user without one
+        home = Path(tempfile.gettempdir())
+    if sys.platform == "win32":
+        base, default = os.environ.get("LOCALAPPDATA", ""), home / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base, default = os.environ.get("XDG_CACHE_HOME", ""), home / "Library" / "Caches"
+    else:
+        base, default = os.environ.get("XDG_CACHE_HOME", ""), home / ".cache"
+    return (Path(base) if Path(base).is_absolute() else default) / "znnpy"  # XDG: a relative path is to be ignored
+
+
+def _facts(machine: Machine) -> dict[str, str]:
+    """What decides which plan is the fastest, and whether FFTW understands it."""
+    return {
+        "format": str(FORMAT),
+        "fftw": signature(),
+        "processor": f"{machine.processor} {machine.simd}",
+        "threads of a transform": "1",
+        "alignment": str(ALIGNMENT),
+    }
+
+
+def _digest(of: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path, facts: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
+    """Transforms of the file, and why they cannot be used if so."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return {}, None
+    except OSError as error:
+        return {}, f"{path} cannot be read ({error.strerror})"
+    try:
+        if len(text) > MOST_BYTES:
+            return {}, f"{path} is longer than {MOST_BYTES} bytes"
+        remembered = _adapter().validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return {}, f"{path} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+    for name, here in facts.items():
+        if (there := remembered.facts.get(name)) != here:
+            return {}, f"{path} is of another machine ({name} {there!r}, here {here!r})"
+    if remembered.sha256 != _digest(remembered.transforms):
+        return {}, f"{path} is damaged (its checksum differs)"
+    return dict(remembered.transforms), None
+
+
+def _write(path: Path, facts: Mapping[str, str], transforms: dict[str, str]) -> None:
+    """Replace the file in one step; the first transforms are left out when there are too many."""
+    while True:
+        content: dict[str, Any] = {"facts": facts, "sha256": _digest(transforms), "transforms": transforms}
+        text = json.dumps(content, indent=1).encode()
+        if len(text) <= MOST_BYTES:
+            break
+        transforms = dict(list(transforms.items())[1 + len(transforms) // 8 :])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+        Path(draft).replace(path)
+    except OSError:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+@cache
+def _adapter() -> TypeAdapter[_Remembered]:
+    return TypeAdapter(_Remembered)
