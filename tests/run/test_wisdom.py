@@ -200,10 +200,11 @@ def test_what_cannot_be_trusted_is_said_and_written_anew(cache: Path, damage: An
     assert not third.learned
 
 
-def test_a_short_run_puts_a_damaged_file_right(cache: Path) -> None:
+@pytest.mark.parametrize("damage", [flip, nonsense])
+def test_a_short_run_puts_a_damaged_file_right(cache: Path, damage: Any) -> None:
     learn()
     path = only_file(cache)
-    path.write_text("x")
+    path.write_text(damage(path.read_text()))
     for expected in (1, 0):
         with wisdom_kept(MACHINE, 1.0) as wisdom:
             transform()
