@@ -6,8 +6,8 @@ from difflib import get_close_matches
 
 from znnpy.kernels.cpu.conv_direct import ConvDirect
 from znnpy.kernels.cpu.conv_fft_data import ConvFftData
-from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
 from znnpy.kernels.cpu.conv_fft_lanes import ConvFftLanes
+from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.primitive import Kind, Primitive

@@ -1,0 +1,422 @@
+"""Whole-image FFT convolution, task parallel (ZNNi algorithm 3): every worker has transforms of its own.
+
+Method   Tasks of five kinds (`task_graph.py`), the most distant from the end first (`scheduler.py`):
+         input     transforms of a block of input maps: x and z of some lines y, then y; lines of padding are skipped;
+         kernel    pruned transforms (`pruned.py`) of the kernels from a block of input to a block of output maps, for a
+                   slab of frequencies (some x, some y, all z), into a primary worker's buffer;
+         multiply  there, for some images: per frequency a product [images x in] @ [in x out], added to the output's;
+         output    back along y, z and x, bias, activation, into the output;
+         sync      between the stages: the only tasks that allocate and free, in what the arena gave to the layer.
+         Blocks are of 16 maps or more: FFTW's vector loop runs over them, and the products are BLAS's. The paper's
+         tasks are of one map and all frequencies: here kernel and product stay in the caches of the chip.
+Layout   A block's spectra are (x, y, z, maps) complex64, so that slabs are nearly contiguous. Lines y and images are an
+         odd number of cache lines apart, or values would meet in a few sets of the cache.
+Memory   Table II of the paper: input + its spectra, then both spectra + a buffer for each primary worker, then spectra
+         of the output + output.
+Bound    S = 1: transforms of kernels; large S: products.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.3 and Fig. 3.
+Tested   tests/kernels/test_conv.py, tests/kernels/test_conv_fft_tasks.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log2, prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.cpu.fft import Transform, like, planning
+from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
+from znnpy.kernels.cpu.pruned import twiddles
+from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
+from znnpy.kernels.cpu.seats import pinned, seating
+from znnpy.kernels.cpu.task_graph import Task
+from znnpy.kernels.cpu.task_sizes import WIDTH, Block, Sizes, bounds, sizes
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.machine import Machine
+
+    Complex = npt.NDArray[np.complex64]
+
+BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
+CHAIN_BYTES = 8  # of a run's counters, for each chain of multiply-adds
+# Costs fitted to 16 to 80 maps, k = 3 to 9, S = 1 and 8, on 2 Zen 5 cores (2026-11-21):
+THIN = 8  # a product over k values takes the time of k + 8 at full rate
+NARROW_IMAGE, NARROW = 2.0, 2.5  # times longer than at full rate a product of blocks takes: per image, and per product
+CACHED = 4  # times faster is a copy within the cache than one that misses it
+
+_log = logging.getLogger(__name__)
+
+
+class _Spectra(NamedTuple):
+    """Of a block of maps of all images: one memory, two views."""
+
+    columns: Complex  # (S, x, y, z * maps)
+    voxels: Complex  # (S, x, y, z, maps)
+
+
+class _Resident(NamedTuple):
+    kernels: Array  # (fin * fout * k^3,): for each pair of blocks, output blocks innermost, (kx, ky, kz, in, out)
+    bias: Array
+
+
+@dataclass(frozen=True, slots=True)
+class ConvFftTasks:
+    """Whole-image FFT convolution as a graph of tasks: many maps in and out, or many images."""
+
+    name: str = "cpu.conv.fft_tasks"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = (
+        "many maps and large kernels when spectra of all kernels do not fit: faster than fft_data, more memory"
+    )
+    source: str = "ZNNi IV-A.3 (algorithm 3) with the pruned transforms of III"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if not isinstance(shape, ConvShape):
+            return f"computes convolutions, not {shape.kind}"
+        if shape.k == (1, 1, 1):
+            return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct"
+        for maps, way in ((shape.fin, "in"), (shape.fout, "out")):
+            if maps < WIDTH:
+                return f"a task is {WIDTH} maps wide, and {maps} come {way}: see cpu.conv.fft_data"
+            if shape.batch * maps < machine.cores:
+                return (
+                    f"{shape.batch} images of {maps} maps that come {way} are too few tasks for {machine.cores} cores: "
+                    "see cpu.conv.fft_data"
+                )
+        return None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del variant
+        shape = as_conv(shape)
+        t = sizes(shape)
+        (gz, gy, _), (kz, ky, kx) = t.padded, shape.k
+        scratch = [
+            Scratch("input spectra", t.input_bytes, 0, 1),
+            Scratch("lines", threads * t.lines_bytes, 0, 0),
+            Scratch("output spectra", t.output_bytes, 1, 2),
+            Scratch("kernels", min(threads, shape.fout) * t.kernel_bytes, 1, 1),
+            Scratch("products", threads * t.product_bytes, 1, 1),
+            Scratch("planes", threads * t.planes_bytes, 2, 2),
+        ]
+        return Footprint(
+            resident=shape.weight_bytes
+            + Finish.nbytes(shape.fout, shape.activation, shape.out[2])
+            + COMPLEX64 * (gz * kz + gy * ky + t.half * kx),  # twiddles
+            input_until=0,
+            output_from=2,
+            stages=3,
+            scratch=tuple(s for s in scratch if s.nbytes),
+            allowance=threads * BLAS_BYTES + CHAIN_BYTES * t.tasks.columns * t.tasks.slabs * t.tasks.products,
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = as_conv(shape)
+        t = sizes(shape)
+        gz, gy, gx = t.padded
+        image, pairs = t.half * gy * gz, shape.fin * shape.fout
+        maps = shape.batch * (shape.fin + shape.fout)
+        transforms = 2.5 * prod(t.padded) * (2 * log2(gx) + log2(gy) + log2(gz)) * maps
+        kernels = 8.0 * image * pairs * (shape.k[0] + THIN)
+        products = 8.0 * image * pairs * (NARROW_IMAGE * shape.batch + NARROW * t.tasks.products)
+        added = 3.0 * COMPLEX64 * image * shape.batch * shape.fout * (t.tasks.rows - 1) / CACHED
+        moved = float(shape.in_bytes + shape.out_bytes + 4 * COMPLEX64 * image * maps)
+        return (
+            Work("fft", transforms, 0.0),
+            Work("product", kernels + products, 0.0),
+            Work("copy", 0.0, added + moved),
+        )
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
+        del variant
+        assert weights is not None
+        fout, fin = weights.weight.shape[:2]
+        kernels = np.empty(weights.weight.size, np.float32)
+        for lo, hi in bounds(fin):
+            for first, last in bounds(fout):
+                crew.check()
+                of_pair = weights.weight[first:last, lo:hi].transpose(4, 3, 2, 1, 0)
+                _pair(kernels, fout, of_pair.shape, lo, first)[...] = of_pair
+        return _Resident(kernels, weights.bias)
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+        del variant
+        return _Step(resident, as_conv(shape), crew)
+
+
+def _pair(kernels: Array, fout: int, size: tuple[int, ...], lo: int, first: int) -> Array:
+    """Of all kernels those from the block of input maps that begins with `lo` to that of output maps with `first`.
+
+    size  (kx, ky, kz, maps in, maps out), also of what is returned: a view.
+    """
+    *taps, wide_in, _ = size
+    start = prod(taps) * (lo * fout + wide_in * first)
+    return kernels[start : start + prod(size)].reshape(size)
+
+
+class _Plans:
+    """One worker's transforms, by the width of a block and the lines at once."""
+
+    def __init__(self, shape: ConvShape, t: Sizes) -> None:
+        (gz, gy, gx), half = t.padded, t.half
+        self.along_x: dict[tuple[int, int], Transform] = {}
+        self.along_z: dict[tuple[int, int], Transform] = {}
+        self.along_y: dict[int, Transform] = {}
+        self.along_x_back: dict[tuple[int, int], Transform] = {}
+        self.along_z_back: dict[tuple[int, int], Transform] = {}
+        self.along_y_back: dict[int, Transform] = {}
+
+        def planes(block: Block, count: int, depth: int) -> npt.NDArray[Any]:
+            """(x, y, z, maps)"""
+            strides = (COMPLEX64 * size for size in (gy * block.row, block.row, block.width, 1))
+            return like((half, count, depth, block.width), tuple(strides), np.complex64)
+
+        def real(block: Block, count: int, depth: int) -> npt.NDArray[Any]:
+            """(y, z, x, maps)"""
+            strides = (FLOAT32 * size for size in (depth * gx * block.width, gx * block.width, block.width, 1))
+            return like((count, depth, gx, block.width), tuple(strides), np.float32, place=1)
+
+        def columns(block: Block) -> npt.NDArray[Any]:
+            """(y, z and maps) of one x"""
+            return like((gy, gz * block.width), (COMPLEX64 * block.row, COMPLEX64), np.complex64)
+
+        for block in t.inputs:
+            for count in {block.lines, shape.n[1] % block.lines} - {0}:
+                key = block.width, count
+                lines, whole = planes(block, count, shape.n[0]), planes(block, count, gz)
+                self.along_x[key] = Transform(real(block, count, shape.n[0]), lines.transpose(1, 2, 0, 3), (2,))
+                self.along_z[key] = Transform(whole, whole, (2,))
+            self.along_y[block.width] = Transform(columns(block), columns(block), (0,))
+        for block in t.outputs:
+            for count in {block.lines, shape.out[1] % block.lines} - {0}:
+                key = block.width, count
+                lines, whole = planes(block, count, shape.out[0]), planes(block, count, gz)
+                target = real(block, count, shape.out[0])
+                self.along_z_back[key] = Transform(whole, whole, (2,), "FFTW_BACKWARD")
+                self.along_x_back[key] = Transform(lines.transpose(1, 2, 0, 3), target, (2,), "FFTW_BACKWARD")
+            self.along_y_back[block.width] = Transform(columns(block), columns(block), (0,), "FFTW_BACKWARD")
+
+
+class _Step:
+    """The convolution of one shape, planned.
+
+    observe  if set, is told of every task's begin and end and of what synchronisations allocate, one event at a time.
+    seating  where the workers sit, and why they are not pinned if they are not.
+    """
+
+    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
+        self.observe: Observer | None = None
+        self.seating = seating(crew.threads, min(crew.threads, shape.fout))
+        if self.seating.unpinned and crew.threads > 1:
+            _log.info("%s: workers are not pinned to cores: %s", shape, self.seating.unpinned)
+        self.shape, self.crew, self.kernels = shape, crew, resident.kernels
+        self.sizes = t = sizes(shape)
+        with planning():
+            self.plans = [_Plans(shape, t) for _ in range(crew.threads)]
+        gz, gy, gx = t.padded
+        self.along_z, self.along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
+        # Real and imaginary part apart: kernels are real, and this way their first transform is a real product
+        self.along_x = (
+            twiddles(gx, shape.k[2], t.half).view(np.float32).reshape(t.half, -1, 2).transpose(0, 2, 1).copy()
+        )
+        mx, activation = shape.out[2], shape.activation
+        self._softmax = Finish(resident.bias, activation, mx) if activation == "softmax" else None  # over all maps
+        self.finishes = (
+            [Finish(resident.bias[b.lo : b.lo + b.width], activation, mx) for b in t.outputs]
+            if self._softmax is None
+            else []
+        )
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        run = _Run(self, x, out, scratch)
+
+        @quiet()
+        def sit(lo: int, hi: int, worker: int) -> None:
+            del worker  # a thread of the pool; the seat says who it is
+            for seat in self.seating.seats[lo:hi]:
+                with pinned(seat.core):
+                    run.scheduler.work(seat)
+
+        self.crew.each(sit, self.crew.threads)
+        if self._softmax is not None:
+            finish_whole(self._softmax, out, self.crew)
+
+
+class _Run:
+    """One run: what every task does, in buffers that synchronisations hand out."""
+
+    def __init__(self, step: _Step, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        self._step, self._shape, self._sizes = step, step.shape, step.sizes
+        self._given: dict[str, Any] = {"input": x, "output": out, **scratch}  # only synchronisations look at it
+        self._held: dict[str, Any] = {}  # what tasks may use now
+        t = step.sizes
+        self.scheduler = Scheduler(t.tasks, step.seating.seats, self._execute, step.crew.check, step.observe)
+
+    def _execute(self, task: Task, worker: int, owner: int) -> None:
+        match task.kind:
+            case "input":
+                self._input(task, worker)
+            case "kernel":
+                self._kernel(task, owner)
+            case "multiply":
+                self._multiply(task, worker, owner)
+            case "output":
+                self._output(task, worker)
+            case "sync":
+                self._synchronise(task, worker)
+
+    def _synchronise(self, task: Task, worker: int) -> None:
+        """Free what the last stage used and the next does not, and allocate what it does."""
+        stages = (
+            ("input", "input spectra", "lines"),
+            ("input spectra", "output spectra", "kernels", "products"),
+            ("output spectra", "planes", "output"),
+            (),
+        )
+        for name in [name for name in self._held if name not in stages[task.part]]:
+            del self._held[name]
+            self._tell("free", task, worker, name)
+        for name in stages[task.part]:
+            if name in self._given and name not in self._held:
+                self._held[name] = self._shaped(name)
+                self._tell("allocate", task, worker, name)
+
+    def _tell(self, what: Literal["allocate", "free"], task: Task, worker: int, name: str) -> None:
+        if self._step.observe is not None:
+            self._step.observe(Event(what, worker, task, name, worker))
+
+    def _shaped(self, name: str) -> Any:
+        """A buffer as tasks use it."""
+        t, given = self._sizes, self._given[name]
+        match name:
+            case "input spectra":
+                return [self._spectra(given, block) for block in t.inputs]
+            case "output spectra":
+                return [self._spectra(given, block) for block in t.outputs]
+            case "kernels":
+                return given.reshape(-1, t.kernel_bytes)
+            case "lines" | "products" | "planes":
+                return given.reshape(self._step.crew.threads, -1)
+            case _:
+                return given
+
+    def _spectra(self, store: Bytes, block: Block) -> _Spectra:
+        t = self._sizes
+        gz, gy, _ = t.padded
+        size, start = (self._shape.batch, t.half, gy, gz, block.width), COMPLEX64 * block.start
+        strides = tuple(COMPLEX64 * apart for apart in (block.image, gy * block.row, block.row, block.width, 1))
+        return _Spectra(
+            np.ndarray((*size[:3], gz * block.width), np.complex64, store, start, (*strides[:3], COMPLEX64)),
+            np.ndarray(size, np.complex64, store, start, strides),
+        )
+
+    def _input(self, task: Task, worker: int) -> None:
+        """Transforms of a block of maps, of some images."""
+        shape, t, plans = self._shape, self._sizes, self._step.plans[worker]
+        block, (nz, ny, nx), gx = t.inputs[task.row], shape.n, t.padded[2]
+        width = block.width
+        maps, spectra = self._held["input"][..., block.lo : block.lo + width], self._held["input spectra"][task.row]
+        for s in t.images(task):
+            for y in range(0, ny, block.lines):
+                self.scheduler.check()
+                count = min(block.lines, ny - y)
+                lines = np.ndarray((count, nz, gx, width), np.float32, self._held["lines"][worker])
+                lines[:, :, :nx] = maps[s, :, y : y + count].transpose(1, 0, 2, 3)
+                lines[:, :, nx:] = 0
+                whole = spectra.voxels[s, :, y : y + count]
+                plans.along_x[width, count](lines, whole[:, :, :nz].transpose(1, 2, 0, 3))
+                whole[:, :, nz:] = 0
+                plans.along_z[width, count](whole, whole)
+            spectra.columns[s, :, ny:] = 0
+            for columns in spectra.columns[s]:
+                self.scheduler.check()
+                plans.along_y[width](columns, columns)
+
+    def _kernel(self, task: Task, owner: int) -> None:
+        """Pruned transforms along x, y, z of a pair of blocks, of a slab, into the owner's buffer."""
+        shape, t, step = self._shape, self._sizes, self._step
+        (kz, ky, kx), gz = shape.k, t.padded[0]
+        into, out_of = t.outputs[task.column], t.inputs[task.row]
+        size = kx, ky, kz, out_of.width, into.width
+        pairs = out_of.width * into.width
+        kernels = _pair(step.kernels, shape.fout, size, out_of.lo, into.lo).reshape(kx, -1)
+        whole = self._slab_kernels(task, owner)
+        store, (whole_bytes, xy_bytes, x_bytes, _) = self._held["kernels"][owner], t.kernels
+        lines = whole.shape[1]
+        plane = np.ndarray((lines, kz, pairs), np.complex64, store, whole_bytes)
+        line = np.ndarray((ky, kz * pairs), np.complex64, store, whole_bytes + xy_bytes)
+        parts = np.ndarray((2, ky * kz * pairs), np.float32, store, whole_bytes + xy_bytes + x_bytes)
+        xs, ys = t.slab(task)
+        for target, along_x in zip(whole, step.along_x[xs], strict=True):
+            self.scheduler.check()
+            np.matmul(along_x, kernels, out=parts)
+            line.real = parts[0].reshape(line.shape)
+            line.imag = parts[1].reshape(line.shape)
+            np.matmul(step.along_y[ys], line, out=plane.reshape(lines, -1))
+            np.matmul(step.along_z, plane, out=target.reshape(lines, gz, pairs))
+
+    def _slab_kernels(self, task: Task, owner: int) -> Complex:
+        """(x, y, z, maps in, maps out): the kernels that the owner holds for `task`."""
+        t = self._sizes
+        xs, ys = t.slab(task)
+        size = xs.stop - xs.start, ys.stop - ys.start, t.padded[0], t.inputs[task.row].width
+        return np.ndarray((*size, t.outputs[task.column].width), np.complex64, self._held["kernels"][owner])
+
+    def _multiply(self, task: Task, worker: int, owner: int) -> None:
+        """Products of a slab of some images with a pair of blocks, added to what earlier rows gave."""
+        t = self._sizes
+        (xs, ys), images = t.slab(task), t.images(task)
+        part = slice(images.start, images.stop)
+        factor = self._held["input spectra"][task.row].voxels[part, xs, ys]
+        total = self._held["output spectra"][task.column]
+        target = total.voxels[part, xs, ys]
+        if task.row:
+            target = np.ndarray(target.shape, np.complex64, self._held["products"][worker])
+        np.matmul(_by_frequency(factor), self._slab_kernels(task, owner), out=_by_frequency(target))
+        if task.row:
+            sums = total.columns[part, xs, ys]
+            np.add(sums, target.reshape(sums.shape), out=sums)
+
+    def _output(self, task: Task, worker: int) -> None:
+        """Transforms back of a block of maps, of some images: what is wanted of them, finished, into the output."""
+        shape, t, plans = self._shape, self._sizes, self._step.plans[worker]
+        block, (mz, my, mx), gx = t.outputs[task.column], shape.out, t.padded[2]
+        width = block.width
+        maps, spectra = (
+            self._held["output"][..., block.lo : block.lo + width],
+            self._held["output spectra"][task.column],
+        )
+        for s in t.images(task):
+            for columns in spectra.columns[s]:
+                self.scheduler.check()
+                plans.along_y_back[width](columns, columns)
+            for y in range(0, my, block.lines):
+                self.scheduler.check()
+                count = min(block.lines, my - y)
+                whole = spectra.voxels[s, :, y : y + count]
+                planes = np.ndarray((count, mz, gx, width), np.float32, self._held["planes"][worker])
+                plans.along_z_back[width, count](whole, whole)
+                plans.along_x_back[width, count](whole[:, :, :mz].transpose(1, 2, 0, 3), planes)
+                if self._step.finishes:
+                    rows = planes.reshape(count, mz, -1)[..., : mx * width]
+                    self._step.finishes[task.column](rows, rows)
+                maps[s, :, y : y + count] = planes[:, :, :mx].transpose(1, 0, 2, 3)
+
+
+def _by_frequency(spectra: Complex) -> Complex:
+    """(S, x, y, z, maps) as (x, y, z, S, maps): a view."""
+    return spectra.transpose(1, 2, 3, 0, 4)

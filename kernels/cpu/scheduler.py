@@ -1,0 +1,223 @@
+"""Runs the tasks of a `TaskGraph`: the most distant from the sink first, each by a worker that may (ZNNi IV-A.3).
+
+Counters, not nodes: a stage ends when its count is 0, a multiply-add waits for its kernel and for the one before it in
+its chain. The worker that completes the last task of a stage executes the synchronisation that follows.
+
+Two constraints, as in the paper: kernels are transformed by primary workers, each into its own buffer, and multiplied
+by workers of the same chip. A buffer is free again once all multiply-adds of its kernel are done. No run can hang: of
+all kernels that are held the one that comes first waits for no other, and its own primary worker may multiply by it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple, Protocol
+
+from znnpy.errors import Stopped
+from znnpy.kernels.cpu.seats import Seat
+from znnpy.kernels.cpu.task_graph import Task, TaskGraph
+
+LOOK_SECONDS = 0.1  # how often a worker that has nothing to do looks at the stop flag
+
+
+class Event(NamedTuple):
+    """What happened, in the order it happened: for whoever observes a run."""
+
+    what: Literal["begin", "end", "allocate", "free"]
+    worker: int
+    task: Task
+    buffer: str = ""  # that was allocated or freed
+    owner: int = 0  # worker whose buffer holds the kernel: of kernel, multiply
+
+
+Observer = Callable[[Event], None]
+
+
+class Execute(Protocol):
+    """Does the work of one task, in the thread that calls it."""
+
+    def __call__(self, task: Task, worker: int, owner: int) -> None:
+        """owner: the primary worker whose buffer the kernel is in; else the worker itself."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A kernel in a primary worker's buffer."""
+
+    kernel: Task
+    owner: int
+    chip: int
+    ready: list[Task] = field(default_factory=list)  # multiply-adds that wait for nothing any more; last is next
+    left: int = 0  # multiply-adds that are not done
+    queued: bool = False  # it is in its chip's queue
+
+
+class Scheduler:
+    """One run of one graph by the workers of `seats`. Each of them calls `work` once; the first has to, the others may.
+
+    execute  does a task; check raises Stopped when the run is to stop; observe, if any, is told of every begin and end.
+    """
+
+    def __init__(
+        self,
+        tasks: TaskGraph,
+        seats: Sequence[Seat],
+        execute: Execute,
+        check: Callable[[], None],
+        observe: Observer | None = None,
+    ) -> None:
+        self._tasks, self._seats, self._execute, self._outer_check, self._observe = (
+            tasks,
+            seats,
+            execute,
+            check,
+            observe,
+        )
+        self._turn = threading.Condition()
+        self._waiting = 0
+        self._failed = False
+        self._stage = -1  # synchronisations that are done, less one
+        self._syncing = False
+        self._begun = 0  # tasks of this stage's numbered kind: inputs, kernels, outputs
+        self._left = 0  # tasks of this stage that are not done, kernels not counted
+        self._chains: list[int] = []  # multiply-adds done of each chain: the row that is next
+        self._held: dict[tuple[int, int, int], _Held] = {}  # by row, column, slab
+        self._buffers: dict[int, _Held] = {}  # by owner; also while the kernel is being transformed
+        self._queues: dict[int, list[tuple[int, int, _Held]]] = {seat.chip: [] for seat in seats}
+        self._queued = 0
+
+    def check(self) -> None:
+        """Raise Stopped when the run is to stop, or a task of another worker failed."""
+        self._outer_check()
+        if self._failed:
+            raise Stopped
+
+    def work(self, seat: Seat) -> None:
+        """Take and execute tasks until all are done. The exception of a task stops every worker, and is raised once."""
+        try:
+            while (taken := self._take(seat)) is not None:
+                self.check()
+                self._execute(taken[0], seat.worker, taken[1])
+                self._end(seat, *taken)
+        except BaseException as error:  # whatever it is, the others must not wait for this worker
+            others = self._failed
+            with self._turn:
+                self._failed = True
+                self._turn.notify_all()
+            if not (others and isinstance(error, Stopped)):
+                raise
+
+    def _take(self, seat: Seat) -> tuple[Task, int] | None:
+        """The next task for this worker and the owner of its buffer; None when all are done. Waits for one."""
+        with self._turn:
+            while True:
+                self.check()
+                if self._stage == 3:
+                    return None
+                if (taken := self._next(seat)) is not None:
+                    self._tell("begin", seat, *taken)
+                    return taken
+                self._waiting += 1
+                self._turn.wait(LOOK_SECONDS)
+                self._waiting -= 1
+
+    def _next(self, seat: Seat) -> tuple[Task, int] | None:
+        tasks = self._tasks
+        if self._syncing:
+            return None
+        if self._stage == -1:
+            self._syncing = True
+            return Task("sync", part=0), seat.worker
+        if self._stage == 1:
+            return self._next_product(seat)
+        count, numbered = (tasks.inputs, tasks.input) if self._stage == 0 else (tasks.outputs, tasks.output)
+        if self._begun == count:
+            return None
+        self._begun += 1
+        return numbered(self._begun - 1), seat.worker
+
+    def _next_product(self, seat: Seat) -> tuple[Task, int] | None:
+        """A kernel or a multiply-add: the more distant from the sink, of equals the multiply-add."""
+        tasks, queue = self._tasks, self._queues[seat.chip]
+        while queue and not queue[0][2].ready:
+            heappop(queue)[2].queued = False
+        if seat.primary and seat.worker not in self._buffers and self._begun < tasks.kernels:
+            kernel = tasks.kernel(self._begun)
+            if not queue or tasks.distance(kernel) > -queue[0][0]:
+                self._begun += 1
+                self._buffers[seat.worker] = _Held(kernel, seat.worker, seat.chip)
+                return kernel, seat.worker
+        if not queue:
+            return None
+        held = queue[0][2]
+        own = self._buffers.get(seat.worker)
+        if own is not None and own.ready and own.kernel.row == held.kernel.row:
+            held = own  # as distant, and in this core's cache
+        return held.ready.pop(), held.owner
+
+    def _end(self, seat: Seat, task: Task, owner: int) -> None:
+        """Count `task` as done; execute the synchronisation that waited for it alone."""
+        with self._turn:
+            self._tell("end", seat, task, owner)
+            match task.kind:
+                case "sync":
+                    self._begin_stage(task.part)
+                case "kernel":
+                    self._hold(task, owner)
+                case "multiply":
+                    self._multiplied(task, owner)
+            if task.kind in ("input", "multiply", "output"):
+                self._left -= 1
+            if self._waiting:
+                self._turn.notify_all()
+            if task.kind == "sync" or self._left:
+                return
+            self._syncing = True
+            sync = Task("sync", part=self._stage + 1)
+            self._tell("begin", seat, sync, seat.worker)
+        self._execute(sync, seat.worker, seat.worker)
+        self._end(seat, sync, seat.worker)
+
+    def _begin_stage(self, stage: int) -> None:
+        tasks = self._tasks
+        self._stage, self._syncing, self._begun = stage, False, 0
+        self._left = (tasks.inputs, tasks.multiplies, tasks.outputs, 0)[stage]
+        self._chains = [0] * (tasks.columns * tasks.slabs * tasks.products) if stage == 1 else []
+
+    def _hold(self, kernel: Task, owner: int) -> None:
+        """Its multiply-adds may begin, unless they wait for others of their chains."""
+        held = self._buffers[owner]
+        held.left = self._tasks.products
+        self._held[kernel.row, kernel.column, kernel.slab] = held
+        for part in reversed(range(self._tasks.products)):
+            if self._chains[self._chain(kernel, part)] == kernel.row:
+                held.ready.append(kernel._replace(kind="multiply", part=part))
+        self._queue(held)
+
+    def _multiplied(self, task: Task, owner: int) -> None:
+        held = self._buffers[owner]
+        held.left -= 1
+        if held.left == 0:
+            del self._buffers[owner], self._held[task.row, task.column, task.slab]
+        self._chains[self._chain(task, task.part)] += 1
+        later = self._held.get((task.row + 1, task.column, task.slab))
+        if later is not None:
+            later.ready.append(task._replace(row=task.row + 1))
+            self._queue(later)
+
+    def _queue(self, held: _Held) -> None:
+        if held.ready and not held.queued:
+            held.queued = True
+            self._queued += 1
+            distance = self._tasks.distance(held.ready[0])
+            heappush(self._queues[held.chip], (-distance, self._queued, held))
+
+    def _chain(self, task: Task, part: int) -> int:
+        return (task.column * self._tasks.slabs + task.slab) * self._tasks.products + part
+
+    def _tell(self, what: Literal["begin", "end"], seat: Seat, task: Task, owner: int) -> None:
+        if self._observe is not None:
+            self._observe(Event(what, seat.worker, task, owner=owner))

@@ -1,0 +1,109 @@
+"""Where workers sit: one core each, spread over the chips, and which of them are primary (ZNNi IV-A.3)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Of one worker."""
+
+    worker: int
+    chip: int
+    primary: bool  # transforms kernels, into a buffer of its own
+    core: int | None  # it is pinned to; None when workers are not pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """Of all workers; `unpinned` says why, when they are not pinned."""
+
+    seats: tuple[Seat, ...]
+    unpinned: str | None = None
+
+
+def chips_of(cores: Iterable[int], root: Path = CPUS) -> tuple[tuple[int, ...], ...]:
+    """The cores by chip: those that share a third-level cache, or a package where that is not told.
+
+    root  as Linux's /sys/devices/system/cpu; what is not there counts as one chip. Of cores that share one pair of
+          arithmetic units (hyper-threading) the second ones come last.
+    """
+    chips: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for core in sorted(cores):
+        topology = root / f"cpu{core}" / "topology"
+        cache = _text(root / f"cpu{core}" / "cache" / "index3" / "shared_cpu_list")
+        siblings = _listed(_text(topology / "thread_siblings_list"))
+        rank = siblings.index(core) if core in siblings else 0
+        chips.setdefault((_text(topology / "physical_package_id"), cache), []).append((rank, core))
+    return tuple(tuple(core for _, core in sorted(chip)) for chip in chips.values())
+
+
+def seating(threads: int, primaries: int) -> Seating:
+    """Seats on this machine for a process that may run on some of its cores."""
+    if threads == 1:
+        return Seating(seats(1, primaries, None), "one worker has nobody to make room for")
+    if not hasattr(os, "sched_setaffinity"):
+        return Seating(seats(threads, primaries, None), "this system pins no threads")
+    cores = os.sched_getaffinity(0)
+    if len(cores) < threads:
+        return Seating(seats(threads, primaries, None), f"{threads} workers have {len(cores)} cores")
+    try:
+        os.sched_setaffinity(0, cores)  # changes nothing, but is refused where pinning is
+    except OSError as error:
+        return Seating(seats(threads, primaries, None), f"the system refuses to pin threads: {error.strerror}")
+    return Seating(seats(threads, primaries, chips_of(cores)))
+
+
+def seats(threads: int, primaries: int, chips: Sequence[Sequence[int]] | None) -> tuple[Seat, ...]:
+    """A seat for each worker; the first `primaries` are primary.
+
+    chips  cores of each chip, `threads` or more in all: workers take chips in turns, so that the workers, and the
+           primary ones among them, are spread evenly. None: not pinned, and all on one chip.
+    """
+    if chips is None:
+        return tuple(Seat(worker, 0, worker < primaries, None) for worker in range(threads))
+    longest = max(map(len, chips))
+    taken = [(chip, cores[turn]) for turn in range(longest) for chip, cores in enumerate(chips) if turn < len(cores)]
+    return tuple(Seat(worker, chip, worker < primaries, core) for worker, (chip, core) in enumerate(taken[:threads]))
+
+
+@contextmanager
+def pinned(core: int | None) -> Iterator[None]:
+    """Inside, the calling thread runs on this core only; afterwards where it might before. None: as it is.
+
+    A core that was taken away since seats were given (OSError) leaves the thread as it is: only speed is lost.
+    """
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _listed(text: str) -> list[int]:
+    """`0-2,8` as [0, 1, 2, 8]."""
+    cores: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def _text(path: Path) -> str:
+    """Content of a file of the system; empty where there is none."""
+    return path.read_text().strip() if path.is_file() else ""
