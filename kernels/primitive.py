@@ -168,3 +168,10 @@ def as_conv(shape: LayerShape) -> ConvShape:
     if not isinstance(shape, ConvShape):
         raise TypeError(f"a primitive for convolutions was given {shape}; ask why_not first")
     return shape
+
+
+def why_not_plain(shape: LayerShape) -> str | None:
+    """None if `shape` is a convolution and nothing more; else what it is, for primitives that compute no more."""
+    if not isinstance(shape, ConvShape):
+        return f"computes convolutions, not {shape.kind}"
+    return "does not pool into fragments what it computes: see cpu.conv.fft_lanes" if shape.pools else None

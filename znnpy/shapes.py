@@ -13,7 +13,7 @@ Glossary: S batch · f, fin, fout maps (feature maps) · n input size · k kerne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -63,6 +63,18 @@ def _check_fits(shape: object, n: Vec3, k: Vec3, window: str) -> None:
             )
 
 
+def _check_pools(shape: object, n: Vec3, p: Vec3, *, fragments: bool) -> None:
+    _check_fits(shape, n, p, "window")
+    for axis, size, window in zip("zyx", n, p, strict=True):
+        spare = (size + 1) % window if fragments else size % window
+        if spare:
+            rule = "(n + 1) mod p must be 0 for fragments" if fragments else "n mod p must be 0"
+            raise ShapeError(
+                f"pooling window {p} does not fit input {n} along {axis} ({shape}): {rule}; "
+                f"the nearest sizes are {size - spare} and {size - spare + window}"
+            )
+
+
 def _check_positive(shape: object, **counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
@@ -102,6 +114,7 @@ class _Sized(ABC):
 class ConvShape(_Sized):
     """One valid (unpadded) 3D convolution with bias and activation: what fixes its cost and its memory.
 
+    With a `pool` that is not 1x1x1 its result is max-pooled into fragments before it is written: two layers in one.
     Two layers with equal ConvShapes are one problem: they share measured costs.
     """
 
@@ -111,11 +124,24 @@ class ConvShape(_Sized):
     n: Vec3  # input size
     k: Vec3  # kernel size
     activation: Activation = "none"
+    pool: Vec3 = (1, 1, 1)  # window
     kind: Literal["conv"] = "conv"
 
     def __post_init__(self) -> None:
-        _check_positive(self, batch=self.batch, fin=self.fin, fout=self.fout, kernel=min(self.k))
+        _check_positive(self, batch=self.batch, fin=self.fin, fout=self.fout, kernel=min(self.k), window=min(self.pool))
         _check_fits(self, self.n, self.k, "kernel")
+        if self.pools:
+            _check_pools(self, self.unpooled, self.pool, fragments=True)
+
+    @property
+    def pools(self) -> bool:
+        """The result is max-pooled into fragments."""
+        return self.pool != (1, 1, 1)
+
+    @property
+    def unpooled(self) -> Vec3:
+        """Size of one image of the result before it is pooled: n - k + 1."""
+        return valid(self.n, self.k)
 
     @property
     def in_shape(self) -> tuple[int, int, int, int, int]:
@@ -123,7 +149,8 @@ class ConvShape(_Sized):
 
     @property
     def out_shape(self) -> tuple[int, int, int, int, int]:
-        return self.batch, *valid(self.n, self.k), self.fout
+        (mz, my, mx), (pz, py, px) = self.unpooled, self.pool
+        return self.batch * pz * py * px, mz // pz, my // py, mx // px, self.fout
 
     @property
     def weight_bytes(self) -> int:
@@ -131,7 +158,8 @@ class ConvShape(_Sized):
         return FLOAT32 * (self.fout * self.fin * prod(self.k) + self.fout)
 
     def __str__(self) -> str:
-        return f"conv {self.batch}x{self.fin}->{self.fout} @{text(self.n)} k{text(self.k)} {self.activation}"
+        pool = f" p{text(self.pool)}" if self.pools else ""
+        return f"conv {self.batch}x{self.fin}->{self.fout} @{text(self.n)} k{text(self.k)} {self.activation}{pool}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +175,7 @@ class PoolShape(_Sized):
 
     def __post_init__(self) -> None:
         _check_positive(self, batch=self.batch, f=self.f, window=min(self.p))
-        _check_fits(self, self.n, self.p, "window")
-        for axis, n, p in zip("zyx", self.n, self.p, strict=True):
-            spare = (n + 1) % p if self.fragments else n % p
-            if spare:
-                rule = "(n + 1) mod p must be 0 for fragments" if self.fragments else "n mod p must be 0"
-                raise ShapeError(
-                    f"pooling window {p} does not fit input {n} along {axis} ({self}): {rule}; "
-                    f"the nearest sizes are {n - spare} and {n - spare + p}"
-                )
+        _check_pools(self, self.n, self.p, fragments=self.fragments)
 
     @property
     def in_shape(self) -> tuple[int, int, int, int, int]:
@@ -225,3 +245,12 @@ class MaxoutShape(_Sized):
 
 
 LayerShape = ConvShape | PoolShape | FilterShape | MaxoutShape
+
+
+def fused(conv: LayerShape, pool: LayerShape) -> ConvShape | None:
+    """Two layers in one: a convolution that pools its result into fragments; None where they are not that."""
+    if not isinstance(conv, ConvShape) or not isinstance(pool, PoolShape):
+        return None
+    if conv.pools or not pool.fragments or pool.p == (1, 1, 1):
+        return None
+    return replace(conv, pool=pool.p)

@@ -4,7 +4,9 @@ Method   Tiles of 4 to 32 a side that overlap by k - 1, each axis its own. For a
          forward   per plane of a tile, in L1 or L2: real transforms along x, then y, straight-line code;
          multiply  per column of frequencies (fixed x, y), in L2: the kernels' spectra, unless they are kept; along z of
                    CHUNK tiles, per frequency a product [tiles x fin] @ [fin x fout] in registers, along z back;
-         inverse   per plane: y back (the n - k + 1 wanted lines), x back, bias, activation, scatter.
+         inverse   per plane: y back (the n - k + 1 wanted lines), x back, bias, activation, scatter;
+         pool      instead, where pooling into fragments follows: per tile and block of channels the same into L2, the
+                   maxima of the windows, each into its fragment. Such tiles overlap by k - 1 + p - 1.
 Kernels  kept=0: resident are the kernels transformed along x; the rest is done again for every group, a few per cent
          of the product from 64 tiles on, and less than the time it takes to read them from memory.
          kept=1: resident are the whole spectra, for images of few tiles.
@@ -35,7 +37,7 @@ from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import elongation, sides
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
+from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3, add, ceil_divide, subtract, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
@@ -48,6 +50,7 @@ CHUNK = 32  # tiles multiplied at once: their columns and the kernels of a colum
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
 STREAM_BYTES = 2**23  # spectra larger than that are written past the caches
 CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
+MAXIMA_FLOPS = 20.0  # what pooling takes of a result, in flops of a transform
 CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
 
 
@@ -55,7 +58,7 @@ class _Tiling(ctypes.Structure):
     """tiled.hpp"""
 
     _fields_ = (
-        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "tile", "step", "counts")),
+        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "step", "counts")),
         *((name, ctypes.c_int64) for name in ("fin", "fout", "first", "tiles", "chunk", "column_pitch", "tile_pitch")),
         *((name, ctypes.c_int64) for name in ("x_image", "out_image", "relu", "kept", "stream")),
         *((name, ctypes.c_void_p) for name in ("x", "out", "spectra", "kernels", "bias")),
@@ -66,7 +69,8 @@ class _Sizes(NamedTuple):
     """Where the tiles of one shape lie, and what their spectra take."""
 
     tile: Vec3
-    step: Vec3  # outputs of a whole tile: tile - k + 1
+    span: Vec3  # results of a whole tile: tile - k + 1
+    step: Vec3  # outputs of a whole tile: span - p + 1
     counts: Vec3  # tiles along each axis
     tiles: int  # in all images
     group: int  # tiles of the largest group
@@ -76,6 +80,7 @@ class _Sizes(NamedTuple):
     tile_pitch: int  # bytes from tile to tile of a column
     column_pitch: int
     plane_bytes: int  # of a worker, forward and inverse
+    pool_bytes: int  # of a worker, pooling
     column_bytes: int  # of a worker, multiplying
 
 
@@ -85,20 +90,23 @@ def _panels(count: int) -> int:
 
 
 def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
-    (tz, ty, tx), k, m = variant.size("tile"), shape.k, shape.out
-    step = tz - k[0] + 1, ty - k[1] + 1, tx - k[2] + 1
-    counts = -(-m[0] // step[0]), -(-m[1] // step[1]), -(-m[2] // step[2])
+    tz, ty, tx = variant.size("tile")
+    span = valid((tz, ty, tx), shape.k)
+    step = valid(span, shape.pool)
+    counts = ceil_divide(valid(shape.unpooled, shape.pool), step)
     tiles = shape.batch * prod(counts)
     groups = -(-tiles // variant.count("group"))
     group = -(-tiles // groups)
     half = tx // 2 + 1
     fin, fout = blocks(shape.fin), blocks(shape.fout)
     kernel_bytes = tz * (shape.fin * fout + _panels(fout)) * BLOCK
-    tile_pitch = max(tz * fin, step[0] * fout) * BLOCK
+    tile_pitch = max(tz * fin, span[0] * fout) * BLOCK
     chunk = min(CHUNK, group)
+    pooling = span[1] * span[2] + shape.pool[0] * step[1] * step[2]
     before, after = tz * (chunk * fin + 1) * BLOCK, tz * (chunk * min(fout, 3) + 1) * BLOCK
     return _Sizes(
         tile=(tz, ty, tx),
+        span=span,
         step=step,
         counts=counts,
         tiles=tiles,
@@ -109,6 +117,7 @@ def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
         tile_pitch=tile_pitch,
         column_pitch=group * tile_pitch + BLOCK,  # an odd number of blocks: columns spread over the sets of a cache
         plane_bytes=ty * half * BLOCK,
+        pool_bytes=ty * half * BLOCK + pooling * LANES * FLOAT32 if shape.pools else 0,
         column_bytes=before + after + (0 if variant.count("kept") else kernel_bytes),
     )
 
@@ -137,19 +146,24 @@ class ConvFftLanes:
             return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct"
         if max(shape.k) > SIDES[-1]:
             return f"a kernel of {max(shape.k)} is larger than the largest tile of {SIDES[-1]}: see cpu.conv.fft_data"
+        if shape.pools and shape.activation == "softmax":
+            return "softmax looks at all maps of a voxel and cannot wait for the maxima of their windows"
+        if max(_reach(shape)) > SIDES[-1]:
+            return f"kernel and window reach {max(_reach(shape))}, beyond the largest tile of {SIDES[-1]}"
         return why_not(machine)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
         shape = as_conv(shape)
-        worth = list(product(*(sides(m, k, SIDES) for m, k in zip(shape.out, shape.k, strict=True))))
+        windows, reach = valid(shape.unpooled, shape.pool), _reach(shape)
+        z, y, x = (sides(m, k, SIDES) for m, k in zip(windows, reach, strict=True))
+        worth = list(product(z, y, x))
         longest = max(2.0, min(map(elongation, worth)))
         found: dict[Variant, None] = {}
         for tile in worth:
             if elongation(tile) > longest:
                 continue  # long thin tiles overlap more and save nothing
-            steps = (-(-m // (side - k + 1)) for m, side, k in zip(shape.out, tile, shape.k, strict=True))
-            tiles = shape.batch * prod(steps)
+            tiles = shape.batch * prod(ceil_divide(windows, valid(tile, reach)))
             for group, kept in GROUPS:
                 found[_variant(tile, min(group, tiles), kept)] = None
         return tuple(found)
@@ -163,7 +177,7 @@ class ConvFftLanes:
             resident=(s.columns * s.kernel_bytes if kept else along_x) + FLOAT32 * LANES * blocks(shape.fout),
             scratch=(
                 Scratch("spectra", s.columns * s.column_pitch),
-                Scratch("blocks", threads * max(s.plane_bytes, s.column_bytes)),
+                Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, s.column_bytes)),
             ),
             allowance=ALIGNMENT + threads * CALL_BYTES + (along_x if kept else 0),
         )
@@ -171,7 +185,7 @@ class ConvFftLanes:
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
         s = _sizes(shape, variant)
-        (tz, ty, tx), (mz, my, _) = s.tile, s.step
+        (tz, ty, tx), (mz, my, mx) = s.tile, s.span
         half, lanes_in, lanes_out = tx // 2 + 1, LANES * blocks(shape.fin), LANES * blocks(shape.fout)
         spectra = 2.0 * FLOAT32 * s.columns * s.tiles  # bytes of one plane of one channel
         forward = lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * s.tiles
@@ -181,12 +195,13 @@ class ConvFftLanes:
         if not variant.count("kept"):
             per_kernel = 8.0 * shape.k[0] * shape.k[1] + 5.0 * tz * log2(tz)
             kernels = s.groups * s.columns * shape.fin * lanes_out * per_kernel
+        maxima = lanes_out * mz * my * mx * s.tiles * MAXIMA_FLOPS if shape.pools else 0.0
         products = 8.0 * s.columns * tz * s.tiles * shape.fin * lanes_out
         return (
             Work("lane_fft", forward, FLOAT32 * shape.fin * prod(s.tile) * s.tiles + spectra * tz * lanes_in),
             Work("lane_fft", along_z + kernels, 0.0),
             Work("lane_product", products, spectra * (tz * lanes_in + mz * lanes_out)),
-            Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
+            Work("lane_fft", inverse + maxima, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
@@ -241,6 +256,11 @@ def _variant(tile: Vec3, group: int, kept: int) -> Variant:
     return Variant.of(tile=tile, group=group, kept=kept)
 
 
+def _reach(shape: ConvShape) -> Vec3:
+    """Inputs that one output looks at along each axis."""
+    return subtract(add(shape.k, shape.pool), (1, 1, 1))
+
+
 def _along_x_bytes(fin: int, fout: int, k: Vec3, tile: Vec3) -> int:
     """Of the kernels transformed along x: (x, block, fin, kz, ky) blocks."""
     return (tile[2] // 2 + 1) * blocks(fout) * fin * k[0] * k[1] * BLOCK
@@ -270,12 +290,14 @@ class _Step:
             kernels=resident.kernels.ctypes.data,
             bias=resident.bias.ctypes.data,
         )
-        t.n[:], t.k[:], t.tile[:], t.step[:], t.counts[:] = shape.n, shape.k, s.tile, s.step, s.counts
+        t.n[:], t.k[:], t.p[:], t.tile[:], t.step[:] = shape.n, shape.k, shape.pool, s.tile, s.step
+        t.counts[:] = s.counts
         tz = s.tile[0]
         lanes = LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
         self._planes = max(
             1, int(CALL_FLOPS // (100.0 * s.columns * LANES * max(blocks(shape.fin), blocks(shape.fout))))
         )
+        self._blocks = max(1, int(CALL_FLOPS // (100.0 * s.columns * LANES * s.span[0])))
         self._columns = max(1, int(CALL_FLOPS // (8.0 * tz * s.group * lanes)))
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
@@ -287,9 +309,12 @@ class _Step:
         for t.first, t.tiles in self._groups:
             self._each(self._library.znnpy_tiled_forward, t, rooms, t.tiles * s.tile[0], self._planes)
             self._each(self._library.znnpy_tiled_multiply, t, rooms, s.columns, self._columns)
-            bad = self._each(self._library.znnpy_tiled_inverse, t, rooms, t.tiles * s.step[0], self._planes)
+            if shape.pools:
+                bad = self._each(self._library.znnpy_tiled_pool, t, rooms, t.tiles * blocks(shape.fout), self._blocks)
+            else:
+                bad = self._each(self._library.znnpy_tiled_inverse, t, rooms, t.tiles * s.step[0], self._planes)
             if bad:
-                raise overflow(bad, t.tiles * prod(s.step) * shape.fout)
+                raise overflow(bad, t.tiles * prod(s.span) * shape.fout)
         if shape.activation not in ("none", "relu"):
             self._squash(out)
 
@@ -308,7 +333,7 @@ class _Step:
         return sum(sums)
 
     def _squash(self, out: Array) -> None:
-        """tanh, sigmoid, softmax: plane by plane."""
+        """tanh, sigmoid, softmax: plane by plane. The first two grow with their argument: they may follow a maximum."""
         planes = [plane for image in out for plane in image]
 
         @quiet()

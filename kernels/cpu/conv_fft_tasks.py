@@ -36,7 +36,7 @@ from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
 from znnpy.kernels.cpu.seats import pinned, seating
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import WIDTH, Block, Sizes, bounds, sizes
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
@@ -81,8 +81,9 @@ class ConvFftTasks:
     source: str = "ZNNi IV-A.3 (algorithm 3) with the pruned transforms of III"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, ConvShape):
-            return f"computes convolutions, not {shape.kind}"
+        if reason := why_not_plain(shape):
+            return reason
+        shape = as_conv(shape)
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct"
         for maps, way in ((shape.fin, "in"), (shape.fout, "out")):

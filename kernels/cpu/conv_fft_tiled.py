@@ -30,7 +30,7 @@ from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.tiles import elongation, sides
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -125,8 +125,9 @@ class ConvFftTiled:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        if not isinstance(shape, ConvShape):
-            return f"computes convolutions, not {shape.kind}"
+        if reason := why_not_plain(shape):
+            return reason
+        shape = as_conv(shape)
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct"
         if max(shape.k) > SIDES[-1]:

@@ -52,7 +52,8 @@ def library(simd: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(found))
     for stage in ("kernels", "spectra", "forward", "multiply"):
         getattr(loaded, f"znnpy_tiled_{stage}").restype = None
-    loaded.znnpy_tiled_inverse.restype = ctypes.c_int64
+    for stage in ("inverse", "pool"):
+        getattr(loaded, f"znnpy_tiled_{stage}").restype = ctypes.c_int64
     return loaded
 
 

@@ -3,7 +3,7 @@
 //
 //   forward    per plane of a tile and block of channels, in L1 or L2: real transforms along x, then along y
 //   multiply   per column of frequencies (fixed x, y), in L2: along z, the product of each frequency, along z back
-//   inverse    per plane: along y back, along x back, bias, activation, scatter
+//   inverse    per plane: along y back, along x back, bias, activation, scatter; tiled_pool.cpp where pooling follows
 //
 // Spectra of a group of tiles are stored column by column: (x, y; tile, z, block of channels, re/im, lane).
 #include <cmath>
@@ -14,16 +14,6 @@
 
 namespace znnpy {
 namespace {
-
-struct Complex {  // where the lines of a pass lie, in floats
-  const float *source;
-  ptrdiff_t from, from_line;  // point to point, line to line
-  float *target;
-  ptrdiff_t to, to_line;
-  int lines;
-  int given;  // points that are not zero
-  int wanted;  // points to store
-};
 
 template <int N, bool INVERSE, bool PRUNED, bool STREAM>
 void along(const Complex &p) {
@@ -50,14 +40,6 @@ void along(const Complex &p) {
     }
   }
 }
-
-struct Rows {  // real lines of one block of channels, and their spectra
-  ptrdiff_t row, voxel;  // of the image, in floats
-  int rows, voxels, lanes;  // inside the image
-  float *spectra;  // (y, x, re/im, lane)
-  const float *bias;
-  bool relu;
-};
 
 template <int N, bool PART>
 void from_rows(const float *image, const Rows &r) {
@@ -168,17 +150,6 @@ void products(const float *x, ptrdiff_t tile, const float *w, float *y, ptrdiff_
   }
 }
 
-using Pass = void (*)(const Complex &);
-using From = void (*)(const float *, const Rows &);
-using To = int64_t (*)(float *, const Rows &);
-
-struct Side {  // the transforms of one length
-  int length;
-  Pass forward, forward_stream, inverse, inverse_stream, kernels;
-  From from, from_part;
-  To to, to_part;
-};
-
 template <int N>
 constexpr Side side() {
   return {N,
@@ -196,28 +167,8 @@ constexpr Side side() {
 const Side SIDES[] = {side<1>(),  side<4>(),  side<6>(),  side<8>(),  side<10>(), side<12>(), side<14>(),
                       side<16>(), side<18>(), side<20>(), side<24>(), side<28>(), side<32>()};
 
-const Side *find(int64_t length) {
-  for (const Side &s : SIDES)
-    if (s.length == length) return &s;
-  return nullptr;
-}
-
-ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-ptrdiff_t blocks_of(int64_t maps) { return (maps + LANES - 1) / LANES; }
-
 // Blocks of output channels multiplied at once, of `left`: 3 while no single one is left over.
 int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
-
-struct Origin {  // of a tile
-  ptrdiff_t image, z, y, x;
-};
-
-Origin origin(const Tiling &t, ptrdiff_t tile) {
-  const ptrdiff_t x = tile % t.counts[2], y = tile / t.counts[2] % t.counts[1];
-  const ptrdiff_t z = tile / (t.counts[2] * t.counts[1]) % t.counts[0];
-  const ptrdiff_t image = tile / (t.counts[2] * t.counts[1] * t.counts[0]);
-  return {image, z * t.step[0], y * t.step[1], x * t.step[2]};
-}
 
 // The kernels of one column of frequencies: panel by panel (z, fin, block, re/im, lane), conjugate.
 void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
@@ -263,6 +214,12 @@ ptrdiff_t column_floats(const Tiling &t) {
 }
 
 }  // namespace
+
+const Side *find(int64_t length) {
+  for (const Side &s : SIDES)
+    if (s.length == length) return &s;
+  return nullptr;
+}
 }  // namespace znnpy
 
 using namespace znnpy;
@@ -361,7 +318,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, 
           (t.stream ? along_z.inverse_stream : along_z.inverse)(
               {y + tile * width * BLOCK, after, BLOCK,
                spectra + (first + tile) * t.tile_pitch + block * BLOCK, out * BLOCK, BLOCK, width, 0,
-               (int)t.step[0]});
+               (int)(tz - t.k[0] + 1)});
         kernels += tz * pitch;
         block += width;
       }

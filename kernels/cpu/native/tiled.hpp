@@ -1,10 +1,13 @@
-// What conv_fft_lanes.py tells the tiled convolution. Sizes are in elements; the last axis of an image is its channels.
+// What conv_fft_lanes.py tells the tiled convolution, and what its stages share. Sizes are in elements; the last axis
+// of an image is its channels.
 #pragma once
 #include <cstdint>
 
+#include "vector.hpp"
+
 struct Tiling {
-  int64_t n[3], k[3], tile[3];  // input, kernel, tile: z, y, x
-  int64_t step[3];              // outputs of a whole tile: tile - k + 1
+  int64_t n[3], k[3], p[3], tile[3];  // input, kernel, window of the pooling behind it (1: none), tile: z, y, x
+  int64_t step[3];              // outputs of a whole tile: tile - k + 1, less p - 1
   int64_t counts[3];            // tiles of an image along each axis
   int64_t fin, fout;
   int64_t first, tiles;   // of the group
@@ -19,3 +22,52 @@ struct Tiling {
   const float *kernels;  // kept: spectra, column by column; else transformed along x alone
   const float *bias;     // in whole blocks
 };
+
+namespace znnpy {
+
+struct Complex {  // where the lines of a pass lie, in floats
+  const float *source;
+  ptrdiff_t from, from_line;  // point to point, line to line
+  float *target;
+  ptrdiff_t to, to_line;
+  int lines;
+  int given;  // points that are not zero
+  int wanted;  // points to store
+};
+
+struct Rows {  // real lines of one block of channels, and their spectra
+  ptrdiff_t row, voxel;  // of the image, in floats
+  int rows, voxels, lanes;  // inside the image
+  float *spectra;  // (y, x, re/im, lane)
+  const float *bias;
+  bool relu;
+};
+
+using Pass = void (*)(const Complex &);
+using From = void (*)(const float *, const Rows &);
+using To = int64_t (*)(float *, const Rows &);
+
+struct Side {  // the transforms of one length
+  int length;
+  Pass forward, forward_stream, inverse, inverse_stream, kernels;
+  From from, from_part;
+  To to, to_part;
+};
+
+const Side *find(int64_t length);  // null where tiles have no such side
+
+inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+inline ptrdiff_t blocks_of(int64_t maps) { return (maps + LANES - 1) / LANES; }
+
+struct Origin {  // of a tile
+  ptrdiff_t image, z, y, x;
+};
+
+inline Origin origin(const Tiling &t, ptrdiff_t tile) {
+  const ptrdiff_t x = tile % t.counts[2], y = tile / t.counts[2] % t.counts[1];
+  const ptrdiff_t z = tile / (t.counts[2] * t.counts[1]) % t.counts[0];
+  const ptrdiff_t image = tile / (t.counts[2] * t.counts[1] * t.counts[0]);
+  return {image, z * t.step[0], y * t.step[1], x * t.step[2]};
+}
+
+}  // namespace znnpy

@@ -1,0 +1,106 @@
+// The last stage of a tiled FFT convolution whose result is max-pooled into fragments: what is pooled is never written.
+//
+// Per tile and block of channels, in L2: plane by plane y back, x back, bias, activation as in tiled.cpp; the maxima
+// over columns in place, over lines into one of p_z planes; and from the p_z-th plane on the maxima over those, each
+// into its fragment. Tiles overlap by k - 1 + p - 1, so that every window lies within one.
+//
+// Fragment (oz * py + oy) * px + ox of image s is image s * P + it of the output; its voxel i is the maximum of the
+// window at i * p + o.
+#include "tiled.hpp"
+
+namespace znnpy {
+namespace {
+
+ALWAYS V larger(V a, V b) { return a > b ? a : b; }
+
+// Over (py, px) windows of an image of lines of `voxels` voxels, in place along x: target (rows, columns, lane).
+void plane_maxima(float *image, ptrdiff_t voxels, ptrdiff_t py, ptrdiff_t px, float *target, ptrdiff_t rows,
+                  ptrdiff_t columns) {
+  const ptrdiff_t line = voxels * LANES;
+  for (ptrdiff_t y = 0; y < rows + py - 1 && px > 1; y++) {
+    for (ptrdiff_t x = 0; x < columns * LANES; x += W) {
+      float *const at = image + y * line + x;
+      V v = larger(load(at), load(at + LANES));
+      for (ptrdiff_t d = 2; d < px; d++) v = larger(v, load(at + d * LANES));
+      store(at, v);
+    }
+  }
+  for (ptrdiff_t y = 0; y < rows; y++) {
+    for (ptrdiff_t x = 0; x < columns * LANES; x += W) {
+      const float *const at = image + y * line + x;
+      V v = load(at);
+      for (ptrdiff_t d = 1; d < py; d++) v = larger(v, load(at + d * line));
+      store(target + y * columns * LANES + x, v);
+    }
+  }
+}
+
+struct Fragments {  // of one plane of windows of a tile, for one block of channels
+  const float *planes;  // (pz, rows, columns, lane)
+  ptrdiff_t plane;      // floats from plane to plane
+  ptrdiff_t z, y, x;    // of the first window
+  ptrdiff_t rows, columns;
+  int lanes;
+};
+
+template <bool PART>
+void scatter(const Tiling &t, const Fragments &f, float *out) {
+  const ptrdiff_t pz = t.p[0], py = t.p[1], px = t.p[2];
+  const ptrdiff_t qy = (t.n[1] - t.k[1] + 1) / py, qx = (t.n[2] - t.k[2] + 1) / px;
+  for (ptrdiff_t row = 0; row < f.rows; row++) {
+    const ptrdiff_t y = f.y + row, fragment = (f.z % pz * py + y % py) * px;
+    float *const lines = out + ((f.z / pz * qy + y / py) * qx) * t.fout;
+    for (ptrdiff_t first = 0; first < least(px, f.columns); first++) {
+      const ptrdiff_t x = f.x + first;
+      float *target = lines + (fragment + x % px) * t.out_image + x / px * t.fout;
+      const float *source = f.planes + (row * f.columns + first) * LANES;
+      for (ptrdiff_t column = first; column < f.columns; column += px, target += t.fout, source += px * LANES) {
+        for (int half = 0; half < LANES; half += W) {
+          V v = load(source + half);
+          for (ptrdiff_t d = 1; d < pz; d++) v = larger(v, load(source + d * f.plane + half));
+          if (PART) store_part(target + half, v, f.lanes - half);
+          else store(target + half, v);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace znnpy
+
+using namespace znnpy;
+
+// Units [lo, hi) of the group, one per tile and block of channels. `room` holds the half transformed plane of a tile,
+// the plane itself, and p_z planes of maxima. Returns how many values before pooling are infinite or not a number.
+EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, int64_t hi) {
+  const Tiling &t = *tiling;
+  const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
+  const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout), pz = t.p[0], py = t.p[1], px = t.p[2];
+  float *const image = room + t.tile[1] * half * BLOCK;
+  float *const planes = image + (t.step[1] + py - 1) * (t.step[2] + px - 1) * LANES;
+  int64_t bad = 0;
+  for (ptrdiff_t unit = lo; unit < hi; unit++) {
+    const ptrdiff_t tile = unit / blocks, block = unit % blocks;
+    const Origin at = origin(t, t.first + tile);
+    const ptrdiff_t depth = least(t.step[0] + pz - 1, t.n[0] - t.k[0] + 1 - at.z);
+    const ptrdiff_t rows = least(t.step[1], t.n[1] - t.k[1] + 1 - (py - 1) - at.y);
+    const ptrdiff_t columns = least(t.step[2], t.n[2] - t.k[2] + 1 - (px - 1) - at.x);
+    const ptrdiff_t voxels = columns + px - 1, plane = rows * columns * LANES;
+    const int lanes = (int)least(LANES, t.fout - block * LANES);
+    float *const out = t.out + at.image * pz * py * px * t.out_image + block * LANES;
+    for (ptrdiff_t z = 0; z < depth; z++) {
+      const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
+      along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, room, half * BLOCK, BLOCK, (int)half, 0,
+                       (int)(rows + py - 1)});
+      bad += along_x.to(image, {voxels * LANES, LANES, (int)(rows + py - 1), (int)voxels, lanes, room,
+                                t.bias + block * LANES, t.relu != 0});
+      plane_maxima(image, voxels, py, px, planes + z % pz * plane, rows, columns);
+      if (z < pz - 1) continue;
+      const Fragments f{planes, plane, at.z + z - (pz - 1), at.y, at.x, rows, columns, lanes};
+      if (lanes < LANES) scatter<true>(t, f, out);
+      else scatter<false>(t, f, out);
+    }
+  }
+  return bad;
+}
