@@ -162,7 +162,8 @@ def torch_volume(request: Request) -> Answer:
         voxels = next(data for data in file.values() if data.ndim == 3)
         output = network.dense_size(voxels.shape)
         prediction = made.create_dataset("prediction", (network.output_channels, *output), np.float32)
-        z, y, x = (min(a, b) for a, b in zip(request["patch"], output, strict=True))
+        least = zip(request["patch"], output, network.period, strict=True)
+        z, y, x = (min(side, size // period * period) for side, size, period in least)  # fragments come out whole
         for column in cover(output, (z, y, x)):
             for patch in column.steps:
                 size = network.patch_in(patch.out.size)

@@ -27,8 +27,8 @@ Layout = Literal["contiguous", "channels_last_3d"]
 
 Tensor = Any  # torch.Tensor: PyTorch is an extra, and its types are not read
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
+DTYPES: dict[Precision, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LAYOUTS: dict[Layout, Any] = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
 
 class DenseTorch:
@@ -38,10 +38,8 @@ class DenseTorch:
         self, network: Network, weights: Sequence[ConvWeights], method: Method, precision: Precision, layout: Layout
     ) -> None:
         self._network, self._method = network, method
-        self._dtype, self._layout = DTYPES[precision], LAYOUTS[layout]
-        self._weights = [
-            (self._placed(torch.from_numpy(one.weight)), torch.from_numpy(one.bias).to(self._dtype)) for one in weights
-        ]
+        self._precision, self._layout = precision, layout
+        self._weights = [(placed(one.weight, precision, layout), as_tensor(one.bias, precision)) for one in weights]
 
     def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """raw (c, z, y, x), grey values as stored -> (maps, z, y, x) float32, field of view - 1 smaller.
@@ -49,7 +47,8 @@ class DenseTorch:
         With fragments the output has to be a multiple of the network's period along every axis.
         """
         with torch.inference_mode():
-            x = self._placed(torch.from_numpy(self._normalised(raw))[None])
+            x = placed(self._normalised(raw)[None], self._precision, self._layout)
+            memory_format = LAYOUTS[self._layout]
             weights = iter(self._weights)
             dilation: Vec3 = (1, 1, 1)
             for layer in self._network.layers:
@@ -57,7 +56,7 @@ class DenseTorch:
                     case Conv(activation=activation):
                         weight, bias = next(weights)
                         x = torch.nn.functional.conv3d(x, weight, bias, dilation=dilation)
-                        x = activated(x, activation).contiguous(memory_format=self._layout)
+                        x = activated(x, activation).contiguous(memory_format=memory_format)
                     case Pool(window=window) | MaxFilter(window=window):
                         for axis, (extent, step) in enumerate(zip(window, dilation, strict=True), start=2):
                             x = largest(x, axis, extent, step)
@@ -66,7 +65,7 @@ class DenseTorch:
                         elif isinstance(layer, Pool):
                             dilation = multiply(dilation, window)
                     case Maxout(of=of):
-                        x = x.unflatten(1, (-1, of)).amax(2).contiguous(memory_format=self._layout)
+                        x = x.unflatten(1, (-1, of)).amax(2).contiguous(memory_format=memory_format)
             return self._dense(x)
 
     def _normalised(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -75,14 +74,6 @@ class DenseTorch:
             return raw.astype(np.float32)
         mean, std = (np.array(v, np.float32)[:, None, None, None] for v in (normalise.mean, normalise.std))
         return np.asarray((raw - mean) / std, np.float32)
-
-    def _placed(self, x: Tensor) -> Tensor:
-        """In the precision and memory format. With one map every format looks right, so strides are set by hand."""
-        x = x.to(self._dtype).contiguous(memory_format=self._layout)
-        if x.shape[1] == 1 and self._layout == torch.channels_last_3d:
-            _, _, z, y, x_size = x.shape
-            return x.as_strided(x.shape, (z * y * x_size, 1, y * x_size, x_size, 1))
-        return x
 
     def _dense(self, x: Tensor) -> npt.NDArray[np.float32]:
         """(1 or fragments, maps, z, y, x) as one patch (maps, z, y, x)."""
@@ -96,6 +87,23 @@ class DenseTorch:
             s, f, mz, pz, my, py, mx, px = out.shape
             out = out.reshape(s, f, mz * pz, my * py, mx * px)
         return np.ascontiguousarray(out[0])
+
+
+def as_tensor(array: npt.NDArray[np.float32], precision: Precision) -> Tensor:
+    return torch.from_numpy(array).to(DTYPES[precision])
+
+
+def placed(array: npt.NDArray[np.float32], precision: Precision, layout: Layout) -> Tensor:
+    """An array (S, f, z, y, x) in this precision and memory format.
+
+    With one map PyTorch takes every array for one of either format, so strides are set by hand: else the convolution
+    after it answers in the other format.
+    """
+    x = as_tensor(array, precision).contiguous(memory_format=LAYOUTS[layout])
+    if x.shape[1] == 1 and layout == "channels_last_3d":
+        _, _, nz, ny, nx = x.shape
+        return x.as_strided(x.shape, (nz * ny * nx, 1, ny * nx, nx, 1))
+    return x
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:

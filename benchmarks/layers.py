@@ -1,28 +1,35 @@
 """One convolution layer, every way to compute it, and PyTorch's conv3d (oneDNN) beside them.
 
-    python benchmarks/layers.py [--rounds N] [--threads N] [--quick] [--out RESULT.json]
+    python benchmarks/layers.py [--sets main first ...] [--kernels 3 5] [--threads 2] [--quick] [--out RESULT.json]
 
-Rounds are interleaved: each runs every competitor once, in an order that alternates, after one warm run. A whole-image
-FFT takes tens of times as long as the others and runs in `--slow-rounds` of the rounds. Tile and group of the tiled FFT
-are measured, not predicted: every variant runs once, the best takes part. Times are of one layer on arrays that are
-there already; kernel spectra and PyTorch's reordered weights are made before, as in a run over many patches.
+Rounds are interleaved: each runs every competitor once, in an order that alternates, after one warm run; bias and ReLU
+count on both sides. PyTorch runs in float32 and bfloat16, contiguous and channels last: the best of each precision is
+what ratios are against. Variants of a primitive (tile and group of the tiled FFT) are measured, not predicted: the
+fastest takes part. Kernel spectra and weights in PyTorch's formats are made before, as in a run over many patches.
+
+What would take longer than `--slow-seconds` a run, as the cost model has it, runs on a smaller volume; `measured` says
+which, and a star in the table. Per voxel a direct convolution costs the same there; a whole-image FFT, which transforms
+its kernels for every image, costs more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import bars
 import numpy as np
 from header import machine_header, without_forced_blas_kernels
+from layer_cases import QUICK, SETS, Case
 
 from znnpy.errors import MissingExtraError
 from znnpy.kernels.aligned import aligned_bytes
@@ -30,68 +37,82 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
-from znnpy.shapes import ConvShape
+from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.shapes import ConvShape, Vec3, text
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Primitive, Variant
 
-MAX_ERROR = 1e-4  # of the largest output, between any two competitors: else a figure is worth nothing
+MAX_ERROR = {"fp32": 1e-4, "bf16": 3e-2}  # of the largest output, between any two competitors: else a figure is void
+SLOW = 4.0  # seconds: what takes longer runs in `--slow-rounds` of the rounds
+HOPELESS = 1.5  # times the best variant's time: no second try
+TORCH_FLOPS = {"fp32": 200e9, "bf16": 400e9}  # per second and thread, to tell beforehand what is slow
+PAUSE = 0.02  # seconds before a run: OpenMP's threads spin for a while when their work is done
+LEAST_OUT = 8  # output voxels along an axis of a volume that was made smaller
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One layer. `why` says what the row is there to show."""
+@dataclass(slots=True)
+class Entry:
+    """A competitor with buffers of its own. `run` computes the layer, `dense` gives what it computed.
 
-    shape: ConvShape
-    why: str
+    dense  (S, z, y, x, f) float32.
+    """
 
-
-CASES = (
-    Case(
-        ConvShape(1, 80, 80, (100, 100, 100), (3, 3, 3), "relu"),
-        "80 -> 80 maps, one image: what does tiling buy at k = 3?",
-    ),
-    Case(ConvShape(1, 80, 80, (100, 100, 100), (5, 5, 5), "relu"), "the same with k = 5: tiles overlap more"),
-    Case(ConvShape(1, 80, 80, (100, 100, 100), (9, 9, 9), "relu"), "the same with k = 9: where direct has lost"),
-)
-QUICK = (Case(ConvShape(1, 4, 4, (12, 13, 14), (3, 3, 3), "relu"), "that the script works"),)
+    name: str
+    precision: str
+    variant: str
+    measured: ConvShape
+    run: Callable[[], Any]
+    dense: Callable[[Any], Array]
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One competitor in one case."""
 
+    set: str
     shape: str
     why: str
+    threads: int
     name: str
+    precision: str
     variant: str
+    measured: str  # volume it ran on: that of `shape`, or a smaller one
+    is_smaller: bool
     seconds: tuple[float, ...]  # every run
-    voxels: int  # of output
+    voxels: int  # of output, of the measured volume
+    cores_used: float  # processor time over time
+    error: float  # largest difference from the first competitor, of its largest output
 
     @property
-    def median_ns(self) -> float:
-        """Nanoseconds per output voxel."""
-        return 1e9 * statistics.median(self.seconds) / self.voxels
-
-    @property
-    def min_ns(self) -> float:
-        return 1e9 * min(self.seconds) / self.voxels
+    def ns(self) -> tuple[float, ...]:
+        """Nanoseconds per output voxel of every run."""
+        return tuple(1e9 * s / self.voxels for s in self.seconds)
 
 
-@dataclass(slots=True)
-class Entry:
-    """A way to compute the layer: `run` returns its output, channels last."""
+def smaller(shape: ConvShape, run_seconds: float, limit: float) -> ConvShape:
+    """The shape, or one with a volume that takes about `limit` of the `run_seconds` this one takes."""
+    if run_seconds <= limit:
+        return shape
+    factor = (limit / run_seconds) ** (1 / 3)
+    z, y, x = (
+        min(n, max(k - 1 + LEAST_OUT, round(k - 1 + factor * (n - k + 1))))
+        for n, k in zip(shape.n, shape.k, strict=True)
+    )
+    return replace(shape, n=(z, y, x))
 
-    name: str
-    variant: str
-    run: Callable[[], Any]
-    rounds: int
-    seconds: list[float]
+
+def part(x: Array, size: Vec3) -> Array:
+    """The corner of a batch: an array of its own."""
+    return np.ascontiguousarray(x[:, : size[0], : size[1], : size[2]])
 
 
-def entry(primitive: Primitive, variant: Variant, case: Case, x: Array, weights: ConvWeights, crew: Crew) -> Entry:
-    """A primitive with buffers of its own, ready to run."""
-    shape = case.shape
+def entry(
+    primitive: Primitive, variant: Variant, shape: ConvShape, x: Array, weights: ConvWeights, crew: Crew
+) -> Entry:
+    """A primitive, prepared and bound."""
     step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
     scratch = {s.name: aligned_bytes(s.nbytes) for s in primitive.footprint(shape, variant, crew.threads).scratch}
     out = np.full(shape.out_shape, np.nan, np.float32)
@@ -100,53 +121,62 @@ def entry(primitive: Primitive, variant: Variant, case: Case, x: Array, weights:
         step.run(x, out, scratch)
         return out
 
-    return Entry(primitive.name, str(variant), run, 0, [])
+    return Entry(primitive.name, "fp32", str(variant), shape, run, lambda out: out)
 
 
-def best_variant(primitive: Primitive, case: Case, x: Array, weights: ConvWeights, crew: Crew) -> Variant:
-    """The variant whose only run was the shortest, of the eight that do least work."""
+def fastest(
+    primitive: Primitive, shape: ConvShape, x: Array, weights: ConvWeights, crew: Crew, options: argparse.Namespace
+) -> Entry:
+    """The primitive with the variant that ran fastest, of those that the cost model likes best."""
+    rates = assumed_rates(this_machine(), crew.threads)
 
-    def work(variant: Variant) -> float:
-        return sum(w.flops for w in primitive.work(case.shape, variant))
+    def predicted(variant: Variant) -> float:
+        return seconds(primitive.work(shape, variant), rates)
 
-    variants = sorted(primitive.variants(case.shape, this_machine()), key=work)[:8]
-    if len(variants) == 1:
-        return variants[0]
-    times = {}
-    for variant in variants:
-        run = entry(primitive, variant, case, x, weights, crew).run
-        times[variant] = min(timed(run)[0] for _ in range(2))
-    return min(times, key=times.__getitem__)
+    variants = sorted(primitive.variants(shape, this_machine()), key=predicted)[: options.variants]
+    measured = smaller(shape, predicted(variants[0]), options.slow_seconds)
+    x = part(x, measured.n)
+    times: dict[Variant, float] = {}
+    for variant in variants if len(variants) > 1 else ():
+        run = entry(primitive, variant, measured, x, weights, crew).run
+        times[variant] = timed(run)[0]
+        if times[variant] <= HOPELESS * min(times.values()):
+            times[variant] = min(times[variant], timed(run)[0])
+    return entry(primitive, min(times, key=times.__getitem__, default=variants[0]), measured, x, weights, crew)
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Seconds, processor seconds, and what came out."""
+    begin, used = time.perf_counter(), time.process_time()
     out = run()
-    return time.perf_counter() - start, out
+    return time.perf_counter() - begin, time.process_time() - used, out
 
 
-def torch_competitors(case: Case, x: Array, weights: ConvWeights, threads: int) -> list[Entry]:
-    """conv3d and ReLU in float32: contiguous, and channels last."""
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingExtraError(f"the comparison needs PyTorch ({error}); install znnpy[torch]") from None
-    torch.set_num_threads(threads)
-    found = []
-    for name, layout in (("contiguous", torch.contiguous_format), ("channels last", torch.channels_last_3d)):
-        image = torch.from_numpy(x).permute(0, 4, 1, 2, 3).contiguous(memory_format=layout)
-        weight = torch.from_numpy(weights.weight).contiguous(memory_format=layout)
-        bias = torch.from_numpy(weights.bias)
+def torch_entries(shape: ConvShape, x: Array, weights: ConvWeights, threads: int, limit: float) -> Iterator[Entry]:
+    """conv3d with bias, and ReLU in place: both precisions, both memory formats."""
+    import torch
+    from dense_torch import DTYPES, LAYOUTS, activated, as_tensor, placed
 
-        def run(image: Any = image, weight: Any = weight, bias: Any = bias) -> Any:
-            with torch.inference_mode():
-                return torch.relu_(torch.nn.functional.conv3d(image, weight, bias)).permute(0, 2, 3, 4, 1)
+    torch.set_num_threads(threads)  # within the crew, which keeps the libraries of znnpy at one thread
+    for precision in DTYPES:
+        flops = 2 * prod(shape.out_shape) * shape.fin * prod(shape.k)
+        measured = smaller(shape, flops / (threads * TORCH_FLOPS[precision]), limit)
+        maps_first = part(x, measured.n).transpose(0, 4, 1, 2, 3)
+        bias = as_tensor(weights.bias, precision)
+        for layout in LAYOUTS:
+            image, weight = (placed(array, precision, layout) for array in (maps_first, weights.weight))
 
-        found.append(Entry(f"torch conv3d, {name}", "", run, 0, []))
-    return found
+            def run(image: Any = image, weight: Any = weight, bias: Any = bias) -> Any:
+                with torch.inference_mode():
+                    return activated(torch.nn.functional.conv3d(image, weight, bias), shape.activation)
+
+            def dense(out: Any) -> Array:
+                return np.asarray(out.float().permute(0, 2, 3, 4, 1).numpy())
+
+            yield Entry(f"torch conv3d {precision}, {layout}", precision, "", measured, run, dense)
 
 
-def measure(case: Case, rounds: int, slow_rounds: int, threads: int, *, torch: bool) -> list[Row]:
+def measure(case: Case, threads: int, options: argparse.Namespace) -> list[Row]:
     """All competitors of one case."""
     shape = case.shape
     rng = np.random.default_rng(20261120)
@@ -157,65 +187,183 @@ def measure(case: Case, rounds: int, slow_rounds: int, threads: int, *, torch: b
         rng.standard_normal(shape.fout, np.float32),
     )
     with Crew(threads) as crew:
-        field = []
+        entries = []
         for primitive in of_kind("conv"):
-            if primitive.why_not(shape, this_machine()) is None:
-                variant = best_variant(primitive, case, x, weights, crew)
-                field.append(entry(primitive, variant, case, x, weights, crew))
-        if torch:
-            field += torch_competitors(case, x, weights, threads)
-        expected = None
-        for e in field:
-            seconds, out = timed(e.run)  # the warm run
-            e.rounds = slow_rounds if seconds > 4 else rounds
-            out = np.asarray(out)
-            expected = out.copy() if expected is None else expected
-            error = float(np.abs(out - expected).max() / np.abs(expected).max())
-            if not error <= MAX_ERROR:
-                raise SystemExit(f"{e.name} is {error:.1e} of the largest output away from {field[0].name}")
-        for index in range(rounds):
-            for e in field if index % 2 == 0 else reversed(field):
-                if index < e.rounds:
-                    e.seconds.append(timed(e.run)[0])
-    voxels = prod(shape.out_shape[:4])
-    return [Row(str(shape), case.why, e.name, e.variant, tuple(e.seconds), voxels) for e in field]
+            if options.only and primitive.name not in options.only:
+                continue
+            if reason := primitive.why_not(shape, this_machine()):
+                print(f"{primitive.name} does not apply to {shape}: {reason}")
+                continue
+            entries.append(fastest(primitive, shape, x, weights, crew, options))
+        if options.torch:
+            entries += torch_entries(shape, x, weights, threads, options.slow_seconds)
+        return compete(case, threads, entries, options)
 
 
-def show(rows: list[Row]) -> None:
-    tiled = next(row for row in rows if row.name == "cpu.conv.fft_tiled")
-    print(f"\n{rows[0].shape}\n{'':36}{'ns/voxel':>9}{'min':>9}{'x tiled':>9}  rounds")
-    for row in sorted(rows, key=lambda row: row.median_ns):
-        name = f"{row.name} {row.variant}"
-        ratio = row.median_ns / tiled.median_ns
-        print(f"{name:36}{row.median_ns:9.0f}{row.min_ns:9.0f}{ratio:9.2f}  {len(row.seconds)}")
+def compete(case: Case, threads: int, entries: Sequence[Entry], options: argparse.Namespace) -> list[Row]:
+    """Warm runs, compared with each other; then the rounds."""
+    entries = sorted(entries, key=lambda e: (e.precision != "fp32", -prod(e.measured.out)))  # the exact and whole first
+    expected, errors, rounds = None, [], []
+    for e in entries:
+        warm, _, out = timed(e.run)
+        rounds.append(options.slow_rounds if warm > SLOW else options.rounds)
+        out = e.dense(out)
+        expected = out.copy() if expected is None else expected
+        both = tuple(slice(min(a, b)) for a, b in zip(out.shape, expected.shape, strict=True))  # volumes begin together
+        errors.append(float(np.abs(out[both] - expected[both]).max() / np.abs(expected).max()))
+        if not errors[-1] <= MAX_ERROR[e.precision]:
+            raise SystemExit(f"{e.name} is {errors[-1]:.1e} of the largest output away from {entries[0].name}")
+    for index in range(max(rounds)):
+        turn = list(zip(entries, rounds, strict=True))
+        for e, its_rounds in turn if index % 2 == 0 else reversed(turn):
+            if index < its_rounds:
+                time.sleep(PAUSE)
+                spent, used, _ = timed(e.run)
+                e.seconds.append(spent)
+                e.cpu_seconds.append(used)
+    return [
+        Row(
+            set=case.set,
+            shape=str(case.shape),
+            why=case.why,
+            threads=threads,
+            name=e.name,
+            precision=e.precision,
+            variant=e.variant,
+            measured=text(e.measured.n),
+            is_smaller=e.measured != case.shape,
+            seconds=tuple(e.seconds),
+            voxels=prod(e.measured.out_shape[:4]),
+            cores_used=sum(e.cpu_seconds) / sum(e.seconds),
+            error=error,
+        )
+        for e, error in zip(entries, errors, strict=True)
+    ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def ratio(row: Row, other: Row) -> tuple[float, float, float]:
+    """How many times faster `row` is than `other`: of the medians, and the least and most of single rounds."""
+    single = [b / a for a, b in zip(row.ns, other.ns, strict=False)]
+    return median(other.ns) / median(row.ns), min(single), max(single)
+
+
+def best(rows: Sequence[Row], precision: str, *, torch: bool) -> Row | None:
+    """The fastest of PyTorch, or of the primitives."""
+    of_kind = [row for row in rows if row.precision == precision and row.name.startswith("torch") == torch]
+    return min(of_kind, key=lambda row: median(row.ns), default=None)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of one case: the fastest primitive, and how many times PyTorch's best it is."""
+    ours = best(rows, "fp32", torch=False)
+    found: dict[str, Any] = {"set": rows[0].set, "shape": rows[0].shape, "threads": rows[0].threads}
+    if ours is None:
+        return found
+    found |= {"fastest": f"{ours.name} {ours.variant}".strip(), "ns_per_voxel": median(ours.ns)}
+    for precision in ("fp32", "bf16"):
+        if peer := best(rows, precision, torch=True):
+            times, least, most = ratio(ours, peer)
+            found[f"torch_{precision}"] = {"name": peer.name, "ns_per_voxel": median(peer.ns)}
+            found[f"times_torch_{precision}"] = {"median": times, "least": least, "most": most}
+    return found
+
+
+def show(rows: Sequence[Row]) -> None:
+    """A table of one case on stdout."""
+    peers = [best(rows, precision, torch=True) for precision in ("fp32", "bf16")]
+    print(f"\n{rows[0].shape}, {rows[0].threads} threads: {rows[0].why}")
+    print(f"{'':60}{'ns/voxel':>10}{'min':>9}{'cores':>7}{'x fp32':>8}{'x bf16':>8}  runs")
+    for row in sorted(rows, key=lambda row: median(row.ns)):
+        star = f" * {row.measured}" if row.is_smaller else ""
+        times = "".join(f"{ratio(row, peer)[0]:8.2f}" if peer else f"{'':8}" for peer in peers)
+        figures = f"{median(row.ns):10.0f}{min(row.ns):9.0f}{row.cores_used:7.2f}"
+        print(f"{f'{row.name} {row.variant}{star}':60}{figures}{times}  {len(row.seconds)}", flush=True)
+
+
+def picture(path: Path, cases: Sequence[Sequence[Row]], header: dict[str, Any]) -> None:
+    groups = []
+    for rows in cases:
+        ours = best(rows, "fp32", torch=False)
+        group = [
+            bars.Bar(
+                f"{row.name} {row.variant}{' *' * row.is_smaller}",
+                median(row.ns),
+                f"{median(row.ns):,.0f} ns" + (f" ({ratio(ours, row)[0]:.1f}x)" if ours and ours is not row else ""),
+                colour_of(row, ours),
+            )
+            for row in sorted(rows, key=lambda row: median(row.ns))
+        ]
+        groups.append(bars.Group(f"{rows[0].shape}, {rows[0].threads} threads", group))
+    machine = f"{header['processor']}, {header['cores']} cores, BLAS {header['blas']}, {header['date'][:10]}"
+    notes = [machine, "less is better; in brackets: how many times the fastest primitive's time"]
+    if any(row.is_smaller for rows in cases for row in rows):
+        notes.append("* per voxel of a smaller volume")
+    bars.draw(path, "Nanoseconds per output voxel of one convolution layer", notes, groups)
+
+
+def write(out: Path, cases: Sequence[Sequence[Row]]) -> None:
+    """Everything so far, as JSON and as a picture."""
+    header = machine_header()
+    figures = [asdict(r) | {"median_ns": median(r.ns), "min_ns": min(r.ns)} for rows in cases for r in rows]
+    result = {"header": header, "summary": [summary(rows) for rows in cases], "rows": figures}
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    picture(out.with_suffix(".png"), cases, header)
+
+
+def colour_of(row: Row, ours: Row | None) -> bars.Colour:
+    if row.name.startswith("torch"):
+        return bars.PEER if row.precision == "fp32" else bars.PEER_LESS_EXACT
+    return bars.OURS if row is ours else bars.OURS_TOO
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="+", choices=[*SETS, "all"], default=["main"])
+    parser.add_argument("--kernels", type=int, nargs="*", help="only cases whose largest kernel axis is one of these")
+    parser.add_argument("--size", type=int, help="volumes of this many voxels along every axis, instead of the set's")
+    parser.add_argument("--only", nargs="*", help="only these primitives")
+    parser.add_argument("--threads", type=int, nargs="+", default=[this_machine().cores])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--slow-rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=this_machine().cores)
-    parser.add_argument("--kernels", type=int, nargs="*", help="only these sizes of kernel")
-    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--slow-rounds", type=int, default=2, help=f"of what takes longer than {SLOW:.0f} s")
+    parser.add_argument("--slow-seconds", type=float, default=40, help="of one run; longer ones get a smaller volume")
+    parser.add_argument("--variants", type=int, default=8, help="of a primitive, that are measured")
+    parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--quick", action="store_true", help="a tiny case, to see that everything works")
     parser.add_argument("--out", type=Path, help="default: results/layers-MACHINE-DATE.json; none with --quick")
     options = parser.parse_args(arguments)
-    cases = [c for c in (QUICK if options.quick else CASES) if not options.kernels or c.shape.k[0] in options.kernels]
-    rows: list[Row] = []
-    for case in cases:
-        of_case = measure(case, options.rounds, options.slow_rounds, options.threads, torch=not options.no_torch)
-        show(of_case)
-        rows += of_case
-    result = {
-        "header": machine_header() | {"layer_threads": options.threads},
-        "rows": [asdict(row) | {"median_ns": row.median_ns, "min_ns": row.min_ns} for row in rows],
-    }
+    if options.torch and find_spec("torch") is None:
+        raise MissingExtraError("the comparison needs PyTorch; pip install 'znnpy[bench]', or give --no-torch")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases of the words that were given."""
+    sets = list(SETS) if "all" in options.sets else options.sets
+    cases = [QUICK] if options.quick else [case for name in sets for case in SETS[name]]
+    if options.kernels:
+        cases = [case for case in cases if max(case.shape.k) in options.kernels]
+    if options.size:
+        size = (options.size,) * 3
+        cases = [replace(case, shape=replace(case.shape, n=size)) for case in cases]
+    return cases
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
     name = "-".join(this_machine().processor.lower().split()[:3])
     out = options.out or Path(__file__).parent / "results" / f"layers-{name}-{date.today()}.json"
-    if options.out or not options.quick:
-        out.parent.mkdir(exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"\n{out}")
+    done: list[list[Row]] = []
+    for case in chosen(options):
+        for threads in options.threads:
+            done.append(measure(case, threads, options))
+            show(done[-1])
+            if options.quick and not options.out:
+                continue
+            write(out, done)
+    print()
+    for rows in done:
+        print(json.dumps(summary(rows)))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ from znnpy.shapes import ConvShape, Vec3, text
 CHILD = Path(__file__).with_name("contestants.py")
 CL, NC = "channels_last_3d", "contiguous"
 FULL_MINUTES = {"quick": 8.0, "full": 25.0, "largest": 75.0}
-REPEAT_SECONDS = 20.0  # PyTorch runs shorter than this are repeated
 LARGEST_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.5}  # rms, of the standard deviation of the output: else a figure is void
 
 ORIGINAL = {"n337": 30_804, "n537": 7_908, "n726": 23_883, "n926": 12_497}  # voxels/s, with FFTW, 11 to 12 GB
@@ -127,12 +126,15 @@ class Row:
     details: dict[str, Any]  # what else the child said
 
 
-def peers_of(name: str, mode: str, sides: Sequence[int]) -> tuple[Peer, ...]:
-    """The runs of a network; with `sides`, all eight ways at each of them."""
-    if sides or name not in FULL:
-        ways = product(sides or [read_network(name).network.period[0] * 2], ("bf16", "fp32"), (CL, NC))
-        return tuple(Peer(m, p, layout, s) for s, p, layout in ways for m in ("fragments", "dilated"))
-    return {"quick": QUICK[name], "full": FULL[name], "largest": FULL[name] + LARGEST[name]}[mode]
+def peers_of(name: str, mode: str, options: argparse.Namespace) -> tuple[Peer, ...]:
+    """The runs of a network; with `--sides`, all eight ways at each of them."""
+    if options.sides or name not in FULL:
+        sides = options.sides or [2 * max(read_network(name).network.period)]
+        ways = product(sides, ("bf16", "fp32"), (CL, NC), ("fragments", "dilated"))
+        peers = tuple(Peer(method, precision, layout, side) for side, precision, layout, method in ways)
+    else:
+        peers = {"quick": QUICK[name], "full": FULL[name], "largest": FULL[name] + LARGEST[name]}[mode]
+    return tuple(peer for peer in peers if peer.precision in options.precisions and peer.layout in options.layouts)
 
 
 def border_waste(name: str, patch: Vec3) -> float:
@@ -188,7 +190,7 @@ class Match:
             limit = min(self._options.run_seconds, seconds_left)
             request = self._shared | {k: v for k, v in asdict(peer).items() if k != "side"}
             request |= {"job": "torch_patch", "network": name, "patch": patch, "corner": corner}
-            request |= {"repeat_seconds": REPEAT_SECONDS}
+            request |= {"repeat_seconds": self._options.repeat_seconds}
             outcome = run_apart(CHILD, request, ram_bytes=parse_bytes(self._options.ram), seconds=limit)
         difference = None if outcome.failure else self._difference(name, corner, peer)
         return self._add(row_of(name, str(peer), peer.precision, patch, outcome, difference))
@@ -296,6 +298,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sides", type=int, nargs="*", default=[], help="PyTorch: these output patches, all eight ways"
     )
+    parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument("--layouts", nargs="+", choices=(CL, NC), default=[CL, NC])
+    parser.add_argument("--repeat-seconds", type=float, default=20, help="shorter runs of PyTorch are repeated")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--run-seconds", type=float, default=900, help="limit of one run")
     parser.add_argument("--minutes", type=float, help="limit of all runs; 8 quick, 25 full, 75 with --largest")
@@ -317,7 +322,7 @@ def main(given: Sequence[str] | None = None) -> None:
             if reason := match.ours(name).failure:
                 raise SystemExit(f"{name}: znnpy did not run, so there is nothing to compare with: {reason}")
             write(options, match.rows, mode)
-        peers = [] if options.no_torch else [peers_of(name, mode, options.sides) for name in options.networks]
+        peers = [] if options.no_torch else [peers_of(name, mode, options) for name in options.networks]
         for round_of_peers in zip_longest(*peers):  # in turn, so that every network has its best when time is up
             for name, peer in zip(options.networks, round_of_peers, strict=True):
                 if peer is not None:

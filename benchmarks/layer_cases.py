@@ -1,0 +1,62 @@
+"""The layers that benchmarks/layers.py measures, in sets that can be asked for by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from znnpy.shapes import ConvShape, Vec3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One layer. `why` says what the row is there to show."""
+
+    set: str
+    shape: ConvShape
+    why: str
+
+
+def layer(maps: tuple[int, int], n: Vec3, k: Vec3, batch: int = 1) -> ConvShape:
+    return ConvShape(batch, *maps, n, k, "relu")
+
+
+WIDE = (80, 80)  # maps of every layer but the first and last in the networks of the ZNNi paper
+FIRST = (1, 80)
+
+MAIN = (
+    Case("main", layer(WIDE, (100, 100, 100), (3, 3, 3)), "80 -> 80 maps, one image: what does tiling buy at k = 3?"),
+    Case("main", layer(WIDE, (100, 100, 100), (5, 5, 5)), "the same with k = 5: tiles overlap more"),
+    Case("main", layer(WIDE, (100, 100, 100), (7, 7, 7)), "the same with k = 7"),
+    Case("main", layer(WIDE, (100, 100, 100), (9, 9, 9)), "the same with k = 9: where direct has lost"),
+)
+FIRST_LAYERS = tuple(
+    Case("first", layer(FIRST, (100, 100, 100), (k, k, k)), f"a first layer: one map in, k = {k}") for k in (3, 5, 7)
+)
+SMALL = (
+    Case("small", layer(WIDE, (16, 16, 16), (3, 3, 3)), "an image of one tile: what does it cost to begin?"),
+    Case("small", layer(WIDE, (32, 32, 32), (3, 3, 3)), "an image of a few tiles"),
+    Case("small", layer(WIDE, (32, 32, 32), (7, 7, 7)), "an image of a few tiles, k = 7"),
+)
+FEW_MAPS = tuple(
+    Case("few_maps", layer((f, f), (100, 100, 100), (k, k, k)), f"{f} maps, as in small networks, k = {k}")
+    for f in (16, 32)
+    for k in (3, 5)
+)
+FRAGMENTS = tuple(
+    Case("fragments", layer(WIDE, (20, 20, 20), (k, k, k), 64), f"64 fragments, as after two poolings, k = {k}")
+    for k in (3, 5)
+)
+ANISOTROPIC = (
+    Case("anisotropic", layer(WIDE, (40, 150, 150), (1, 5, 5)), "planes: as on serial sections"),
+    Case("anisotropic", layer(WIDE, (40, 150, 150), (3, 7, 7)), "flat kernels"),
+)
+
+SETS = {
+    "main": MAIN,
+    "first": FIRST_LAYERS,
+    "small": SMALL,
+    "few_maps": FEW_MAPS,
+    "fragments": FRAGMENTS,
+    "anisotropic": ANISOTROPIC,
+}
+QUICK = Case("quick", layer((4, 5), (12, 13, 14), (3, 2, 3), 2), "that the script works")
