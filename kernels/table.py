@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from znnpy.kernels.cpu.conv_direct import ConvDirect
+from znnpy.kernels.cpu.conv_direct_naive import ConvDirectNaive
 from znnpy.kernels.cpu.conv_fft_data import ConvFftData
 from znnpy.kernels.cpu.conv_fft_lanes import ConvFftLanes
 from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
@@ -14,6 +15,7 @@ from znnpy.kernels.primitive import Kind, Primitive
 
 TABLE: tuple[Primitive, ...] = (
     ConvDirect(),
+    ConvDirectNaive(),
     ConvFftData(),
     ConvFftTasks(),
     ConvFftTiled(),

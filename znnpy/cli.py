@@ -298,6 +298,32 @@ def primitives(as_json: bool) -> None:
     print_table(table)
 
 
+@main.command(cls=Door)
+@click.option(
+    "--maps",
+    nargs=2,
+    type=click.IntRange(1, MOST_VOXELS),
+    metavar="IN OUT",
+    default=(4, 5),
+    show_default=True,
+    help="Maps of the layer.",
+)
+@click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Images.")
+@click.option("--out", type=FILE, callback=_named, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
+@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
+def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
+    """Draw the tasks of a task-parallel convolution.
+
+    What cpu.conv.fft_tasks runs, a task for each map and image, and what each waits for; for small layers.
+    """
+    from znnpy.graph import FORMATS, picture
+
+    if out.suffix not in FORMATS:
+        raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
+    target = _regular_file(out, overwrite)
+    _write_text(target, picture(maps, batch, out.suffix))
+
+
 def _check_primitives(names: tuple[str, ...]) -> None:
     """A name that is no primitive's is a usage error."""
     from znnpy.kernels.table import find

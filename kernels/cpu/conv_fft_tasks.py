@@ -35,7 +35,7 @@ from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
 from znnpy.kernels.cpu.seats import pinned, seating
 from znnpy.kernels.cpu.task_graph import Task
-from znnpy.kernels.cpu.task_sizes import WIDTH, Block, Sizes, bounds, sizes
+from znnpy.kernels.cpu.task_sizes import WIDTHS, Block, Sizes, bounds, sizes
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
 
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
 CHAIN_BYTES = 8  # of a run's counters, for each chain of multiply-adds
-# Costs fitted to 16 to 80 maps, k = 3 to 9, S = 1 and 8, on 2 Zen 5 cores (2026-11-21):
-THIN = 8  # a product over k values takes the time of k + 8 at full rate
-NARROW_IMAGE, NARROW = 2.0, 2.5  # times longer than at full rate a product of blocks takes: per image, and per product
-CACHED = 4  # times faster is a copy within the cache than one that misses it
+# Costs fitted to 32 and 80 maps, k = 5, S = 1 and 8, on 2 Zen 5 cores (2026-11-21):
+THIN = 10  # a product over k values takes the time of k + 10 at full rate
+NARROW = {16: (4.0, 2.3), 32: (2.1, 1.5)}  # times as long as at full rate takes a product: by image, and by product
+SLOW = 2.0  # times as long as one of 80 maps innermost takes a transform here, on average over sizes
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class ConvFftTasks:
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct"
         for maps, way in ((shape.fin, "in"), (shape.fout, "out")):
-            if maps < WIDTH:
-                return f"a task is {WIDTH} maps wide, and {maps} come {way}: see cpu.conv.fft_data"
+            if maps < WIDTHS[0]:
+                return f"a task is {WIDTHS[0]} maps wide, and {maps} come {way}: see cpu.conv.fft_data"
             if shape.batch * maps < machine.cores:
                 return (
                     f"{shape.batch} images of {maps} maps that come {way} are too few tasks for {machine.cores} cores: "
@@ -97,13 +97,15 @@ class ConvFftTasks:
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        del shape, machine
-        return (Variant(),)
+        shape = as_conv(shape)
+        # Wider blocks only where transforms still keep every core busy
+        least = min(shape.fin, shape.fout)
+        wide = [width for width in WIDTHS if shape.batch * (least // width) >= machine.cores] or WIDTHS[:1]
+        return tuple(Variant.of(width=width) for width in wide)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        del variant
         shape = as_conv(shape)
-        t = sizes(shape)
+        t = sizes(shape, variant.count("width"))
         (gz, gy, _), (kz, ky, kx) = t.padded, shape.k
         scratch = [
             Scratch("input spectra", t.input_bytes, 0, 1),
@@ -125,38 +127,36 @@ class ConvFftTasks:
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        del variant
         shape = as_conv(shape)
-        t = sizes(shape)
+        t = sizes(shape, variant.count("width"))
         gz, gy, gx = t.padded
         image, pairs = t.half * gy * gz, shape.fin * shape.fout
         maps = shape.batch * (shape.fin + shape.fout)
-        transforms = 2.5 * prod(t.padded) * (2 * log2(gx) + log2(gy) + log2(gz)) * maps
+        transforms = SLOW * 2.5 * prod(t.padded) * (2 * log2(gx) + log2(gy) + log2(gz)) * maps
         kernels = 8.0 * image * pairs * (shape.k[0] + THIN)
-        products = 8.0 * image * pairs * (NARROW_IMAGE * shape.batch + NARROW * t.tasks.products)
-        added = 3.0 * COMPLEX64 * image * shape.batch * shape.fout * (t.tasks.rows - 1) / CACHED
+        per_image, per_product = NARROW[variant.count("width")]
+        products = 8.0 * image * pairs * (per_image * shape.batch + per_product * t.tasks.products)
         moved = float(shape.in_bytes + shape.out_bytes + 4 * COMPLEX64 * image * maps)
         return (
             Work("fft", transforms, 0.0),
             Work("product", kernels + products, 0.0),
-            Work("copy", 0.0, added + moved),
+            Work("copy", 0.0, moved),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
-        del variant
         assert weights is not None
+        width = variant.count("width")
         fout, fin = weights.weight.shape[:2]
         kernels = np.empty(weights.weight.size, np.float32)
-        for lo, hi in bounds(fin):
-            for first, last in bounds(fout):
+        for lo, hi in bounds(fin, width):
+            for first, last in bounds(fout, width):
                 crew.check()
                 of_pair = weights.weight[first:last, lo:hi].transpose(4, 3, 2, 1, 0)
                 _pair(kernels, fout, of_pair.shape, lo, first)[...] = of_pair
         return _Resident(kernels, weights.bias)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
-        del variant
-        return _Step(resident, as_conv(shape), crew)
+        return _Step(resident, as_conv(shape), variant, crew)
 
 
 def _pair(kernels: Array, fout: int, size: tuple[int, ...], lo: int, first: int) -> Array:
@@ -219,13 +219,13 @@ class _Step:
     seating  where the workers sit, and why they are not pinned if they are not.
     """
 
-    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
         self.observe: Observer | None = None
         self.seating = seating(crew.threads, min(crew.threads, shape.fout))
         if self.seating.unpinned and crew.threads > 1:
             _log.info("%s: workers are not pinned to cores: %s", shape, self.seating.unpinned)
         self.shape, self.crew, self.kernels = shape, crew, resident.kernels
-        self.sizes = t = sizes(shape)
+        self.sizes = t = sizes(shape, variant.count("width"))
         with planning():
             self.plans = [_Plans(shape, t) for _ in range(crew.threads)]
         gz, gy, gx = t.padded

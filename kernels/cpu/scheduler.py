@@ -39,7 +39,7 @@ Observer = Callable[[Event], None]
 class Execute(Protocol):
     """Does the work of one task, in the thread that calls it."""
 
-    def __call__(self, task: Task, worker: int, owner: int) -> None:
+    def __call__(self, task: Task, worker: int, owner: int, /) -> None:
         """owner: the primary worker whose buffer the kernel is in; else the worker itself."""
 
 

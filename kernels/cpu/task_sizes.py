@@ -13,7 +13,7 @@ from znnpy.kernels.cpu.task_graph import Task, TaskGraph
 from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, Vec3
 
-WIDTH = 16  # maps of a block, or more: fewer fill no vector
+WIDTHS = 16, 32  # maps of a block, or more: fewer fill no vector; more make faster products and fewer tasks
 KERNEL_BYTES = 4 * 2**20  # of a primary worker's kernels: 0.2 ms to transform, and they stay in the chip's cache
 PRODUCT_BYTES = 2 * 2**20  # of a worker's product before it is added
 LINES_BYTES = 256 * 1024  # of a worker's lines in transforms: they stay in L2
@@ -78,12 +78,12 @@ class Sizes:
         )
 
 
-def sizes(shape: ConvShape) -> Sizes:
-    """Everything that follows from the shape alone, whatever the threads: so does the order of every sum."""
+def sizes(shape: ConvShape, width: int) -> Sizes:
+    """Everything follows from the shape and the width of blocks, not from the threads: so does the order of sums."""
     gz, gy, gx = padded = good_size(shape.n[0]), good_size(shape.n[1]), good_size(shape.n[2])
     (kz, ky, _), half, batch = shape.k, gx // 2 + 1, shape.batch
-    inputs = _blocks(shape.fin, batch, padded, shape.n)
-    outputs = _blocks(shape.fout, batch, padded, shape.out)
+    inputs = _blocks(bounds(shape.fin, width), batch, padded, shape.n)
+    outputs = _blocks(bounds(shape.fout, width), batch, padded, shape.out)
     widest_in, widest_out = max(b.width for b in inputs), max(b.width for b in outputs)
     pairs = widest_in * widest_out
 
@@ -120,15 +120,12 @@ def sizes(shape: ConvShape) -> Sizes:
     )
 
 
-def _blocks(maps: int, batch: int, padded: Vec3, n: Vec3) -> tuple[Block, ...]:
-    """Blocks of WIDTH maps or more; all but the last are a multiple of 8 wide, a cache line of complex numbers.
-
-    n  of a map, before its transform or after it.
-    """
+def _blocks(maps: Sequence[tuple[int, int]], batch: int, padded: Vec3, n: Vec3) -> tuple[Block, ...]:
+    """Where the spectra of `bounds` lie; n is the size of a map, before its transform or after it."""
     gz, gy, gx = padded
     found: list[Block] = []
     start = 0
-    for lo, hi in bounds(maps):
+    for lo, hi in maps:
         width = hi - lo
         row = odd_lines(gz * width)
         image = odd_lines((gx // 2 + 1) * gy * row)
@@ -138,9 +135,12 @@ def _blocks(maps: int, batch: int, padded: Vec3, n: Vec3) -> tuple[Block, ...]:
     return tuple(found)
 
 
-def bounds(maps: int) -> Sequence[tuple[int, int]]:
-    """First map, and one behind the last, of every block."""
-    count, eights = max(1, maps // WIDTH), maps // 8
+def bounds(maps: int, width: int) -> Sequence[tuple[int, int]]:
+    """First map, and one behind the last, of every block of `width` or more.
+
+    All but the last are a multiple of 8 wide: a cache line of complex numbers.
+    """
+    count, eights = max(1, maps // width), maps // 8
     first = [8 * (eights * i // count) for i in range(count)]
     return list(zip(first, [*first[1:], maps], strict=True))
 

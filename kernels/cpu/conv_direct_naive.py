@@ -1,0 +1,104 @@
+"""Direct convolution by its definition (ZNNi algorithm 1): one output map of one image after the other.
+
+Method   Workers take output maps of the batch. For each plane of one: tap by tap the weighted sum over input
+         maps, added. At the end bias and activation, over whole voxels.
+Memory   Least of all: two planes of one map for each worker.
+Bound    Reading the input k^3 fout times, from the cache at best.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1, algorithm 1.
+Tested   tests/kernels/test_conv.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.shapes import FLOAT32, ConvShape, LayerShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.machine import Machine
+
+# Costs as bytes of traffic, fitted to 1 to 80 maps, k = 3 and 5, on 2 Zen 5 cores (2026-11-21): of a sum over input
+# maps, of each of the maps, of a line of sums, of a plane of them.
+SUM_BYTES, MAP_BYTES, LINE_BYTES, PLANE_BYTES = 20.0, 2.5, 500.0, 25_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConvDirectNaive:
+    """Direct convolution, parallel over the batch and the output maps: the plain one, to compare the others with."""
+
+    name: str = "cpu.conv.direct_naive"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "to compare the others with: the definition, tap by tap"
+    source: str = "ZNNi IV-A.1 (algorithm 1)"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        del machine
+        return None if isinstance(shape, ConvShape) else f"computes convolutions, not {shape.kind}"
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del variant
+        shape = as_conv(shape)
+        return Footprint(  # the weights are the caller's: no copy is kept
+            resident=Finish.nbytes(shape.fout, shape.activation, shape.out[2]),
+            scratch=(Scratch("planes", threads * 2 * FLOAT32 * prod(shape.out[1:])),),
+            allowance=threads * 2**16,  # numpy's buffers
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = as_conv(shape)
+        sums = float(prod(shape.out_shape) * prod(shape.k))
+        _, my, mx = shape.out
+        nbytes = SUM_BYTES + MAP_BYTES * shape.fin + LINE_BYTES / mx + PLANE_BYTES / (my * mx)
+        return (Work("copy", 2.0 * sums * shape.fin, sums * nbytes),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> ConvWeights:
+        del variant, crew
+        assert weights is not None
+        return weights
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+        del variant
+        return _Step(resident, as_conv(shape), crew)
+
+
+class _Step:
+    def __init__(self, weights: ConvWeights, shape: ConvShape, crew: Crew) -> None:
+        self._shape, self._crew, self._weights = shape, crew, weights
+        self._finish = Finish(weights.bias, shape.activation, shape.out[2])
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, crew, weight = self._shape, self._crew, self._weights.weight
+        mz, my, mx = shape.out
+        planes = scratch["planes"].view(np.float32).reshape(crew.threads, 2, my, mx)
+
+        @quiet()
+        def piece(lo: int, hi: int, worker: int) -> None:
+            total, term = planes[worker]
+            for unit in range(lo, hi):
+                s, j = divmod(unit, shape.fout)
+                for z in range(mz):
+                    total[...] = 0
+                    for dz, dy, dx in product(*map(range, shape.k)):
+                        crew.check()
+                        np.matmul(x[s, z + dz, dy : dy + my, dx : dx + mx], weight[j, :, dz, dy, dx], out=term)
+                        np.add(total, term, out=total)
+                    out[s, z, :, :, j] = total
+
+        crew.each(piece, shape.batch * shape.fout)
+        finish_whole(self._finish, out, crew)
