@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 # Costs as bytes of traffic, fitted to 1 to 80 maps, k = 3 and 5, on 2 Zen 5 cores (2026-11-21): of a sum over input
 # maps, of each of the maps, of a line of sums, of a plane of them.
 SUM_BYTES, MAP_BYTES, LINE_BYTES, PLANE_BYTES = 20.0, 2.5, 500.0, 25_000.0
+
+
+class _Resident(NamedTuple):
+    kernels: Array  # (fout, kz, ky, kx, fin)
+    bias: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,8 @@ class ConvDirectNaive:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
         shape = as_conv(shape)
-        return Footprint(  # the weights are the caller's: no copy is kept
-            resident=Finish.nbytes(shape.fout, shape.activation, shape.out[2]),
+        return Footprint(
+            resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, shape.out[2]),
             scratch=(Scratch("planes", threads * 2 * FLOAT32 * prod(shape.out[1:])),),
             allowance=threads * 2**16,  # numpy's buffers
         )
@@ -67,10 +72,10 @@ class ConvDirectNaive:
         nbytes = SUM_BYTES + MAP_BYTES * shape.fin + LINE_BYTES / mx + PLANE_BYTES / (my * mx)
         return (Work("copy", 2.0 * sums * shape.fin, sums * nbytes),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> ConvWeights:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
         del variant, crew
         assert weights is not None
-        return weights
+        return _Resident(np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1)), weights.bias)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
         del variant
@@ -78,12 +83,12 @@ class ConvDirectNaive:
 
 
 class _Step:
-    def __init__(self, weights: ConvWeights, shape: ConvShape, crew: Crew) -> None:
-        self._shape, self._crew, self._weights = shape, crew, weights
-        self._finish = Finish(weights.bias, shape.activation, shape.out[2])
+    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
+        self._shape, self._crew, self._kernels = shape, crew, resident.kernels
+        self._finish = Finish(resident.bias, shape.activation, shape.out[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, crew, weight = self._shape, self._crew, self._weights.weight
+        shape, crew, kernels = self._shape, self._crew, self._kernels
         mz, my, mx = shape.out
         planes = scratch["planes"].view(np.float32).reshape(crew.threads, 2, my, mx)
 
@@ -96,7 +101,7 @@ class _Step:
                     total[...] = 0
                     for dz, dy, dx in product(*map(range, shape.k)):
                         crew.check()
-                        np.matmul(x[s, z + dz, dy : dy + my, dx : dx + mx], weight[j, :, dz, dy, dx], out=term)
+                        np.matmul(x[s, z + dz, dy : dy + my, dx : dx + mx], kernels[j, dz, dy, dx], out=term)
                         np.add(total, term, out=total)
                     out[s, z, :, :, j] = total
 
