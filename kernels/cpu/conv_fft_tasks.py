@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
+LIBRARY_BYTES = 7 * 2**18  # of a thread: what BLAS packs, and FFTW copies aside where strides are inconvenient
 CHAIN_BYTES = 8  # of a run's counters, for each chain of multiply-adds
 # Costs fitted to 32 and 80 maps, k = 5, S = 1 and 8, on 2 Zen 5 cores (2026-11-21):
 THIN = 10  # a product over k values takes the time of k + 10 at full rate
@@ -109,11 +109,11 @@ class ConvFftTasks:
         (gz, gy, _), (kz, ky, kx) = t.padded, shape.k
         scratch = [
             Scratch("input spectra", t.input_bytes, 0, 1),
-            Scratch("lines", threads * t.lines_bytes, 0, 0),
+            Scratch("lines", min(threads, t.tasks.inputs) * t.lines_bytes, 0, 0),
             Scratch("output spectra", t.output_bytes, 1, 2),
-            Scratch("kernels", min(threads, shape.fout) * t.kernel_bytes, 1, 1),
+            Scratch("kernels", _primaries(shape, t, threads) * t.kernel_bytes, 1, 1),
             Scratch("products", threads * t.product_bytes, 1, 1),
-            Scratch("planes", threads * t.planes_bytes, 2, 2),
+            Scratch("planes", min(threads, t.tasks.outputs) * t.planes_bytes, 2, 2),
         ]
         return Footprint(
             resident=shape.weight_bytes
@@ -123,7 +123,7 @@ class ConvFftTasks:
             output_from=2,
             stages=3,
             scratch=tuple(s for s in scratch if s.nbytes),
-            allowance=threads * BLAS_BYTES + CHAIN_BYTES * t.tasks.columns * t.tasks.slabs * t.tasks.products,
+            allowance=threads * LIBRARY_BYTES + CHAIN_BYTES * t.tasks.columns * t.tasks.slabs * t.tasks.products,
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -157,6 +157,11 @@ class ConvFftTasks:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
         return _Step(resident, as_conv(shape), variant, crew)
+
+
+def _primaries(shape: ConvShape, t: Sizes, threads: int) -> int:
+    """Workers that transform kernels: as many as output maps, the paper says, and no more than there are kernels."""
+    return min(threads, shape.fout, t.tasks.kernels)
 
 
 def _pair(kernels: Array, fout: int, size: tuple[int, ...], lo: int, first: int) -> Array:
@@ -221,11 +226,11 @@ class _Step:
 
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
         self.observe: Observer | None = None
-        self.seating = seating(crew.threads, min(crew.threads, shape.fout))
+        self.sizes = t = sizes(shape, variant.count("width"))
+        self.seating = seating(crew.threads, _primaries(shape, t, crew.threads))
         if self.seating.unpinned and crew.threads > 1:
             _log.info("%s: workers are not pinned to cores: %s", shape, self.seating.unpinned)
         self.shape, self.crew, self.kernels = shape, crew, resident.kernels
-        self.sizes = t = sizes(shape, variant.count("width"))
         with planning():
             self.plans = [_Plans(shape, t) for _ in range(crew.threads)]
         gz, gy, gx = t.padded
@@ -310,8 +315,12 @@ class _Run:
                 return [self._spectra(given, block) for block in t.outputs]
             case "kernels":
                 return given.reshape(-1, t.kernel_bytes)
-            case "lines" | "products" | "planes":
-                return given.reshape(self._step.crew.threads, -1)
+            case "lines":
+                return given.reshape(-1, t.lines_bytes)
+            case "planes":
+                return given.reshape(-1, t.planes_bytes)
+            case "products":
+                return given.reshape(-1, t.product_bytes)
             case _:
                 return given
 
@@ -325,17 +334,24 @@ class _Run:
             np.ndarray(size, np.complex64, store, start, strides),
         )
 
+    def _buffer(self, name: str, worker: int, number: int) -> Bytes:
+        """The worker's; where there are fewer tasks than workers, and buffers, that of the task of this number."""
+        buffers = self._held[name]
+        found: Bytes = buffers[worker if len(buffers) == self._step.crew.threads else number]
+        return found
+
     def _input(self, task: Task, worker: int) -> None:
         """Transforms of a block of maps, of some images."""
         shape, t, plans = self._shape, self._sizes, self._step.plans[worker]
         block, (nz, ny, nx), gx = t.inputs[task.row], shape.n, t.padded[2]
         width = block.width
         maps, spectra = self._held["input"][..., block.lo : block.lo + width], self._held["input spectra"][task.row]
+        store = self._buffer("lines", worker, task.part * t.tasks.rows + task.row)
         for s in t.images(task):
             for y in range(0, ny, block.lines):
                 self.scheduler.check()
                 count = min(block.lines, ny - y)
-                lines = np.ndarray((count, nz, gx, width), np.float32, self._held["lines"][worker])
+                lines = np.ndarray((count, nz, gx, width), np.float32, store)
                 lines[:, :, :nx] = maps[s, :, y : y + count].transpose(1, 0, 2, 3)
                 lines[:, :, nx:] = 0
                 whole = spectra.voxels[s, :, y : y + count]
@@ -401,6 +417,7 @@ class _Run:
             self._held["output"][..., block.lo : block.lo + width],
             self._held["output spectra"][task.column],
         )
+        store = self._buffer("planes", worker, task.part * t.tasks.columns + task.column)
         for s in t.images(task):
             for columns in spectra.columns[s]:
                 self.scheduler.check()
@@ -409,7 +426,7 @@ class _Run:
                 self.scheduler.check()
                 count = min(block.lines, my - y)
                 whole = spectra.voxels[s, :, y : y + count]
-                planes = np.ndarray((count, mz, gx, width), np.float32, self._held["planes"][worker])
+                planes = np.ndarray((count, mz, gx, width), np.float32, store)
                 plans.along_z_back[width, count](whole, whole)
                 plans.along_x_back[width, count](whole[:, :, :mz].transpose(1, 2, 0, 3), planes)
                 if self._step.finishes:
