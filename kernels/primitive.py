@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 Kind = Literal["conv", "pool", "maxfilter", "maxout"]
-Unit = Literal["product", "fft", "copy", "pool", "lane_product", "lane_fft"]  # what a rate is measured for
+# What a rate is measured for.
+Unit = Literal["product", "fft", "copy", "pool", "lane_product", "lane_fft", "lane_stream"]
 
 ALIGNMENT = 64  # bytes, of every array a step is given: one cache line, one AVX-512 register
 

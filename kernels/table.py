@@ -5,12 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from znnpy.kernels.cpu.conv_direct import ConvDirect
+from znnpy.kernels.cpu.conv_direct_lanes import ConvDirectLanes, ConvFirst
 from znnpy.kernels.cpu.conv_direct_naive import ConvDirectNaive
 from znnpy.kernels.cpu.conv_fft_data import ConvFftData
 from znnpy.kernels.cpu.conv_fft_lanes import ConvFftLanes
 from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
+from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, PoolMaxLanes
 from znnpy.kernels.primitive import Kind, Primitive
 
 TABLE: tuple[Primitive, ...] = (
@@ -20,9 +22,14 @@ TABLE: tuple[Primitive, ...] = (
     ConvFftTasks(),
     ConvFftTiled(),
     ConvFftLanes(),
+    ConvFirst(),
+    ConvDirectLanes(),
     PoolMax(),
     PoolFragments(),
     MaxFilter(),
+    PoolMaxLanes(),
+    PoolFragmentsLanes(),
+    MaxFilterLanes(),
     MaxoutDirect(),
 )
 

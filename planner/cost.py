@@ -38,6 +38,7 @@ class Rates:
     pool: Rate = Rate(flops=50e9, nbytes=30e9)
     lane_product: Rate = Rate(flops=480e9, nbytes=30e9)
     lane_fft: Rate = Rate(flops=300e9, nbytes=30e9)
+    lane_stream: Rate = Rate(flops=500e9, nbytes=42e9)
     stage_seconds: float = 5e-5  # to hand one stage to the threads and to wait for the last of them
 
     def of(self, unit: Unit) -> Rate:
@@ -54,6 +55,8 @@ class Rates:
                 return self.lane_product
             case "lane_fft":
                 return self.lane_fft
+            case "lane_stream":
+                return self.lane_stream
 
     def scaled(self, flops: float, nbytes: float) -> Rates:
         """All rates multiplied."""
@@ -68,6 +71,7 @@ class Rates:
             times(self.pool),
             times(self.lane_product),
             times(self.lane_fft),
+            times(self.lane_stream),
             self.stage_seconds,
         )
 

@@ -104,6 +104,23 @@ def squash(activation: Activation, rows: Array, maps: int) -> None:
             pass
 
 
+def squash_whole(activation: Activation, out: Array, crew: Crew) -> None:
+    """`squash` every voxel of `out` (S, z, y, x, f') in place, line by line."""
+    if activation in ("none", "relu"):
+        return
+    planes = out.shape[1]
+
+    @quiet()
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del worker
+        for unit in range(lo, hi):
+            crew.check()
+            for line in out[unit // planes, unit % planes]:
+                squash(activation, line.reshape(1, -1, copy=False), out.shape[-1])
+
+    crew.each(piece, out.shape[0] * planes)
+
+
 def quiet() -> np.errstate:
     """A context or decorator in which overflow passes silently: `Finish` finds it; an exp may well overflow."""
     return np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")

@@ -64,7 +64,8 @@ def _lines(shape: Windowed) -> _Lines:
     return _Lines(step, planes, lines, block, -(-over_planes // 64) * 64, over_lines)
 
 
-def _windowed(shape: LayerShape) -> Windowed:
+def windowed(shape: LayerShape) -> Windowed:
+    """`shape`, which a primitive for maxima over windows was asked for; TypeError if it is another kind of layer."""
     if not isinstance(shape, Windowed):
         raise TypeError(f"maxima over windows are computed here, not {shape}")
     return shape
@@ -100,13 +101,13 @@ class _Maxima:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        t = _lines(_windowed(shape))
+        t = _lines(windowed(shape))
         nbytes = threads * (-(-(t.over_planes + t.over_lines) // 64) * 64)
         return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=threads * NUMPY_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        shape = _windowed(shape)
+        shape = windowed(shape)
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + _passes_bytes(shape)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
@@ -115,7 +116,7 @@ class _Maxima:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
         del resident, variant
-        return _Step(_windowed(shape), crew)
+        return _Step(windowed(shape), crew)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,27 @@ from __future__ import annotations
 import platform
 import shutil
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
-from closeness import MACHINE, assert_close, random_input, random_weights, run
+from closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
 
-from znnpy.kernels.cpu import conv_fft_lanes
+from znnpy.errors import ValuesOverflowError
+from znnpy.kernels import reference
+from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
-from znnpy.shapes import ConvShape
+from znnpy.shapes import ConvShape, FilterShape, PoolShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from znnpy.kernels.primitive import Array
+    from znnpy.shapes import Vec3
 
 COMPILED = [simd for simd in ("avx512", "avx2") if library.path(simd)]
 RUNS_HERE = [simd for simd in COMPILED if simd == "avx2" or MACHINE.simd == "avx512"]
@@ -46,6 +58,68 @@ def test_every_library_computes_every_side(
     x, weights = random_input(shape), random_weights(shape)
     ran = run(find("cpu.conv.fft_lanes"), shape, x, weights, Variant.of(tile=tile, group=5, kept=kept), threads=2)
     assert_close(ran.out, x, weights, shape)
+
+
+@pytest.mark.parametrize("fout", [1, 16, 30, 48, 64, 65, 100])  # every panel, the last block whole or not
+@pytest.mark.parametrize("fin", [1, 3, 18])
+@pytest.mark.parametrize("simd", RUNS_HERE)
+def test_every_library_computes_every_block_of_a_direct_convolution(
+    simd: str, fin: int, fout: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that are one block of voxels, of every size, and lines that are several."""
+    monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
+    primitive = find("cpu.conv.first" if fin <= conv_direct_lanes.FEW else "cpu.conv.direct_lanes")
+    for outputs in (*range(1, 14), 23, 25):
+        shape = ConvShape(2, fin, fout, (4, 3, outputs + 2), (2, 1, 3), "relu")
+        x, weights = random_input(shape), random_weights(shape)
+        assert_close(run(primitive, shape, x, weights, threads=2).out, x, weights, shape)
+
+
+@pytest.mark.parametrize("simd", RUNS_HERE)
+def test_every_library_writes_past_the_caches(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes, where every line is whole and where the output begins in the middle of one."""
+    monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
+    shape = ConvShape(1, 2, 80, (30, 34, 39), (2, 3, 2), "relu")
+    assert library.streams(shape.fout, shape.out_bytes)
+    x, weights = random_input(shape), random_weights(shape)
+    outs = [aligned(shape.out_bytes + at)[at:].view(np.float32).reshape(shape.out_shape) for at in (0, 4)]
+    for out in outs:
+        run(find("cpu.conv.first"), shape, x, weights, threads=2, out=out)
+    assert_close(outs[0], x, weights, shape)
+    np.testing.assert_array_equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("maps", [1, 7, 16, 21, 32, 77])
+@pytest.mark.parametrize("simd", RUNS_HERE)
+def test_every_library_takes_maxima(simd: str, maps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several columns along y and x, not a number among the values, written past the caches or not."""
+    monkeypatch.setattr(pool_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
+    monkeypatch.setattr(pool_lanes, "RING_BYTES", 64 * maps * 4)
+    monkeypatch.setattr(pool_lanes, "COLUMN_BYTES", 256 * maps * 4)
+    monkeypatch.setattr(library, "STREAM_BYTES", 1000)
+    cases: list[tuple[str, PoolShape | FilterShape, Callable[[Array, Vec3], npt.NDArray[np.float64]]]] = [
+        ("cpu.pool.fragments_lanes", PoolShape(2, maps, (7, 29, 41), (2, 5, 3)), reference.fragments),
+        ("cpu.pool.max_lanes", PoolShape(2, maps, (6, 30, 45), (2, 5, 3), fragments=False), reference.max_pool),
+        ("cpu.maxfilter.lanes", FilterShape(2, maps, (5, 23, 31), (3, 2, 4)), reference.max_filter),
+    ]
+    for name, shape, definition in cases:
+        x = random_input(shape)
+        x[np.random.default_rng(3).random(x.shape) < 0.003] = np.nan
+        out = aligned(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
+        run(find(name), shape, x, threads=2, out=out)
+        np.testing.assert_array_equal(out, definition(x, shape.p))
+
+
+@pytest.mark.parametrize("simd", RUNS_HERE)
+def test_values_that_are_not_finite_are_counted(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, with ReLU as without; maps beyond the last, whose kernels are zero, do not count."""
+    monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
+    shape = ConvShape(1, 2, 19, (4, 5, 40), (1, 2, 3), "relu")
+    x, weights = random_input(shape), random_weights(shape)
+    x[0, 2, 3, 20, 1] = -np.inf
+    x[0, 1, 0, 0, 0] = np.nan
+    with pytest.raises(ValuesOverflowError, match=f"^{(2 * 3 + 1) * 19} of {19 * 4 * 4 * 38} values"):
+        run(find("cpu.conv.first"), shape, x, weights, threads=2)
 
 
 def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 LANES = 16  # channels of a block, in every library: vector.hpp
+STREAM_BYTES = 2**23  # outputs larger than that are written past the caches, where all their lines are whole
 
 
 def why_not(machine: Machine) -> str | None:
@@ -54,9 +55,16 @@ def library(simd: str) -> ctypes.CDLL:
         getattr(loaded, f"znnpy_tiled_{stage}").restype = None
     for stage in ("inverse", "pool"):
         getattr(loaded, f"znnpy_tiled_{stage}").restype = ctypes.c_int64
+    loaded.znnpy_direct.restype = ctypes.c_int64
+    loaded.znnpy_pool.restype = None
     return loaded
 
 
 def blocks(maps: int) -> int:
     """Blocks of LANES channels that hold `maps`."""
     return -(-maps // LANES)
+
+
+def streams(maps: int, nbytes: int) -> bool:
+    """An output of `maps` channels and `nbytes` is written past the caches, if it begins with a cache line."""
+    return maps % LANES == 0 and nbytes > STREAM_BYTES

@@ -1,0 +1,190 @@
+"""Maxima over windows in compiled code, one pass over memory: max-pooling, fragments (MPF), the max-filter.
+
+Method   A column of the image, some lines of a run of voxels, narrow enough for the cache, is followed along z. Of its
+         planes, per line: the maximum over the window's planes, over its lines, and over its voxels straight into the
+         output, each fragment's where it belongs. Large outputs are written past the caches, so that memory is not
+         read before it is overwritten.
+Shapes   As in pool.py.
+Bound    Memory: the input is read once, and the rims of columns again; the output is written once.
+Exact    A maximum does not round. NaN in, NaN out.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
+Tested   tests/kernels/test_pool.py, tests/kernels/test_native.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from znnpy.kernels.cpu.native.library import library, streams, why_not
+from znnpy.kernels.cpu.pool import Windowed, windowed
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.machine import this_machine
+from znnpy.shapes import FLOAT32, FilterShape, LayerShape, PoolShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.machine import Machine
+
+RING_BYTES = 24 * 1024  # of a worker's lines: they stay in L1
+COLUMN_BYTES = 512 * 1024  # of the input that a plane of windows of a column sees: it stays in L2
+VECTOR = 64  # bytes: runs of fewer are moved float by float
+LOADS = 3.0  # operations for each vector that takes part in a maximum: compare, choose, look for what is no number
+CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
+CALL_INPUT_BYTES = 2**28  # read by one call into the library: the stop flag is looked at between them
+
+
+class _Pooling(ctypes.Structure):
+    """pool.hpp"""
+
+    _fields_ = (
+        *((name, ctypes.c_int64 * 3) for name in ("n", "p", "step", "into", "m")),
+        *((name, ctypes.c_int64) for name in ("f", "x_image", "out_image", "lines", "run", "stream")),
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+    )
+
+
+class _Columns(NamedTuple):
+    """How one shape is cut into columns."""
+
+    step: Vec3  # from one window to the next that is wanted
+    into: Vec3  # fragments along each axis
+    windows: Vec3  # of an image, those of all fragments
+    lines: int  # of windows, a column; fragments lie between each other
+    run: int  # windows along x, a column; a multiple of into[2]
+    columns: int  # in all images
+    room_bytes: int  # of a worker's lines
+
+
+def _columns(shape: Windowed) -> _Columns:
+    p, n, one = shape.p, shape.n, (1, 1, 1)
+    into, step = one, one
+    if isinstance(shape, PoolShape):
+        into, step = (p, one) if shape.fragments else (one, p)
+    windows = (n[0] - p[0]) // step[0] + 1, (n[1] - p[1]) // step[1] + 1, (n[2] - p[2]) // step[2] + 1
+    voxel = FLOAT32 * shape.f
+    fitting = (RING_BYTES // ((p[1] + 1) * voxel) - p[2]) // step[2] + 1
+    run = min(windows[2], max(1, fitting // into[2]) * into[2])
+    line_bytes = ((run - 1) * step[2] + p[2]) * voxel
+    lines = min(windows[1], max(1, (COLUMN_BYTES // (p[0] * line_bytes) - p[1]) // step[1] + 1))
+    kept = p[1] + 1 if p[1] > 1 else 1 if p[0] > 1 else 0
+    count = shape.batch * -(-windows[1] // lines) * -(-windows[2] // run)
+    return _Columns(step, into, windows, lines, run, count, -(-kept * line_bytes // ALIGNMENT) * ALIGNMENT)
+
+
+class _Maxima:
+    """What the three primitives share; they differ in where the maxima are written."""
+
+    __slots__ = ()
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del variant
+        t = _columns(windowed(shape))
+        workers = min(threads, t.columns)
+        nbytes = workers * t.room_bytes
+        return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=workers * CALL_BYTES)
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = windowed(shape)
+        t, p = _columns(shape), shape.p
+        rims = (1 + (p[1] - t.step[1]) / (t.step[1] * t.lines)) * (1 + (p[2] - t.step[2]) / (t.step[2] * t.run))
+        moved = rims * shape.in_bytes + shape.out_bytes * (1 if streams(shape.f, shape.out_bytes) else 2)
+        lines = shape.batch * t.windows[0] * t.windows[1] * FLOAT32 * shape.f
+        loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _short(shape, t)
+        return (Work("lane_stream", LOADS * loads, moved),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+        """Nothing to prepare."""
+        del weights, variant, crew
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+        del resident, variant
+        return _Step(windowed(shape), crew)
+
+
+def _short(shape: Windowed, columns: _Columns) -> float:
+    """How many times longer the last maximum takes where a run is no whole vector."""
+    if columns.into[2] * columns.step[2] == 1 or FLOAT32 * shape.f >= VECTOR:
+        return 1.0
+    return VECTOR / FLOAT32
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMaxLanes(_Maxima):
+    """Plain max-pooling: one image out per image in."""
+
+    name: str = "cpu.pool.max_lanes"
+    kind: Kind = "pool"
+    version: int = 1
+    summary: str = "plain max-pooling in compiled code, where it is installed"
+    source: str = "definition"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if not isinstance(shape, PoolShape):
+            return f"computes poolings, not {shape.kind}"
+        return "dense output needs every offset: see cpu.pool.fragments_lanes" if shape.fragments else why_not(machine)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFragmentsLanes(_Maxima):
+    """Max-pooling fragments: an image out for each offset of the window, so that output stays dense."""
+
+    name: str = "cpu.pool.fragments_lanes"
+    kind: Kind = "pool"
+    version: int = 1
+    summary: str = "max-pooling of dense inference in compiled code, where it is installed: as fast as memory is copied"
+    source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if not isinstance(shape, PoolShape):
+            return f"computes poolings, not {shape.kind}"
+        return why_not(machine) if shape.fragments else "plain pooling has no fragments: see cpu.pool.max_lanes"
+
+
+@dataclass(frozen=True, slots=True)
+class MaxFilterLanes(_Maxima):
+    """The maximum over a window at every position."""
+
+    name: str = "cpu.maxfilter.lanes"
+    kind: Kind = "maxfilter"
+    version: int = 1
+    summary: str = "the maximum over a window at every position in compiled code, where it is installed"
+    source: str = "definition, separable"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        return why_not(machine) if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+
+
+class _Step:
+    def __init__(self, shape: Windowed, crew: Crew) -> None:
+        self._shape, self._crew, self._columns = shape, crew, _columns(shape)
+        self._library = library(this_machine().simd)
+        column_bytes = shape.in_bytes / self._columns.columns
+        self._most = max(1, int(CALL_INPUT_BYTES // (column_bytes * prod(shape.p))))
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+        shape, t, crew, lib = self._shape, self._columns, self._crew, self._library
+        pooling = _Pooling(f=shape.f, lines=t.lines, run=t.run, x=x.ctypes.data, out=out.ctypes.data)
+        pooling.n[:], pooling.p[:], pooling.step[:] = shape.n, shape.p, t.step
+        pooling.into[:], pooling.m[:] = t.into, t.windows
+        pooling.x_image, pooling.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
+        pooling.stream = streams(shape.f, shape.out_bytes) and (pooling.out | out.strides[0]) % ALIGNMENT == 0
+        rooms = scratch["lines"].reshape(-1, t.room_bytes) if "lines" in scratch else None
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            room = ctypes.c_void_p(None if rooms is None else rooms[worker].ctypes.data)
+            for first in range(lo, hi, self._most):
+                crew.check()
+                last = ctypes.c_int64(min(hi, first + self._most))
+                lib.znnpy_pool(ctypes.byref(pooling), room, ctypes.c_int64(first), last)
+
+        crew.each(piece, t.columns)
