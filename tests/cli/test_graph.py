@@ -37,6 +37,15 @@ def test_the_picture_shows_every_task_and_what_it_waits_for(place: Place) -> Non
     assert text == list(MEANINGS.values())
 
 
+def test_what_is_drawn_was_checked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(tasks: object, whole: object) -> None:
+        raise ValueError("a cycle")
+
+    monkeypatch.setattr("znnpy.graph.check", damaged)
+    with pytest.raises(ValueError, match="a cycle"):
+        place.run("graph", "--out", place.folder / "graph.svg")
+
+
 def test_dot_for_graphviz(place: Place) -> None:
     out = place.folder / "graph.dot"
     assert place.run("graph", "--maps", 1, 2, "--batch", 1, "--out", out).exit_code == 0
