@@ -253,4 +253,4 @@ def test_kernels_are_not_asked_for_on_another_processor(place: Place, monkeypatc
 
 def test_commands_are_clicks() -> None:
     assert isinstance(cli.main, click.Group)
-    assert set(cli.main.commands) == {"plan", "infer", "verify", "demo", "primitives"}
+    assert set(cli.main.commands) == {"plan", "infer", "verify", "demo", "primitives", "graph"}
