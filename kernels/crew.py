@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
@@ -62,7 +63,7 @@ class _Job:
 
     piece: Piece
     todo: deque[tuple[int, int]]
-    workers: list[int]  # numbers that nobody uses now
+    workers: list[int]  # numbers that nobody uses now, a heap
     left: int  # shares that have not ended
     ended: threading.Event = field(default_factory=threading.Event)
     errors: list[tuple[int, BaseException]] = field(default_factory=list)  # by first index of the share
@@ -125,7 +126,7 @@ class _Pool:
             except BaseException as error:  # whatever it is, `Crew.each` raises it in the thread that waits
                 job.errors.append((lo, error))
             with self._turn:
-                job.workers.append(worker)
+                heappush(job.workers, worker)
                 job.left -= 1
                 if job.left == 0:
                     job.ended.set()
@@ -141,7 +142,7 @@ class _Pool:
                 for job in self._jobs:
                     if job.workers:
                         self._jobs.remove(job)
-                        share, worker = job.todo.popleft(), job.workers.pop()
+                        share, worker = job.todo.popleft(), heappop(job.workers)
                         if job.todo:
                             self._jobs.append(job)  # behind the others: crews take turns
                         return job, worker, share
@@ -198,7 +199,8 @@ class Crew:
     def each(self, piece: Piece, count: int) -> None:
         """Call `piece(lo, hi, worker)` for shares of `range(count)` and wait for all of them.
 
-        Calls with the same `worker`, 0 <= worker < threads, never overlap in time: what a worker has is its own.
+        Calls with the same `worker`, 0 <= worker < threads and < count, never overlap in time: what a worker has is its
+        own.
         The exception of the first share that has one is raised, after every share has ended; so is an interrupt of the
         caller. A share must not wait for one that may not have begun: fewer than `threads` may run at a time.
         """

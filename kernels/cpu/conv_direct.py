@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
@@ -35,7 +36,6 @@ APART = 1.8  # times slower is a copy that takes every second, third, ... float
 RUN_FLOATS = 10  # that are copied in the time it takes to begin a run
 MIN_VOXELS = 32  # fewer rows and the product is bound by reading the kernels
 SHORT_RUN = 16  # floats: below it a copy of runs is slower than one of single floats along x
-BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
 
 
 class _Blocks(NamedTuple):
@@ -43,6 +43,7 @@ class _Blocks(NamedTuple):
     taps: int  # k^3 * fin
     by_tap: bool  # taps are rows of the gathered matrix
     gathered: bool  # else the input is used where it stands
+    counts: Vec3  # blocks along each axis of an image
     worker_bytes: int
 
 
@@ -59,7 +60,8 @@ def _blocks(shape: ConvShape) -> _Blocks:
     else:
         size = min(mz, voxels // (mx * my)), my, mx
     nbytes = -(-FLOAT32 * prod(size) * taps // 64) * 64 if gathered else 0
-    return _Blocks(size, taps, shape.k[2] * shape.fin < SHORT_RUN, gathered, nbytes)
+    counts = -(-mz // size[0]), -(-my // size[1]), -(-mx // size[2])
+    return _Blocks(size, taps, shape.k[2] * shape.fin < SHORT_RUN, gathered, counts, nbytes)
 
 
 class _Resident(NamedTuple):
@@ -89,11 +91,13 @@ class ConvDirect:
         del variant
         shape = as_conv(shape)
         b = _blocks(shape)
-        columns = threads * b.worker_bytes
+        workers = min(threads, shape.batch * prod(b.counts))
+        columns = workers * b.worker_bytes
+        sums = FLOAT32 * prod(b.size) if shape.activation == "softmax" else 0  # of the maps of a voxel
         return Footprint(
             resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, b.size[2]),
             scratch=(Scratch("columns", columns),) if columns else (),
-            allowance=threads * BLAS_BYTES,
+            allowance=workers * (product_bytes(b.taps, shape.fout, FLOAT32) + sums),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -130,8 +134,8 @@ class _Step:
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         b, crew, fout = self._blocks, self._crew, self._shape.fout
-        counts = [-(-m // size) for m, size in zip(self._shape.out, b.size, strict=True)]
-        columns = scratch["columns"].reshape(crew.threads, -1) if b.gathered else None
+        counts = b.counts
+        columns = scratch["columns"].reshape(-1, b.worker_bytes) if b.gathered else None
         windows = self._windows(x)
 
         @quiet()

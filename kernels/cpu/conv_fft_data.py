@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import odd_lines
+from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
 from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
 from znnpy.kernels.cpu.pruned import twiddles
@@ -46,7 +47,7 @@ CACHED = 4  # times faster is a copy within the cache than one that misses it
 PLANAR = 4  # times slower is a transform here than one of 80 maps innermost, what moves its values included
 THIN = 8  # a product over k values takes the time of k + 8 at full rate
 SCATTERED_BYTES = 32  # of traffic for a float written among other maps
-BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
+COPIED_BYTES = 2**20  # by FFTW at most, of a thread's lines, where their strides are inconvenient to it
 
 
 class _Sizes(NamedTuple):
@@ -117,20 +118,29 @@ class ConvFftData:
         shape = as_conv(shape)
         t = _sizes(shape)
         wanted = shape.out[0] * t.padded[1] * t.pitch
-        return Footprint(
-            resident=shape.weight_bytes
-            + Finish.nbytes(shape.fout, shape.activation, shape.out[2])
-            + COMPLEX64 * (t.padded[0] * shape.k[0] + t.padded[1] * shape.k[1] + t.pitch * shape.k[2]),  # twiddles
+        before = min(threads, max(shape.batch * shape.n[0] * -(-shape.n[1] // t.lines), shape.batch * shape.fin))
+        after = min(threads, max(-(-t.padded[1] // t.rows), shape.batch * shape.out[0]))
+        kz, ky, kx = shape.k
+        packed = max(
+            product_bytes(kx, t.pitch, COMPLEX64),
+            product_bytes(ky, t.pitch, COMPLEX64),
+            product_bytes(kz, t.pitch * t.rows, COMPLEX64),
+        )
+        copied = min(COPIED_BYTES, 2**17 + 2 * COMPLEX64 * max(t.padded[0] * t.columns, t.padded[1] * t.pitch))
+        kernels = COMPLEX64 * shape.fin * kz * ky * kx  # of an output map, as complex numbers
+        return Footprint(  # the weights are those of the caller: no copy is kept
+            resident=Finish.nbytes(shape.fout, shape.activation, shape.out[2])
+            + COMPLEX64 * (t.padded[0] * kz + t.padded[1] * ky + t.pitch * kx),  # twiddles
             input_until=0,
             output_from=1,
             stages=2,
             scratch=(
                 Scratch("spectra", COMPLEX64 * shape.batch * shape.fin * t.image, 0, 1),
-                Scratch("lines", threads * t.worker_before, 0, 0),
+                Scratch("lines", before * t.worker_before, 0, 0),
                 Scratch("sum", COMPLEX64 * shape.batch * wanted, 1, 1),
-                Scratch("blocks", threads * t.worker_after, 1, 1),
+                Scratch("blocks", after * t.worker_after, 1, 1),
             ),
-            allowance=threads * BLAS_BYTES,
+            allowance=min(threads, max(before, after)) * (copied + packed + kernels),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -214,9 +224,9 @@ class _Step:
         planes = scratch["spectra"].view(np.complex64).reshape(shape.batch, shape.fin, gz, t.plane)
         spectra = planes[..., : gy * t.pitch].reshape(shape.batch, shape.fin, gz, gy, t.pitch, copy=False)
         total = scratch["sum"].view(np.complex64).reshape(shape.batch, shape.out[0], gy, t.pitch)
-        self._transform_lines(x, spectra, scratch["lines"].reshape(crew.threads, -1))
+        self._transform_lines(x, spectra, scratch["lines"].reshape(-1, t.worker_before))
         self._transform_maps(spectra)
-        blocks = scratch["blocks"].reshape(crew.threads, -1)
+        blocks = scratch["blocks"].reshape(-1, t.worker_after)
         for j in range(shape.fout):
             self._accumulate(spectra, j, total, blocks)
             self._invert(total, j, out, blocks)

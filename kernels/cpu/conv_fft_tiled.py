@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
@@ -44,8 +45,8 @@ SIDES = (8, 12, 16, 20, 32)  # FFTW has straight-line vector codelets for them; 
 GROUPS = (8, 24, 64)  # tiles that share one pass over the kernel spectra
 PLANES_BYTES = 192 * 1024  # of a worker's planes in the forward and inverse pass: they and their spectra stay in L2
 COLUMNS_BYTES = 512 * 1024  # of a worker's columns in the product, before and after it
+COPIED_BYTES = 64 * 1024  # by FFTW, of a thread's lines
 PREPARE_BYTES = 2**20  # of a worker's half-transformed kernels
-BLAS_BYTES = 2**20  # a thread's packing buffers, as far as these products touch them
 PACKING_TILES = 11  # the product of T tiles takes the time of T + 11 at full rate (2026-11-20, 80 x 80, T = 8..128)
 
 
@@ -153,17 +154,23 @@ class ConvFftTiled:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         shape = as_conv(shape)
         t = _tiling(shape, variant.size("tile"), variant.count("group"))
+        units = -(-t.columns // t.block), t.group * t.tile[0] // t.planes, t.group * -(-t.step[0] // t.planes_out)
+        workers = min(threads, max(units))
         group_planes = COMPLEX64 * t.group * t.tile[0]
         scratch = [Scratch("spectra", group_planes * t.pitch_in)]
         if shape.fout != shape.fin:
             scratch.append(Scratch("spectra_out", group_planes * t.pitch_out))
-        scratch.append(Scratch("blocks", threads * t.worker_bytes))
+        scratch.append(Scratch("blocks", workers * t.worker_bytes))
+        arena = shape.in_bytes + shape.out_bytes + sum(s.nbytes for s in scratch)
+        preparing = threads * max(PREPARE_BYTES, _half_transformed_bytes(shape.fout, shape.k, t.tile))
+        running = product_bytes(shape.fin, shape.fout, COMPLEX64) + COPIED_BYTES
         return Footprint(
             resident=COMPLEX64 * t.tile[0] * t.columns * shape.fin * shape.fout
             + FLOAT32 * shape.fout
             + Finish.nbytes(shape.fout, shape.activation, t.step[2]),
             scratch=tuple(scratch),
-            allowance=threads * (BLAS_BYTES + max(PREPARE_BYTES, _half_transformed_bytes(shape.fout, shape.k, t.tile))),
+            # Kernels are transformed before the arena is touched: its room is theirs.
+            allowance=max(workers * running, preparing - arena),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -281,7 +288,7 @@ class _Step:
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         t = self._tiling
-        blocks = scratch["blocks"].reshape(self._crew.threads, t.worker_bytes)
+        blocks = scratch["blocks"].reshape(-1, t.worker_bytes)
         before = scratch["spectra"]
         after = scratch.get("spectra_out", before)
         rows = out.reshape(*out.shape[:3], -1, copy=False)  # (S, z, y, x * f')

@@ -48,7 +48,7 @@ class _Lines(NamedTuple):
     lines: int  # positions along y, per plane
     block: int  # positions along y at a time; a multiple of p_y for fragments
     over_planes: int  # bytes of a worker's maxima over planes
-    over_lines: int  # bytes of its maxima over planes and lines
+    worker_bytes: int  # of those and of its maxima over planes and lines
 
 
 def _lines(shape: Windowed) -> _Lines:
@@ -61,7 +61,8 @@ def _lines(shape: Windowed) -> _Lines:
     block = min(lines, max(1, LINES_BYTES // (line_bytes * unit * step[1])) * unit)
     over_planes = (step[1] * (block - 1) + py) * line_bytes if pz > 1 else 0
     over_lines = block * line_bytes if py > 1 else 0
-    return _Lines(step, planes, lines, block, -(-over_planes // 64) * 64, over_lines)
+    over_planes = -(-over_planes // 64) * 64
+    return _Lines(step, planes, lines, block, over_planes, -(-(over_planes + over_lines) // 64) * 64)
 
 
 def windowed(shape: LayerShape) -> Windowed:
@@ -101,9 +102,11 @@ class _Maxima:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        t = _lines(windowed(shape))
-        nbytes = threads * (-(-(t.over_planes + t.over_lines) // 64) * 64)
-        return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=threads * NUMPY_BYTES)
+        shape = windowed(shape)
+        t = _lines(shape)
+        workers = min(threads, shape.batch * t.planes * -(-t.lines // t.block))
+        nbytes = workers * t.worker_bytes
+        return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=workers * NUMPY_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
@@ -175,7 +178,7 @@ class _Step:
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, t, crew = self._shape, self._lines, self._crew
         blocks = -(-t.lines // t.block)
-        store = scratch["lines"].reshape(crew.threads, -1) if "lines" in scratch else None
+        store = scratch["lines"].reshape(-1, t.worker_bytes) if "lines" in scratch else None
         write = self._into_fragments if isinstance(shape, PoolShape) and shape.fragments else self._into_image
 
         def piece(lo: int, hi: int, worker: int) -> None:
@@ -249,8 +252,9 @@ class MaxoutDirect:
         return (Variant(),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        del shape, variant
-        return Footprint(allowance=threads * NUMPY_BYTES)
+        del variant
+        workers = min(threads, shape.in_shape[0] * shape.in_shape[1])
+        return Footprint(allowance=workers * NUMPY_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant

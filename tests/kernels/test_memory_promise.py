@@ -1,0 +1,34 @@
+"""Memory is a promise: for every primitive of the table, the system counts what its footprint says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from znnpy.kernels.table import TABLE
+from znnpy.machine import this_machine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from znnpy.kernels.primitive import Primitive
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
+
+
+@pytest.mark.parametrize("primitive", TABLE, ids=lambda primitive: primitive.name)
+def test_footprint_is_what_the_system_counts(primitive: Primitive, repository: Path, tmp_path: Path) -> None:
+    """Random shapes of 24 MiB and more, one thread and three, each in a process of its own."""
+    out = tmp_path / "memory.json"
+    words = ["--shapes", "3", "--threads", "1", "3", "--only", primitive.name, "--most-mib", "80", "--out", str(out)]
+    command = [sys.executable, str(repository / "benchmarks" / "memory.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    missing = "takes no shape here" in done.stdout
+    assert len(rows) == 6 or (missing and this_machine().simd == "other"), done.stdout
+    assert all(row["kept"] for row in rows), done.stdout
