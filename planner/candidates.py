@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from znnpy.network import Network
+from znnpy.network import Conv, Network, Pool
 from znnpy.shapes import FLOAT32, Vec3, ceil_divide
 
 
@@ -17,7 +17,21 @@ class Candidate:
     patch: Vec3  # dense output voxels
     patches: int  # that cover the output
     voxels: tuple[int, ...]  # of every activation x0, x1, .. in one patch, all fragments, one map
-    largest_bytes: int  # of the largest activation: no plan needs less
+    largest_bytes: int  # of the largest activation between two spans: no plan needs less
+
+
+Span = tuple[int, int]  # the first and the last of the layers that one choice may be made for
+
+
+def spans(network: Network) -> tuple[Span, ...]:
+    """All layers in order: a convolution with the pooling behind it, which may run in one, every other layer alone."""
+    found: list[Span] = []
+    for index, layer in enumerate(network.layers):
+        if index and isinstance(layer, Pool) and isinstance(network.layers[index - 1], Conv):
+            found[-1] = index - 1, index
+        else:
+            found.append((index, index))
+    return tuple(found)
 
 
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
@@ -61,7 +75,7 @@ def all_sizes(network: Network, output: Vec3, room: int | None = None) -> Sizes:
             size
             for size in sizes[axis]
             if room is None
-            or max(FLOAT32 * prod(shape) for shape in _activations(network, _with(thinnest, axis, size))) <= room
+            or max(FLOAT32 * prod(shape) for shape in _between(network, _with(thinnest, axis, size))) <= room
         ]
 
     return fitting(0), fitting(1), fitting(2)
@@ -70,7 +84,9 @@ def all_sizes(network: Network, output: Vec3, room: int | None = None) -> Sizes:
 def candidates(network: Network, output: Vec3, sizes: Sizes, room: int | None = None) -> Iterator[Candidate]:
     """All combinations of sizes; with `room`, those whose largest activation fits in so many bytes."""
     thinnest = network.period
-    per_voxel = [FLOAT32 * maps for maps in network.maps]
+    per_voxel = [0] * len(network.maps)
+    for index in (0, *(last + 1 for _, last in spans(network))):
+        per_voxel[index] = FLOAT32 * network.maps[index]
     fragments = [shape[0] for shape in _activations(network, thinnest)]
     extents = [
         [(size, [shape[1 + axis] for shape in _activations(network, _with(thinnest, axis, size))]) for size in along]
@@ -99,6 +115,12 @@ def _activations(network: Network, patch: Vec3) -> list[tuple[int, int, int, int
     """Shapes of x0, x1, .. for one patch: (S, z, y, x, f)."""
     shapes = network.layer_shapes(patch)
     return [shapes[0].in_shape, *(shape.out_shape for shape in shapes)]
+
+
+def _between(network: Network, patch: Vec3) -> list[tuple[int, int, int, int, int]]:
+    """The activations that every plan writes: those between spans, the first and the last."""
+    shapes = _activations(network, patch)
+    return [shapes[0], *(shapes[last + 1] for _, last in spans(network))]
 
 
 def _with(patch: Vec3, axis: int, size: int) -> Vec3:

@@ -79,9 +79,10 @@ def _layers(plan: Plan, network: Network) -> Table:
     for column in ("time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
     total = plan.seconds_per_patch
-    for choice, layer in zip(plan.choices, network.layers, strict=True):
+    for choice in plan.choices:
+        first, last = choice.layers
         table.add_row(
-            f"{choice.layer} {layer}",
+            f"{first} {network.layers[first]}" + (f"\n{last} {network.layers[last]}, in one" if last > first else ""),
             text(choice.shape.in_shape),
             f"{choice.primitive}\n{choice.variant}".rstrip(),
             human_seconds(choice.seconds),
@@ -117,12 +118,13 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
         f"{human_seconds(plan.seconds)} in all, with {plan.limits.threads} thread"
         f"{'s' if plan.limits.threads != 1 else ''}"
     ]
-    measured = sum(choice.measured for choice in plan.choices)
-    if measured == len(plan.choices):
+    layers = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices)
+    measured = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices if choice.measured)
+    if measured == layers:
         lines.append("the time of every layer was measured on the machine the plan was made on")
     else:
         lines.append(
-            f"the time of {len(plan.choices) - measured} of {len(plan.choices)} layers is estimated from assumed "
+            f"the time of {layers - measured} of {layers} layers is estimated from assumed "
             "rates, not measured on this machine; the bytes are promised"
         )
     if plan.machine != machine.fingerprint:

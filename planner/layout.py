@@ -45,9 +45,9 @@ def aligned(nbytes: int) -> int:
 
 
 def chain(steps: Sequence[tuple[LayerShape, Footprint]]) -> tuple[Tensor, ...]:
-    """The tensors of a patch, not yet placed: activations x0, x1, .. and each layer's scratch.
+    """The tensors of a patch, not yet placed: activations x0, x1, .. between steps and each step's scratch.
 
-    Stage t of layer i is tick T_i + t, T_0 = 0, T_{i+1} = T_i + stages_i. x0 is there from the start; x{i+1} is alive
+    Stage t of step i is tick T_i + t, T_0 = 0, T_{i+1} = T_i + stages_i. x0 is there from the start; x{i+1} is alive
     from T_i + output_from to T_{i+1} + input_until, and the last one through one more tick, in which it is recombined.
     """
     tensors = []
@@ -55,7 +55,7 @@ def chain(steps: Sequence[tuple[LayerShape, Footprint]]) -> tuple[Tensor, ...]:
     for index, (shape, footprint) in enumerate(steps):
         tensors.append(Tensor(f"x{index}", nbytes, born, tick + footprint.input_until))
         tensors.extend(
-            Tensor(f"layer{index}.{scratch.name}", scratch.nbytes, tick + scratch.first, tick + scratch.last)
+            Tensor(f"step{index}.{scratch.name}", scratch.nbytes, tick + scratch.first, tick + scratch.last)
             for scratch in footprint.scratch
         )
         born, nbytes = tick + footprint.output_from, shape.out_bytes

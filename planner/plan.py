@@ -18,14 +18,14 @@ from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.planner.layout import ALIGNMENT, Count, aligned, chain
 from znnpy.planner.layout import Tensor as Tensor
-from znnpy.shapes import LayerShape, text
+from znnpy.shapes import LayerShape, fused, text
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 1  # version of plan.json
+FORMAT = 2  # version of plan.json
 _AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Positive = Annotated[int, Field(ge=1)]
@@ -41,9 +41,9 @@ def _checked_limits(limits: Limits) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How one layer runs."""
+    """How one layer runs, or two in one."""
 
-    layer: Count  # index in the network
+    layers: tuple[Count, Count]  # first and last index in the network
     shape: Annotated[LayerShape, Field(discriminator="kind")]
     primitive: str
     version: int  # of the primitive
@@ -53,6 +53,12 @@ class Choice:
     measured: bool  # else estimated from work and rates
     resident_bytes: Count
     working_bytes: Count
+
+    @property
+    def where(self) -> str:
+        """Its layers in words."""
+        first, last = self.layers
+        return f"layer {first}" if first == last else f"layers {first} and {last}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +200,18 @@ class Plan:
                 f"the plan reads patches of {text(self.patch_in)}, and {text(self.patch_out)} voxels out need "
                 f"{text(network.patch_in(self.patch_out))}; {_AGAIN}"
             )
-        if len(self.choices) != len(shapes):
-            raise PlanFileError(
-                f"the plan chooses for {len(self.choices)} layers, and the network has {len(shapes)}; {_AGAIN}"
-            )
-        for index, (choice, shape) in enumerate(zip(self.choices, shapes, strict=True)):
-            if choice.layer != index or choice.shape != shape:
+        begun = 0  # layers that are chosen for
+        for index, choice in enumerate(self.choices):
+            first, last = choice.layers
+            if first != begun or choice.shape != _shape_of(shapes, first, last):
+                there = f"layer {begun} ({shapes[begun]}) there" if begun < len(shapes) else f"{begun} layers"
                 raise PlanFileError(
-                    f"entry {index} of the plan is layer {choice.layer} ({choice.shape}), and the network has "
-                    f"layer {index} ({shape}) there; {_AGAIN}"
+                    f"entry {index} of the plan is {choice.where} ({choice.shape}), and the network has {there}; "
+                    f"{_AGAIN}"
                 )
+            begun = last + 1
+        if begun != len(shapes):
+            raise PlanFileError(f"the plan chooses for {begun} layers, and the network has {len(shapes)}; {_AGAIN}")
 
     def _check_memory(self, footprints: Sequence[Footprint]) -> None:
         """The arena's tensors are those the primitives need; alive together they lie apart and inside the arena."""
@@ -241,10 +249,17 @@ class Plan:
             )
 
 
+def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape | None:
+    """What one choice computes that spans layers first..last; None where no choice may."""
+    if last >= len(shapes) or last - first not in (0, 1):
+        return None
+    return shapes[first] if first == last else fused(shapes[first], shapes[last])
+
+
 def _footprint(choice: Choice, threads: int, machine: Machine, table: Sequence[Primitive]) -> Footprint:
     """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
     primitive = next((p for p in table if p.name == choice.primitive), None)
-    where = f"layer {choice.layer} of the plan"
+    where = f"{choice.where} of the plan"
     if primitive is None:
         raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {_AGAIN}")
     if primitive.version != choice.version:

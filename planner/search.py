@@ -1,5 +1,6 @@
 """The search: patch shape and a primitive per layer, for the most output voxels per second within the limits.
 
+A convolution and the pooling behind it are chosen for together: layer by layer, or one primitive for both.
 For a fixed patch the best primitives are found exactly (`trade`); patch shapes are gone through in the order of an
 optimistic bound on the time for the whole output, and those that cannot win any more are skipped.
 
@@ -8,7 +9,7 @@ Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
@@ -19,22 +20,23 @@ from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.bounds import Bounds
-from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidates, thinned
-from znnpy.planner.cost import Rates, assumed_rates, seconds
+from znnpy.planner.candidates import Candidate, Sizes, Span, all_sizes, between, candidates, spans, thinned
+from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.layout import Tensor, chain, live_bytes, place
 from znnpy.planner.memory import baseline_bytes, reading_bytes, writing_bytes
+from znnpy.planner.options import Options
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
 from znnpy.planner.trade import (
     Front,
     Option,
+    Way,
     fastest,
     fastest_within,
-    front,
     smallest,
     total_bytes,
     total_seconds,
 )
-from znnpy.shapes import LayerShape, Vec3, text
+from znnpy.shapes import Vec3, text
 
 RUNNERS_UP = 3
 FEW = 6  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
@@ -91,8 +93,9 @@ def make_plan(
         itemsize_out=itemsize_out,
         patch=patch,
         only=frozenset(only),
-        table=table,
-        rates=rates or assumed_rates(machine, limits.threads),
+        options=Options(
+            table, machine, limits.threads, rates or assumed_rates(machine, limits.threads), frozenset(only)
+        ),
         baseline=baseline_bytes() if baseline is None else baseline,
         masks=masks,
     )
@@ -129,16 +132,16 @@ class _Search:
     itemsize_out: int
     patch: Vec3 | None
     only: frozenset[str]
-    table: tuple[Primitive, ...]
-    rates: Rates
+    options: Options
     baseline: int
     masks: bool
-    _fronts: dict[LayerShape, Front] = field(default_factory=dict)
+    _spans: tuple[Span, ...] = field(init=False)
     _bounds: Bounds = field(init=False)
     _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
     _lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
 
     def __post_init__(self) -> None:
+        self._spans = spans(self.network)
         self._bounds = Bounds(self.network)
 
     def run(self) -> list[_Found]:
@@ -213,18 +216,18 @@ class _Search:
         patch = best.candidate.patch
         choices = tuple(
             Choice(
-                layer=index,
-                shape=shape,
-                primitive=option.primitive.name,
-                version=option.primitive.version,
-                device=option.primitive.name.partition(".")[0],
-                variant=option.variant,
-                seconds=option.seconds,
+                layers=layers,
+                shape=way.shape,
+                primitive=way.primitive.name,
+                version=way.primitive.version,
+                device=way.primitive.name.partition(".")[0],
+                variant=way.variant,
+                seconds=way.seconds,
                 measured=False,
-                resident_bytes=option.resident,
-                working_bytes=option.footprint.working(shape),
+                resident_bytes=way.footprint.resident,
+                working_bytes=way.footprint.working(way.shape),
             )
-            for index, (shape, option) in enumerate(zip(self.network.layer_shapes(patch), best.options, strict=True))
+            for layers, way in self._ways(best.options)
         )
         return Plan(
             format=FORMAT,
@@ -268,13 +271,15 @@ class _Search:
         if least is None:
             return NoPlanError(refused)
         needed, shape, options = least
-        layer = max(range(len(options)), key=lambda i: options[i].live + options[i].resident)
-        most = options[layer].live + options[layer].resident
+        most, layer, name = max(
+            (live_bytes(way.shape, way.footprint) + way.footprint.resident, first, way.primitive.name)
+            for (first, _), way in self._ways(options)
+        )
         return NoPlanError(
             f"nothing fits in {self.limits.ram_bytes:,} bytes of RAM: the smallest need is {needed:,}, "
             f"{needed - self.limits.ram_bytes:,} more, with output patches of {text(shape.patch)}; the process itself "
             f"takes {self.baseline:,}, and layer {layer} ({self.network.layers[layer]}) the most of what is left, "
-            f"{most:,} with {options[layer].primitive.name}; allow at least --ram {-(-needed // 2**20)}M"
+            f"{most:,} with {name}; allow at least --ram {-(-needed // 2**20)}M"
             + (", or drop --patch" if self.patch else "")
             + (", or drop --only" if self.only else "")
         )
@@ -301,73 +306,60 @@ class _Search:
         if fronts is None:
             return None
         room = self._room(shape)
-        while (options := fastest_within(fronts, room, below / shape.patches)) is not None:
+        options = fastest_within(fronts, room, below / shape.patches)
+        if options is None:
+            return None
+        while options is not None:
             found = self._laid_out(shape, options)
             if found.memory.peak <= self.limits.ram_bytes:
                 return found
             room -= found.memory.arena - max(option.live for option in options)  # the layout lost that much
+            options = fastest_within(fronts, room, below / shape.patches)
         found = self._laid_out(shape, smallest(fronts))
         return found if found.memory.peak <= self.limits.ram_bytes and found.seconds < below else None
 
     def _promising_fronts(self, shape: Candidate, below: float) -> list[Front] | None:
-        """Options of every layer; None as soon as it is plain that they do not fit, or not below `below` seconds.
+        """Options of every span; None as soon as it is plain that they do not fit, or not below `below` seconds.
 
         Large layers come first: one of them tells most of the shapes that cannot win.
         """
         layers = self.network.layer_shapes(shape.patch)
         known: dict[int, Front] = {}
-        for index in sorted(range(len(layers)), key=lambda index: -self._bounds.moved(shape, index)):
-            known[index] = self._options(layers[index])
+        for index in sorted(range(len(self._spans)), key=lambda index: -self._bounds.moved(shape, index)):
+            first, last = self._spans[index]
+            known[index] = self.options.of(layers[first : last + 1])
             if not known[index]:
                 return None
             self._bounds.learn(shape, index, known[index])
             if self._bounds.seconds(shape, self._room(shape), known) >= below:
                 return None
-        return [known[index] for index in range(len(layers))]
+        return [known[index] for index in range(len(self._spans))]
 
     def _all_fronts(self, shape: Candidate) -> list[Front]:
-        """Options of every layer, whether they fit or not."""
-        return [self._options(layer) for layer in self.network.layer_shapes(shape.patch)]
+        """Options of every span, whether they fit or not."""
+        layers = self.network.layer_shapes(shape.patch)
+        return [self.options.of(layers[first : last + 1]) for first, last in self._spans]
 
-    def _options(self, shape: LayerShape) -> Front:
-        """Every primitive and variant that applies, less those that another beats; equal shapes are looked at once."""
-        known = self._fronts.get(shape)
-        if known is None:
-            applying = [p for p in self.table if p.kind == shape.kind and p.why_not(shape, self.machine) is None]
-            wanted = [p for p in applying if p.name in self.only] or applying
-            known = self._fronts[shape] = front(self._variants(shape, wanted))
-        return known
+    def _ways(self, options: Iterable[Option]) -> Iterator[tuple[Span, Way]]:
+        """All steps of a patch, each with the first and the last of its layers."""
+        for (first, last), option in zip(self._spans, options, strict=True):
+            if len(option.ways) == 1:
+                yield (first, last), option.ways[0]
+            else:
+                yield from (((layer, layer), way) for layer, way in enumerate(option.ways, first))
 
-    def _variants(self, shape: LayerShape, primitives: Sequence[Primitive]) -> Iterable[Option]:
-        for primitive in primitives:
-            for variant in primitive.variants(shape, self.machine):
-                footprint = primitive.footprint(shape, variant, self.limits.threads)
-                yield Option(
-                    primitive=primitive,
-                    variant=variant,
-                    footprint=footprint,
-                    seconds=seconds(primitive.work(shape, variant), self.rates),
-                    resident=footprint.resident,
-                    live=live_bytes(shape, footprint),
-                    allowance=footprint.allowance,
-                )
-
-    def _why_none(self, shape: Candidate, layer: int) -> str:
-        """Every primitive's reason not to run a layer."""
-        wanted = self.network.layer_shapes(shape.patch)[layer]
-        reasons = [f"{p.name}: {p.why_not(wanted, self.machine)}" for p in self.table if p.kind == wanted.kind] or [
-            f"there is none for a {wanted.kind}"
-        ]
+    def _why_none(self, shape: Candidate, span: int) -> str:
+        """Every primitive's reason not to run a layer, the first of the span that nobody runs."""
+        layers, (first, last) = self.network.layer_shapes(shape.patch), self._spans[span]
+        layer = next(i for i in range(first, last + 1) if not self.options.of(layers[i : i + 1]))
         return (
-            f"no primitive runs layer {layer} ({self.network.layers[layer]}) here: {'; '.join(reasons)}; "
-            "`znnpy primitives` lists them all"
+            f"no primitive runs layer {layer} ({self.network.layers[layer]}) here: "
+            f"{self.options.why_none(layers[layer])}; `znnpy primitives` lists them all"
         )
 
     def _laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> _Found:
         """With the arena as it will be."""
-        layers = self.network.layer_shapes(shape.patch)
-        steps = [(layer, option.footprint) for layer, option in zip(layers, options, strict=True)]
-        tensors, arena = place(chain(steps))
+        tensors, arena = place(chain([(way.shape, way.footprint) for option in options for way in option.ways]))
         around = self._around(shape)
         memory = Memory(
             baseline=around.baseline,

@@ -1,4 +1,4 @@
-"""One way per layer, for one patch: seconds against bytes, exactly.
+"""One option per layer, or per span of layers, for one patch: seconds against bytes, exactly.
 
 Seconds add over the layers and so do prepared weights; the arena is as large as its fullest layer needs, and so is the
 allowance for what libraries allocate.
@@ -6,27 +6,39 @@ allowance for what libraries allocate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
+from operator import attrgetter
 
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
+from znnpy.shapes import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A primitive for one layer, or for two in one."""
+
+    shape: LayerShape
+    primitive: Primitive
+    variant: Variant
+    footprint: Footprint
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run one layer, with all that is weighed."""
+    """One way to run the layers of a span, or several one after the other, with all that is weighed."""
 
-    primitive: Primitive
-    variant: Variant
-    footprint: Footprint
+    ways: tuple[Way, ...]
     seconds: float
     resident: int  # bytes kept between patches
     live: int  # bytes of the arena in its fullest stage
     allowance: int  # bytes that libraries allocate while it runs
 
 
-Front = tuple[Option, ...]  # options of one layer that no other beats, fastest first
+Front = tuple[Option, ...]  # options of one span that no other beats, fastest first
 
 
 def front(options: Iterable[Option]) -> Front:
@@ -45,6 +57,18 @@ def front(options: Iterable[Option]) -> Front:
     return tuple(kept)
 
 
+def in_turn(first: Front, second: Front) -> Iterator[Option]:
+    """Every option of one layer followed by every option of the next."""
+    for a, b in product(first, second):
+        yield Option(
+            ways=a.ways + b.ways,
+            seconds=a.seconds + b.seconds,
+            resident=a.resident + b.resident,
+            live=max(a.live, b.live),
+            allowance=max(a.allowance, b.allowance),
+        )
+
+
 def total_seconds(options: Iterable[Option]) -> float:
     """Of one patch."""
     return sum(option.seconds for option in options)
@@ -60,12 +84,12 @@ def total_bytes(options: Sequence[Option]) -> int:
 
 
 def fastest(fronts: Sequence[Front]) -> tuple[Option, ...]:
-    """One option per layer, whatever they need."""
+    """One option per span, whatever they need."""
     return tuple(options[0] for options in fronts)
 
 
 def fastest_within(fronts: Sequence[Front], room: int, below: float = inf) -> tuple[Option, ...] | None:
-    """One option per layer: the fastest that need at most `room` bytes together; None unless below `below` seconds.
+    """One option per span: the fastest that need at most `room` bytes together; None unless below `below` seconds.
 
     Exact: for every limit on the fullest layer that some option sets, the rest is a knapsack of weights.
     """
@@ -75,17 +99,25 @@ def fastest_within(fronts: Sequence[Front], room: int, below: float = inf) -> tu
     if total_bytes(ideal) <= room:
         return ideal
     best = None
-    for allowed, used in _capped(fronts):
-        if used <= room and total_seconds(fastest(allowed)) < below:
-            found = _knapsack(allowed, room - used, below)
+    for calm, allowance in _capped(fronts, _ALLOWANCE, room):
+        if total_seconds(fastest(calm)) >= below:
+            break  # and slower still below smaller caps
+        for allowed, live in _capped(calm, _LIVE, room - allowance):
+            if total_seconds(fastest(allowed)) >= below:
+                break
+            found = _knapsack(allowed, room - allowance - live, below)
             if found is not None:
                 best, below = found, total_seconds(found)
     return best
 
 
 def smallest(fronts: Sequence[Front]) -> tuple[Option, ...]:
-    """One option per layer: those that need the fewest bytes together."""
-    lightest = (tuple(min(options, key=lambda o: o.resident) for options in allowed) for allowed, _ in _capped(fronts))
+    """One option per span: those that need the fewest bytes together."""
+    lightest = (
+        tuple(min(options, key=lambda o: o.resident) for options in allowed)
+        for calm, _ in _capped(fronts, _ALLOWANCE)
+        for allowed, _ in _capped(calm, _LIVE)
+    )
     return min(lightest, key=total_bytes)
 
 
@@ -114,18 +146,21 @@ def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int) -> float:
 _PRICES = 16  # tried in `relaxed`: the bound is then within a few per cent of the best price's
 
 
-def _capped(fronts: Sequence[Front]) -> Iterator[tuple[list[Front], int]]:
-    """Fronts cut to each pair of limits on arena and allowance that leaves every layer an option, and their sum."""
-    everything = [option for options in fronts for option in options]
-    least_live = max(min(o.live for o in options) for options in fronts)
-    least_allowance = max(min(o.allowance for o in options) for options in fronts)
-    lives = {o.live for o in everything if o.live >= least_live}
-    allowances = {o.allowance for o in everything if o.allowance >= least_allowance}
-    for allowance in sorted(allowances, reverse=True):
-        for live in sorted(lives, reverse=True):
-            allowed = [tuple(o for o in options if o.live <= live and o.allowance <= allowance) for options in fronts]
-            if all(allowed):
-                yield allowed, live + allowance
+_ALLOWANCE: Callable[[Option], int] = attrgetter("allowance")
+_LIVE: Callable[[Option], int] = attrgetter("live")
+
+
+def _capped(
+    fronts: Sequence[Front], what: Callable[[Option], int], most: float = inf
+) -> Iterator[tuple[list[Front], int]]:
+    """Fronts cut to each cap on `what`, from `most` down, that leaves every span an option; and the cap."""
+    for cap in sorted({what(option) for options in fronts for option in options}, reverse=True):
+        if cap <= most:
+            allowed = [tuple(option for option in options if what(option) <= cap) for options in fronts]
+            if not all(allowed):
+                break
+            yield allowed, cap
+            fronts = allowed
 
 
 def _knapsack(fronts: Sequence[Front], room: int, below: float) -> tuple[Option, ...] | None:

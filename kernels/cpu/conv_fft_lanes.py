@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # tiled.cpp has straight-line code for them, and for 1
+EXCESS = 1.5  # times the least volume that tiles cover together: those that cover more are slower by as much
 GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
 CHUNK = 32  # tiles multiplied at once: their columns and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
@@ -158,14 +159,14 @@ class ConvFftLanes:
         windows, reach = valid(shape.unpooled, shape.pool), _reach(shape)
         z, y, x = (sides(m, k, SIDES) for m, k in zip(windows, reach, strict=True))
         worth = list(product(z, y, x))
-        longest = max(2.0, min(map(elongation, worth)))
+        longest = max(2.0, min(map(elongation, worth)))  # longer and thinner ones overlap more and save nothing
+        tiles = {t: prod(ceil_divide(windows, valid(t, reach))) for t in worth if elongation(t) <= longest}
+        most = EXCESS * min(count * prod(tile) for tile, count in tiles.items())
         found: dict[Variant, None] = {}
-        for tile in worth:
-            if elongation(tile) > longest:
-                continue  # long thin tiles overlap more and save nothing
-            tiles = shape.batch * prod(ceil_divide(windows, valid(tile, reach)))
-            for group, kept in GROUPS:
-                found[_variant(tile, min(group, tiles), kept)] = None
+        for tile, count in tiles.items():
+            if count * prod(tile) <= most:
+                for group, kept in GROUPS:
+                    found[_variant(tile, min(group, shape.batch * count), kept)] = None
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.machine import Limits, Machine
 from znnpy.network import ConvWeights
 from znnpy.planner.cost import Rates
@@ -33,13 +33,14 @@ class Fake:
     allowance: int = 0
     scale: tuple[int, ...] = (1,)  # variant i: seconds / scale, residents and scratch * scale
     refuse: str | None = None
+    pools: bool = False  # convolutions that pool into fragments too
     version: int = 1
     unit: Unit = "product"
     summary: str = "made up"
     source: str = "nowhere"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        return self.refuse
+        return self.refuse if self.pools or not isinstance(shape, ConvShape) else self.refuse or why_not_plain(shape)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         return tuple(Variant.of(scale=scale) for scale in self.scale)
@@ -74,10 +75,11 @@ SLOW = Fake("cpu.conv.slow", "conv", flops=100.0)
 FAST = Fake("cpu.conv.fast", "conv", flops=10.0, resident=512, scratch=(0.5, 0.25), stages=2, scale=(1, 2, 4))
 OVER = Fake("cpu.conv.over", "conv", flops=40.0, scratch=(0.9,), stages=3, output_from=2, allowance=4096)
 POOL = Fake("cpu.pool.fragments", "pool", unit="pool")
+BOTH = Fake("cpu.conv.both", "conv", flops=60.0, scratch=(0.3,), pools=True)
 FILTER = Fake("cpu.maxfilter.direct", "maxfilter", unit="pool")
 MAXOUT = Fake("cpu.maxout.direct", "maxout", unit="pool")
 
-FAKES: tuple[Fake, ...] = (SLOW, FAST, OVER, POOL, FILTER, MAXOUT)
+FAKES: tuple[Fake, ...] = (SLOW, FAST, OVER, BOTH, POOL, FILTER, MAXOUT)
 
 
 def limits(ram_bytes: int, threads: int = 2) -> Limits:

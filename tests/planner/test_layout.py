@@ -88,10 +88,10 @@ def test_ticks_of_a_chain() -> None:
     got = {t.name: (t.nbytes, t.first, t.last) for t in chain(steps)}
     assert got == {
         "x0": (4 * 9**3, 0, 0),
-        "layer0.s0": (first.out_bytes // 2, 0, 0),
-        "layer0.s1": (first.out_bytes // 4, 1, 1),
+        "step0.s0": (first.out_bytes // 2, 0, 0),
+        "step0.s1": (first.out_bytes // 4, 1, 1),
         "x1": (first.out_bytes, 0, 2),  # written from tick 0, read in the first stage of layer 1
-        "layer1.s0": (int(0.9 * second.out_bytes), 2, 2),
+        "step1.s0": (int(0.9 * second.out_bytes), 2, 2),
         "x2": (second.out_bytes, 4, 5),  # written in the last of its three stages
         "x3": (third.out_bytes, 5, 6),  # one tick longer, to be recombined
     }

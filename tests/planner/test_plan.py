@@ -21,7 +21,7 @@ from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
 from znnpy.planner.search import make_plan
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
 BYTES = st.integers(0, 2**45)
@@ -31,6 +31,8 @@ SHAPES = st.one_of(
     st.builds(ConvShape, COUNT, COUNT, COUNT, LARGE, SIZE, st.sampled_from(["none", "relu", "softmax"])),
     st.builds(lambda s, f, m, p: PoolShape(s, f, tuple(a * b + b - 1 for a, b in zip(m, p, strict=True)), p),
               COUNT, COUNT, SIZE, SIZE),
+    st.builds(lambda s, f, k, m, p: ConvShape(s, f, f, add(multiply(add(m, (1, 1, 1)), p), subtract(k, (2, 2, 2))), k,
+              "relu", p), COUNT, COUNT, SIZE, SIZE, SIZE),
     st.builds(FilterShape, COUNT, COUNT, LARGE, SIZE),
     st.builds(lambda s, g, of, n: MaxoutShape(s, g * of, n, of), COUNT, COUNT, COUNT, SIZE),
 )  # fmt: skip
@@ -38,8 +40,9 @@ VARIANTS = st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(COUNT, SIZ
     lambda parameters: Variant(tuple(sorted(parameters.items())))
 )
 SECONDS = st.floats(1e-9, 1e9)
+SPANS = st.tuples(COUNT, COUNT)
 CHOICES = st.builds(
-    Choice, COUNT, SHAPES, st.text(), COUNT, st.just("cpu"), VARIANTS, SECONDS, st.booleans(), BYTES, BYTES
+    Choice, SPANS, SHAPES, st.text(), COUNT, st.just("cpu"), VARIANTS, SECONDS, st.booleans(), BYTES, BYTES
 )
 PLANS = st.builds(
     Plan,
@@ -159,9 +162,9 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan, and this version reads format 1"),
+        ("[]", "this is no plan, and this version reads format 2"),
         ("{}", "this is no plan"),
-        ('{"format": 2}', "this is a plan of format 2, and this version reads format 1"),
+        ('{"format": 3}', "this is a plan of format 3, and this version reads format 2"),
         ("[" * 100_000, "nested too deeply"),
     ],
     ids=["a list", "empty", "from the future", "deep"],
@@ -230,7 +233,7 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "patch off the period": (("patch_out", 0), 3, "multiple of the pooling period"),
     "another input": (("patch_in", 2), 77, "reads patches of .*x77"),
     "another shape": (("choices", 0, "shape", "fout"), 7, "entry 0 of the plan is layer 0"),
-    "another order": (("choices", 1, "layer"), 2, "entry 1 of the plan is layer 2"),
+    "another order": (("choices", 1, "layers"), [2, 2], "entry 1 of the plan is layer 2"),
     "a layer less": (("choices", 4), ..., "chooses for 4 layers, and the network has 5"),
     "another kind": (("choices", 0, "primitive"), "cpu.pool.fragments", "layer 0 of the plan is a conv and runs"),
     "another variant": (("choices", 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),

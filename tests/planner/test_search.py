@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, prod
 from typing import Any
 
 import pytest
-from fakes import FAKES, FAST, MACHINE, OVER, POOL, RATES, SLOW, Fake, limits
+from fakes import BOTH, FAKES, FAST, FILTER, MACHINE, OVER, POOL, RATES, SLOW, Fake, limits
 
 from znnpy.errors import NoPlanError, ShapeError
+from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import cover
@@ -22,7 +23,7 @@ from znnpy.planner.layout import Tensor, chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, reading_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
-from znnpy.shapes import Vec3
+from znnpy.shapes import ConvShape, LayerShape, PoolShape, Vec3
 
 MakeNetwork = Callable[..., Network]
 SMALL: Vec3 = (4, 4, 3)
@@ -34,39 +35,60 @@ def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Pla
     return make_plan(network, output, MACHINE, limits(ram_bytes), **settings)
 
 
-def everything(network: Network, output: Vec3) -> list[tuple[int, float]]:
-    """Bytes and seconds of every patch shape with every choice for every layer."""
+Step = tuple[LayerShape, Fake, Variant]
+
+
+def alone(layer: LayerShape) -> list[Step]:
+    """Every way to run one layer, or two in one."""
+    applying = (p for p in FAKES if p.kind == layer.kind and p.why_not(layer, MACHINE) is None)
+    return [(layer, p, v) for p in applying for v in p.variants(layer, MACHINE)]
+
+
+def ways(layers: Sequence[LayerShape]) -> Iterator[tuple[Step, ...]]:
+    """Every way to run layers, one by one or a convolution and the pooling behind it in one."""
+    if not layers:
+        yield ()
+        return
+    for step, rest in product(alone(layers[0]), list(ways(layers[1:]))):
+        yield (step, *rest)
+    if len(layers) > 1 and isinstance(layers[0], ConvShape) and isinstance(layers[1], PoolShape):
+        both = replace(layers[0], pool=layers[1].p)
+        for step, rest in product(alone(both), list(ways(layers[2:]))):
+            yield (step, *rest)
+
+
+def everything(network: Network, output: Vec3) -> list[tuple[int, float, int]]:
+    """Bytes, seconds and number of steps of every patch shape with every choice for every layer."""
     found = []
     for shape in candidates(network, output, all_sizes(network, output)):
         patch_in = network.patch_in(shape.patch)
         around = 1000 + reading_bytes(network.input_channels, patch_in, 1)
         around += writing_bytes(network.output_channels, shape.patch, 4)
-        layers = network.layer_shapes(shape.patch)
-        ways = [
-            [(layer, p, v) for p in FAKES if p.kind == layer.kind for v in p.variants(layer, MACHINE)]
-            for layer in layers
-        ]
-        for chosen in product(*ways):
+        for chosen in ways(network.layer_shapes(shape.patch)):
             footprints = [p.footprint(layer, v, 2) for layer, p, v in chosen]
-            arena = place(chain(list(zip(layers, footprints, strict=True))))[1]
+            arena = place(chain([(layer, f) for (layer, _, _), f in zip(chosen, footprints, strict=True)]))[1]
             nbytes = around + arena + sum(f.resident for f in footprints) + max(f.allowance for f in footprints)
             spent = sum(seconds(p.work(layer, v), RATES) for layer, p, v in chosen)
-            found.append((nbytes, shape.patches * spent))
+            found.append((nbytes, shape.patches * spent, len(chosen)))
     return found
 
 
 def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     space = everything(network, SMALL)
-    sizes = sorted({nbytes for nbytes, _ in space})
+    sizes = sorted({nbytes for nbytes, _, _ in space})
     assert len(sizes) > 300
     with pytest.raises(NoPlanError):
         planned(network, SMALL, sizes[0] - 1)
+    lengths = set()
     for ram_bytes in [sizes[0], *sizes[1 : len(sizes) : len(sizes) // 40], sizes[-1]]:
         plan = planned(network, SMALL, ram_bytes)
         assert plan.memory.peak <= ram_bytes
-        best = min(spent for nbytes, spent in space if nbytes <= ram_bytes)
+        best, steps = min((spent, steps) for nbytes, spent, steps in space if nbytes <= ram_bytes)
         assert plan.seconds == pytest.approx(best, rel=1e-12), f"at {ram_bytes} bytes"
+        lengths.add((len(plan.choices), steps))
+        plan.check_runs(network, MACHINE, table=FAKES)
+    assert lengths == {(3, 3), (4, 4)}, "some plans pool within the convolution, and some do not"
 
 
 def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +107,11 @@ def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: py
     assert after.memory.peak <= limit
     space = everything(network, SMALL)
     assert before.seconds < after.seconds
-    assert after.seconds == pytest.approx(min(spent for nbytes, spent in space if nbytes + lossy <= limit), rel=1e-12)
+    assert after.seconds == pytest.approx(
+        min(spent for nbytes, spent, _ in space if nbytes + lossy <= limit), rel=1e-12
+    )
     assert planned(network, SMALL, limit + lossy).seconds == before.seconds
-    least = min(nbytes for nbytes, _ in space) + lossy
+    least = min(nbytes for nbytes, _, _ in space) + lossy
     assert planned(network, SMALL, least).memory.peak == least
 
 
@@ -108,7 +132,7 @@ def test_the_plan_adds_up(tiny_network: MakeNetwork) -> None:
     by_name = {p.name: p for p in FAKES}
     footprints = [by_name[c.primitive].footprint(c.shape, c.variant, 2) for c in plan.choices]
     assert tuple(c.shape for c in plan.choices) == shapes
-    assert [c.layer for c in plan.choices] == [0, 1, 2, 3]
+    assert [c.layers for c in plan.choices] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert {c.device for c in plan.choices} == {"cpu"}
     assert [c.working_bytes for c in plan.choices] == [f.working(s) for f, s in zip(footprints, shapes, strict=True)]
     tensors, arena = place(chain(list(zip(shapes, footprints, strict=True))))
@@ -156,6 +180,21 @@ def test_only_where_it_applies(tiny_network: MakeNetwork) -> None:
     assert {c.primitive for c in plan.choices} == {POOL.name, OVER.name}
     with pytest.raises(NoPlanError, match=r"no primitive 'cpu.conv.fasst'; did you mean cpu.conv.fast"):
         planned(network, SMALL, 2**30, only=["cpu.conv.fasst"])
+
+
+def test_both_in_one_unless_one_of_them_is_asked_of_another(tiny_network: MakeNetwork) -> None:
+    """A primitive for two layers is left out where it would take a layer from one that was asked for."""
+    network = tiny_network(Conv((2, 2, 2), 3), Pool((2, 2, 2)))
+    best = replace(BOTH, flops=1.0)
+    table = tuple(best if p == BOTH else p for p in FAKES)
+
+    def chosen(*only: str) -> list[str]:
+        return [c.primitive for c in planned(network, SMALL, 2**30, only=only, table=table).choices]
+
+    assert chosen() == chosen(BOTH.name) == chosen(BOTH.name, SLOW.name) == [BOTH.name]
+    assert chosen(FILTER.name) == [BOTH.name]
+    assert chosen(SLOW.name) == [SLOW.name, POOL.name]
+    assert chosen(POOL.name) == chosen(POOL.name, BOTH.name) == [BOTH.name, POOL.name]
 
 
 def test_forced_patch(tiny_network: MakeNetwork) -> None:
@@ -228,7 +267,7 @@ def test_a_limit_above_the_machine_is_planned_all_the_same(tiny_network: MakeNet
 
 def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
-    ram_bytes = AROUND + 300_000
+    ram_bytes = AROUND + 200_000
     plan = planned(network, (30, 21, 17), ram_bytes)
     assert len(plan.runners_up) == 3
     assert len({tuple(sorted(r.patch_out)) for r in plan.runners_up} | {tuple(sorted(plan.patch_out))}) == 4

@@ -6,16 +6,24 @@ from itertools import product
 from math import inf
 
 import pytest
-from fakes import SLOW
 from hypothesis import given
 from hypothesis import strategies as st
 
-from znnpy.kernels.primitive import Footprint, Variant
-from znnpy.planner.trade import Front, Option, fastest_within, front, relaxed, smallest, total_bytes, total_seconds
+from znnpy.planner.trade import (
+    Front,
+    Option,
+    fastest_within,
+    front,
+    in_turn,
+    relaxed,
+    smallest,
+    total_bytes,
+    total_seconds,
+)
 
 
 def option(seconds: int, resident: int, live: int, allowance: int) -> Option:
-    return Option(SLOW, Variant(), Footprint(), float(seconds), resident, live, allowance)
+    return Option((), float(seconds), resident, live, allowance)
 
 
 SMALL = st.integers(0, 6)
@@ -68,6 +76,17 @@ def test_relaxed_is_close() -> None:
     pairs = [(10.0, 0), (2.0, 100)]
     assert relaxed([pairs] * 10, room=10_000) == 20.0
     assert relaxed([pairs] * 10, room=350) == pytest.approx(100 - 8 * 3.5, rel=0.02)
+
+
+@given(OPTIONS, OPTIONS, OPTIONS, st.integers(0, 40))
+def test_two_layers_as_one_lose_nothing(
+    first: list[Option], second: list[Option], both: list[Option], room: int
+) -> None:
+    """A span of two layers, run one after the other or in one: its front is all that a limit can ask for."""
+    ways = [[a, b] for a in first for b in second] + [[c] for c in both]
+    found = fastest_within([front([*in_turn(front(first), front(second)), *both])], room)
+    fitting = [total_seconds(way) for way in ways if total_bytes(way) <= room]
+    assert (None if found is None else total_seconds(found)) == min(fitting, default=None)
 
 
 def test_weights_are_traded_where_they_are_cheapest() -> None:

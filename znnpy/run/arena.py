@@ -27,7 +27,7 @@ class Arena:
         """The tensor called `name` as a C-ordered float32 array of `shape`."""
         return self.bytes(name)[: 4 * prod(shape)].view(np.float32).reshape(shape)
 
-    def scratch(self, layer: int) -> dict[str, npt.NDArray[np.uint8]]:
-        """The scratch buffers of one layer by the names its primitive gave them."""
-        prefix = f"layer{layer}."
+    def scratch(self, step: int) -> dict[str, npt.NDArray[np.uint8]]:
+        """The scratch buffers of one step by the names its primitive gave them."""
+        prefix = f"step{step}."
         return {name.removeprefix(prefix): self.bytes(name) for name in self._tensors if name.startswith(prefix)}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """One layer's step with the arrays it runs on."""
+    """One step with the arrays it runs on."""
 
     step: Step
     x: Array
@@ -58,7 +58,7 @@ class Session:
         steps = []
         for choice in self.plan.choices:
             primitive = find(choice.primitive, self._table)
-            resident = primitive.prepare(self._weights.get(choice.layer), choice.variant, self.crew)
+            resident = primitive.prepare(self._weights.get(choice.layers[0]), choice.variant, self.crew)
             steps.append(primitive.bind(resident, choice.shape, choice.variant, self.crew))
         # Weights come first: their preparation needs room that the arena takes only when it is written to.
         arena = Arena(self.plan.memory.arena, self.plan.tensors)
@@ -89,7 +89,8 @@ class Session:
             try:
                 bound.step.run(bound.x, bound.out, bound.scratch)
             except ValuesOverflowError as error:
-                raise error.with_context(f"layer {choice.layer} ({self.network.layers[choice.layer]})") from None
+                layer = choice.layers[0]
+                raise error.with_context(f"layer {layer} ({self.network.layers[layer]})") from None
         self._store(out)
 
     def _load(self, raw: npt.NDArray[Any]) -> None:
