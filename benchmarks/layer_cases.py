@@ -30,7 +30,9 @@ MAIN = (
     Case("main", layer(WIDE, (100, 100, 100), (9, 9, 9)), "the same with k = 9: where direct has lost"),
 )
 FIRST_LAYERS = tuple(
-    Case("first", layer(FIRST, (100, 100, 100), (k, k, k)), f"a first layer: one map in, k = {k}") for k in (3, 5, 7)
+    Case("first", layer(maps, (100, 100, 100), (k, k, k)), f"a first layer: {maps[0]} in, k = {k}")
+    for maps in (FIRST, (1, 32), (3, 64))
+    for k in (2, 3, 5, 7)
 )
 SMALL = (
     Case("small", layer(WIDE, (16, 16, 16), (3, 3, 3)), "an image of one tile: what does it cost to begin?"),

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 # Time of a floating-point operation and of a byte, in those of a product's: roughly, on any CPU. To choose a tile it
 # does; the planner knows more.
-_FLOP: dict[Unit, float] = {"product": 1.0, "fft": 5.0, "copy": 8.0, "pool": 8.0}
+_FLOP: dict[Unit, float] = {
+    "product": 1.0,
+    "fft": 5.0,
+    "copy": 8.0,
+    "pool": 8.0,
+    "lane_product": 0.8,
+    "lane_fft": 1.3,
+    "lane_stream": 0.8,
+}
 _BYTE = 16.0
 
 
@@ -55,7 +63,7 @@ def apply(
         chosen = variant or min(primitive.variants(shape, machine), key=lambda v: _effort(primitive.work(shape, v)))
         step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
         buffers = primitive.footprint(shape, chosen, crew.threads).scratch
-        out = np.empty(shape.out_shape, np.float32)
+        out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
         step.run(x, out, {scratch.name: aligned_bytes(scratch.nbytes) for scratch in buffers})
     return out
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from znnpy.kernels.cpu.native.library import library, streams, why_not
+from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
 from znnpy.kernels.cpu.pool import Windowed, windowed
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
 from znnpy.machine import this_machine
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-RING_BYTES = 24 * 1024  # of a worker's lines: they stay in L1
+RING_BYTES = 40 * 1024  # of a worker's lines: they stay in L1
 COLUMN_BYTES = 512 * 1024  # of the input that a plane of windows of a column sees: it stays in L2
-VECTOR = 64  # bytes: runs of fewer are moved float by float
-LOADS = 3.0  # operations for each vector that takes part in a maximum: compare, choose, look for what is no number
+WHOLE_LINES, ANY_LINES = 1, 2  # of the cache, that are written past it: pool.hpp
+LOADS = 3.0  # operations for each float that takes part in a maximum: two ways round, and which was a number
+RUN_FLOATS = 32  # that pass in the time it takes to begin a run of maps that has no neighbour along x
 CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
 CALL_INPUT_BYTES = 2**28  # read by one call into the library: the stop flag is looked at between them
 
@@ -43,7 +44,7 @@ class _Pooling(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "p", "step", "into", "m")),
-        *((name, ctypes.c_int64) for name in ("f", "x_image", "out_image", "lines", "run", "stream")),
+        *((name, ctypes.c_int64) for name in ("f", "x_image", "out_image", "lines", "run", "ready", "past")),
         *((name, ctypes.c_void_p) for name in ("x", "out")),
     )
 
@@ -57,6 +58,8 @@ class _Columns(NamedTuple):
     lines: int  # of windows, a column; fragments lie between each other
     run: int  # windows along x, a column; a multiple of into[2]
     columns: int  # in all images
+    past: int  # the caches: how the output is written if it begins with a line of the cache
+    ready_bytes: int  # of a worker's lines, before the one that is made ready
     room_bytes: int  # of a worker's lines
 
 
@@ -71,9 +74,12 @@ def _columns(shape: Windowed) -> _Columns:
     run = min(windows[2], max(1, fitting // into[2]) * into[2])
     line_bytes = ((run - 1) * step[2] + p[2]) * voxel
     lines = min(windows[1], max(1, (COLUMN_BYTES // (p[0] * line_bytes) - p[1]) // step[1] + 1))
-    kept = p[1] + 1 if p[1] > 1 else 1 if p[0] > 1 else 0
-    count = shape.batch * -(-windows[1] // lines) * -(-windows[2] // run)
-    return _Columns(step, into, windows, lines, run, count, -(-kept * line_bytes // ALIGNMENT) * ALIGNMENT)
+    columns = shape.batch * -(-windows[1] // lines) * -(-windows[2] // run)
+    past = 0 if shape.out_bytes <= STREAM_BYTES else ANY_LINES if shape.f % LANES else WHOLE_LINES
+    ready_bytes = line_bytes * (p[1] + 1 if p[1] > 1 else 1 if p[0] > 1 else 0)
+    room_bytes = ready_bytes + (-(-run // into[2]) * voxel if past == ANY_LINES else 0)
+    room_bytes = -(-room_bytes // ALIGNMENT) * ALIGNMENT
+    return _Columns(step, into, windows, lines, run, columns, past, ready_bytes, room_bytes)
 
 
 class _Maxima:
@@ -97,9 +103,9 @@ class _Maxima:
         shape = windowed(shape)
         t, p = _columns(shape), shape.p
         rims = (1 + (p[1] - t.step[1]) / (t.step[1] * t.lines)) * (1 + (p[2] - t.step[2]) / (t.step[2] * t.run))
-        moved = rims * shape.in_bytes + shape.out_bytes * (1 if streams(shape.f, shape.out_bytes) else 2)
+        moved = rims * shape.in_bytes + shape.out_bytes * (1 if t.past else 2)
         lines = shape.batch * t.windows[0] * t.windows[1] * FLOAT32 * shape.f
-        loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _short(shape, t)
+        loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _apart(shape, t)
         return (Work("lane_stream", LOADS * loads, moved),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
@@ -111,11 +117,11 @@ class _Maxima:
         return _Step(windowed(shape), crew)
 
 
-def _short(shape: Windowed, columns: _Columns) -> float:
-    """How many times longer the last maximum takes where a run is no whole vector."""
-    if columns.into[2] * columns.step[2] == 1 or FLOAT32 * shape.f >= VECTOR:
+def _apart(shape: Windowed, columns: _Columns) -> float:
+    """How many times longer the last maximum takes where windows that are neighbours do not go to neighbours."""
+    if columns.into[2] * columns.step[2] == 1:
         return 1.0
-    return VECTOR / FLOAT32
+    return (LANES * blocks(shape.f) + RUN_FLOATS) / shape.f
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +183,9 @@ class _Step:
         pooling.n[:], pooling.p[:], pooling.step[:] = shape.n, shape.p, t.step
         pooling.into[:], pooling.m[:] = t.into, t.windows
         pooling.x_image, pooling.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
-        pooling.stream = streams(shape.f, shape.out_bytes) and (pooling.out | out.strides[0]) % ALIGNMENT == 0
+        pooling.ready, pooling.past = t.ready_bytes // FLOAT32, t.past
+        if t.past == WHOLE_LINES and (pooling.out | out.strides[0]) % ALIGNMENT:
+            pooling.past = 0
         rooms = scratch["lines"].reshape(-1, t.room_bytes) if "lines" in scratch else None
 
         def piece(lo: int, hi: int, worker: int) -> None:

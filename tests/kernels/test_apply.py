@@ -11,7 +11,7 @@ from znnpy.kernels import reference
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
-from znnpy.kernels.table import find
+from znnpy.kernels.table import find, of_kind
 from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
 from znnpy.shapes import ConvShape, LayerShape, PoolShape
@@ -27,8 +27,9 @@ def arrays(shape: ConvShape) -> tuple[np.ndarray, ConvWeights]:
     )
 
 
-@pytest.mark.parametrize("name", ["cpu.conv.direct", "cpu.conv.fft_data", "cpu.conv.fft_tiled"])
+@pytest.mark.parametrize("name", [p.name for p in of_kind("conv") if p.why_not(SHAPE, this_machine()) is None])
 def test_convolution(name: str) -> None:
+    """Every primitive, with the variant that is chosen for it."""
     x, weights = arrays(SHAPE)
     out = znnpy.apply(name, SHAPE, x, weights, threads=2)
     exact = reference.convolve(x, weights.weight, weights.bias, "relu")
@@ -39,7 +40,8 @@ def test_convolution(name: str) -> None:
 def test_pooling_takes_no_weights() -> None:
     shape = PoolShape(2, 3, (9, 11, 11), (2, 3, 2))
     x = np.random.default_rng(1).standard_normal(shape.in_shape).astype(np.float32)
-    np.testing.assert_array_equal(znnpy.apply("cpu.pool.fragments", shape, x), reference.fragments(x, shape.p))
+    for name in [p.name for p in of_kind("pool") if p.why_not(shape, this_machine()) is None]:
+        np.testing.assert_array_equal(znnpy.apply(name, shape, x), reference.fragments(x, shape.p))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -96,7 +96,7 @@ def test_every_library_takes_maxima(simd: str, maps: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(pool_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
     monkeypatch.setattr(pool_lanes, "RING_BYTES", 64 * maps * 4)
     monkeypatch.setattr(pool_lanes, "COLUMN_BYTES", 256 * maps * 4)
-    monkeypatch.setattr(library, "STREAM_BYTES", 1000)
+    monkeypatch.setattr(pool_lanes, "STREAM_BYTES", 1000)
     cases: list[tuple[str, PoolShape | FilterShape, Callable[[Array, Vec3], npt.NDArray[np.float64]]]] = [
         ("cpu.pool.fragments_lanes", PoolShape(2, maps, (7, 29, 41), (2, 5, 3)), reference.fragments),
         ("cpu.pool.max_lanes", PoolShape(2, maps, (6, 30, 45), (2, 5, 3), fragments=False), reference.max_pool),

@@ -10,44 +10,62 @@ namespace {
 
 ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
-// The larger one; not a number if any of them is not.
+// The larger one; not a number if any of them is not: a vector instruction then gives its second operand, so that one
+// of the two is the one that is not, and stays that whatever bits of the other are added.
 ALWAYS V larger(V a, V b) {
-  const V most = a > b ? a : b;  // b where any is not a number
-  return a == a ? most : a;
-}
-ALWAYS float larger(float a, float b) {
-  const float most = a > b ? a : b;
-  return a == a ? most : a;
+#if defined(__AVX512F__)
+  const __mmask16 all = (__mmask16)-1;
+  const V one = (V)_mm512_maskz_max_ps(all, (__m512)a, (__m512)b);
+  const V other = (V)_mm512_maskz_max_ps(all, (__m512)b, (__m512)a);
+#else
+  const V one = (V)_mm256_max_ps((__m256)a, (__m256)b), other = (V)_mm256_max_ps((__m256)b, (__m256)a);
+#endif
+  return (V)((Mask)one | (Mask)other);
 }
 
-// target[i] = the maximum of count arrays source[i], source[pitch + i], ..
-template <bool STREAM>
+constexpr int AT_ONCE = 4;  // vectors: one maximum waits for the one before
+
+// target[i] = the maximum of count arrays source[i], source[pitch + i], ..; AHEAD: the array behind them is wanted soon.
+template <bool STREAM, bool AHEAD>
 ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target, ptrdiff_t floats) {
+  const auto vectors = [&](auto number, ptrdiff_t at) ALWAYS_LAMBDA {
+    V most[number];
+    for (int v = 0; v < number; v++) {
+      most[v] = load(source + at + v * W);
+      if (AHEAD) __builtin_prefetch(source + count * pitch + at + v * W, 0, 2);
+    }
+    for (ptrdiff_t j = 1; j < count; j++)
+      for (int v = 0; v < number; v++) most[v] = larger(most[v], load(source + j * pitch + at + v * W));
+    for (int v = 0; v < number; v++) {
+      if (STREAM) stream(target + at + v * W, most[v]);
+      else store(target + at + v * W, most[v]);
+    }
+  };
   ptrdiff_t i = 0;
-  for (; i + W <= floats; i += W) {
-    V most = load(source + i);
-    for (ptrdiff_t j = 1; j < count; j++) most = larger(most, load(source + j * pitch + i));
-    if (STREAM) stream(target + i, most);
-    else store(target + i, most);
-  }
+  for (; i + AT_ONCE * W <= floats; i += AT_ONCE * W) vectors(std::integral_constant<int, AT_ONCE>{}, i);
+  for (; i + W <= floats; i += W) vectors(std::integral_constant<int, 1>{}, i);
   if (i == floats) return;
-  if (i > 0) {  // the last vector begins within the one before; lines that are streamed end with a vector
-    V most = load(source + floats - W);
-    for (ptrdiff_t j = 1; j < count; j++) most = larger(most, load(source + j * pitch + floats - W));
-    return store(target + floats - W, most);
-  }
-  for (; i < floats; i++) {
-    float most = source[i];
-    for (ptrdiff_t j = 1; j < count; j++) most = larger(most, source[j * pitch + i]);
-    target[i] = most;
-  }
+  const int left = (int)(floats - i);
+  V most = load_part(source + i, left);
+  for (ptrdiff_t j = 1; j < count; j++) most = larger(most, load_part(source + j * pitch + i, left));
+  store_part(target + i, most, left);
 }
 
 // One voxel after the other, `apart` voxels from each other in the source, neighbours in the target.
 template <bool STREAM>
 void spread(const float *source, ptrdiff_t apart, ptrdiff_t window, float *target, ptrdiff_t voxels, ptrdiff_t f) {
-  if (apart == 1) return over<STREAM>(source, f, window, target, voxels * f);
-  for (ptrdiff_t i = 0; i < voxels; i++) over<STREAM>(source + i * apart * f, f, window, target + i * f, f);
+  if (apart == 1) return over<STREAM, false>(source, f, window, target, voxels * f);
+  for (ptrdiff_t i = 0; i < voxels; i++)
+    over<STREAM, false>(source + i * apart * f, f, window, target + i * f, f);
+}
+
+// A copy past the caches, of whole lines of the target where there are any.
+void copy(const float *source, float *target, ptrdiff_t floats) {
+  ptrdiff_t i = 0;
+  for (; i < floats && (uintptr_t)(target + i) % 64; i++) target[i] = source[i];
+  for (; i + LANES <= floats; i += LANES)
+    for (int v = 0; v < LANES; v += W) stream(target + i + v, load(source + i + v));
+  for (; i < floats; i++) target[i] = source[i];
 }
 
 }  // namespace
@@ -55,7 +73,8 @@ void spread(const float *source, ptrdiff_t apart, ptrdiff_t window, float *targe
 
 using namespace znnpy;
 
-// Columns [lo, hi): (image, block of lines, run of voxels). `room` holds p.y + 1 lines of run windows.
+// Columns [lo, hi): (image, block of lines, run of voxels). `room`: p.y lines of what `run` windows see, their maximum,
+// and from `ready` on what is written of a line.
 EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t hi) {
   const Pooling &t = *pooling;
   const ptrdiff_t f = t.f, row = t.n[2] * f, plane = t.n[1] * row;
@@ -76,9 +95,9 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t 
           lines = x + y * t.step[1] * row;
         } else {
           for (; given < y * t.step[1] + t.p[1]; given++)
-            over<false>(x + given * row, plane, t.p[0], room + given % t.p[1] * pitch, floats);
+            over<false, true>(x + given * row, plane, t.p[0], room + given % t.p[1] * pitch, floats);
           if (t.p[1] > 1) {
-            over<false>(room, pitch, t.p[1], room + t.p[1] * pitch, floats);
+            over<false, false>(room, pitch, t.p[1], room + t.p[1] * pitch, floats);
             lines = room + t.p[1] * pitch;
           }
         }
@@ -88,11 +107,19 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t 
                        first_x / t.into[2] * f;
           const ptrdiff_t voxels = (width - o + t.into[2] - 1) / t.into[2];
           const float *source = lines + o * f;
-          if (t.stream) spread<true>(source, t.into[2] * t.step[2], t.p[2], out, voxels, f);
-          else spread<false>(source, t.into[2] * t.step[2], t.p[2], out, voxels, f);
+          const ptrdiff_t apart = t.into[2] * t.step[2];
+          if (t.past == WHOLE_LINES) {
+            spread<true>(source, apart, t.p[2], out, voxels, f);
+          } else if (t.past == ANY_LINES) {
+            float *const ready = room + t.ready;
+            spread<false>(source, apart, t.p[2], ready, voxels, f);
+            copy(ready, out, voxels * f);
+          } else {
+            spread<false>(source, apart, t.p[2], out, voxels, f);
+          }
         }
       }
     }
   }
-  if (t.stream) _mm_sfence();
+  if (t.past) _mm_sfence();
 }

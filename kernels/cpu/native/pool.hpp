@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+enum { WHOLE_LINES = 1, ANY_LINES = 2 };  // Pooling.past: every voxel fills cache lines, or does not
+
 struct Pooling {
   int64_t n[3], p[3];  // input, window: z, y, x
   int64_t step[3];     // from one window to the next that is wanted
@@ -11,7 +13,8 @@ struct Pooling {
   int64_t x_image, out_image;  // floats from image to image
   int64_t lines;     // of windows, along y, that are computed together
   int64_t run;       // windows along x that are computed together; a multiple of into[2]
-  int64_t stream;
+  int64_t ready;     // floats before the place where lines are made ready
+  int64_t past;      // the caches: how the output is written
   const float *x;
   float *out;
 };
