@@ -15,6 +15,11 @@
 namespace znnpy {
 namespace {
 
+ALWAYS void fetch(const float *block) {
+  __builtin_prefetch(block);
+  __builtin_prefetch(block + LANES);
+}
+
 template <int N, bool INVERSE, bool PRUNED, bool STREAM>
 void along(const Complex &p) {
   for (int line = 0; line < p.lines; line++) {
@@ -25,6 +30,7 @@ void along(const Complex &p) {
       transform<N, INVERSE, 0, 1>(
           [&](auto i) ALWAYS_LAMBDA {
             if (PRUNED && i >= p.given) return C{};
+            if (INVERSE && !PRUNED && !STREAM && p.ahead) fetch(source + i * p.from + p.ahead);
             return load_complex(source + i * p.from);
           },
           out);
@@ -80,6 +86,7 @@ int64_t to_rows(float *image, const Rows &r) {
         bad -= v * 0.0f != 0.0f;
         if (r.relu) v = v > 0.0f ? v : V{};
         if (PART) store_part(target + i * r.voxel, v, r.lanes - half);
+        else if (r.stream) stream(target + i * r.voxel, v);
         else store(target + i * r.voxel, v);
       });
       for (int lane = 0; lane < W && half + lane < r.lanes; lane++) count += bad[lane];
@@ -88,14 +95,25 @@ int64_t to_rows(float *image, const Rows &r) {
   return count;
 }
 
+// Memory that is read after the product: fetched into L2 a few cache lines at a time while the product computes.
+struct Ahead {
+  const float *at, *end;
+
+  ALWAYS void fetch() {
+    constexpr int LINES = 8;
+    for (int line = 0; line < LINES && at < end; line++, at += 16) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 // One frequency: y (tiles, blocks, re/im, lane) = x (tiles, fin in blocks, re/im, lane) @ w (fin, blocks, re/im, lane)
 template <int TILES, int VECTORS>
 ALWAYS void accumulate(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out,
-                       int fin) {
+                       int fin, Ahead &ahead) {
   V re[TILES][VECTORS] = {}, im[TILES][VECTORS] = {};
   constexpr int PER_BLOCK = LANES / W;
   for (int first = 0; first < fin; first += LANES, x += BLOCK) {
     const int maps = fin - first < LANES ? fin - first : LANES;
+    ahead.fetch();
     for (int lane = 0; lane < maps; lane++, w += map) {
       V wr[VECTORS], wi[VECTORS];
       for (int v = 0; v < VECTORS; v++) {
@@ -129,24 +147,24 @@ ALWAYS void accumulate(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t
 // TILES at a time while they last, then fewer.
 template <int TILES, int VECTORS>
 void product(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out, int fin,
-             int tiles) {
+             int tiles, Ahead &ahead) {
   for (; tiles >= TILES; tiles -= TILES, x += TILES * tile, y += TILES * tile_out)
-    accumulate<TILES, VECTORS>(x, tile, w, map, y, tile_out, fin);
+    accumulate<TILES, VECTORS>(x, tile, w, map, y, tile_out, fin, ahead);
   if constexpr (TILES > 1) {
-    if (tiles > 0) product<TILES / 2, VECTORS>(x, tile, w, map, y, tile_out, fin, tiles);
+    if (tiles > 0) product<TILES / 2, VECTORS>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
   }
 }
 
 void products(const float *x, ptrdiff_t tile, const float *w, float *y, ptrdiff_t tile_out, int fin, int tiles,
-              int blocks) {
+              int blocks, Ahead &ahead) {
   const ptrdiff_t map = blocks * BLOCK;
   if constexpr (W == LANES) {  // 32 registers
-    if (blocks == 3) product<4, 3>(x, tile, w, map, y, tile_out, fin, tiles);
-    else if (blocks == 2) product<6, 2>(x, tile, w, map, y, tile_out, fin, tiles);
-    else product<8, 1>(x, tile, w, map, y, tile_out, fin, tiles);
+    if (blocks == 3) product<4, 3>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
+    else if (blocks == 2) product<6, 2>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
+    else product<8, 1>(x, tile, w, map, y, tile_out, fin, tiles, ahead);
   } else {  // 16 registers
     for (int b = 0; b < blocks; b++)
-      product<2, 2>(x, tile, w + b * BLOCK, map, y + b * BLOCK, tile_out, fin, tiles);
+      product<2, 2>(x, tile, w + b * BLOCK, map, y + b * BLOCK, tile_out, fin, tiles, ahead);
   }
 }
 
@@ -287,7 +305,7 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
           {planes, row, BLOCK, target, t.column_pitch, t.tile[1] * t.column_pitch, (int)half, 0, 0});
     }
   }
-  if (t.stream) _mm_sfence();
+  if (t.stream) fence();
 }
 
 // Columns [lo, hi) of the group, in place. `room` holds a column of kernels unless they are kept, then `chunk` tiles
@@ -307,13 +325,17 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, 
       for (int tile = 0; tile < tiles; tile++)
         along_z.forward({spectra + (first + tile) * t.tile_pitch, in * BLOCK, BLOCK, x + tile * in * BLOCK, before,
                          BLOCK, (int)in, 0, 0});
+      const bool last = first + t.chunk >= t.tiles;  // then the next column's first tiles follow
+      const float *next = last ? spectra + t.column_pitch : spectra + (first + t.chunk) * t.tile_pitch;
+      const ptrdiff_t left = !last ? t.tiles - first - t.chunk : column + 1 < hi ? t.tiles : 0;
+      Ahead ahead{next, next + least(t.chunk, left) * t.tile_pitch};
       const float *kernels = w;
       for (ptrdiff_t block = 0; block < out;) {
         const int width = panel(out - block);
         const ptrdiff_t after = (t.chunk * width + 1) * BLOCK, pitch = (t.fin * width + 1) * BLOCK;
         for (ptrdiff_t z = 0; z < tz; z++)
           products(x + z * before, in * BLOCK, kernels + z * pitch, y + z * after, width * BLOCK, (int)t.fin, tiles,
-                   width);
+                   width, ahead);
         for (int tile = 0; tile < tiles; tile++)
           (t.stream ? along_z.inverse_stream : along_z.inverse)(
               {y + tile * width * BLOCK, after, BLOCK,
@@ -324,7 +346,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, 
       }
     }
   }
-  if (t.stream) _mm_sfence();
+  if (t.stream) fence();
 }
 
 // Planes [lo, hi) of the group's results, step.z a tile. Returns how many values are infinite or not a number.
@@ -333,6 +355,7 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
   const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
+  const bool stream = streams_out(t);
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
@@ -344,11 +367,12 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
       const int lanes = (int)least(LANES, t.fout - block * LANES);
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, planes, half * BLOCK, BLOCK, (int)half, 0,
-                       (int)rows});
+                       (int)rows, BLOCK});
       const Rows r{mx * t.fout, t.fout,  (int)rows, (int)voxels, lanes, planes, t.bias + block * LANES,
-                   t.relu != 0};
+                   t.relu != 0, stream};
       bad += (lanes < LANES ? along_x.to_part : along_x.to)(image + block * LANES, r);
     }
   }
+  if (stream) fence();
   return bad;
 }

@@ -33,6 +33,7 @@ struct Complex {  // where the lines of a pass lie, in floats
   int lines;
   int given;  // points that are not zero
   int wanted;  // points to store
+  ptrdiff_t ahead = 0;  // floats from what is read to what is read soon; 0: nothing
 };
 
 struct Rows {  // real lines of one block of channels, and their spectra
@@ -41,6 +42,7 @@ struct Rows {  // real lines of one block of channels, and their spectra
   float *spectra;  // (y, x, re/im, lane)
   const float *bias;
   bool relu;
+  bool stream = false;  // whole, aligned blocks, written past the caches
 };
 
 using Pass = void (*)(const Complex &);
@@ -55,6 +57,11 @@ struct Side {  // the transforms of one length
 };
 
 const Side *find(int64_t length);  // null where tiles have no such side
+
+// Whether blocks of channels of the output are whole cache lines, and so many that they leave the cache anyway.
+inline bool streams_out(const Tiling &t) {
+  return t.stream && t.fout % LANES == 0 && t.out_image % LANES == 0 && (uintptr_t)t.out % (4 * LANES) == 0;
+}
 
 inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 inline ptrdiff_t blocks_of(int64_t maps) { return (maps + LANES - 1) / LANES; }

@@ -43,7 +43,7 @@ struct Fragments {  // of one plane of windows of a tile, for one block of chann
   int lanes;
 };
 
-template <bool PART>
+template <bool PART, bool STREAM>
 void scatter(const Tiling &t, const Fragments &f, float *out) {
   const ptrdiff_t pz = t.p[0], py = t.p[1], px = t.p[2];
   const ptrdiff_t qy = (t.n[1] - t.k[1] + 1) / py, qx = (t.n[2] - t.k[2] + 1) / px;
@@ -59,6 +59,7 @@ void scatter(const Tiling &t, const Fragments &f, float *out) {
           V v = load(source + half);
           for (ptrdiff_t d = 1; d < pz; d++) v = larger(v, load(source + d * f.plane + half));
           if (PART) store_part(target + half, v, f.lanes - half);
+          else if (STREAM) stream(target + half, v);
           else store(target + half, v);
         }
       }
@@ -79,6 +80,7 @@ EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, i
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout), pz = t.p[0], py = t.p[1], px = t.p[2];
   float *const image = room + t.tile[1] * half * BLOCK;
   float *const planes = image + (t.step[1] + py - 1) * (t.step[2] + px - 1) * LANES;
+  const bool stream = streams_out(t);
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / blocks, block = unit % blocks;
@@ -92,15 +94,17 @@ EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, i
     for (ptrdiff_t z = 0; z < depth; z++) {
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, room, half * BLOCK, BLOCK, (int)half, 0,
-                       (int)(rows + py - 1)});
+                       (int)(rows + py - 1), blocks * BLOCK});
       bad += along_x.to(image, {voxels * LANES, LANES, (int)(rows + py - 1), (int)voxels, lanes, room,
                                 t.bias + block * LANES, t.relu != 0});
       plane_maxima(image, voxels, py, px, planes + z % pz * plane, rows, columns);
       if (z < pz - 1) continue;
       const Fragments f{planes, plane, at.z + z - (pz - 1), at.y, at.x, rows, columns, lanes};
-      if (lanes < LANES) scatter<true>(t, f, out);
-      else scatter<false>(t, f, out);
+      if (lanes < LANES) scatter<true, false>(t, f, out);
+      else if (stream) scatter<false, true>(t, f, out);
+      else scatter<false, false>(t, f, out);
     }
   }
+  if (stream) fence();
   return bad;
 }

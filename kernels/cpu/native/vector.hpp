@@ -63,6 +63,13 @@ ALWAYS void stream(float *p, V v) {
 #endif
 }
 
+// After the last `stream`, before others read what it wrote.
+ALWAYS void fence() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 ALWAYS V broadcast(float f) { return V{} + f; }
 
 struct C {
