@@ -17,7 +17,8 @@ from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
-from znnpy.shapes import ConvShape, FilterShape, PoolShape
+from znnpy.planner.cost import Rates, seconds
+from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,6 +121,34 @@ def test_values_that_are_not_finite_are_counted(simd: str, monkeypatch: pytest.M
     x[0, 1, 0, 0, 0] = np.nan
     with pytest.raises(ValuesOverflowError, match=f"^{(2 * 3 + 1) * 19} of {19 * 4 * 4 * 38} values"):
         run(find("cpu.conv.first"), shape, x, weights, threads=2)
+
+
+MEASURED: list[tuple[str, LayerShape, float]] = [
+    ("cpu.conv.first", ConvShape(1, 1, 80, (100, 100, 100), (2, 2, 2), "relu"), 5.67),
+    ("cpu.conv.first", ConvShape(1, 1, 80, (100, 100, 100), (3, 3, 3), "relu"), 10.45),
+    ("cpu.conv.first", ConvShape(1, 1, 80, (100, 100, 100), (5, 5, 5), "relu"), 34.6),
+    ("cpu.conv.first", ConvShape(1, 1, 80, (100, 100, 100), (7, 7, 7), "relu"), 87.0),
+    ("cpu.conv.first", ConvShape(1, 3, 64, (80, 80, 80), (3, 3, 3), "relu"), 10.05),
+    ("cpu.conv.direct_lanes", ConvShape(64, 16, 16, (12, 12, 12), (2, 2, 2), "relu"), 0.93),
+    ("cpu.conv.direct_lanes", ConvShape(64, 80, 80, (6, 6, 6), (3, 3, 3), "relu"), 2.9),
+    ("cpu.conv.direct_lanes", ConvShape(8, 48, 48, (20, 20, 20), (2, 2, 2), "relu"), 4.64),
+    ("cpu.conv.direct_lanes", ConvShape(1, 80, 80, (60, 60, 60), (2, 2, 2), "relu"), 44.3),
+    ("cpu.pool.fragments_lanes", PoolShape(1, 80, (99, 99, 99), (2, 2, 2)), 15.1),
+    ("cpu.pool.fragments_lanes", PoolShape(64, 80, (23, 23, 23), (2, 2, 2)), 11.5),
+    ("cpu.pool.fragments_lanes", PoolShape(1, 24, (143, 143, 143), (2, 2, 2)), 20.0),
+    ("cpu.pool.fragments_lanes", PoolShape(1, 5, (199, 199, 199), (2, 2, 2)), 21.1),
+    ("cpu.pool.fragments_lanes", PoolShape(1, 80, (99, 99, 99), (5, 5, 5)), 50.9),
+    ("cpu.pool.max_lanes", PoolShape(1, 80, (100, 100, 100), (2, 2, 2), fragments=False), 9.4),
+    ("cpu.maxfilter.lanes", FilterShape(1, 80, (99, 99, 99), (5, 5, 5)), 37.3),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "milliseconds"), MEASURED, ids=str)
+def test_work_fits_measured_times(name: str, shape: LayerShape, milliseconds: float) -> None:
+    """Shortest or middle one of a few runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
+    (variant,) = find(name).variants(shape, MACHINE)
+    expected = 1000 * seconds(find(name).work(shape, variant), Rates())
+    assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.1f} expected"
 
 
 def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
