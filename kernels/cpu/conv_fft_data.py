@@ -40,14 +40,15 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-LINES_BYTES = 256 * 1024  # of a worker's lines in step 1, and of columns along z: they stay in L2
+LINES_BYTES = 256 * 1024  # of a worker's lines in step 1: they stay in L2
+COLUMNS_BYTES = 64 * 1024  # of its columns along z: FFTW may copy them aside, and as fast as 256 KiB
 PRODUCT_BYTES = 768 * 1024  # of a worker's frequencies in step 2: kernel, product and sum
 # Costs fitted to 1 to 80 maps in and out, k = 3 to 9, on 2 Zen 5 cores (2026-11-20):
 CACHED = 4  # times faster is a copy within the cache than one that misses it
 PLANAR = 4  # times slower is a transform here than one of 80 maps innermost, what moves its values included
 THIN = 8  # a product over k values takes the time of k + 8 at full rate
 SCATTERED_BYTES = 32  # of traffic for a float written among other maps
-COPIED_BYTES = 2**20  # by FFTW at most, of a thread's lines, where their strides are inconvenient to it
+COPIED_BYTES = 5 * 2**18  # by FFTW at most, of a thread's lines, where their strides are inconvenient to it
 
 
 class _Sizes(NamedTuple):
@@ -62,7 +63,8 @@ class _Sizes(NamedTuple):
     columns: int  # columns along z transformed at once (step 1); whole cache lines
     rows: int  # lines y of frequencies multiplied at once (step 2), an odd number
     worker_before: int  # bytes of a worker's scratch in step 1
-    worker_after: int  # and from then on
+    worker_product: int  # in step 2
+    worker_image: int  # and in step 3
 
 
 def _sizes(shape: ConvShape) -> _Sizes:
@@ -72,7 +74,7 @@ def _sizes(shape: ConvShape) -> _Sizes:
     plane = odd_lines(padded[1] * pitch)
     line = FLOAT32 * padded[2] * shape.fin
     lines = min(shape.n[1], max(1, LINES_BYTES // line))
-    columns = min(padded[1] * pitch, max(1, LINES_BYTES // (COMPLEX64 * padded[0] * 8)) * 8)
+    columns = min(padded[1] * pitch, max(1, COLUMNS_BYTES // (COMPLEX64 * padded[0] * 8)) * 8)
     row = COMPLEX64 * padded[0] * pitch
     rows = (min(padded[1], max(1, PRODUCT_BYTES // (row * (shape.batch + 2)))) - 1) | 1
     kz, ky, _ = shape.k
@@ -88,7 +90,8 @@ def _sizes(shape: ConvShape) -> _Sizes:
         columns,
         rows,
         -(-lines * line // 64) * 64,
-        -(-max(COMPLEX64 * held, real) // 64) * 64,
+        -(-COMPLEX64 * held // 64) * 64,
+        -(-real // 64) * 64,
     )
 
 
@@ -98,7 +101,7 @@ class ConvFftData:
 
     name: str = "cpu.conv.fft_data"
     kind: Kind = "conv"
-    version: int = 2
+    version: int = 3
     summary: str = "large kernels when spectra of all kernels do not fit in memory: none is kept"
     source: str = "ZNNi IV-A.2 (algorithm 2) with the pruned transforms of III"
 
@@ -119,14 +122,17 @@ class ConvFftData:
         t = _sizes(shape)
         wanted = shape.out[0] * t.padded[1] * t.pitch
         before = min(threads, max(shape.batch * shape.n[0] * -(-shape.n[1] // t.lines), shape.batch * shape.fin))
-        after = min(threads, max(-(-t.padded[1] // t.rows), shape.batch * shape.out[0]))
+        products = min(threads, -(-t.padded[1] // t.rows))
+        images = min(threads, shape.batch * shape.out[0])
         kz, ky, kx = shape.k
         packed = max(
             product_bytes(kx, t.pitch, COMPLEX64),
             product_bytes(ky, t.pitch, COMPLEX64),
             product_bytes(kz, t.pitch * t.rows, COMPLEX64),
         )
-        copied = min(COPIED_BYTES, 2**17 + 2 * COMPLEX64 * max(t.padded[0] * t.columns, t.padded[1] * t.pitch))
+        copied = min(
+            COPIED_BYTES, 2**19 + 4 * COMPLEX64 * max(t.padded[0] * t.columns, t.padded[1] * t.pitch) + t.worker_before
+        )
         kernels = COMPLEX64 * shape.fin * kz * ky * kx  # of an output map, as complex numbers
         return Footprint(  # the weights are those of the caller: no copy is kept
             resident=Finish.nbytes(shape.fout, shape.activation, shape.out[2])
@@ -138,9 +144,9 @@ class ConvFftData:
                 Scratch("spectra", COMPLEX64 * shape.batch * shape.fin * t.image, 0, 1),
                 Scratch("lines", before * t.worker_before, 0, 0),
                 Scratch("sum", COMPLEX64 * shape.batch * wanted, 1, 1),
-                Scratch("blocks", after * t.worker_after, 1, 1),
+                Scratch("blocks", max(products * t.worker_product, images * t.worker_image), 1, 1),
             ),
-            allowance=min(threads, max(before, after)) * (copied + packed + kernels),
+            allowance=max(before, products, images) * copied + products * (packed + kernels),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -226,10 +232,10 @@ class _Step:
         total = scratch["sum"].view(np.complex64).reshape(shape.batch, shape.out[0], gy, t.pitch)
         self._transform_lines(x, spectra, scratch["lines"].reshape(-1, t.worker_before))
         self._transform_maps(spectra)
-        blocks = scratch["blocks"].reshape(-1, t.worker_after)
+        products, images = (_rows(scratch["blocks"], nbytes) for nbytes in (t.worker_product, t.worker_image))
         for j in range(shape.fout):
-            self._accumulate(spectra, j, total, blocks)
-            self._invert(total, j, out, blocks)
+            self._accumulate(spectra, j, total, products)
+            self._invert(total, j, out, images)
         finish_whole(self._finish, out, crew)
 
     def _transform_lines(self, x: Array, spectra: Complex, blocks: npt.NDArray[np.uint8]) -> None:
@@ -329,6 +335,12 @@ class _Step:
                 out[s, z, :, :, j] = image[:, :mx]
 
         crew.each(piece, shape.batch * mz)
+
+
+def _rows(store: Bytes, nbytes: int) -> npt.NDArray[np.uint8]:
+    """As many rows of `nbytes` as there are: one for each worker that finds work."""
+    count = len(store) // nbytes
+    return store[: count * nbytes].reshape(count, nbytes)
 
 
 def _take(store: Complex, shape: tuple[int, ...]) -> tuple[Complex, Complex]:
