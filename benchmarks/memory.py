@@ -159,7 +159,7 @@ def random_case(primitive: Primitive, threads: int, most_bytes: int, rng: np.ran
         if primitive.why_not(shape, machine) is not None:
             continue
         variants = primitive.variants(shape, machine)
-        case = Case(primitive, shape, variants[rng.integers(len(variants))], threads)
+        case = Case(primitive, shape, variants[int(rng.integers(len(variants)))], threads)
         large_enough = max(LEAST_BYTES, threads * THREAD_BYTES) <= case.promised <= most_bytes
         if large_enough and seconds(primitive.work(shape, case.variant), rates) <= MOST_SECONDS:
             return case
