@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ConvDirectNaive:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return None if isinstance(shape, ConvShape) else f"computes convolutions, not {shape.kind}"
+        return why_not_plain(shape)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine
