@@ -25,7 +25,7 @@ import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu.finish import overflow, squash_whole
-from znnpy.kernels.cpu.native.library import LANES, blocks, library, streams, why_not
+from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, streams, why_not
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Variant, Work, as_conv, why_not_plain
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
@@ -42,6 +42,7 @@ MOST_BLOCKS = 3  # of channels, a panel: direct.cpp
 SUMS = 24  # registers that sums are kept in
 LEAST_SUMS = 8  # fewer wait for each other
 ENDING_TAPS = 8  # that take as long as to begin and to end a block of outputs
+THROUGH_CACHES = 3  # times as long is a large output written that is not written past them
 OFFSET = 8  # bytes of the offset of a tap
 CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
 CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
@@ -101,7 +102,8 @@ class _DirectLanes:
             sums += parts * max(LEAST_SUMS, -(-mx // parts) * width)
         taps = shape.fin * prod(shape.k) + ENDING_TAPS
         lines = prod(shape.out_shape[:3])
-        moved = shape.in_bytes + shape.out_bytes * (1 if streams(shape.fout, shape.out_bytes) else 2)
+        through = THROUGH_CACHES if shape.out_bytes > STREAM_BYTES else 2
+        moved = shape.in_bytes + shape.out_bytes * (1 if streams(shape.fout, shape.out_bytes) else through)
         return (Work("lane_stream", 2.0 * lines * sums * LANES * taps, moved),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:

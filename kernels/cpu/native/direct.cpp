@@ -38,6 +38,9 @@ ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
     const V bias = load(l.bias + v * W);
     for (int i = 0; i < VOXELS; i++) sums[i][v] = bias;
   }
+  // Of the next outputs' inputs only the last line is new to the caches.
+  const float *const ahead = x + l.offsets[l.taps - 1] + 1 + (VOXELS - 1) * l.fin;
+  for (ptrdiff_t i = 0; i < VOXELS * l.fin; i += LANES) __builtin_prefetch(ahead + i);
   const float *w = l.kernels;
   V totals[VOXELS][VECTORS];  // of whole chunks; not in registers
   for (ptrdiff_t first = 0;; first += CHUNK) {
