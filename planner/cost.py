@@ -36,8 +36,8 @@ class Rates:
     fft: Rate = Rate(flops=74e9, nbytes=25e9)
     copy: Rate = Rate(flops=50e9, nbytes=25e9)
     pool: Rate = Rate(flops=50e9, nbytes=30e9)
-    lane_product: Rate = Rate(flops=480e9, nbytes=30e9)
-    lane_fft: Rate = Rate(flops=300e9, nbytes=30e9)
+    lane_product: Rate = Rate(flops=450e9, nbytes=28e9)
+    lane_fft: Rate = Rate(flops=300e9, nbytes=40e9)
     lane_stream: Rate = Rate(flops=500e9, nbytes=42e9)
     stage_seconds: float = 5e-5  # to hand one stage to the threads and to wait for the last of them
 

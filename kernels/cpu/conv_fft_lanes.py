@@ -3,7 +3,7 @@
 Method   Tiles of 4 to 32 a side that overlap by k - 1, each axis its own. For a group of tiles:
          forward   per plane of a tile, in L1 or L2: real transforms along x, then y, straight-line code;
          multiply  per column of frequencies (fixed x, y), in L2: the kernels' spectra, unless they are kept; along z of
-                   CHUNK tiles, per frequency a product [tiles x fin] @ [fin x fout] in registers, along z back;
+                   a chunk of tiles, per frequency a product [tiles x fin] @ [fin x fout] in registers, along z back;
          inverse   per plane: y back (the n - k + 1 wanted lines), x back, bias, activation, scatter;
          pool      instead, where pooling into fragments follows: per tile and block of channels the same into L2, the
                    maxima of the windows, each into its fragment. Such tiles overlap by k - 1 + p - 1.
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # tiled.cpp has straight-line code for them, and for 1
 EXCESS = 1.5  # times the least volume that tiles cover together: those that cover more are slower by as much
 GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
-CHUNK = 32  # tiles multiplied at once: their columns and the kernels of a column stay in L2
+CHUNK = 512  # points along z, of all tiles, multiplied at once: they and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
 STREAM_BYTES = 2**23  # spectra larger than that are written past the caches
 CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
-MAXIMA_FLOPS = 20.0  # what pooling takes of a result, in flops of a transform
+MAXIMA_FLOPS = 16.0  # what pooling takes of a result beside moving it, in flops of a transform
 CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
 
 
@@ -76,6 +76,7 @@ class _Sizes(NamedTuple):
     tiles: int  # in all images
     group: int  # tiles of the largest group
     groups: int
+    chunk: int  # tiles whose columns are multiplied at once
     columns: int  # frequencies (x, y)
     kernel_bytes: int  # of the spectra of one column
     tile_pitch: int  # bytes from tile to tile of a column
@@ -102,7 +103,7 @@ def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
     fin, fout = blocks(shape.fin), blocks(shape.fout)
     kernel_bytes = tz * (shape.fin * fout + _panels(fout)) * BLOCK
     tile_pitch = max(tz * fin, span[0] * fout) * BLOCK
-    chunk = min(CHUNK, group)
+    chunk = min(max(8, CHUNK // tz), group)
     pooling = span[1] * span[2] + shape.pool[0] * step[1] * step[2]
     before, after = tz * (chunk * fin + 1) * BLOCK, tz * (chunk * min(fout, 3) + 1) * BLOCK
     return _Sizes(
@@ -113,6 +114,7 @@ def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
         tiles=tiles,
         group=group,
         groups=groups,
+        chunk=chunk,
         columns=ty * half,
         kernel_bytes=kernel_bytes,
         tile_pitch=tile_pitch,
@@ -192,17 +194,19 @@ class ConvFftLanes:
         forward = lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * s.tiles
         inverse = lanes_out * mz * (2.5 * my * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * s.tiles
         along_z = 5.0 * s.columns * tz * log2(tz) * s.tiles * (lanes_in + lanes_out)
-        kernels = 0.0
-        if not variant.count("kept"):
+        kernels, read = 0.0, 0.0
+        if variant.count("kept"):
+            read = float(s.groups * s.columns * s.kernel_bytes)
+        else:
             per_kernel = 8.0 * shape.k[0] * shape.k[1] + 5.0 * tz * log2(tz)
             kernels = s.groups * s.columns * shape.fin * lanes_out * per_kernel
         maxima = lanes_out * mz * my * mx * s.tiles * MAXIMA_FLOPS if shape.pools else 0.0
         products = 8.0 * s.columns * tz * s.tiles * shape.fin * lanes_out
         return (
             Work("lane_fft", forward, FLOAT32 * shape.fin * prod(s.tile) * s.tiles + spectra * tz * lanes_in),
-            Work("lane_fft", along_z + kernels, 0.0),
-            Work("lane_product", products, spectra * (tz * lanes_in + mz * lanes_out)),
-            Work("lane_fft", inverse + maxima, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
+            Work("lane_fft", along_z + kernels + maxima, 0.0),
+            Work("lane_product", products, spectra * (tz * lanes_in + mz * lanes_out) + read),
+            Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
@@ -282,7 +286,7 @@ class _Step:
         self._tiling = t = _Tiling(
             fin=shape.fin,
             fout=shape.fout,
-            chunk=min(CHUNK, s.group),
+            chunk=s.chunk,
             column_pitch=s.column_pitch // FLOAT32,
             tile_pitch=s.tile_pitch // FLOAT32,
             relu=shape.activation == "relu",

@@ -351,6 +351,31 @@ def test_work_fits_measured_times(shape: ConvShape, milliseconds: Sequence[float
         assert 0.7 < measured / expected < 1.4, f"{primitive.name}: {measured} measured, {expected:.0f} expected"
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile", "group", "kept", "milliseconds"),
+    [
+        (ConvShape(1, 80, 80, (100, 100, 100), (3, 3, 3), "relu"), (16, 16, 16), 512, 0, 142),
+        (ConvShape(1, 80, 80, (100, 100, 100), (3, 3, 3), "relu"), (16, 16, 16), 8, 1, 232),
+        (ConvShape(64, 80, 80, (40, 40, 24), (3, 3, 3), "relu"), (12, 12, 24), 128, 0, 307),
+        (ConvShape(1, 80, 80, (100, 100, 100), (5, 5, 5), "relu"), (28, 28, 28), 128, 0, 157),
+        (ConvShape(1, 80, 80, (100, 100, 100), (9, 9, 9), "relu"), (32, 32, 32), 128, 0, 237),
+        (ConvShape(8, 80, 80, (60, 60, 60), (9, 9, 9), "relu"), (28, 28, 28), 128, 0, 474),
+        (ConvShape(1, 1, 80, (150, 150, 150), (8, 8, 8), "relu"), (32, 32, 32), 128, 0, 161),
+        (ConvShape(64, 80, 3, (50, 50, 50), (7, 7, 7), "relu"), (28, 28, 28), 512, 0, 561),
+        (ConvShape(1, 16, 16, (120, 120, 120), (3, 3, 3), "relu"), (32, 32, 32), 128, 0, 28),
+        (ConvShape(1, 32, 64, (120, 120, 120), (5, 5, 5), "relu"), (32, 32, 32), 128, 0, 172),
+    ],
+    ids=ids,
+)
+def test_work_of_the_compiled_tiles_fits_measured_times(
+    shape: ConvShape, tile: Vec3, group: int, kept: int, milliseconds: float
+) -> None:
+    """Medians of three runs of 2 threads on 2 Zen 5 cores, 2026-11-21."""
+    variant = Variant.of(tile=tile, group=group, kept=kept)
+    expected = 1000 * seconds(find("cpu.conv.fft_lanes").work(shape, variant), Rates())
+    assert 0.7 < milliseconds / expected < 1.4, f"{milliseconds} measured, {expected:.0f} expected"
+
+
 @pytest.mark.parametrize(("primitive", "shape"), PAIRS, ids=ids)
 def test_work_is_positive(primitive: Primitive, shape: ConvShape) -> None:
     for variant in primitive.variants(shape, MACHINE):

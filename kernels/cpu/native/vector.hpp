@@ -70,7 +70,7 @@ ALWAYS void fence() {
 #endif
 }
 
-ALWAYS V broadcast(float f) { return V{} + f; }
+ALWAYS V broadcast(float f) { return f - V{}; }  // one instruction; V{} + f would be two, for the sake of -0
 
 struct C {
   V re, im;
