@@ -64,6 +64,17 @@ def test_names_stay_whole_on_narrow_terminals(plan: Plan, width: int) -> None:
     assert all(len(line) <= width for line in said.splitlines())
 
 
+def test_two_layers_in_one_are_told() -> None:
+    table = tuple(replace(p, flops=1.0) if p.name == "cpu.conv.both" else p for p in FAKES)
+    plan = make_plan(NETWORK, (60, 50, 40), MACHINE, limits(LIMIT), table=table, rates=RATES, baseline=0)
+    assert [c.layers for c in plan.choices] == [(0, 1), (2, 2)]
+    lines = [line.strip().split("  ")[0] for line in printed(plan).splitlines()]
+    at = lines.index("0 conv 2x3x4 -> 8 relu")
+    assert lines[at + 1] == "1 pool 2x2x2, in one"
+    assert lines[at + 2] == "2 conv 3x3x3 -> 2 none"
+    assert "the time of 3 of 3 layers is estimated" in words(plan)
+
+
 def test_measured_times_are_called_measured(plan: Plan) -> None:
     measured = replace(plan, choices=tuple(replace(c, measured=True) for c in plan.choices))
     said = words(measured)

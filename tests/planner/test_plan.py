@@ -247,6 +247,29 @@ def test_a_hand_edited_plan_corrupts_nothing(plan: Plan, network: Network, what:
     refused(Plan.from_json(edited(plan, *path, to=to)), network, said)
 
 
+FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
+    "one layer of the two": (("choices", 0, "layers"), [0, 0], r"entry 0 of the plan is layer 0 \(conv .*p2x1x2\)"),
+    "three layers": (("choices", 0, "layers"), [0, 2], "entry 0 of the plan is layers 0 and 2"),
+    "layers twice": (("choices", 1, "layers"), [1, 2], "entry 1 of the plan is layers 1 and 2"),
+    "backwards": (("choices", 0, "layers"), [0, -1], "damaged: choices.0.layers.1"),
+    "beyond the end": (("choices", 3, "layers"), [4, 5], "entry 3 of the plan is layers 4 and 5"),
+    "another window": (("choices", 0, "shape", "pool"), [1, 1, 1], "entry 0 of the plan is layers 0 and 1"),
+    "window that does not fit": (("choices", 0, "shape", "pool"), [5, 4, 3], "damaged: choices.0.shape.*window"),
+    "a primitive that cannot": (("choices", 0, "primitive"), "cpu.conv.slow", "0 and 1 .*does not pool into fragments"),
+    "the last left out": (("choices", 3), ..., "chooses for 4 layers, and the network has 5"),
+}
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_a_hand_edited_plan_of_two_layers_in_one(network: Network, what: str) -> None:
+    table = tuple(replace(p, flops=1.0) if p.name == "cpu.conv.both" else p for p in FAKES)
+    plan = make_plan(network, (20, 11, 8), MACHINE, limits(2**30), table=table, rates=RATES, baseline=5000)
+    plan.check_runs(network, MACHINE, table=table)
+    path, to, said = FUSED[what]
+    with pytest.raises(PlanFileError, match=said):
+        Plan.from_json(edited(plan, *path, to=to)).check_runs(network, MACHINE, table=table)
+
+
 def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
     for i, a in enumerate(plan.tensors):
         for j, b in enumerate(plan.tensors):

@@ -7,10 +7,16 @@ import pytest
 
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
+from znnpy.kernels.cpu.native import library as native
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.primitive import ConvWeights, Primitive
 from znnpy.kernels.reference import dense_by_sliding
-from znnpy.kernels.table import TABLE
+from znnpy.kernels.table import TABLE, find
+from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
-from znnpy.trained import TrainedNetwork
+from znnpy.planner.search import make_plan
+from znnpy.run.session import Session
+from znnpy.trained import TrainedNetwork, load_network
 
 
 def small(name: str, channels: int, *layers: Layer) -> Network:
@@ -78,6 +84,49 @@ def test_every_primitive_gives_the_same_prediction(primitive: str, threads: int)
     trained = TrainedNetwork(network, random_weights(network, seed=5))
     volume = some_volume(network, seed=12)
     assert_dense(trained(volume, only=[primitive], threads=threads), definition(trained, volume))
+
+
+IN_ONE = pytest.mark.skipif(native.why_not(this_machine()) is not None, reason="the kernels were not compiled")
+
+
+def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np.ndarray, threads: int) -> np.ndarray:
+    """The plan that `table` allows for the whole of `raw` as one patch, run: (maps, z, y, x)."""
+    network = trained.network
+    size = network.dense_size(raw.shape[1:])
+    plan = make_plan(network, size, this_machine(), Limits(2**32, threads), table=table, patch=size)
+    plan.check_runs(network, this_machine())
+    pooled = sum(isinstance(layer, Pool) for layer in network.layers)
+    alone = any(primitive.kind == "pool" for primitive in table)
+    assert len(plan.choices) == len(network.layers) - (0 if alone else pooled)
+    out = np.full((network.output_channels, *size), np.nan, np.float32)
+    with Crew(threads) as crew, Session(plan, network, trained.weights, crew) as session:
+        session.run(raw, out)
+    return out
+
+
+@IN_ONE
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pooling_within_the_convolution_changes_rounding_alone(threads: int) -> None:
+    """The boundary network that ships, with and without primitives for pooling alone."""
+    trained = load_network("fib25_boundary")
+    z, y, x = trained.network.patch_in((4, 8, 12))
+    cells = np.random.default_rng(15).integers(60, 200, (8, 8, 8), np.uint8)  # blobs: to noise it says 0
+    raw = np.kron(cells, np.ones((8, 8, 8), np.uint8))[None, :z, :y, :x]
+    convs = tuple(p for p in TABLE if p.name in ("cpu.conv.fft_lanes", "cpu.conv.direct"))
+    apart = run_one_patch(trained, (find("cpu.conv.direct"), find("cpu.pool.fragments")), raw, threads)
+    in_one = run_one_patch(trained, convs, raw, threads)
+    assert_dense(in_one, definition(trained, raw))
+    assert apart.max() > 0.1
+    assert np.abs(apart - in_one).max() <= 1e-5  # a product of shifts against a transform
+
+
+@IN_ONE
+def test_what_overflows_in_two_layers_in_one_is_named() -> None:
+    network = small("hot", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)))
+    weights = (ConvWeights(np.full((3, 1, 2, 2, 2), 3e38, np.float32), np.zeros(3, np.float32)),)
+    raw = np.full((1, *network.patch_in((4, 4, 4))), 255, np.uint8)
+    with pytest.raises(ValuesOverflowError, match=r"layer 0 \(conv 2x2x2 -> 3 relu\): \d+ of \d+ values"):
+        run_one_patch(TrainedNetwork(network, weights), (find("cpu.conv.fft_lanes"),), raw, 1)
 
 
 def test_reflecting_borders_give_an_output_as_large_as_the_input() -> None:
