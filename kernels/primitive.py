@@ -2,6 +2,8 @@
 
 The planner asks `why_not`, `variants`, `footprint` and `work`: arithmetic on shapes, no arrays. The session calls
 `prepare` once per layer, `bind` once per shape, and the step's `run` once per patch. Arrays belong to the session.
+
+A convolution whose shape has a `pool` is two layers in one: primitives that cannot do that say so (`why_not_plain`).
 """
 
 from __future__ import annotations
