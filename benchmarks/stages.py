@@ -8,7 +8,7 @@ products    the product of one frequency in cache, as the library computes it, a
             (numpy, PyTorch), complex or as real ones of twice the size, and against multiply-adds in registers.
 layers      80 -> 80 maps of 100^3: the whole layer against the sum of its three stages called alone; the product's rate
             within its stage; and what `forward` and `inverse` move, by themselves and without the transforms, against
-            a copy past the caches.
+            a copy past the caches, which reads and writes each byte once; numpy's copy is beside it.
 Rates of copies count bytes that are asked for: inputs where tiles overlap are read again. Rounds are interleaved, in an
 order that alternates, after one warm run; figures are medians.
 """
@@ -75,7 +75,10 @@ def show(part: str, row: dict[str, Any]) -> None:
         print(f"  multiply: {row['multiply_gflops']:.0f} GFLOP/s of products")
         moved = ", ".join(f"{name} {rate[name]:.1f}" for name in ("forward", "gather", "inverse", "scatter"))
         parts = ", ".join(f"{part:.2f}" for part in row["of_copy"].values())
-        print(f"  GB/s: copy {rate['copy']:.1f}; {moved} ({parts} of the copy)", flush=True)
+        print(
+            f"  GB/s: copy {rate['copy']:.1f}, numpy's {rate['numpy copy']:.1f}; {moved} ({parts} of the copy)",
+            flush=True,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

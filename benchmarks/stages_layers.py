@@ -60,6 +60,17 @@ class Stages:
         self._step._crew.each(piece, min(x.size, out.size) // LANES)
 
 
+def plain_copy(x: Array, out: Array, crew: Crew) -> None:
+    """numpy's, of as much of x as out holds."""
+    source, target = x.reshape(-1), out.reshape(-1)
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del worker
+        target[lo:hi] = source[lo:hi]
+
+    crew.each(piece, min(source.size, target.size))
+
+
 def moved(shape: ConvShape, s: _Sizes) -> dict[str, float]:
     """Bytes that each stage asks for or writes: inputs where tiles overlap are read again."""
     read = prod(
@@ -70,8 +81,10 @@ def moved(shape: ConvShape, s: _Sizes) -> dict[str, float]:
     spectra_out = shape.batch * s.counts[1] * s.counts[2] * shape.out[0] * s.columns * blocks(shape.fout) * BLOCK
     forward = shape.batch * read * shape.fin * FLOAT32 + spectra_in
     inverse = spectra_out + shape.out_bytes
+    copied = 2.0 * min(shape.in_bytes, shape.out_bytes)
     return {
-        "copy": 2.0 * LANES * FLOAT32 * (min(shape.in_bytes, shape.out_bytes) // (LANES * FLOAT32)),
+        "copy": copied,
+        "numpy copy": copied,
         "forward": float(forward),
         "gather": float(forward),
         "inverse": float(inverse),
@@ -102,6 +115,7 @@ def layer(shape: ConvShape, crew: Crew, options: argparse.Namespace) -> dict[str
     for name in (*STAGES, "gather", "scatter"):
         runs[name] = lambda name=name: stages.run(name)  # type: ignore[misc]
     runs["copy"] = lambda: stages.copy(x, out)
+    runs["numpy copy"] = lambda: plain_copy(x, out, crew)
     times = interleaved(runs, options.rounds)
     middle = {name: median(each) for name, each in times.items()}
     sizes, ns = step._sizes, 1e9 / (shape.batch * prod(shape.out))
@@ -115,6 +129,6 @@ def layer(shape: ConvShape, crew: Crew, options: argparse.Namespace) -> dict[str
         "of_sum": middle["layer"] / sum(middle[name] for name in STAGES),
         "multiply_gflops": products / middle["multiply"] / 1e9,
         "gb_per_second": rates,
-        "of_copy": {name: rate / rates["copy"] for name, rate in rates.items() if name != "copy"},
+        "of_copy": {name: rate / rates["copy"] for name, rate in rates.items() if "copy" not in name},
         "seconds": times,
     }

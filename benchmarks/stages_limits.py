@@ -32,6 +32,7 @@ REGISTERS = "in registers"
 PAUSE = 0.005  # seconds before a run
 FREQUENCIES, TILES = 32, (64, 256)  # of BLAS's products
 BLOCK = 2 * LANES
+CHUNK_TILES = CHUNK // 16  # that share one pass over a frequency's kernels, where tiles are 16 high
 TRANSFORM_VALUES = 2**22  # that a worker transforms in one run, at least
 PRODUCT_FLOPS = 2e9  # of a worker in one run, at least
 PEAK_TIMES = 5_000_000  # of 12 multiply-adds
@@ -131,13 +132,13 @@ class OwnProduct:
     """The multiply stage of tiles of one voxel that all lie in one place: the product, and what it reads from L2."""
 
     def __init__(self, fin: int, fout: int, tiles: int) -> None:
-        self._tiling = t = _Tiling(fin=fin, fout=fout, tiles=tiles, chunk=CHUNK, kept=1)
+        self._tiling = t = _Tiling(fin=fin, fout=fout, tiles=tiles, chunk=CHUNK_TILES, kept=1)
         for axes in (t.n, t.k, t.p, t.tile, t.step, t.counts):
             axes[:] = (1, 1, 1)
         blocks_in, blocks_out = blocks(fin), blocks(fout)
         self._spectra = floats(max(blocks_in, blocks_out), BLOCK)
         self._kernels = floats(fin + 1, blocks_out, BLOCK)
-        self._room = floats(CHUNK * (blocks_in + blocks_out) + 2, BLOCK)
+        self._room = floats(CHUNK_TILES * (blocks_in + blocks_out) + 2, BLOCK)
         t.spectra, t.kernels = self._spectra.ctypes.data, self._kernels.ctypes.data
         self._library = library(this_machine().simd)
         self.tiles = tiles
@@ -182,7 +183,7 @@ def multiplication(fin: int, fout: int, crew: Crew, options: argparse.Namespace)
     once = 8.0 * fin * fout
     runs: dict[str, Run] = {}
     flops: dict[str, float] = {}
-    own = [OwnProduct(fin, fout, -(-int(least / once) // CHUNK) * CHUNK) for _ in range(crew.threads)]
+    own = [OwnProduct(fin, fout, -(-int(least / once) // CHUNK_TILES) * CHUNK_TILES) for _ in range(crew.threads)]
     runs["own"], flops["own"] = by_worker(crew, lambda worker: own[worker].run()), crew.threads * own[0].tiles * once
     contestants = {"numpy": matmul} | ({"torch": bmm} if options.torch else {})
     if options.torch:
