@@ -45,10 +45,19 @@ class Stages:
         stage = getattr(self._library, f"znnpy_{'tiled' if name in STAGES else 'limits'}_{name}")
         for t.first, t.tiles in step._groups:
             if name == "multiply":
-                step._each(stage, t, self._rooms, s.columns, step._columns)
+                self._each(stage, s.columns)
             else:
                 planes = s.tile[0] if name in ("forward", "gather") else s.step[0]
-                step._each(stage, t, self._rooms, t.tiles * planes, step._planes)
+                self._each(stage, t.tiles * planes)
+
+    def _each(self, stage: Any, count: int) -> None:
+        """All units of one stage of one group."""
+        tiling = ctypes.byref(self._tiling)
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            stage(tiling, address(self._rooms[worker]), ctypes.c_int64(lo), ctypes.c_int64(hi))
+
+        self._step._crew.each(piece, count)
 
     def copy(self, x: Array, out: Array) -> None:
         """As much of x as out holds."""

@@ -22,7 +22,7 @@ Tested   tests/kernels/test_conv.py, tests/kernels/test_native.py
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
@@ -50,6 +50,9 @@ GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one
 CHUNK = 512  # points along z, of all tiles, multiplied at once: they and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
 STREAM_BYTES = 2**23  # spectra larger than that are written past the caches
+TOGETHER = 64  # groups whose units the workers take with no more than a counter between them
+PARTS = 16  # of a stage that each worker takes, one after the other
+STAGE_BYTES = 64  # tiled.hpp
 CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
 MAXIMA_FLOPS = 16.0  # what pooling takes of a result beside moving it, in flops of a transform
 CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
@@ -64,6 +67,9 @@ class _Tiling(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("x_image", "out_image", "relu", "kept", "stream")),
         *((name, ctypes.c_void_p) for name in ("x", "out", "spectra", "kernels", "bias")),
     )
+
+
+GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # of a run: what its workers are told of a group, and count
 
 
 class _Sizes(NamedTuple):
@@ -182,7 +188,7 @@ class ConvFftLanes:
                 Scratch("spectra", s.columns * s.column_pitch),
                 Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, s.column_bytes)),
             ),
-            allowance=ALIGNMENT + threads * CALL_BYTES + (along_x if kept else 0),
+            allowance=ALIGNMENT + threads * CALL_BYTES + TOGETHER * GROUP_BYTES + (along_x if kept else 0),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -299,43 +305,44 @@ class _Step:
         t.counts[:] = s.counts
         tz = s.tile[0]
         lanes = LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
-        self._planes = max(
-            1, int(CALL_FLOPS // (100.0 * s.columns * LANES * max(blocks(shape.fin), blocks(shape.fout))))
+        unit_flops = (
+            100.0 * s.columns * LANES * blocks(shape.fin),  # a plane
+            8.0 * tz * s.group * lanes,  # a column
+            100.0 * s.columns * LANES * (s.span[0] if shape.pools else blocks(shape.fout)),  # a tile's block; a plane
         )
-        self._blocks = max(1, int(CALL_FLOPS // (100.0 * s.columns * LANES * s.span[0])))
-        self._columns = max(1, int(CALL_FLOPS // (8.0 * tz * s.group * lanes)))
+        units = (s.group * tz, s.columns, s.group * (blocks(shape.fout) if shape.pools else s.step[0]))
+        most = [max(1, int(CALL_FLOPS // flops)) for flops in unit_flops]
+        grain = [max(1, min(n // (PARTS * crew.threads), m)) for n, m in zip(units, most, strict=True)]
+        self._most, self._grain = (ctypes.c_int64 * 3)(*most), (ctypes.c_int64 * 3)(*grain)
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        s, shape = self._sizes, self._shape
+        s, shape, crew, run = self._sizes, self._shape, self._crew, self._library.znnpy_tiled_run
         t = _Tiling.from_buffer_copy(self._tiling)  # steps may run at the same time
-        rooms = scratch["blocks"].reshape(self._crew.threads, -1)
         t.x, t.out, t.spectra = x.ctypes.data, out.ctypes.data, scratch["spectra"].ctypes.data
         t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
-        for t.first, t.tiles in self._groups:
-            self._each(self._library.znnpy_tiled_forward, t, rooms, t.tiles * s.tile[0], self._planes)
-            self._each(self._library.znnpy_tiled_multiply, t, rooms, s.columns, self._columns)
-            if shape.pools:
-                bad = self._each(self._library.znnpy_tiled_pool, t, rooms, t.tiles * blocks(shape.fout), self._blocks)
-            else:
-                bad = self._each(self._library.znnpy_tiled_inverse, t, rooms, t.tiles * s.step[0], self._planes)
-            if bad:
-                raise overflow(bad, t.tiles * prod(s.span) * shape.fout)
+        rooms = scratch["blocks"].reshape(crew.threads, -1)
+        bad = (ctypes.c_int64 * crew.threads)()
+        for start in range(0, s.groups, TOGETHER):
+            some = self._groups[start : start + TOGETHER]
+            groups = (_Tiling * len(some))()
+            for index, (t.first, t.tiles) in enumerate(some):
+                groups[index] = t
+            stages = aligned_bytes(3 * len(some) * STAGE_BYTES)
+            stages.fill(0)
+            shared = groups, ctypes.c_int64(len(some))
+            counters = _address(stages), self._grain, self._most
+
+            def piece(lo: int, hi: int, worker: int, shared: Any = shared, counters: Any = counters) -> None:
+                del lo, hi  # units are taken from the counters: no worker waits for another while any are left
+                own = _address(rooms[worker]), *counters, ctypes.byref(bad, worker * ctypes.sizeof(ctypes.c_int64))
+                while run(*shared, *own):
+                    crew.check()
+
+            crew.each(piece, crew.threads)
+            if any(bad):
+                raise overflow(sum(bad), s.tiles * prod(s.span) * shape.fout)
         if shape.activation not in ("none", "relu"):
             self._squash(out)
-
-    def _each(self, stage: Callable[..., int | None], tiling: _Tiling, rooms: Bytes, count: int, most: int) -> int:
-        """The sum of what all calls return; `most` units a call."""
-        crew, parameters = self._crew, ctypes.byref(tiling)
-        sums = [0] * crew.threads
-
-        def piece(lo: int, hi: int, worker: int) -> None:
-            for first in range(lo, hi, most):
-                crew.check()
-                last = ctypes.c_int64(min(hi, first + most))
-                sums[worker] += stage(parameters, _address(rooms[worker]), ctypes.c_int64(first), last) or 0
-
-        crew.each(piece, count)
-        return sum(sums)
 
     def _squash(self, out: Array) -> None:
         """tanh, sigmoid, softmax: plane by plane. The first two grow with their argument: they may follow a maximum."""

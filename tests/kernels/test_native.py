@@ -164,3 +164,17 @@ def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason is not None
     assert reason.startswith("the kernels for avx2 were not compiled")
     assert "compiler" in reason
+
+
+@pytest.mark.parametrize("pool", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("calls", [1, 10**6])
+def test_workers_share_the_units_of_all_groups(pool: Vec3, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More workers than cores and than units of some stages, groups of unequal size, and as many returns as can be."""
+    shape = ConvShape(6, 21, 19, (13, 14, 14), (3, 2, 4), "relu", pool)
+    x, weights, variant = random_input(shape), random_weights(shape), Variant.of(tile=(6, 8, 10), group=5, kept=0)
+    primitive = find("cpu.conv.fft_lanes")
+    expected = run(primitive, shape, x, weights, variant, threads=1).out
+    if calls > 1:  # a call does one unit
+        monkeypatch.setattr(conv_fft_lanes, "CALL_FLOPS", 1.0)
+    for threads in (1, 2, 7):
+        np.testing.assert_array_equal(run(primitive, shape, x, weights, variant, threads=threads).out, expected)

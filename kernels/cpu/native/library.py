@@ -53,7 +53,7 @@ def library(simd: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(found))
     for stage in ("kernels", "spectra", "forward", "multiply"):
         getattr(loaded, f"znnpy_tiled_{stage}").restype = None
-    for stage in ("inverse", "pool"):
+    for stage in ("inverse", "pool", "run"):
         getattr(loaded, f"znnpy_tiled_{stage}").restype = ctypes.c_int64
     loaded.znnpy_direct.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None

@@ -5,9 +5,12 @@
 //   multiply   per column of frequencies (fixed x, y), in L2: along z, the product of each frequency, along z back
 //   inverse    per plane: along y back, along x back, bias, activation, scatter; tiled_pool.cpp where pooling follows
 //
+// Every worker calls `run` once and takes units of all stages of all groups until none is left.
+//
 // Spectra of a group of tiles are stored column by column: (x, y; tile, z, block of channels, re/im, lane).
 #include <cmath>
 #include <cstring>
+#include <thread>
 
 #include "fft.hpp"
 #include "tiled.hpp"
@@ -20,9 +23,19 @@ ALWAYS void fetch(const float *block) {
   __builtin_prefetch(block + LANES);
 }
 
+// One line's share of what the next passes read: scattered cache lines are slow to come, neighbours come together.
+__attribute__((noinline)) void fetch_later(const Complex &p, int line, int points) {
+  const int slot = p.at + line, part = slot % p.passes;
+  const float *const from = p.later + slot / p.passes * p.from_line;
+  for (int i = part * points / p.passes; i < (part + 1) * points / p.passes; i++)
+    for (int f = 0; f < p.passes * BLOCK; f += LANES) __builtin_prefetch(from + i * p.from + f, 0, 2);
+  asm volatile("");  // to the compiler, a function that only fetches has no effect: it would leave out the calls
+}
+
 template <int N, bool INVERSE, bool PRUNED, bool STREAM>
 void along(const Complex &p) {
   for (int line = 0; line < p.lines; line++) {
+    if (INVERSE && !PRUNED && !STREAM && p.later) fetch_later(p, line, N);
     for (int half = 0; half < LANES; half += W) {
       const float *source = p.source + line * p.from_line + half;
       float *target = p.target + line * p.to_line + half;
@@ -51,11 +64,14 @@ template <int N, bool PART>
 void from_rows(const float *image, const Rows &r) {
   constexpr int HALF = N / 2 + 1;
   for (int y = 0; y < r.rows; y++) {
+    const int slot = r.at + y;
+    const float *later = r.later + slot / r.passes * r.row + slot % r.passes * N * LANES;
     for (int half = 0; half < LANES; half += W) {
       const float *source = image + y * r.row + half;
       C out[HALF];
       transform_real<N, 0, 1>(
           [&](auto i) ALWAYS_LAMBDA {
+            if (r.later) __builtin_prefetch(later + i * LANES, 0, 2);
             if (!PART) return load(source + i * r.voxel);
             if (i >= r.voxels) return V{};
             return load_part(source + i * r.voxel, r.lanes - half);
@@ -231,6 +247,21 @@ ptrdiff_t column_floats(const Tiling &t) {
   return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
 }
 
+int64_t units_of(const Tiling &t, int stage) {
+  if (stage == 0) return t.tiles * t.tile[0];
+  if (stage == 1) return t.tile[1] * (t.tile[2] / 2 + 1);
+  return t.tiles * (pools(t) ? blocks_of(t.fout) : t.step[0]);
+}
+
+// Until units that other workers have begun are done: soon, and they wait for nobody.
+void wait_for(const Stage &stage, int64_t units) {
+  constexpr int SPINS = 20000;  // about a millisecond: to wake a thread takes a tenth of it
+  for (int spin = 0; stage.done.load(std::memory_order_acquire) < units; spin++) {
+    if (spin < SPINS) pause();
+    else std::this_thread::yield();
+  }
+}
+
 }  // namespace
 
 const Side *find(int64_t length) {
@@ -282,6 +313,21 @@ EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo,
   for (int64_t column = lo; column < hi; column++) kernel_column(t, column, target + column * column_floats(t));
 }
 
+namespace znnpy {
+namespace {
+
+// Where a plane of the group's tiles begins in the input; null where it lies beyond.
+const float *input_plane(const Tiling &t, ptrdiff_t unit) {
+  const Origin at = origin(t, t.first + unit / t.tile[0]);
+  const ptrdiff_t z = at.z + unit % t.tile[0];
+  return z < t.n[0] ? t.x + at.image * t.x_image + ((z * t.n[1] + at.y) * t.n[2] + at.x) * t.fin : nullptr;
+}
+
+constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // planes of spectra up to 160 KiB are fetched ahead: larger ones gain nothing
+
+}  // namespace
+}  // namespace znnpy
+
 // Planes [lo, hi) of the group's tiles, tile.z a tile.
 EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
@@ -292,10 +338,12 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
     const Origin at = origin(t, t.first + tile);
     const ptrdiff_t rows = at.z + z < t.n[0] ? least(t.tile[1], t.n[1] - at.y) : 0;
     const ptrdiff_t voxels = least(t.tile[2], t.n[2] - at.x);
-    const float *image = t.x + at.image * t.x_image + (((at.z + z) * t.n[1] + at.y) * t.n[2] + at.x) * t.fin;
+    const float *const image = input_plane(t, unit);  // no rows are read where it lies beyond
+    const float *const later = unit + 1 < hi ? input_plane(t, unit + 1) : nullptr;
     for (ptrdiff_t block = 0; block < blocks; block++) {
       const int lanes = (int)least(LANES, t.fin - block * LANES);
-      const Rows r{t.n[2] * t.fin, t.fin, (int)rows, (int)voxels, lanes, planes, nullptr, false};
+      const Rows r{t.n[2] * t.fin, t.fin, (int)rows, (int)voxels, lanes, planes, nullptr, false,
+                   later, (int)(block * rows), (int)blocks};
       const bool part = voxels < t.tile[2] || lanes < LANES;
       (part ? along_x.from_part : along_x.from)(image + block * LANES, r);
       const ptrdiff_t row = half * BLOCK;
@@ -355,7 +403,7 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
   const ptrdiff_t mz = t.n[0] - t.k[0] + 1, my = t.n[1] - t.k[1] + 1, mx = t.n[2] - t.k[2] + 1;
-  const bool stream = streams_out(t);
+  const bool stream = streams_out(t), ahead = blocks * half * t.tile[1] * BLOCK <= LATER_FLOATS;
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t tile = unit / t.step[0], z = unit % t.step[0];
@@ -363,16 +411,46 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
     if (at.z + z >= mz) continue;
     const ptrdiff_t rows = least(t.step[1], my - at.y), voxels = least(t.step[2], mx - at.x);
     float *image = t.out + at.image * t.out_image + (((at.z + z) * my + at.y) * mx + at.x) * t.fout;
+    const ptrdiff_t next = (unit + 1) / t.step[0] * t.tile_pitch + (unit + 1) % t.step[0] * blocks * BLOCK;
+    const float *const later = ahead && unit + 1 < hi ? t.spectra + next : nullptr;
     for (ptrdiff_t block = 0; block < blocks; block++) {
       const int lanes = (int)least(LANES, t.fout - block * LANES);
       const float *source = t.spectra + tile * t.tile_pitch + (z * blocks + block) * BLOCK;
       along_y.inverse({source, t.column_pitch, t.tile[1] * t.column_pitch, planes, half * BLOCK, BLOCK, (int)half, 0,
-                       (int)rows, BLOCK});
+                       (int)rows, BLOCK, later, (int)(block * half), (int)blocks});
       const Rows r{mx * t.fout, t.fout,  (int)rows, (int)voxels, lanes, planes, t.bias + block * LANES,
-                   t.relu != 0, stream};
+                   t.relu != 0, nullptr, 0, 1, stream};
       bad += (lanes < LANES ? along_x.to_part : along_x.to)(image + block * LANES, r);
     }
   }
   if (stream) fence();
   return bad;
+}
+
+// What is left of all stages of `count` groups, beside other workers that do the same: returns 0 when every unit was
+// begun, 1 when the caller should look whether to go on and call again. `stages` holds three of every group, zero at
+// the beginning; `grain` how many units of each kind are taken at once, `most` how many are done before it returns.
+// `bad` grows by how many values are infinite or not a number.
+EXPORT int64_t znnpy_tiled_run(const Tiling *groups, int64_t count, float *room, Stage *stages, const int64_t *grain,
+                               const int64_t *most, int64_t *bad) {
+  double left = 1;
+  for (int64_t i = 0; i < 3 * count; i++) {
+    const Tiling &t = groups[i / 3];
+    const int kind = (int)(i % 3);
+    const int64_t units = units_of(t, kind);
+    Stage &stage = stages[i];
+    while (stage.begun.load(std::memory_order_relaxed) < units) {
+      if (left <= 0) return 1;
+      const int64_t lo = stage.begun.fetch_add(grain[kind], std::memory_order_relaxed);
+      if (lo >= units) break;
+      const int64_t hi = least(lo + grain[kind], units);
+      if (kind == 0) znnpy_tiled_forward(&t, room, lo, hi);
+      else if (kind == 1) znnpy_tiled_multiply(&t, room, lo, hi);
+      else *bad += pools(t) ? znnpy_tiled_pool(&t, room, lo, hi) : znnpy_tiled_inverse(&t, room, lo, hi);
+      stage.done.fetch_add(hi - lo, std::memory_order_release);
+      left -= (double)(hi - lo) / (double)most[kind];
+    }
+    if (i + 1 < 3 * count) wait_for(stage, units);
+  }
+  return 0;
 }

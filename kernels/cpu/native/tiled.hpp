@@ -1,6 +1,7 @@
 // What conv_fft_lanes.py tells the tiled convolution, and what its stages share. Sizes are in elements; the last axis
 // of an image is its channels.
 #pragma once
+#include <atomic>
 #include <cstdint>
 
 #include "vector.hpp"
@@ -23,6 +24,14 @@ struct Tiling {
   const float *bias;     // in whole blocks
 };
 
+// Units of one stage of one group, which its workers take one after the other; a cache line, as all of them write it.
+struct alignas(64) Stage {
+  std::atomic<int64_t> begun, done;
+};
+
+// The last stage of a group, where pooling follows: tiled_pool.cpp.
+EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, int64_t hi);
+
 namespace znnpy {
 
 struct Complex {  // where the lines of a pass lie, in floats
@@ -34,6 +43,8 @@ struct Complex {  // where the lines of a pass lie, in floats
   int given;  // points that are not zero
   int wanted;  // points to store
   ptrdiff_t ahead = 0;  // floats from what is read to what is read soon; 0: nothing
+  const float *later = nullptr;  // where the first line of the next `passes` passes lies: fetched into L2 meanwhile,
+  int at = 0, passes = 1;        // all that they read of a point at once; `at`: lines that were fetched
 };
 
 struct Rows {  // real lines of one block of channels, and their spectra
@@ -42,6 +53,8 @@ struct Rows {  // real lines of one block of channels, and their spectra
   float *spectra;  // (y, x, re/im, lane)
   const float *bias;
   bool relu;
+  const float *later = nullptr;  // the first row of the next `passes` blocks of channels: fetched into L2 meanwhile,
+  int at = 0, passes = 1;        // row after row, all their channels at once; `at`: rows of single blocks that were
   bool stream = false;  // whole, aligned blocks, written past the caches
 };
 
@@ -62,6 +75,8 @@ const Side *find(int64_t length);  // null where tiles have no such side
 inline bool streams_out(const Tiling &t) {
   return t.stream && t.fout % LANES == 0 && t.out_image % LANES == 0 && (uintptr_t)t.out % (4 * LANES) == 0;
 }
+
+inline bool pools(const Tiling &t) { return t.p[0] * t.p[1] * t.p[2] > 1; }
 
 inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 inline ptrdiff_t blocks_of(int64_t maps) { return (maps + LANES - 1) / LANES; }

@@ -22,7 +22,7 @@ constexpr int BLOCK = 2 * LANES;  // floats of a block of complex numbers: LANES
 #define ALWAYS inline __attribute__((always_inline))
 #define ALWAYS_LAMBDA __attribute__((always_inline))
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#define EXPORT extern "C" __attribute__((visibility("default"), noinline))
 
 typedef int32_t Mask __attribute__((vector_size(4 * W)));
 typedef float V __attribute__((vector_size(4 * W)));
@@ -67,6 +67,13 @@ ALWAYS void stream(float *p, V v) {
 ALWAYS void fence() {
 #if defined(__AVX2__)
   _mm_sfence();
+#endif
+}
+
+// While another thread is waited for.
+ALWAYS void pause() {
+#if defined(__AVX2__)
+  _mm_pause();
 #endif
 }
 
