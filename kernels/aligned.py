@@ -20,5 +20,5 @@ def aligned_bytes(nbytes: int) -> Bytes:
 
 
 def odd_lines(count: int) -> int:
-    """At least `count` complex64 that fill an odd number of cache lines: rows so far apart spread over a cache's sets."""
+    """At least `count` complex64 that fill an odd number of cache lines: rows so far apart spread over a cache."""
     return 8 * (-(-count // 8) | 1)

@@ -70,7 +70,7 @@ def _check_pools(shape: object, n: Vec3, p: Vec3, *, fragments: bool) -> None:
         if spare:
             rule = "(n + 1) mod p must be 0 for fragments" if fragments else "n mod p must be 0"
             raise ShapeError(
-                f"pooling window {p} does not fit input {n} along {axis} ({shape}): {rule}; "
+                f"pooling window {window} does not fit input {size} along {axis} ({shape}): {rule}; "
                 f"the nearest sizes are {size - spare} and {size - spare + window}"
             )
 

@@ -87,4 +87,6 @@ def test_sizes_have_three_axes() -> None:
 
 def test_one_primitive_needs_no_list() -> None:
     chosen = plan("fib25_boundary", shape=(50, 50, 50), only="cpu.conv.direct")
-    assert {choice.primitive for choice in chosen.choices} == {"cpu.conv.direct", "cpu.pool.fragments"}
+    names = {choice.primitive for choice in chosen.choices}
+    assert {name for name in names if ".conv." in name} == {"cpu.conv.direct"}
+    assert {name for name in names if ".pool." in name} <= {"cpu.pool.fragments", "cpu.pool.fragments_lanes"}
