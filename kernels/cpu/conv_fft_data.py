@@ -49,6 +49,7 @@ PLANAR = 4  # times slower is a transform here than one of 80 maps innermost, wh
 THIN = 8  # a product over k values takes the time of k + 8 at full rate
 SCATTERED_BYTES = 32  # of traffic for a float written among other maps
 COPIED_BYTES = 5 * 2**18  # by FFTW at most, of a thread's lines, where their strides are inconvenient to it
+HEAP_BYTES = 5 * 2**16  # of one of several threads: its heap keeps what FFTW freed (42 shapes, 2026-11-21)
 
 
 class _Sizes(NamedTuple):
@@ -146,7 +147,8 @@ class ConvFftData:
                 Scratch("sum", COMPLEX64 * shape.batch * wanted, 1, 1),
                 Scratch("blocks", max(products * t.worker_product, images * t.worker_image), 1, 1),
             ),
-            allowance=max(before, products, images) * copied + products * (packed + kernels),
+            allowance=max(before, products, images) * (copied + (HEAP_BYTES if threads > 1 else 0))
+            + products * (packed + kernels),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:

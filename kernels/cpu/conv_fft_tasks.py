@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-LIBRARY_BYTES = 7 * 2**18  # of a thread: what BLAS packs, and FFTW copies aside where strides are inconvenient
+# What libraries take, fitted to random shapes of 20 to 80 MiB with 1 to 3 threads (2026-11-21); measured, not derived:
+LIBRARY_BYTES = 15 * 2**16  # of a thread: what BLAS packs, and FFTW copies aside
+COPIED_BYTES = 3 * 2**18  # of a thread: by FFTW besides, of columns along y that are longer than
+LONG_COLUMN = 96
+INPUT_BYTES = 2**16  # of a task that transforms input maps
 CHAIN_BYTES = 8  # of a run's counters, for each chain of multiply-adds
 # Costs fitted to 32 and 80 maps, k = 5, S = 1 and 8, on 2 Zen 5 cores (2026-11-21):
 THIN = 10  # a product over k values takes the time of k + 10 at full rate
@@ -107,6 +111,8 @@ class ConvFftTasks:
         shape = as_conv(shape)
         t = sizes(shape, variant.count("width"))
         (gz, gy, _), (kz, ky, kx) = t.padded, shape.k
+        library = LIBRARY_BYTES + (COPIED_BYTES if gy > LONG_COLUMN else 0)
+        counters = CHAIN_BYTES * t.tasks.columns * t.tasks.slabs * t.tasks.products
         scratch = [
             Scratch("input spectra", t.input_bytes, 0, 1),
             Scratch("lines", min(threads, t.tasks.inputs) * t.lines_bytes, 0, 0),
@@ -123,7 +129,7 @@ class ConvFftTasks:
             output_from=2,
             stages=3,
             scratch=tuple(s for s in scratch if s.nbytes),
-            allowance=threads * LIBRARY_BYTES + CHAIN_BYTES * t.tasks.columns * t.tasks.slabs * t.tasks.products,
+            allowance=threads * library + INPUT_BYTES * t.tasks.inputs + counters,
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
