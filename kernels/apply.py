@@ -60,7 +60,13 @@ def apply(
     if reason := primitive.why_not(shape, machine):
         raise ShapeError(f"{name} does not apply to {shape}: {reason}")
     with Crew(threads or machine.cores) as crew:
-        chosen = variant or min(primitive.variants(shape, machine), key=lambda v: _effort(primitive.work(shape, v)))
+        offered = primitive.variants(shape, machine)
+        if variant is not None and variant not in offered:
+            names = "; ".join(map(str, offered))
+            raise ShapeError(
+                f"{name} has no variant {variant or '(none)'} for {shape}; leave it out, or take one of: {names}"
+            )
+        chosen = variant or min(offered, key=lambda v: _effort(primitive.work(shape, v)))
         step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
         buffers = primitive.footprint(shape, chosen, crew.threads).scratch
         out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)

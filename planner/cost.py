@@ -9,7 +9,7 @@ threads and by the width of the vector instructions. Ratios between primitives h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from znnpy.kernels.primitive import Unit, Work
 from znnpy.machine import Machine
@@ -82,8 +82,11 @@ def assumed_rates(machine: Machine, threads: int) -> Rates:
     Arithmetic grows with the threads, up to the cores; memory traffic less, as cores share the memory.
     """
     workers = min(threads, machine.cores) / _THREADS
-    simd = machine.simd if machine.blas_warning is None else "avx2"
-    return Rates().scaled(flops=workers * _FLOPS_OF_AVX512[simd], nbytes=workers**_SHARED)
+    rates = Rates().scaled(flops=workers * _FLOPS_OF_AVX512[machine.simd], nbytes=workers**_SHARED)
+    if machine.blas_warning is None:
+        return rates
+    slow = Rate(rates.product.flops * _FLOPS_OF_AVX512["avx2"], rates.product.nbytes)
+    return replace(rates, product=slow)
 
 
 def seconds(work: Sequence[Work], rates: Rates) -> float:

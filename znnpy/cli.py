@@ -170,6 +170,7 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
         raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
     _check_primitives(words["only"])
     import znnpy.inference
+    from znnpy.kernels.cpu.native.library import why_not
     from znnpy.machine import this_machine
     from znnpy.planner.explain import explain
 
@@ -182,6 +183,8 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
         print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
     else:
         print_table(explain(chosen, read_network(network).network, this_machine()))
+        if lacking := why_not(this_machine()):
+            click.echo(f"the fastest methods do not run here: {lacking}")
 
 
 @main.command(cls=Resumable)
@@ -286,8 +289,11 @@ def primitives(as_json: bool) -> None:
     """
     from rich.table import Table
 
+    from znnpy.kernels.cpu.native.library import why_not
     from znnpy.kernels.table import TABLE
+    from znnpy.machine import this_machine
 
+    lacking = why_not(this_machine())
     if as_json:
         keys = ("name", "kind", "version", "summary", "source")
         print_json([{key: getattr(primitive, key) for key in keys} for primitive in TABLE])
@@ -296,6 +302,8 @@ def primitives(as_json: bool) -> None:
     for primitive in TABLE:
         table.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
     print_table(table)
+    if lacking:
+        click.echo(f"the compiled ones do not run here: {lacking}")
 
 
 @main.command(cls=Door)
@@ -318,10 +326,10 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
     """
     from znnpy.graph import FORMATS, picture
 
-    if out.suffix not in FORMATS:
+    if out.suffix.lower() not in FORMATS:
         raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
     target = _regular_file(out, overwrite)
-    _write_text(target, picture(maps, batch, out.suffix))
+    _write_text(target, picture(maps, batch, out.suffix.lower()))
 
 
 def _check_primitives(names: tuple[str, ...]) -> None:

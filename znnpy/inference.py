@@ -19,6 +19,7 @@ import znnpy
 from znnpy.errors import OutputError, ShapeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
+from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Machine, limits_of, this_machine
 from znnpy.network import Network
@@ -200,7 +201,7 @@ def _report(
         peak_bytes=peak_bytes(),
         plan=plan,
         blas=machine.blas,
-        warnings=(*([machine.blas_warning] if machine.blas_warning else []), *sentences),
+        warnings=(*_lacking(machine), *sentences),
     )
 
 
@@ -218,6 +219,13 @@ def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Pla
         "plan": plan.to_json(),
         "znnpy_version": znnpy.__version__,
     }
+
+
+def _lacking(machine: Machine) -> tuple[str, ...]:
+    """What makes runs slower here than they could be, in sentences."""
+    uncompiled = why_not(machine)
+    compiled = f"the fastest methods do not run here: {uncompiled}" if uncompiled else None
+    return tuple(sentence for sentence in (machine.blas_warning, compiled) if sentence)
 
 
 def _roi_text(region: Box | None, size: Vec3) -> str:

@@ -192,5 +192,7 @@ def processor() -> str:
 
 
 def _simd() -> str:
-    flags = _cpu_info("flags").split()
-    return "avx512" if "avx512f" in flags else "avx2" if "avx2" in flags else "other"
+    flags = set(_cpu_info("flags").split())
+    avx2 = {"avx2", "fma"}
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    return "avx512" if avx512 <= flags else "avx2" if avx2 <= flags else "other"

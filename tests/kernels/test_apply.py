@@ -84,3 +84,15 @@ def test_the_variant_with_the_least_work_is_taken(monkeypatch: pytest.MonkeyPatc
     given = variants[-1]
     znnpy.apply("cpu.conv.fft_tiled", shape, x, weights, variant=given, threads=1)
     assert taken[1] == given
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant.of(tile=(5, 5, 5), group=1, kept=0)])
+@pytest.mark.parametrize("name", ["cpu.conv.fft_tiled", "cpu.conv.fft_lanes"])
+def test_a_variant_that_is_not_offered_is_refused(name: str, variant: Variant) -> None:
+    """Sides that no code was compiled for, a group of nothing: better a sentence than a crash."""
+    shape = ConvShape(1, 8, 8, (24, 24, 24), (3, 3, 3))
+    x, weights = arrays(shape)
+    if find(name).why_not(shape, this_machine()):
+        pytest.skip("the kernels are not compiled here")
+    with pytest.raises(ShapeError, match=r"has no variant .*; leave it out, or take one of: "):
+        znnpy.apply(name, shape, x, weights, variant=variant, threads=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -178,3 +179,29 @@ def test_workers_share_the_units_of_all_groups(pool: Vec3, calls: int, monkeypat
         monkeypatch.setattr(conv_fft_lanes, "CALL_FLOPS", 1.0)
     for threads in (1, 2, 7):
         np.testing.assert_array_equal(run(primitive, shape, x, weights, variant, threads=threads).out, expected)
+
+
+def test_a_damaged_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF, and no more")
+    monkeypatch.setattr(library, "path", lambda simd: broken)
+    library.library.cache_clear()
+    library._fault.cache_clear()
+    try:
+        reason = library.why_not(replace(MACHINE, simd="avx2"))
+    finally:
+        library.library.cache_clear()
+        library._fault.cache_clear()
+    assert reason is not None
+    assert reason.startswith("the compiled kernels for avx2 are damaged")
+
+
+def test_a_library_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation in place keeps the libraries it compiled when the sources move on."""
+    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    library._fault.cache_clear()
+    try:
+        for simd in RUNS_HERE:
+            assert "of another version" in (library.why_not(replace(MACHINE, simd=simd)) or "")
+    finally:
+        library._fault.cache_clear()

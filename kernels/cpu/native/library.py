@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
+VERSION = 1  # vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library: vector.hpp
 STREAM_BYTES = 2**23  # outputs larger than that are written past the caches, where all their lines are whole
 
@@ -28,7 +29,18 @@ def why_not(machine: Machine) -> str | None:
             f"the kernels for {machine.simd} were not compiled when znnpy was installed; "
             "install it again where a C++ compiler is (g++ or clang++)"
         )
-    return None
+    return _fault(machine.simd)
+
+
+@cache
+def _fault(simd: str) -> str | None:
+    """None when the library for `simd` loads and is of this version of the sources."""
+    again = "install znnpy again where a C++ compiler is"
+    try:
+        found = int(library(simd).znnpy_version())
+    except (OSError, AttributeError) as error:
+        return f"the compiled kernels for {simd} are damaged ({error}); {again}"
+    return None if found == VERSION else f"the compiled kernels for {simd} are of another version; {again}"
 
 
 @cache

@@ -273,6 +273,8 @@ const Side *find(int64_t length) {
 
 using namespace znnpy;
 
+EXPORT int64_t znnpy_version() { return VERSION; }
+
 // 1 where tiles may have sides of that length.
 EXPORT int64_t znnpy_tiled_side(int64_t length) { return find(length) != nullptr; }
 
