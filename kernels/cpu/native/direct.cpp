@@ -1,5 +1,5 @@
-// Direct convolution with output channels in the lanes of the vectors; see conv_direct_lanes.py, which owns the memory and cuts
-// the work into shares.
+// Direct convolution with output channels in the lanes of the vectors; see conv_direct_lanes.py, which owns the memory and
+// cuts the work into shares.
 //
 // A block of neighbouring outputs of a line, times a panel of one to three blocks of channels, is summed in registers:
 // per tap the kernels of the panel are loaded, and the input of each voxel is spread over a vector. In channels-last
@@ -154,6 +154,6 @@ EXPORT int64_t znnpy_direct(const Direct *direct, int64_t lo, int64_t hi) {
       first += width;
     }
   }
-  if (d.stream) _mm_sfence();
+  if (d.stream) fence();
   return bad;
 }

@@ -1,4 +1,5 @@
-// What conv_direct_lanes.py tells the direct convolution. Sizes are in elements; the last axis of an image is its channels.
+// What conv_direct_lanes.py tells the direct convolution. Sizes are in elements; the last axis of an
+// image is its channels.
 #pragma once
 #include <cstdint>
 

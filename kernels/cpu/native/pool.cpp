@@ -25,7 +25,7 @@ ALWAYS V larger(V a, V b) {
 
 constexpr int AT_ONCE = 4;  // vectors: one maximum waits for the one before
 
-// target[i] = the maximum of count arrays source[i], source[pitch + i], ..; AHEAD: the array behind them is wanted soon.
+// target[i] = the maximum of count arrays source[i], source[pitch + i], ..; AHEAD: the array behind is wanted soon.
 template <bool STREAM, bool AHEAD>
 ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target, ptrdiff_t floats) {
   const auto vectors = [&](auto number, ptrdiff_t at) ALWAYS_LAMBDA {
@@ -121,5 +121,5 @@ EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t 
       }
     }
   }
-  if (t.past) _mm_sfence();
+  if (t.past) fence();
 }

@@ -247,6 +247,15 @@ ptrdiff_t column_floats(const Tiling &t) {
   return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
 }
 
+// Where a plane of the group's tiles begins in the input; null where it lies beyond.
+const float *input_plane(const Tiling &t, ptrdiff_t unit) {
+  const Origin at = origin(t, t.first + unit / t.tile[0]);
+  const ptrdiff_t z = at.z + unit % t.tile[0];
+  return z < t.n[0] ? t.x + at.image * t.x_image + ((z * t.n[1] + at.y) * t.n[2] + at.x) * t.fin : nullptr;
+}
+
+constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // of a plane of spectra that is fetched ahead: larger ones gain nothing
+
 int64_t units_of(const Tiling &t, int stage) {
   if (stage == 0) return t.tiles * t.tile[0];
   if (stage == 1) return t.tile[1] * (t.tile[2] / 2 + 1);
@@ -314,21 +323,6 @@ EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo,
   const Tiling &t = *tiling;
   for (int64_t column = lo; column < hi; column++) kernel_column(t, column, target + column * column_floats(t));
 }
-
-namespace znnpy {
-namespace {
-
-// Where a plane of the group's tiles begins in the input; null where it lies beyond.
-const float *input_plane(const Tiling &t, ptrdiff_t unit) {
-  const Origin at = origin(t, t.first + unit / t.tile[0]);
-  const ptrdiff_t z = at.z + unit % t.tile[0];
-  return z < t.n[0] ? t.x + at.image * t.x_image + ((z * t.n[1] + at.y) * t.n[2] + at.x) * t.fin : nullptr;
-}
-
-constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // planes of spectra up to 160 KiB are fetched ahead: larger ones gain nothing
-
-}  // namespace
-}  // namespace znnpy
 
 // Planes [lo, hi) of the group's tiles, tile.z a tile.
 EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
