@@ -45,7 +45,7 @@ SIDES = (8, 12, 16, 20, 32)  # FFTW has straight-line vector codelets for them; 
 GROUPS = (8, 24, 64)  # tiles that share one pass over the kernel spectra
 PLANES_BYTES = 192 * 1024  # of a worker's planes in the forward and inverse pass: they and their spectra stay in L2
 COLUMNS_BYTES = 512 * 1024  # of a worker's columns in the product, before and after it
-COPIED_BYTES = 64 * 1024  # by FFTW, of a thread's lines
+COPIED_BYTES = 704 * 1024  # by FFTW, of a thread, at most: lines, and columns it sets aside (60 shapes, 2026-11-21)
 PREPARE_BYTES = 2**20  # of a worker's half-transformed kernels
 PACKING_TILES = 11  # the product of T tiles takes the time of T + 11 at full rate (2026-11-20, 80 x 80, T = 8..128)
 
