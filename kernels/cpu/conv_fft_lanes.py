@@ -8,11 +8,11 @@ Method   Tiles of 4 to 32 a side that overlap by k - 1, each axis its own. For a
          pool      instead, where pooling into fragments follows: per tile and block of channels the same into L2, the
                    maxima of the windows, each into its fragment. Such tiles overlap by k - 1 + p - 1.
 Kernels  kept=0: resident are the kernels transformed along x; the rest is done again for every group, a few per cent
-         of the product from 64 tiles on, and less than the time it takes to read them from memory.
+         of the product from 64 tiles on, and within 10 % of reading them from memory either way.
          kept=1: resident are the whole spectra, for images of few tiles.
 Memory   The spectra of one group, a block of LANES channels at a time, in place from forward to inverse; caches of each
          worker; resident kernels.
-Bound    The product: 97 % of the registers' peak in L2 (2 Zen 5 cores, 2026-11-21), then memory: the spectra are
+Bound    The product: 88 % of the registers' peak in cache (benchmarks/results/stages-*), then memory: the spectra are
          written and read twice.
 Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu,
          Henaff, LeCun 2014. Pruned kernel transforms: Zlateski, Lee, Seung, ZNNi (SC16), III.
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.cpu.finish import overflow, quiet, squash
+from znnpy.kernels.cpu.finish import overflow, squash_whole
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import elongation, sides
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
@@ -182,13 +182,14 @@ class ConvFftLanes:
         s = _sizes(shape, variant)
         kept = variant.count("kept")
         along_x = _along_x_bytes(shape.fin, shape.fout, shape.k, s.tile)
+        sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # of the maps of a voxel
         return Footprint(
             resident=(s.columns * s.kernel_bytes if kept else along_x) + FLOAT32 * LANES * blocks(shape.fout),
             scratch=(
                 Scratch("spectra", s.columns * s.column_pitch),
                 Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, s.column_bytes)),
             ),
-            allowance=ALIGNMENT + threads * CALL_BYTES + TOGETHER * GROUP_BYTES + (along_x if kept else 0),
+            allowance=ALIGNMENT + threads * (CALL_BYTES + sums) + TOGETHER * GROUP_BYTES + (along_x if kept else 0),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -341,19 +342,5 @@ class _Step:
             crew.each(piece, crew.threads)
             if any(bad):
                 raise overflow(sum(bad), s.tiles * prod(s.span) * shape.fout)
-        if shape.activation not in ("none", "relu"):
-            self._squash(out)
-
-    def _squash(self, out: Array) -> None:
-        """tanh, sigmoid, softmax: plane by plane. The first two grow with their argument: they may follow a maximum."""
-        planes = [plane for image in out for plane in image]
-
-        @quiet()
-        def piece(lo: int, hi: int, worker: int) -> None:
-            del worker
-            for plane in planes[lo:hi]:
-                self._crew.check()
-                for line in plane:
-                    squash(self._shape.activation, line.reshape(1, -1, copy=False), self._shape.fout)
-
-        self._crew.each(piece, len(planes))
+        # tanh and sigmoid grow with their argument: they may follow the maximum of a pooling
+        squash_whole(shape.activation, out, crew)
