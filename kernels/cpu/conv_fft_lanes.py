@@ -12,7 +12,7 @@ Kernels  kept=0: resident are the kernels transformed along x; the rest is done 
          kept=1: resident are the whole spectra, for images of few tiles.
 Memory   The spectra of one group, a block of LANES channels at a time, in place from forward to inverse; caches of each
          worker; resident kernels.
-Bound    The product: 88 % of the registers' peak in cache (benchmarks/results/stages-*), then memory: the spectra are
+Bound    The product: 89 % of the registers' peak in cache (benchmarks/results/stages-*), then memory: the spectra are
          written and read twice.
 Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu,
          Henaff, LeCun 2014. Pruned kernel transforms: Zlateski, Lee, Seung, ZNNi (SC16), III.
