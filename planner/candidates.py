@@ -1,26 +1,20 @@
-"""Output patch shapes worth a look: every axis cut into equal parts, in all combinations."""
+"""Patch and column shapes worth a look: every axis cut into equal parts, in all combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, product
 from math import prod
 
-from znnpy.network import Conv, Network, Pool
-from znnpy.shapes import FLOAT32, Vec3, ceil_divide
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One patch shape, and what its size alone says of the work and the memory."""
-
-    patch: Vec3  # dense output voxels
-    patches: int  # that cover the output
-    voxels: tuple[int, ...]  # of every activation x0, x1, .. in one patch, all fragments, one map
-    largest_bytes: int  # of the largest activation between two spans: no plan needs less
-
+from znnpy.network import Conv, Network, Pool, extent
+from znnpy.patches import Cover
+from znnpy.planner.layout import aligned
+from znnpy.shapes import LayerShape, Vec3, fused, turned, turned_back
 
 Span = tuple[int, int]  # the first and the last of the layers that one choice may be made for
+Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
 
 
 def spans(network: Network) -> tuple[Span, ...]:
@@ -34,7 +28,176 @@ def spans(network: Network) -> tuple[Span, ...]:
     return tuple(found)
 
 
-Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
+@dataclass(frozen=True)
+class Space:
+    """Patches, or columns along one axis. All sizes have that axis first, the network too."""
+
+    network: Network
+    output: Vec3
+    axis: int = 0
+    walks: bool = False
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        return spans(self.network)
+
+    @cached_property
+    def alike(self) -> bool:
+        """The network treats all axes in the same way."""
+        return all(len(set(extent(layer))) == 1 for layer in self.network.layers)
+
+    @cached_property
+    def ahead(self) -> tuple[int, ...]:
+        """Of every layer, the planes that it computes before the output begins."""
+        return tuple(margin[0] for margin in self.network.margins[1:])
+
+
+def all_spaces(network: Network, output: Vec3) -> tuple[Space, ...]:
+    """Patches first, then columns along each axis, but for axes that are like one before."""
+    spaces = [Space(network, output)]
+    seen = set()
+    for axis in range(3):
+        space = Space(network.turned(axis), turned(output, axis), axis, walks=True)
+        beside = sorted(space.output[1:]) if space.alike else space.output[1:]
+        key = (space.network.layers, space.output[0], tuple(beside))
+        if key not in seen and network.field_of_view[axis] > 1:
+            seen.add(key)
+            spaces.append(space)
+    return tuple(spaces)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One patch or column shape, and what its size alone says of the work and the memory."""
+
+    space: Space
+    patch: Vec3  # dense output voxels of a step
+    column: int  # output planes that a column writes; 0: patches
+    shapes: tuple[LayerShape, ...]  # of every layer in a step
+    parts: tuple[int, ...]  # how often every layer runs in a step: more than once where it takes a part of the images
+
+    @cached_property
+    def cover(self) -> Cover:
+        """The columns that cover the output."""
+        return Cover(self.space.output, self.patch, 0, self.column, self.space.network.margins[0][0])
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Steps of all columns in which every layer runs."""
+        return tuple(self.cover.steps(ahead) for ahead in self.space.ahead)
+
+    @cached_property
+    def voxels(self) -> tuple[int, ...]:
+        """Of the last output of every span, one map, that are computed for the whole output."""
+        return tuple(
+            self.steps[last] * self.parts[last] * prod(self.shapes[last].out_shape[:4]) for _, last in self.space.spans
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[int, ...]:
+        """Bytes of every activation between spans that is there at a time, the first and the last among them.
+
+        Of a convolution and a pooling that may run in one, the input is as large as it has to be then.
+        """
+        nbytes, images = [], 1
+        for first, last in self.space.spans:
+            shape = in_one(self.shapes[first : last + 1])
+            nbytes.append(aligned(images // shape.batch * shape.in_bytes))
+            images = self.shapes[last].out_shape[0]
+        return *nbytes, aligned(self.shapes[-1].out_bytes)
+
+    @cached_property
+    def held(self) -> tuple[bool, ...]:
+        """Of every span: it takes a part of its input at a time, so that the input stays while all layers after run."""
+        before = (1, *self.parts)
+        return tuple(self.parts[first] > before[first] for first, _ in self.space.spans)
+
+    @cached_property
+    def under(self) -> tuple[int, ...]:
+        """Of every span: bytes of the inputs that stay while it runs, its own among them."""
+        return tuple(accumulate(n if held else 0 for n, held in zip(self.tensors, self.held, strict=False)))
+
+    def moved(self, span: int) -> int:
+        """Bytes of a span's input, unless it is held, and of its output."""
+        return (0 if self.held[span] else self.tensors[span]) + self.tensors[span + 1]
+
+    @cached_property
+    def carries(self) -> int:
+        """Bytes that a column keeps from step to step at least: less where a convolution and a pooling run apart."""
+        if not self.column:
+            return 0
+        pairs = zip(self.parts, self.shapes, strict=True)
+        return sum(times * shape.in_bytes // shape.in_shape[1] * kept_planes(shape) for times, shape in pairs)
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest activation between spans, with those that are held and those that are carried."""
+        own = (under + (0 if held else x) for under, held, x in zip(self.under, self.held, self.tensors, strict=False))
+        return self.carries + max(*own, self.under[-1] + self.tensors[-1])
+
+    @property
+    def patch_out(self) -> Vec3:
+        """The patch with its axes in the order (z, y, x)."""
+        return turned_back(self.patch, self.space.axis)
+
+    def split(self, at_once: Sequence[int]) -> Candidate:
+        """The same with so many images at a time behind each pooling; 0: all there are."""
+        wanted, images, before, shapes, parts = iter(at_once), 1, 1, [], []
+        some = 0
+        for layer, shape in zip(self.space.network.layers, self.shapes, strict=True):
+            batch = min(some or images, images)
+            before *= images // batch
+            shapes.append(replace(shape, batch=batch))
+            parts.append(before)
+            images = shapes[-1].out_shape[0]
+            some = next(wanted) if isinstance(layer, Pool) else 0
+        return replace(self, shapes=tuple(shapes), parts=tuple(parts))
+
+    def cut(self, pieces: int) -> Candidate:
+        """The same with columns that are no longer than if `pieces` covered the output along their axis."""
+        thick = self.patch[0]
+        return replace(self, column=-(-self.space.output[0] // (pieces * thick)) * thick)
+
+
+def in_one(layers: Sequence[LayerShape]) -> LayerShape:
+    """A span as one layer: as if a convolution and its pooling ran in one, where they may."""
+    both = fused(layers[0], layers[-1]) if len(layers) > 1 else None
+    return both or layers[0]
+
+
+def kept_planes(shape: LayerShape) -> int:
+    """Planes along z of its input that a layer looks at again in the next step of a column."""
+    match shape.kind:
+        case "conv":
+            return shape.k[0] + shape.pool[0] - 2
+        case "pool" | "maxfilter":
+            return shape.p[0] - 1
+        case "maxout":
+            return 0
+
+
+def splits(network: Network) -> list[tuple[int, ...]]:
+    """Ways to run images in parts, for `Candidate.split`: nothing first, then larger parts before smaller ones."""
+    pools = [index for index, layer in enumerate(network.layers) if isinstance(layer, Pool)]
+    choices: list[tuple[int, ...]] = []
+    for number, index in enumerate(pools):
+        layer = network.layers[index]
+        assert isinstance(layer, Pool)
+        fragments = prod(layer.window)
+        useful = fragments > 1 and index + 1 < len(network.layers)
+        sizes = [n for n in range(fragments // 2, 0, -1) if fragments % n == 0] if useful else []
+        if number or len(pools) > MOST_POOLS:
+            sizes = sizes[-1:]
+        choices.append((0, *sizes))
+    if len(pools) > MOST_POOLS:
+        singles = [
+            tuple(n if i == at else 0 for i in range(len(pools))) for at, sizes in enumerate(choices) for n in sizes[1:]
+        ]
+        return [(0,) * len(pools), *singles, tuple(sizes[-1] for sizes in choices)]
+    return sorted(product(*choices), key=lambda at_once: (sum(map(bool, at_once)), [-n for n in at_once]))
+
+
+MOST_POOLS = 4  # of which every combination is looked at
 
 
 def axis_sizes(length: int, period: int) -> tuple[int, ...]:
@@ -65,41 +228,33 @@ def thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
     return tuple(sorted(kept, reverse=True))
 
 
-def all_sizes(network: Network, output: Vec3, room: int | None = None) -> Sizes:
+def all_sizes(space: Space, room: int | None = None) -> Sizes:
     """Every size per axis; with `room`, less those whose largest activation exceeds it whatever the other axes are."""
-    sizes = [axis_sizes(length, period) for length, period in zip(output, network.period, strict=True)]
-    thinnest: Vec3 = (sizes[0][-1], sizes[1][-1], sizes[2][-1])
+    sizes = [axis_sizes(length, period) for length, period in zip(space.output, space.network.period, strict=True)]
+    thinnest = space.network.period
+    finest = (1,) * sum(isinstance(layer, Pool) for layer in space.network.layers)
 
     def fitting(axis: int) -> list[int]:
         return [
             size
             for size in sizes[axis]
-            if room is None
-            or max(FLOAT32 * prod(shape) for shape in _between(network, _with(thinnest, axis, size))) <= room
+            if room is None or candidate(space, _with(thinnest, axis, size)).split(finest).largest <= room
         ]
 
     return fitting(0), fitting(1), fitting(2)
 
 
-def candidates(network: Network, output: Vec3, sizes: Sizes, room: int | None = None) -> Iterator[Candidate]:
-    """All combinations of sizes; with `room`, those whose largest activation fits in so many bytes."""
-    thinnest = network.period
-    per_voxel = [0] * len(network.maps)
-    for index in (0, *(last + 1 for _, last in spans(network))):
-        per_voxel[index] = FLOAT32 * network.maps[index]
-    fragments = [shape[0] for shape in _activations(network, thinnest)]
-    extents = [
-        [(size, [shape[1 + axis] for shape in _activations(network, _with(thinnest, axis, size))]) for size in along]
-        for axis, along in enumerate(sizes)
-    ]
-    for z, z_extents in extents[0]:
-        for y, y_extents in extents[1]:
-            plane = [s * a * b for s, a, b in zip(fragments, z_extents, y_extents, strict=True)]
-            for x, x_extents in extents[2]:
-                voxels = tuple([s * c for s, c in zip(plane, x_extents, strict=True)])
-                largest = max([v * b for v, b in zip(voxels, per_voxel, strict=True)])
-                if room is None or largest <= room:
-                    yield Candidate((z, y, x), prod(ceil_divide(output, (z, y, x))), voxels, largest)
+def candidate(space: Space, patch: Vec3) -> Candidate:
+    """Patches of one shape, or columns that write the output along their axis from end to end. Nothing is split."""
+    shapes = space.network.layer_shapes(patch, walks=space.walks)
+    column = -(-space.output[0] // patch[0]) * patch[0] if space.walks else 0
+    return Candidate(space, patch, column, shapes, (1,) * len(shapes))
+
+
+def candidates(space: Space, sizes: Sizes) -> Iterator[Candidate]:
+    """All combinations of sizes."""
+    for z, y, x in product(*sizes):
+        yield candidate(space, (z, y, x))
 
 
 def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -109,18 +264,6 @@ def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Seque
     above = beside[0] if at else sizes[0] + 1
     below = beside[-1] if at + 1 < len(seen) else 0
     return beside, [other for other in sizes if below < other < above and other != size]
-
-
-def _activations(network: Network, patch: Vec3) -> list[tuple[int, int, int, int, int]]:
-    """Shapes of x0, x1, .. for one patch: (S, z, y, x, f)."""
-    shapes = network.layer_shapes(patch)
-    return [shapes[0].in_shape, *(shape.out_shape for shape in shapes)]
-
-
-def _between(network: Network, patch: Vec3) -> list[tuple[int, int, int, int, int]]:
-    """The activations that every plan writes: those between spans, the first and the last."""
-    shapes = _activations(network, patch)
-    return [shapes[0], *(shapes[last + 1] for _, last in spans(network))]
 
 
 def _with(patch: Vec3, axis: int, size: int) -> Vec3:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,17 +24,6 @@ def explain(plan: Plan, network: Network, machine: Machine) -> RenderableType:
         _memory(plan.memory, plan.limits.ram_bytes),
         *(Text(line) for line in (*_prediction(plan, machine), *_waste(plan), *_runners_up(plan))),
     )
-
-
-def border_waste(plan: Plan) -> float:
-    """Work done over the work that no border would need: how often an average layer output is computed.
-
-    Layers are weighed by their seconds. Without borders every layer computes one value per output voxel and map,
-    spread over its fragments.
-    """
-    output = prod(plan.output)
-    needed = sum(choice.seconds * output / prod(choice.shape.out_shape[:4]) for choice in plan.choices)
-    return plan.seconds / needed if needed else 1.0
 
 
 def human_bytes(nbytes: int) -> str:
@@ -63,11 +50,11 @@ def human_seconds(seconds: float) -> str:
 
 
 def _patches(plan: Plan, network: Network) -> str:
-    patches = f"{plan.patches:,} patch{'es' if plan.patches != 1 else ''}"
+    patches = f"{plan.columns:,} patch{'es' if plan.columns != 1 else ''}"
     return (
         f"{network.name}: {text(plan.output)} output voxels in {patches}, each {text(plan.patch_in)} in and "
         f"{text(plan.patch_out)} out (field of view {text(network.field_of_view)}, "
-        f"period {text(network.period)}); borders make the work {border_waste(plan):.2f} times what the output needs"
+        f"period {text(network.period)}); borders make the work {plan.waste:.2f} times what the output needs"
     )
 
 
@@ -78,7 +65,7 @@ def _layers(plan: Plan, network: Network) -> Table:
     table.add_column("primitive", no_wrap=True)
     for column in ("time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
-    total = plan.seconds_per_patch
+    total = plan.seconds_per_step
     for choice in plan.choices:
         first, last = choice.layers
         table.add_row(
@@ -114,7 +101,7 @@ def _memory(memory: Memory, limit: int) -> Table:
 def _prediction(plan: Plan, machine: Machine) -> list[str]:
     """The figures, and how far to trust them."""
     lines = [
-        f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {human_seconds(plan.seconds_per_patch)} a patch, "
+        f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {human_seconds(plan.seconds_per_step)} a patch, "
         f"{human_seconds(plan.seconds)} in all, with {plan.limits.threads} thread"
         f"{'s' if plan.limits.threads != 1 else ''}"
     ]
@@ -141,7 +128,7 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
 
 def _waste(plan: Plan) -> list[str]:
     """A warning when nearly all the work is spent on borders, with what more memory would buy."""
-    waste = border_waste(plan)
+    waste = plan.waste
     if waste < MUCH_WASTE:
         return []
     more = max((r for r in plan.runners_up if r.over_bytes), key=lambda r: r.voxels_per_second, default=None)

@@ -1,4 +1,4 @@
-"""Where every tensor of a patch lies in the arena: offsets from lifetimes. Pure arithmetic, no arrays.
+"""Where every tensor of a step lies in the arena: offsets from lifetimes. Pure arithmetic, no arrays.
 
 The problem is NP-hard (dynamic storage allocation), the instances are small chains: greedy best fit, retried with
 whatever sticks out placed first, reaches the lower bound, the peak of live bytes, on almost all of them.
@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0)]  # checked where a plan is read from a file
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One array of the arena: alive from tick `first` to tick `last` of a patch, both included."""
+    """One array of the arena: alive from tick `first` to tick `last` of a step, both included."""
 
     name: str
     nbytes: Count
@@ -45,28 +45,53 @@ def aligned(nbytes: int) -> int:
 
 
 def chain(steps: Sequence[tuple[LayerShape, Footprint]]) -> tuple[Tensor, ...]:
-    """The tensors of a patch, not yet placed: activations x0, x1, .. between steps and each step's scratch.
+    """The tensors of a step, not yet placed: activations x0, x1, .. between layers and each layer's scratch.
 
-    Stage t of step i is tick T_i + t, T_0 = 0, T_{i+1} = T_i + stages_i. x0 is there from the start; x{i+1} is alive
+    Stage t of layer i is tick T_i + t, T_0 = 0, T_{i+1} = T_i + stages_i. x0 is there from the start; x{i+1} is alive
     from T_i + output_from to T_{i+1} + input_until, and the last one through one more tick, in which it is recombined.
+    An activation of which the next layer takes a part at a time, and with it all layers after it, is alive to the end.
     """
+    end = sum(footprint.stages for _, footprint in steps)
     tensors = []
-    tick, born, nbytes = 0, 0, steps[0][0].in_bytes
+    tick, born, images = 0, 0, steps[0][0].batch
     for index, (shape, footprint) in enumerate(steps):
-        tensors.append(Tensor(f"x{index}", nbytes, born, tick + footprint.input_until))
+        parts = images // shape.batch
+        last = tick + footprint.input_until if parts == 1 else end
+        tensors.append(Tensor(f"x{index}", parts * shape.in_bytes, born, last))
         tensors.extend(
             Tensor(f"step{index}.{scratch.name}", scratch.nbytes, tick + scratch.first, tick + scratch.last)
             for scratch in footprint.scratch
         )
-        born, nbytes = tick + footprint.output_from, shape.out_bytes
+        born, images = tick + footprint.output_from, shape.out_shape[0]
         tick += footprint.stages
-    tensors.append(Tensor(f"x{len(steps)}", nbytes, born, tick))
+    tensors.append(Tensor(f"x{len(steps)}", steps[-1][0].out_bytes, born, tick))
     return tuple(tensors)
 
 
-def live_bytes(shape: LayerShape, footprint: Footprint) -> int:
+def loops(shapes: Sequence[LayerShape]) -> tuple[int, ...]:
+    """How often each layer runs in a step: once for every part of the images it takes at a time."""
+    images, times = shapes[0].batch, []
+    for shape in shapes:
+        times.append(images // shape.batch)
+        images *= shape.out_shape[0] // shape.batch
+    return tuple(times)
+
+
+def carried_planes(shapes: Sequence[LayerShape], new: int) -> tuple[int, ...]:
+    """Planes along z of each layer's input that come from the step before; `new` are those that a step reads."""
+    made = (new, *(shape.out[0] for shape in shapes[:-1]))
+    return tuple(shape.in_shape[1] - planes for shape, planes in zip(shapes, made, strict=True))
+
+
+def carried_bytes(shapes: Sequence[LayerShape], new: int) -> int:
+    """Of all planes that a column keeps from step to step."""
+    carried = zip(loops(shapes), shapes, carried_planes(shapes, new), strict=True)
+    return sum(times * shape.in_bytes // shape.in_shape[1] * planes for times, shape, planes in carried)
+
+
+def live_bytes(footprint: Footprint, x_bytes: int, out_bytes: int) -> int:
     """Bytes of the arena in the fullest stage of one layer: `live_peak` of its chain, and much faster."""
-    x, out = aligned(shape.in_bytes), aligned(shape.out_bytes)
+    x, out = aligned(x_bytes), aligned(out_bytes)
     stages = [0] * footprint.stages
     for scratch in footprint.scratch:
         nbytes = aligned(scratch.nbytes)

@@ -9,19 +9,20 @@ from znnpy.shapes import Vec3
 
 MIB = 2**20
 BUFFERS = 2  # patches on their way in, and as many on their way out: one is filled while the other is used
-MASKS = 2 * BUFFERS  # one for each of those patches
+MASKS = 2 * BUFFERS + 1  # one for each of those patches, and what a column has seen
 READER_BYTES = 16 * MIB  # chunk cache of the volume, decompression, one chunk at a time
 WRITER_BYTES = 6 * MIB  # buffers of the output
 MARGIN_BYTES = 8 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
 _GRAIN = 4 * MIB  # the baseline is rounded up to it, so that equal runs make equal plans
 
 
-def reading_bytes(channels: int, patch_in: Vec3, itemsize: int, *, masks: bool = False) -> int:
+def reading_bytes(channels: int, patch_in: Vec3, itemsize: int, *, seen: Vec3 | None = None) -> int:
     """Raw input patches (c, z, y, x) of the volume's dtype, and the reader.
 
-    masks  each patch, on its way out too, comes with a mask (z, y, x) bool of its voxels that are not finite.
+    seen  size of a mask (z, y, x) bool of the voxels that are not finite, of all that the output of a step depends on,
+          where they are counted.
     """
-    return BUFFERS * channels * prod(patch_in) * itemsize + masks * MASKS * prod(patch_in) + READER_BYTES
+    return BUFFERS * channels * prod(patch_in) * itemsize + (MASKS * prod(seen) if seen else 0) + READER_BYTES
 
 
 def writing_bytes(maps: int, patch_out: Vec3, itemsize: int) -> int:

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from znnpy.kernels.primitive import Primitive
 from znnpy.machine import Machine
+from znnpy.planner.candidates import kept_planes
 from znnpy.planner.cost import Rates, seconds
-from znnpy.planner.layout import live_bytes
+from znnpy.planner.layout import aligned, live_bytes
 from znnpy.planner.trade import Front, Option, Way, front, in_turn
 from znnpy.shapes import LayerShape, fused
+
+CARRY_TRAFFIC = 4.0  # bytes moved per byte carried: read and written, in front of the new planes and back
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a span of layers stands in a step, and how often it runs."""
+
+    under: int = 0  # bytes of the arena that stay while it runs
+    x: int = 0  # bytes of its input, unless that stays anyway
+    out: int = 0  # bytes that it writes its output to
+    parts: int = 1  # how often it runs in a step
+    steps: tuple[int, ...] = (1,)  # of the whole output, per layer
+    walks: bool = False  # a part of its input comes from the step before
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """A primitive for one shape, wherever that stands."""
+
+    way: Way
+    working: dict[tuple[int, int], int] = field(default_factory=dict)  # live bytes, by those of input and output
+
+    def live(self, x: int, out: int) -> int:
+        known = self.working.get((x, out))
+        if known is None:
+            known = self.working[x, out] = live_bytes(self.way.footprint, x, out)
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,52 +51,68 @@ class Options:
     threads: int
     rates: Rates
     only: frozenset[str]  # names; where one of them applies to a layer no other primitive is considered
-    _fronts: dict[tuple[LayerShape, ...], Front] = field(default_factory=dict)
+    _alone: dict[tuple[LayerShape, frozenset[str]], tuple[_Alone, ...]] = field(default_factory=dict)
 
-    def of(self, layers: tuple[LayerShape, ...]) -> Front:
+    def of(self, layers: tuple[LayerShape, ...], place: Place) -> Front:
         """Of a layer, or of a convolution and the pooling behind it: layer by layer, and both in one.
 
-        Equal spans are worked out once.
+        Seconds are those of the whole output, bytes those of a step.
         """
-        known = self._fronts.get(layers)
-        if known is None:
-            options: Iterable[Option]
-            if len(layers) == 1:
-                options = self._variants(layers[0], self._wanted(layers[0]))
-            else:
-                conv, pool = layers
-                options = (*in_turn(self.of((conv,)), self.of((pool,))), *self._in_one(conv, pool))
-            known = self._fronts[layers] = front(options)
-        return known
+        if len(layers) == 1:
+            return front(self._placed(layers[0], self._names(layers[0]), place, place.steps[0]))
+        conv, pool = layers
+        first, second = replace(place, out=aligned(pool.in_bytes)), replace(place, x=aligned(pool.in_bytes))
+        turns = in_turn(
+            front(self._placed(conv, self._names(conv), first, place.steps[0])),
+            front(self._placed(pool, self._names(pool), second, place.steps[1])),
+        )
+        return front((*turns, *self._in_one(conv, pool, place)))
 
     def why_none(self, layer: LayerShape) -> str:
         """Every primitive's reason not to run a layer."""
         reasons = (f"{p.name}: {p.why_not(layer, self.machine)}" for p in self.table if p.kind == layer.kind)
         return "; ".join(reasons) or f"there is none for a {layer.kind}"
 
-    def _wanted(self, shape: LayerShape) -> list[Primitive]:
+    def _names(self, shape: LayerShape) -> frozenset[str]:
         """Primitives that apply; only those asked for where one of them does."""
-        applying = [p for p in self.table if p.kind == shape.kind and p.why_not(shape, self.machine) is None]
-        return [p for p in applying if p.name in self.only] or applying
+        applying = {p.name for p in self.table if p.kind == shape.kind and p.why_not(shape, self.machine) is None}
+        return frozenset(applying & self.only or applying)
 
-    def _in_one(self, conv: LayerShape, pool: LayerShape) -> Iterator[Option]:
+    def _in_one(self, conv: LayerShape, pool: LayerShape, place: Place) -> Iterator[Option]:
         """Both layers by one primitive, but for those that take a layer from a primitive that was asked for."""
         shape = fused(conv, pool)
         if shape is None:
             return
-        asked = [{p.name for p in self._wanted(layer)} & self.only for layer in (conv, pool)]
-        both = [p for p in self._wanted(shape) if all(p.name in names or not names for names in asked)]
-        yield from self._variants(shape, both)
+        asked = [self._names(layer) & self.only for layer in (conv, pool)]
+        both = frozenset(name for name in self._names(shape) if all(name in names or not names for names in asked))
+        yield from self._placed(shape, both, place, place.steps[1])
 
-    def _variants(self, shape: LayerShape, primitives: Sequence[Primitive]) -> Iterator[Option]:
-        for primitive in primitives:
-            for variant in primitive.variants(shape, self.machine):
-                footprint = primitive.footprint(shape, variant, self.threads)
-                spent = seconds(primitive.work(shape, variant), self.rates)
-                yield Option(
-                    ways=(Way(shape, primitive, variant, footprint, spent),),
-                    seconds=spent,
-                    resident=footprint.resident,
-                    live=live_bytes(shape, footprint),
-                    allowance=footprint.allowance,
-                )
+    def _placed(self, shape: LayerShape, names: frozenset[str], place: Place, steps: int) -> Iterator[Option]:
+        """Every way to run a shape by the primitives of these names, at a place."""
+        carried = place.parts * shape.in_bytes // shape.in_shape[1] * kept_planes(shape) if place.walks else 0
+        moving = CARRY_TRAFFIC * carried / self.rates.copy.nbytes / place.parts
+        for alone in self._variants(shape, names):
+            way = alone.way
+            spent = way.seconds + moving
+            yield Option(
+                ways=(Way(shape, way.primitive, way.variant, way.footprint, spent, place.parts, steps * place.parts),),
+                seconds=spent * steps * place.parts,
+                resident=way.footprint.resident + carried,
+                live=place.under + alone.live(place.x, place.out),
+                allowance=way.footprint.allowance,
+            )
+
+    def _variants(self, shape: LayerShape, names: frozenset[str]) -> tuple[_Alone, ...]:
+        """Equal shapes are worked out once. What another variant beats whatever the place is left out."""
+        known = self._alone.get((shape, names))
+        if known is None:
+            found = []
+            for primitive in self.table:
+                if primitive.name not in names or primitive.kind != shape.kind:
+                    continue
+                for variant in primitive.variants(shape, self.machine):
+                    footprint = primitive.footprint(shape, variant, self.threads)
+                    spent = seconds(primitive.work(shape, variant), self.rates)
+                    found.append(_Alone(Way(shape, primitive, variant, footprint, spent)))
+            known = self._alone[shape, names] = tuple(found)
+        return known

@@ -1,10 +1,10 @@
-"""A plan: patch, a choice per layer, memory layout, prediction. Pure data that prints and saves itself."""
+"""A plan: patches or columns, a choice per layer, memory, prediction. Pure data that prints and saves itself."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from math import prod
@@ -16,20 +16,22 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
-from znnpy.planner.layout import ALIGNMENT, Count, aligned, chain
+from znnpy.patches import Cover
+from znnpy.planner.layout import ALIGNMENT, Count, aligned, carried_bytes, chain, loops
 from znnpy.planner.layout import Tensor as Tensor
-from znnpy.shapes import LayerShape, fused, text
+from znnpy.shapes import LayerShape, Vec3, fused, text, turned
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 2  # version of plan.json
+FORMAT = 3  # version of plan.json
 _AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Positive = Annotated[int, Field(ge=1)]
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
+Axis = Annotated[int, Field(ge=0, le=2)]
 Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 30,000 years
 
 
@@ -44,12 +46,13 @@ class Choice:
     """How one layer runs, or two in one."""
 
     layers: tuple[Count, Count]  # first and last index in the network
-    shape: Annotated[LayerShape, Field(discriminator="kind")]
+    shape: Annotated[LayerShape, Field(discriminator="kind")]  # of the images run at a time, the plan's axis first
     primitive: str
     version: int  # of the primitive
     device: str
     variant: Variant
-    seconds: Seconds  # per patch
+    seconds: Seconds  # of one run, with what it carries from step to step
+    runs: Positive  # for the whole output
     measured: bool  # else estimated from work and rates
     resident_bytes: Count
     working_bytes: Count
@@ -67,6 +70,7 @@ class Memory:
 
     baseline: Count  # interpreter and libraries, measured
     arena: Count
+    carries: Count  # planes that a column keeps from step to step
     residents: Count  # prepared weights
     reading: Count  # patches on their way in: queue and reader
     writing: Count  # patches on their way out
@@ -74,15 +78,19 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return self.baseline + self.arena + self.residents + self.reading + self.writing + self.allowance
+        return self.baseline + self.arena + self.carries + self.residents + self.reading + self.writing + self.allowance
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """The best that another patch shape offers."""
+    """The best that another patch shape offers, or another way to cover the output."""
 
     patch_out: Size
+    axis: Axis
+    column: Count
+    parts: tuple[Positive, ...]  # as `Plan.parts`
     voxels_per_second: Seconds
+    waste: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # work done over the work that no border would need
     over_bytes: Count  # above the limit; 0: it fits and is slower
 
 
@@ -99,26 +107,65 @@ class Plan:
     machine: str  # Machine.fingerprint of where it was made
     limits: Annotated[Limits, AfterValidator(_checked_limits)]
     output: Size  # dense output it was made for
-    patch_out: Size
-    patch_in: Size
-    batch: Positive
+    patch_out: Size  # dense output of one step
+    patch_in: Size  # what a step reads: in a column that walks, only planes that no step before it has read
+    axis: Axis  # along which columns walk; shapes of choices have it first
+    column: Count  # output planes of a column along it; 0: patches, each computed for itself
     choices: Annotated[tuple[Choice, ...], Field(min_length=1)]
     tensors: tuple[Tensor, ...]
     memory: Memory
     itemsize_in: Positive  # bytes per voxel of the volume as stored
     itemsize_out: Positive
-    patches: Positive
+    columns: Positive  # that cover the output; a patch is a column of one step
     rigor: str
+    other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
     runners_up: tuple[RunnerUp, ...]
 
     @property
-    def seconds_per_patch(self) -> float:
-        return sum(choice.seconds for choice in self.choices)
+    def walks(self) -> bool:
+        """Columns of more than one step: every layer keeps the last planes of its input for the next."""
+        return self.column > 0
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """How often each choice runs in a step: more than once where a part of the fragments is run at a time."""
+        return loops([choice.shape for choice in self.choices])
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Predicted for one step in which every layer runs: for one patch where no column walks."""
+        return sum(times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True))
 
     @property
     def seconds(self) -> float:
         """Predicted for the whole output, reading and writing hidden behind the computation."""
-        return self.patches * self.seconds_per_patch
+        return sum(choice.runs * choice.seconds for choice in self.choices)
+
+    @property
+    def waste(self) -> float:
+        """Work done over the work that no border would need: how often an average output of a layer is computed.
+
+        Layers are weighed by their seconds. Without borders every layer computes one value per output voxel and map,
+        spread over its fragments.
+        """
+        output = prod(self.output)
+        needed = sum(choice.seconds * output / prod(choice.shape.out_shape[:4]) for choice in self.choices)
+        return self.seconds / needed if needed else 1.0
+
+    def covering(self, output: Vec3, network: Network, memory: Memory) -> Plan:
+        """The same for an output of another size, in a process that takes other memory."""
+        here = replace(self, output=output, memory=memory)
+        cover, ahead = here.cover(network), [margin[self.axis] for margin in network.margins]
+        choices = tuple(
+            replace(choice, runs=parts * cover.steps(ahead[choice.layers[1] + 1]))
+            for choice, parts in zip(self.choices, self.parts, strict=True)
+        )
+        return replace(here, choices=choices, columns=len(cover))
+
+    def cover(self, network: Network) -> Cover:
+        """The columns of a run."""
+        margin = network.field_of_view[self.axis] - 1
+        return Cover(self.output, self.patch_out, self.axis, self.column, margin)
 
     @property
     def voxels_per_second(self) -> float:
@@ -189,16 +236,23 @@ class Plan:
                 )
 
     def _check_shapes(self, network: Network) -> None:
-        if self.batch != 1:
-            raise PlanFileError(f"the plan runs {self.batch} patches at once, and a session runs one; {_AGAIN}")
+        along = network.turned(self.axis)
+        batches = [c.shape.batch for c in self.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
+        batches += [self.choices[-1].shape.batch] * len(self.choices)  # where layers are missing: told below
         try:
-            shapes = network.layer_shapes(self.patch_out, self.batch)
+            shapes = along.layer_shapes(turned(self.patch_out, self.axis), batches=batches, walks=self.walks)
         except ShapeError as error:
             raise PlanFileError(f"the plan does not fit its network: {error}") from None
-        if self.patch_in != network.patch_in(self.patch_out):
+        if self.column % self.patch_out[self.axis]:
+            raise PlanFileError(
+                f"the plan's columns of {self.column} planes are no whole number of steps of "
+                f"{self.patch_out[self.axis]}; {_AGAIN}"
+            )
+        needed = patch_in(network, self.patch_out, self.axis, walks=self.walks)
+        if self.patch_in != needed:
             raise PlanFileError(
                 f"the plan reads patches of {text(self.patch_in)}, and {text(self.patch_out)} voxels out need "
-                f"{text(network.patch_in(self.patch_out))}; {_AGAIN}"
+                f"{text(needed)}; {_AGAIN}"
             )
         begun = 0  # layers that are chosen for
         for index, choice in enumerate(self.choices):
@@ -240,13 +294,25 @@ class Plan:
             raise PlanFileError(
                 f"the plan's tensors end at byte {end:,} and the arena at {self.memory.arena:,}; {_AGAIN}"
             )
-        promised = (self.memory.residents, self.memory.allowance)
-        needed = (sum(f.resident for f in footprints), max(f.allowance for f in footprints))
-        if promised != needed:
-            raise PlanFileError(
-                f"the plan promises {promised[0]:,} bytes of weights and {promised[1]:,} for the libraries, and its "
-                f"primitives need {needed[0]:,} and {needed[1]:,}; {_AGAIN}"
-            )
+        new = self.patch_in[self.axis]
+        for what, promised, needed in (
+            ("of weights", self.memory.residents, sum(f.resident for f in footprints)),
+            ("for the libraries", self.memory.allowance, max(f.allowance for f in footprints)),
+            ("for carried planes", self.memory.carries, carried_bytes([c.shape for c in self.choices], new)),
+        ):
+            if promised != needed:
+                raise PlanFileError(
+                    f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {_AGAIN}"
+                )
+
+
+def patch_in(network: Network, out: Vec3, axis: int, *, walks: bool) -> Vec3:
+    """What a step with the dense output `out` reads: of a column that walks along `axis`, only what is new."""
+    z, y, x = (
+        size if walks and i == axis else grown
+        for i, (size, grown) in enumerate(zip(out, network.patch_in(out), strict=True))
+    )
+    return z, y, x
 
 
 def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape | None:

@@ -18,26 +18,30 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
-from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
+from znnpy.network import Network
 from znnpy.planner.bounds import Bounds
-from znnpy.planner.candidates import Candidate, Sizes, Span, all_sizes, between, candidates, spans, thinned
-from znnpy.planner.cost import Rates, assumed_rates
-from znnpy.planner.layout import Tensor, chain, live_bytes, place
-from znnpy.planner.memory import baseline_bytes, reading_bytes, writing_bytes
-from znnpy.planner.options import Options
-from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
-from znnpy.planner.trade import (
-    Front,
-    Option,
-    Way,
-    fastest,
-    fastest_within,
-    smallest,
-    total_bytes,
-    total_seconds,
+from znnpy.planner.candidates import (
+    Candidate,
+    Sizes,
+    Space,
+    Span,
+    all_sizes,
+    all_spaces,
+    between,
+    candidate,
+    candidates,
+    splits,
+    thinned,
 )
-from znnpy.shapes import Vec3, text
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.layout import Tensor, carried_bytes, chain, live_bytes, place
+from znnpy.planner.memory import baseline_bytes, reading_bytes, writing_bytes
+from znnpy.planner.options import Options, Place
+from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp, patch_in
+from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
+from znnpy.shapes import Vec3, text, turned, turned_back
 
+LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
 RUNNERS_UP = 3
 FEW = 6  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
 
@@ -56,6 +60,8 @@ def make_plan(
     rates: Rates | None = None,
     baseline: int | None = None,
     masks: bool = False,
+    columns: bool | None = None,
+    depth_first: bool | None = None,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
@@ -66,6 +72,8 @@ def make_plan(
     rates         speeds of the machine; assumed from `machine` when not given
     baseline      bytes of the process without the run; measured now when not given
     masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
+    columns       True: columns only, False: patches only
+    depth_first   False: all fragments of a pooling go through each layer before any goes through the next
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
@@ -84,30 +92,44 @@ def make_plan(
             find(name, table)
         except KeyError as error:
             raise NoPlanError(f"{error.args[0]}; `znnpy primitives` lists them all") from None
-    search = _Search(
-        network=network,
-        output=output,
-        machine=machine,
-        limits=limits,
-        itemsize_in=itemsize_in,
-        itemsize_out=itemsize_out,
-        patch=patch,
-        only=frozenset(only),
-        options=Options(
-            table, machine, limits.threads, rates or assumed_rates(machine, limits.threads), frozenset(only)
-        ),
-        baseline=baseline_bytes() if baseline is None else baseline,
-        masks=masks,
+    if patch is not None:
+        network.layer_shapes(patch)  # ShapeError when it is none
+    options = Options(table, machine, limits.threads, rates or assumed_rates(machine, limits.threads), frozenset(only))
+    held = baseline_bytes() if baseline is None else baseline
+    searches = [
+        _Search(
+            space=space,
+            limits=limits,
+            itemsize_in=itemsize_in,
+            itemsize_out=itemsize_out,
+            patch=None if patch is None else turned(patch, space.axis),
+            options=options,
+            baseline=held,
+            masks=masks,
+            splits=splits(space.network) if depth_first is not False else splits(space.network)[:1],
+        )
+        for space in all_spaces(network, output)
+        if columns is None or space.walks == columns
+    ]
+    if not searches:
+        raise NoPlanError(
+            f"{network.name} sees one voxel along every axis, so that columns have nothing to carry; drop --columns"
+        )
+    ranked = sorted(
+        ((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1][0].seconds
     )
-    found = search.run()
-    if not found:
-        raise search.no_plan()
-    return search.plan(found)
+    if not ranked:
+        raise _no_plan(
+            network,
+            searches,
+            words="".join(f", or drop --{word}" for word, given in (("patch", patch), ("only", only)) if given),
+        )
+    return _plan(network, machine, ranked)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The best of one patch shape."""
+    """The best of one shape."""
 
     candidate: Candidate
     options: tuple[Option, ...]
@@ -117,48 +139,57 @@ class _Found:
     @property
     def seconds(self) -> float:
         """For the whole output."""
-        return self.candidate.patches * total_seconds(self.options)
+        return total_seconds(self.options)
+
+    @property
+    def waste(self) -> float:
+        """Work done over the work that no border would need: how often an average output of a layer is computed.
+
+        Layers are weighed by their seconds. Without borders every layer computes one value per output voxel and map,
+        spread over its fragments.
+        """
+        output = prod(self.candidate.space.output)
+        ways = [way for option in self.options for way in option.ways]
+        return self.seconds / sum(way.seconds * output / prod(way.shape.out_shape[:4]) for way in ways)
 
 
 @dataclass
 class _Search:
-    """What is asked for, and what was worked out so far."""
+    """What is asked for, and what was worked out so far, in one space."""
 
-    network: Network
-    output: Vec3
-    machine: Machine
+    space: Space
     limits: Limits
     itemsize_in: int
     itemsize_out: int
     patch: Vec3 | None
-    only: frozenset[str]
     options: Options
     baseline: int
     masks: bool
-    _spans: tuple[Span, ...] = field(init=False)
+    splits: Sequence[tuple[int, ...]]
+    lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
     _bounds: Bounds = field(init=False)
     _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
-    _lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
 
     def __post_init__(self) -> None:
-        self._spans = spans(self.network)
-        self._bounds = Bounds(self.network)
+        self._bounds = Bounds(self.space)
 
     def run(self) -> list[_Found]:
-        """The best patch shapes, best first; none when nothing fits.
+        """The best shapes, best first; none when nothing fits.
 
         First over a few sizes per axis in all combinations, then again and again over a few more around the best.
         In networks that treat all axes alike patches that are turned to other axes cost nearly the same: one of them is
         looked at, and of the best all are.
         """
-        room = self.limits.ram_bytes - self.baseline
-        sizes = self._sizes(room)
+        sizes = self._sizes(self.limits.ram_bytes - self.baseline)
+        if not all(sizes):
+            return []
         seen = _few(sizes)
-        first = list(candidates(self.network, self.output, seen, room))
-        if first:
-            largest = max(first, key=lambda shape: prod(shape.patch))
-            for index, options in enumerate(self._all_fronts(largest)):
-                self._bounds.learn(largest, index, options)
+        first = list(candidates(self.space, seen))
+        largest = max(
+            first, key=lambda shape: (shape.split(self.splits[-1]).largest <= self._room(shape), prod(shape.patch))
+        )
+        for index, options in enumerate(self._fronts(largest)):
+            self._bounds.learn(largest, index, options)
         best = self._through(self._new(first), [])
         while best:
             beside = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
@@ -166,24 +197,26 @@ class _Search:
             if not any(more):
                 break
             z, y, x = (sorted({*old, *new}, reverse=True) for (old, _), new in zip(beside, more, strict=True))
-            best = self._through(self._new(candidates(self.network, self.output, (z, y, x), room)), best)
+            best = self._through(self._new(candidates(self.space, (z, y, x))), best)
             z, y, x = (sorted({*old, *new}, reverse=True) for old, new in zip(seen, more, strict=True))
             seen = (z, y, x)
         if best:
             patch = best[0].candidate.patch
             z, y, x = ([size for size in along if size in patch] for along in sizes)
-            turned = candidates(self.network, self.output, (z, y, x), room)
-            best = self._through(
-                [shape for shape in turned if shape.patch != patch and sorted(shape.patch) == sorted(patch)], best
-            )
+            turned = [shape for shape in candidates(self.space, (z, y, x)) if shape.patch != patch]
+            best = self._through([shape for shape in turned if self._key(shape.patch) == self._key(patch)], best)
         return best
+
+    def _key(self, patch: Vec3) -> tuple[int, ...]:
+        """Equal for patches that differ in the order of axes which make no difference to speak of."""
+        fixed = 1 if self.space.walks else 0
+        return (*patch[:fixed], *sorted(patch[fixed:])) if self.space.alike else patch
 
     def _new(self, shapes: Iterable[Candidate]) -> list[Candidate]:
         """Those that were not looked at, nor turned to other axes where that makes no difference to speak of."""
-        alike = all(len(set(_extent(layer))) == 1 for layer in self.network.layers)
         new = []
         for shape in shapes:
-            key = (shape.patches, *sorted(shape.patch)) if alike else (shape.patches, *shape.patch)
+            key = (len(shape.cover), *self._key(shape.patch))
             if key not in self._seen:
                 self._seen.add(key)
                 new.append(shape)
@@ -192,121 +225,90 @@ class _Search:
     def _sizes(self, room: int | None) -> Sizes:
         """Patch sizes to look at along each axis."""
         if self.patch is None:
-            return all_sizes(self.network, self.output, room)
-        self.network.layer_shapes(self.patch)  # ShapeError when it is none
+            return all_sizes(self.space, room)
         z, y, x = self.patch
         return [z], [y], [x]
 
     def _through(self, shapes: Sequence[Candidate], best: list[_Found]) -> list[_Found]:
         """The best of `best` and of all shapes, best first."""
-        for shape in sorted(shapes, key=lambda shape: self._bounds.seconds(shape, self._room(shape), {})):
+        ranked = []
+        for shape in shapes:
+            smallest = shape.split(self.splits[-1])
+            ranked.append((self._bounds.seconds(smallest, self._room(smallest), {}), shape))
+        for _, shape in sorted(ranked, key=lambda pair: pair[0]):
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
-            hopeless = best and self._bounds.seconds(shape, self._room(shape), {}) >= best[0].seconds
-            found = None if hopeless else self._best_of(shape, below)
+            found = self._best_split(shape, best[0].seconds if best else inf, below)
             if found is None:
-                self._lost.append(shape)
+                self.lost.append(shape)
             else:
-                ranked = sorted([*best, found], key=lambda found: (found.seconds, found.memory.peak))
-                best = _distinct(ranked)[: RUNNERS_UP + 1]
+                best = self._distinct(sorted([*best, found], key=lambda found: (found.seconds, found.memory.peak)))
+                best = best[: RUNNERS_UP + 1]
         return best
 
-    def plan(self, found: Sequence[_Found]) -> Plan:
-        """The first of `found` as a plan, the others as its runners-up."""
-        best = found[0]
-        patch = best.candidate.patch
-        choices = tuple(
-            Choice(
-                layers=layers,
-                shape=way.shape,
-                primitive=way.primitive.name,
-                version=way.primitive.version,
-                device=way.primitive.name.partition(".")[0],
-                variant=way.variant,
-                seconds=way.seconds,
-                measured=False,
-                resident_bytes=way.footprint.resident,
-                working_bytes=way.footprint.working(way.shape),
-            )
-            for layers, way in self._ways(best.options)
-        )
-        return Plan(
-            format=FORMAT,
-            znnpy_version=znnpy.__version__,
-            network=self.network.sha256,
-            network_name=self.network.name,
-            machine=self.machine.fingerprint,
-            limits=self.limits,
-            output=self.output,
-            patch_out=patch,
-            patch_in=self.network.patch_in(patch),
-            batch=1,
-            choices=choices,
-            tensors=best.tensors,
-            memory=best.memory,
-            itemsize_in=self.itemsize_in,
-            itemsize_out=self.itemsize_out,
-            patches=best.candidate.patches,
-            rigor="estimate",
-            runners_up=self._runners_up(found),
-        )
+    def _distinct(self, ranked: Sequence[_Found]) -> list[_Found]:
+        """The first of those that are one patch turned to other axes."""
+        by_sides: dict[tuple[int, ...], _Found] = {}
+        for found in ranked:
+            by_sides.setdefault(self._key(found.candidate.patch), found)
+        return list(by_sides.values())
 
-    def no_plan(self) -> NoPlanError:
-        """Why nothing fits: the smallest need of all shapes, and the layer that needs most; or a layer nobody runs."""
-        least: tuple[int, Candidate, tuple[Option, ...]] | None = None
-        refused = ""
-        shapes = candidates(self.network, self.output, _few(self._sizes(None)))
-        for shape in sorted(shapes, key=lambda shape: shape.largest_bytes):
-            around = self._around(shape)
-            if least is not None and around.peak + shape.largest_bytes >= least[0]:
-                continue
-            fronts = self._all_fronts(shape)
-            empty = next((index for index, options in enumerate(fronts) if not options), None)
-            if empty is not None:
-                refused = refused or self._why_none(shape, empty)
-                continue
-            options = smallest(fronts)
-            needed = self._laid_out(shape, options).memory.peak
-            if least is None or needed < least[0]:
-                least = needed, shape, options
-        if least is None:
-            return NoPlanError(refused)
-        needed, shape, options = least
-        most, layer, name = max(
-            (live_bytes(way.shape, way.footprint) + way.footprint.resident, first, way.primitive.name)
-            for (first, _), way in self._ways(options)
-        )
-        return NoPlanError(
-            f"nothing fits in {self.limits.ram_bytes:,} bytes of RAM: the smallest need is {needed:,}, "
-            f"{needed - self.limits.ram_bytes:,} more, with output patches of {text(shape.patch)}; the process itself "
-            f"takes {self.baseline:,}, and layer {layer} ({self.network.layers[layer]}) the most of what is left, "
-            f"{most:,} with {name}; allow at least --ram {-(-needed // 2**20)}M"
-            + (", or drop --patch" if self.patch else "")
-            + (", or drop --only" if self.only else "")
-        )
+    def _best_split(self, shape: Candidate, best: float, below: float) -> _Found | None:
+        """The fastest way to split one shape; None unless one of them stays below `below` seconds for the output.
 
-    def _around(self, shape: Candidate) -> Memory:
+        `best` is what another shape reaches: one that cannot is not worked out.
+        """
+        fastest_found = None
+        for at_once in self.splits:
+            split = shape.split(at_once)
+            if self._bounds.seconds(split, self._room(split), {}) >= min(best, below):
+                continue
+            found = self._short_enough(split, below)
+            if found is not None:
+                fastest_found, below = found, found.seconds
+                best = min(best, below)
+                if total_seconds(found.options) <= total_seconds(fastest(self._fronts(found.candidate))):
+                    break  # nothing was given up for memory: smaller parts only cost
+        return fastest_found
+
+    def _short_enough(self, shape: Candidate, below: float) -> _Found | None:
+        """The best of one shape, with columns that take LOST_SECONDS or little more, if they are of several steps."""
+        found = self._best_of(shape, below)
+        if found is None or not shape.column:
+            return found
+        rows = len(shape.cover)
+        pieces = max(1, int(found.seconds / rows / LOST_SECONDS + 0.999))
+        shorter = shape.cut(pieces)
+        return found if shorter.column == shape.column else self._best_of(shorter, below)
+
+    def around(self, shape: Candidate) -> Memory:
         """What a run needs whatever the primitives are."""
-        patch_in = self.network.patch_in(shape.patch)
+        network, walks = self.space.network, self.space.walks
         return Memory(
             baseline=self.baseline,
             arena=0,
+            carries=0,
             residents=0,
-            reading=reading_bytes(self.network.input_channels, patch_in, self.itemsize_in, masks=self.masks),
-            writing=writing_bytes(self.network.output_channels, shape.patch, self.itemsize_out),
+            reading=reading_bytes(
+                network.input_channels,
+                patch_in(network, shape.patch, 0, walks=walks),
+                self.itemsize_in,
+                seen=network.patch_in(shape.patch) if self.masks else None,
+            ),
+            writing=writing_bytes(network.output_channels, shape.patch, self.itemsize_out),
             allowance=0,
         )
 
     def _room(self, shape: Candidate) -> int:
-        """Bytes for arena, weights and allowance."""
-        return self.limits.ram_bytes - self._around(shape).peak
+        """Bytes for arena, weights, carried planes and allowance."""
+        return self.limits.ram_bytes - self.around(shape).peak
 
     def _best_of(self, shape: Candidate, below: float) -> _Found | None:
-        """The fastest primitives for one patch shape that fit; None unless below `below` seconds for the output."""
+        """The fastest primitives for one shape that fit; None unless below `below` seconds for the output."""
         fronts = self._promising_fronts(shape, below)
         if fronts is None:
             return None
         room = self._room(shape)
-        options = fastest_within(fronts, room, below / shape.patches)
+        options = fastest_within(fronts, room, below)
         if options is None:
             return None
         while options is not None:
@@ -314,7 +316,7 @@ class _Search:
             if found.memory.peak <= self.limits.ram_bytes:
                 return found
             room -= found.memory.arena - max(option.live for option in options)  # the layout lost that much
-            options = fastest_within(fronts, room, below / shape.patches)
+            options = fastest_within(fronts, room, below)
         found = self._laid_out(shape, smallest(fronts))
         return found if found.memory.peak <= self.limits.ram_bytes and found.seconds < below else None
 
@@ -323,76 +325,106 @@ class _Search:
 
         Large layers come first: one of them tells most of the shapes that cannot win.
         """
-        layers = self.network.layer_shapes(shape.patch)
         known: dict[int, Front] = {}
-        for index in sorted(range(len(self._spans)), key=lambda index: -self._bounds.moved(shape, index)):
-            first, last = self._spans[index]
-            known[index] = self.options.of(layers[first : last + 1])
+        for index in sorted(range(len(self.space.spans)), key=lambda index: -shape.moved(index)):
+            known[index] = self._front(shape, index)
             if not known[index]:
                 return None
             self._bounds.learn(shape, index, known[index])
             if self._bounds.seconds(shape, self._room(shape), known) >= below:
                 return None
-        return [known[index] for index in range(len(self._spans))]
+        return [known[index] for index in range(len(self.space.spans))]
 
-    def _all_fronts(self, shape: Candidate) -> list[Front]:
-        """Options of every span, whether they fit or not."""
-        layers = self.network.layer_shapes(shape.patch)
-        return [self.options.of(layers[first : last + 1]) for first, last in self._spans]
+    def _front(self, shape: Candidate, span: int) -> Front:
+        """Options of one span, whether they fit or not."""
+        first, last = self.space.spans[span]
+        place = Place(
+            under=shape.under[span],
+            x=0 if shape.held[span] else shape.tensors[span],
+            out=shape.tensors[span + 1],
+            parts=shape.parts[first],
+            steps=shape.steps[first : last + 1],
+            walks=self.space.walks,
+        )
+        return self.options.of(shape.shapes[first : last + 1], place)
 
-    def _ways(self, options: Iterable[Option]) -> Iterator[tuple[Span, Way]]:
-        """All steps of a patch, each with the first and the last of its layers."""
-        for (first, last), option in zip(self._spans, options, strict=True):
+    def _fronts(self, shape: Candidate) -> list[Front]:
+        """Options of every span."""
+        return [self._front(shape, index) for index in range(len(self.space.spans))]
+
+    def ways(self, options: Iterable[Option]) -> Iterator[tuple[Span, Way]]:
+        """All layers of a step, those in one together, each with the first and the last of its layers."""
+        for (first, last), option in zip(self.space.spans, options, strict=True):
             if len(option.ways) == 1:
                 yield (first, last), option.ways[0]
             else:
                 yield from (((layer, layer), way) for layer, way in enumerate(option.ways, first))
 
-    def _why_none(self, shape: Candidate, span: int) -> str:
-        """Every primitive's reason not to run a layer, the first of the span that nobody runs."""
-        layers, (first, last) = self.network.layer_shapes(shape.patch), self._spans[span]
-        layer = next(i for i in range(first, last + 1) if not self.options.of(layers[i : i + 1]))
-        return (
-            f"no primitive runs layer {layer} ({self.network.layers[layer]}) here: "
-            f"{self.options.why_none(layers[layer])}; `znnpy primitives` lists them all"
-        )
-
     def _laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> _Found:
         """With the arena as it will be."""
-        tensors, arena = place(chain([(way.shape, way.footprint) for option in options for way in option.ways]))
-        around = self._around(shape)
+        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
+        tensors, arena = place(chain(steps))
+        around = self.around(shape)
+        new = patch_in(self.space.network, shape.patch, 0, walks=self.space.walks)[0]
         memory = Memory(
             baseline=around.baseline,
             arena=arena,
-            residents=sum(option.resident for option in options),
+            carries=carried_bytes([shape for shape, _ in steps], new),
+            residents=sum(footprint.resident for _, footprint in steps),
             reading=around.reading,
             writing=around.writing,
             allowance=max(option.allowance for option in options),
         )
         return _Found(shape, options, tensors, memory)
 
-    def _runners_up(self, found: Sequence[_Found]) -> tuple[RunnerUp, ...]:
-        """What more memory would buy first, then the next best that fit."""
-        voxels = prod(self.output)
-        larger = self._next_larger(found[0].seconds)
-        slower = [RunnerUp(f.candidate.patch, voxels / f.seconds, 0) for f in found[1:]]
-        return tuple([*larger, *slower][:RUNNERS_UP])
+    def least(self) -> tuple[int, Candidate, tuple[Option, ...]] | int | None:
+        """Bytes, shape and options of the smallest need there is; or the index of a layer that nobody runs."""
+        least: tuple[int, Candidate, tuple[Option, ...]] | None = None
+        shapes = [c.split(self.splits[-1]) for c in candidates(self.space, _few(self._sizes(None)))]
+        for shape in sorted(shapes, key=lambda shape: shape.largest):
+            if least is not None and self.around(shape).peak + shape.largest >= least[0]:
+                continue
+            fronts = self._fronts(shape)
+            if not all(fronts):
+                first, last = self.space.spans[next(index for index, options in enumerate(fronts) if not options)]
+                return next(
+                    layer
+                    for layer in range(first, last + 1)
+                    if not self.options.of(shape.shapes[layer : layer + 1], Place())
+                )
+            options = smallest(fronts)
+            needed = self._laid_out(shape, options).memory.peak
+            if least is None or needed < least[0]:
+                least = needed, shape, options
+        return least
 
-    def _next_larger(self, seconds: float) -> list[RunnerUp]:
+    def runner_up(self, found: _Found, over: int = 0) -> RunnerUp:
+        shape = found.candidate
+        return RunnerUp(
+            patch_out=shape.patch_out,
+            axis=self.space.axis,
+            column=shape.column,
+            parts=tuple(way.parts for _, way in self.ways(found.options)),
+            voxels_per_second=prod(self.space.output) / found.seconds,
+            waste=found.waste,
+            over_bytes=over,
+        )
+
+    def next_larger(self, seconds: float) -> list[RunnerUp]:
         """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
         faster = []
-        for shape in self._lost:
+        for lost in self.lost:
+            shape = lost.split(self.splits[-1])
             ideal, nbytes = self._bounds.fastest(shape)
             if ideal < 0.95 * seconds:
-                faster.append((nbytes + self._around(shape).peak, shape))
+                faster.append((nbytes + self.around(shape).peak, shape))
         for _, shape in sorted(faster, key=lambda guess: guess[0])[:RUNNERS_UP]:
-            fronts = self._all_fronts(shape)
+            fronts = self._fronts(shape)
             if all(fronts):
-                options = fastest(fronts)
-                spent = shape.patches * total_seconds(options)
-                over = total_bytes(options) - self._room(shape)
-                if spent < 0.95 * seconds and over > 0:
-                    return [RunnerUp(shape.patch, prod(self.output) / spent, over)]
+                found = self._laid_out(shape, fastest(fronts))
+                over = found.memory.peak - self.limits.ram_bytes
+                if found.seconds < 0.95 * seconds and over > 0:
+                    return [self.runner_up(found, over)]
         return []
 
 
@@ -401,17 +433,79 @@ def _few(sizes: Sizes) -> Sizes:
     return z, y, x
 
 
-def _extent(layer: Layer) -> Vec3:
-    match layer:
-        case Conv(kernel=size) | Pool(window=size) | MaxFilter(window=size):
-            return size
-        case Maxout():
-            return 1, 1, 1
+def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[_Search, list[_Found]]]) -> Plan:
+    """The best of all spaces as a plan; the others, and what is next best, as its runners-up."""
+    search, found = ranked[0]
+    best = found[0]
+    space, shape, axis = search.space, best.candidate, search.space.axis
+    choices = tuple(
+        Choice(
+            layers=layers,
+            shape=way.shape,
+            primitive=way.primitive.name,
+            version=way.primitive.version,
+            device=way.primitive.name.partition(".")[0],
+            variant=way.variant,
+            seconds=way.seconds,
+            runs=way.runs,
+            measured=False,
+            resident_bytes=way.footprint.resident,
+            working_bytes=way.footprint.working(way.shape),
+        )
+        for layers, way in search.ways(best.options)
+    )
+    others = [search.runner_up(found[0]) for search, found in ranked if search.space.walks != space.walks]
+    slower = [search.runner_up(other) for other in found[1:]]
+    return Plan(
+        format=FORMAT,
+        znnpy_version=znnpy.__version__,
+        network=network.sha256,
+        network_name=network.name,
+        machine=machine.fingerprint,
+        limits=search.limits,
+        output=turned_back(space.output, axis),
+        patch_out=shape.patch_out,
+        patch_in=patch_in(network, shape.patch_out, axis, walks=space.walks),
+        axis=axis,
+        column=shape.column,
+        choices=choices,
+        tensors=best.tensors,
+        memory=best.memory,
+        itemsize_in=search.itemsize_in,
+        itemsize_out=search.itemsize_out,
+        columns=len(shape.cover),
+        rigor="estimate",
+        other=others[0] if others else None,
+        runners_up=tuple([*search.next_larger(best.seconds), *slower][:RUNNERS_UP]),
+    )
 
 
-def _distinct(ranked: Sequence[_Found]) -> list[_Found]:
-    """The first of those that are one patch turned to other axes."""
-    by_sides: dict[tuple[int, ...], _Found] = {}
-    for found in ranked:
-        by_sides.setdefault(tuple(sorted(found.candidate.patch)), found)
-    return list(by_sides.values())
+def _no_plan(network: Network, searches: Sequence[_Search], words: str) -> NoPlanError:
+    """Why nothing fits: the smallest need of all shapes, and the layer that needs most; or a layer nobody runs."""
+    found = [(search, least) for search in searches if (least := search.least()) is not None]
+    needs = [(least, search) for search, least in found if not isinstance(least, int)]
+    if not needs:
+        search, layer = found[0]
+        assert isinstance(layer, int)
+        refused = candidate(search.space, search.space.network.period).shapes[layer]
+        return NoPlanError(
+            f"no primitive runs layer {layer} ({network.layers[layer]}) here: "
+            f"{search.options.why_none(refused)}; `znnpy primitives` lists them all"
+        )
+    (needed, shape, options), search = min(needs, key=lambda need: need[0][0])
+    most, layer, name = max(
+        (
+            live_bytes(way.footprint, way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
+            first,
+            way.primitive.name,
+        )
+        for (first, _), way in search.ways(options)
+    )
+    limit = search.limits.ram_bytes
+    kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.walks else "output patches of"
+    return NoPlanError(
+        f"nothing fits in {limit:,} bytes of RAM: the smallest need is {needed:,}, "
+        f"{needed - limit:,} more, with {kind} {text(shape.patch_out)}; the process itself "
+        f"takes {search.baseline:,}, and layer {layer} ({network.layers[layer]}) the most of what is left, "
+        f"{most:,} with {name}; allow at least --ram {-(-needed // 2**20)}M{words}"
+    )

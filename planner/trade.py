@@ -24,7 +24,9 @@ class Way:
     primitive: Primitive
     variant: Variant
     footprint: Footprint
-    seconds: float
+    seconds: float  # of one run
+    parts: int = 1  # runs in a step
+    runs: int = 1  # for the whole output
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Option:
     """One way to run the layers of a span, or several one after the other, with all that is weighed."""
 
     ways: tuple[Way, ...]
-    seconds: float
-    resident: int  # bytes kept between patches
+    seconds: float  # for the whole output
+    resident: int  # bytes kept between steps: weights, and planes that a column carries
     live: int  # bytes of the arena in its fullest stage
     allowance: int  # bytes that libraries allocate while it runs
 
@@ -70,7 +72,7 @@ def in_turn(first: Front, second: Front) -> Iterator[Option]:
 
 
 def total_seconds(options: Iterable[Option]) -> float:
-    """Of one patch."""
+    """Of all spans."""
     return sum(option.seconds for option in options)
 
 

@@ -23,7 +23,7 @@ from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Machine, limits_of, this_machine
 from znnpy.network import Network
-from znnpy.patches import Box, cover
+from znnpy.patches import Box
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -165,7 +165,7 @@ def infer(
         else:
             chosen = plan_begun(begun, settings, trained.network, machine)
             check_wishes(wishes, begun, chosen)
-        columns = cover(source.output, chosen.patch_out)
+        columns = chosen.cover(trained.network)
         crew = stack.enter_context(Crew(chosen.limits.threads))
         with wisdom_begun(begun.wisdom) if begun else wisdom_kept(machine, chosen.seconds) as wisdom:
             session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))

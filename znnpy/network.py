@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +24,7 @@ from znnpy.shapes import (
     multiply,
     subtract,
     text,
+    turned,
     valid,
 )
 
@@ -149,6 +151,25 @@ class Network:
                 period = multiply(period, layer.window)
         return period
 
+    @cached_property
+    def margins(self) -> tuple[Vec3, ...]:
+        """Of the input and of every layer's output: by how much it is larger than the dense output, in its voxels.
+
+        The first is field of view - 1, the last 0.
+        """
+        margins: list[Vec3] = [(0, 0, 0)]
+        period = self.period
+        for layer in reversed(self.layers):
+            size = extent(layer)
+            if isinstance(layer, Pool):
+                period = ceil_divide(period, size)
+            margins.append(add(margins[-1], multiply(period, subtract(size, (1, 1, 1)))))
+        return tuple(reversed(margins))
+
+    def turned(self, axis: int) -> Network:
+        """The same network for volumes with `axis` first: kernels and windows turned as by `shapes.turned`."""
+        return replace(self, layers=tuple(_turned(layer, axis) for layer in self.layers))
+
     @property
     def convolutions(self) -> tuple[int, ...]:
         """Indices of the convolutional layers, in order: weights are counted along it."""
@@ -188,10 +209,16 @@ class Network:
         """The smallest valid patch that holds `out`: every axis a multiple of the fragment period."""
         return multiply(ceil_divide(out, self.period), self.period)
 
-    def layer_shapes(self, out: Vec3, batch: int = 1) -> tuple[LayerShape, ...]:
+    def layer_shapes(
+        self, out: Vec3, *, batches: Sequence[int] | None = None, walks: bool = False
+    ) -> tuple[LayerShape, ...]:
         """Shape of every layer when a patch gives `out` dense output voxels, all poolings as fragments.
 
-        ShapeError when `out` is not a multiple of the fragment period.
+        batches  images that each layer takes at a time: parts of what the layer before it makes; default: all.
+        walks    `out` is one step along z: a layer's input is what is new since the last step and, before it, the
+                 last planes of what was new then: kernel - 1, or window - 1.
+
+        ShapeError when `out` is not a multiple of the fragment period, or batches do not divide.
         """
         if any(o < 1 or o % p for o, p in zip(out, self.period, strict=True)):
             raise ShapeError(
@@ -199,12 +226,37 @@ class Network:
                 f"the next larger one is {text(self.round_up((max(1, out[0]), max(1, out[1]), max(1, out[2]))))}"
             )
         shapes: list[LayerShape] = []
-        n = self.patch_in(out)
-        for maps, layer in zip(self.maps, self.layers, strict=False):
+        z, y, x = self.patch_in(out)
+        n, images = (out[0] if walks else z, y, x), 1
+        for index, (maps, layer) in enumerate(zip(self.maps, self.layers, strict=False)):
+            if walks:
+                n = (n[0] + extent(layer)[0] - 1, *n[1:])
+            batch = images if batches is None else batches[index]
+            if batch < 1 or images % batch:
+                raise ShapeError(f"layer {index} ({layer}) gets {images} images, which are no multiple of {batch}")
             shape = layer_shape(layer, batch, maps, n)
             shapes.append(shape)
-            n, batch = shape.out, shape.out_shape[0]
+            n, images = shape.out, shape.out_shape[0]
         return tuple(shapes)
+
+
+def extent(layer: Layer) -> Vec3:
+    """Inputs that one output of a layer depends on, along each axis; of a pooling, its window."""
+    match layer:
+        case Conv(kernel=size) | Pool(window=size) | MaxFilter(window=size):
+            return size
+        case Maxout():
+            return 1, 1, 1
+
+
+def _turned(layer: Layer, axis: int) -> Layer:
+    match layer:
+        case Conv():
+            return replace(layer, kernel=turned(layer.kernel, axis))
+        case Pool() | MaxFilter():
+            return replace(layer, window=turned(layer.window, axis))
+        case Maxout():
+            return layer
 
 
 def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3) -> LayerShape:

@@ -1,8 +1,12 @@
-"""Cover a box of dense output with patches. A patch is a column of one step: columns are what a run walks through."""
+"""Cover a box of dense output with columns, and columns with steps. A patch is a column of one step.
+
+A column that walks takes its input planes in order, each once. Its first steps give no output: they bring in the field
+of view. Where the output ends within the last step, the rest of that step is computed and not written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import overload
@@ -46,12 +50,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One run of the session: what is computed, and which part of it is kept.
+    """One run of the session: what is read, what is computed, and which part of it is kept.
 
-    `out` is the full output patch, always of the planned size; `write` the part of it that no other patch writes.
-    Both count voxels of the dense output. The input patch starts at `out.lo` too and is field of view - 1 larger.
+    `out` is the full output of a step, always of the planned size; in the first steps of a column that walks it lies
+    before the column. `write` is the part that no other patch writes; empty in those first steps. `read` is where the
+    input begins. All count voxels of the dense output; an output voxel at p depends on input from p on.
     """
 
+    read: Vec3
     out: Box
     write: Box
 
@@ -72,15 +78,44 @@ class Column:
 class Cover(Sequence[Column]):
     """Columns whose `write` boxes partition the dense output [0, size). Made one by one, when asked for.
 
-    Patches stand on a grid of step `patch`, z slowest. The last along an axis moves inwards and writes only what is
-    left over. Where the output is smaller than the patch, the patch reaches beyond it (its input beyond the volume).
+    Columns stand on a grid, z slowest. The last along an axis moves inwards and writes only what is left over, but for
+    the axis along which columns walk: there it has fewer steps. Where the output is smaller than the patch, the patch
+    reaches beyond it (its input beyond the volume).
     """
 
     size: Vec3
-    patch: Vec3
+    patch: Vec3  # output of one step
+    axis: int = 0  # along which columns walk
+    column: int = 0  # output planes that a column writes along it, a multiple of the patch; 0: patches, no column walks
+    margin: int = 0  # field of view - 1 along it
+
+    @property
+    def grid(self) -> Vec3:
+        """Output voxels that columns write, but for the last along each axis."""
+        return _with(self.patch, self.axis, self.column) if self.column else self.patch
+
+    @property
+    def counts(self) -> Vec3:
+        """Columns along each axis."""
+        return ceil_divide(self.size, self.grid)
+
+    @property
+    def ahead(self) -> int:
+        """Steps of a column before the first that gives output."""
+        return -(-self.margin // self.patch[self.axis]) if self.column else 0
+
+    def steps(self, ahead: int) -> int:
+        """Steps of all columns in which something is computed that begins `ahead` planes before the output does."""
+        if not self.column:
+            return len(self)
+        thick = self.patch[self.axis]
+        whole, rest = divmod(self.size[self.axis], self.column)
+        in_a_row = whole + (rest > 0)
+        output = whole * (self.column // thick) - (-rest // thick)
+        return len(self) // in_a_row * (output - in_a_row * (-ahead // thick))
 
     def __len__(self) -> int:
-        return prod(ceil_divide(self.size, self.patch))
+        return prod(self.counts)
 
     @overload
     def __getitem__(self, index: int) -> Column: ...
@@ -91,15 +126,32 @@ class Cover(Sequence[Column]):
     def __getitem__(self, index: int | slice) -> Column | tuple[Column, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        rest, x = divmod(range(len(self))[index], ceil_divide(self.size, self.patch)[2])  # IndexError beyond the end
-        z, y = divmod(rest, ceil_divide(self.size, self.patch)[1])
-        write_lo = multiply((z, y, x), self.patch)
-        write = Box(write_lo, add(write_lo, self.patch)).clipped(Box((0, 0, 0), self.size))
+        _, rows, wide = self.counts
+        rest, x = divmod(range(len(self))[index], wide)  # IndexError beyond the end
+        z, y = divmod(rest, rows)
+        write_lo = multiply((z, y, x), self.grid)
+        write = Box(write_lo, add(write_lo, self.grid)).clipped(Box((0, 0, 0), self.size))
         lo = tuple(max(0, min(w, s - p)) for w, s, p in zip(write_lo, self.size, self.patch, strict=True))
         out_lo = (lo[0], lo[1], lo[2])
-        return Column((Patch(Box(out_lo, add(out_lo, self.patch)), write),))
+        if self.column == 0:
+            return Column((Patch(out_lo, Box(out_lo, add(out_lo, self.patch)), write),))
+        return Column(tuple(self._steps(_with(out_lo, self.axis, write_lo[self.axis]), write)))
+
+    def _steps(self, lo: Vec3, write: Box) -> Iterator[Patch]:
+        """Of the column whose first output stands at `lo`."""
+        thick, axis = self.patch[self.axis], self.axis
+        first, end = write.lo[axis] - self.ahead * thick, write.hi[axis]
+        for plane in range(first, end, thick):
+            out_lo = _with(lo, axis, plane)
+            out = Box(out_lo, add(out_lo, self.patch))
+            yield Patch(_with(out_lo, axis, plane + self.margin), out, write.clipped(out))
+
+
+def _with(v: Vec3, axis: int, size: int) -> Vec3:
+    z, y, x = (size if i == axis else other for i, other in enumerate(v))
+    return z, y, x
 
 
 def cover(size: Vec3, patch: Vec3) -> Cover:
-    """Columns of patches of size `patch` that write a dense output of (z, y, x) voxels, each voxel once."""
+    """Patches of size `patch`, each for itself, that write a dense output of (z, y, x) voxels, each voxel once."""
     return Cover(size, patch)

@@ -57,7 +57,7 @@ class Report:
             f"memory     {human_bytes(self.peak_bytes)} at the peak (plan: {human_bytes(self.plan.memory.peak)}, "
             f"limit: {human_bytes(self.plan.limits.ram_bytes)})",
             f"stages     {stages} (side by side)",
-            f"patches    {self.plan.patches} of {text(self.plan.patch_out)}, {self.plan.limits.threads} threads",
+            f"patches    {self.plan.columns} of {text(self.plan.patch_out)}, {self.plan.limits.threads} threads",
             f"precision  {self.precision}, BLAS kernels {self.blas}",
             *(f"warning: {warning}" for warning in self.warnings),
         ]

@@ -49,6 +49,24 @@ def ceil_divide(a: Vec3, b: Vec3) -> Vec3:
     return -(-a[0] // b[0]), -(-a[1] // b[1]), -(-a[2] // b[2])
 
 
+def turned(v: Vec3, axis: int) -> Vec3:
+    """`v` with the size along `axis` first and the others in their order: (y, z, x) for axis 1."""
+    order = turn(axis)
+    return v[order[0]], v[order[1]], v[order[2]]
+
+
+def turned_back(v: Vec3, axis: int) -> Vec3:
+    """What `turned` made, in the order (z, y, x) again."""
+    z, y, x = (v[turn(axis).index(i)] for i in range(3))
+    return z, y, x
+
+
+def turn(axis: int) -> Vec3:
+    """The three axes with `axis` first and the others in their order: what numpy's `transpose` takes."""
+    first, second, third = sorted(range(3), key=lambda i: i != axis)
+    return first, second, third
+
+
 def valid(n: Vec3, k: Vec3) -> Vec3:
     """Positions a window of size `k` has inside `n`: n - k + 1."""
     return n[0] - k[0] + 1, n[1] - k[1] + 1, n[2] - k[2] + 1
@@ -248,9 +266,14 @@ LayerShape = ConvShape | PoolShape | FilterShape | MaxoutShape
 
 
 def fused(conv: LayerShape, pool: LayerShape) -> ConvShape | None:
-    """Two layers in one: a convolution that pools its result into fragments; None where they are not that."""
+    """Two layers in one: a convolution that pools its result into fragments; None where they are not that.
+
+    A pooling that takes in planes from the step before (`Network.layer_shapes`, walks) asks the convolution for as many
+    more, so that it computes those planes again.
+    """
     if not isinstance(conv, ConvShape) or not isinstance(pool, PoolShape):
         return None
     if conv.pools or not pool.fragments or pool.p == (1, 1, 1):
         return None
-    return replace(conv, pool=pool.p)
+    more = subtract(pool.n, conv.out)
+    return replace(conv, n=add(conv.n, more), pool=pool.p)

@@ -19,7 +19,7 @@ from znnpy.formats.weights import read_weights
 from znnpy.kernels.crew import Crew
 from znnpy.machine import limits_of, this_machine
 from znnpy.network import ConvWeights, Network
-from znnpy.patches import Box, cover
+from znnpy.patches import Box
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
@@ -98,7 +98,7 @@ class TrainedNetwork:
                 session = stack.enter_context(Session(plan, self.network, self.weights, crew))
             for sentence in wisdom.sentences:
                 _log.info("%s", sentence)
-            pipeline.run(session, crew, source, result, cover(source.output, plan.patch_out))
+            pipeline.run(session, crew, source, result, plan.cover(self.network))
         return result.array
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError
 from znnpy.machine import Machine, limits_of, parse_bytes
 from znnpy.network import Network
-from znnpy.patches import cover
 from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, reading_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -85,7 +84,8 @@ def _known_to_run(
             "or leave out --plan"
         )
     held = baseline_bytes() + source.volume.extra_bytes
-    reading = reading_bytes(network.input_channels, plan.patch_in, source.dtype.itemsize, masks=masks)
+    seen = network.patch_in(plan.patch_out) if masks else None
+    reading = reading_bytes(network.input_channels, plan.patch_in, source.dtype.itemsize, seen=seen)
     writing = writing_bytes(network.output_channels, plan.patch_out, output_dtype.itemsize)
     memory = replace(
         plan.memory,
@@ -93,8 +93,7 @@ def _known_to_run(
         reading=max(reading, plan.memory.reading),
         writing=max(writing, plan.memory.writing),
     )
-    patches = len(cover(source.output, plan.patch_out))
-    here = replace(plan, memory=memory, output=source.output, patches=patches)
+    here = plan.covering(source.output, network, memory)
     limit = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
     here.check_runs(network, machine, ram_bytes=limit)
     return here

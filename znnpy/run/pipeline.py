@@ -22,7 +22,7 @@ from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Plan
-from znnpy.shapes import Vec3, subtract, valid
+from znnpy.shapes import Vec3, add, subtract, valid
 
 SEEN_BYTES = 2**20  # of a mask that are copied at once
 
@@ -40,7 +40,7 @@ class Computes(Protocol):
     @property
     def network(self) -> Network: ...
 
-    def run(self, raw: Voxels, out: Voxels) -> None: ...
+    def run(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> None: ...
 
 
 class Stops(Protocol):
@@ -116,6 +116,50 @@ def run(
     return _Run(session, crew, source, output, columns, progress).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A patch on its way."""
+
+    column: int  # its index
+    patch: Patch
+    begins: bool  # the first of its column
+    ends: bool  # the last
+
+    @property
+    def writes(self) -> bool:
+        """Not so in the first steps of a column that walks."""
+        return self.patch.write.voxels > 0
+
+
+class _Unseen:
+    """Which outputs depend on a voxel that is not finite, from what each step of a column reads."""
+
+    def __init__(self, plan: Plan, field_of_view: Vec3) -> None:
+        self._field_of_view, self._axis = field_of_view, plan.axis
+        self._window = subtract(add(plan.patch_out, field_of_view), (1, 1, 1))  # input that a step's output depends on
+        self._new = plan.patch_in[plan.axis]
+        self._read: Mask | None = None  # of that window along the axis; kept once a mask was not empty
+
+    def after(self, bad: Mask | None, *, begins: bool) -> Mask | None:
+        """Where the output of a step is unknown, (z, y, x) bool; None where it nowhere is.
+
+        bad  where the voxels that the step read are not finite; None where all are. Overwritten.
+        """
+        if self._new == self._window[self._axis]:
+            return None if bad is None else seen(bad, self._field_of_view)
+        if self._read is None:
+            if bad is None:
+                return None
+            self._read = np.zeros(self._window, np.bool_)
+        planes = np.moveaxis(self._read, self._axis, 0)
+        if begins:
+            planes[:] = False
+        for plane in range(len(planes) - self._new):  # ascending: each moves to where nothing is needed any more
+            planes[plane] = planes[plane + self._new]
+        planes[-self._new :] = False if bad is None else np.moveaxis(bad, self._axis, 0)
+        return seen(self._read.copy(), self._field_of_view) if planes.any() else None
+
+
 class _Run:
     def __init__(
         self,
@@ -146,6 +190,7 @@ class _Run:
         self._before = sum(columns[index].voxels for index in output.done)
         self._voxels = sum(column.voxels for column in columns)
         self._voxel_bytes = network.output_channels * output.dtype.itemsize
+        self._unseen = _Unseen(plan, network.field_of_view)
         self._written = 0  # voxels, by this run
         self._finished = 0  # columns, by this run
 
@@ -174,54 +219,57 @@ class _Run:
         return Timings(self._written, self._finished, time.perf_counter() - self._began, dict(self._seconds))
 
     def _compute(self) -> None:
-        fov = self._session.network.field_of_view
         self._report()
-        for _, patch, _ in self._patches():
+        for turn in self._patches():
             with self._timed("waiting"):
                 raw, bad = self._take(self._raw_full)
-                out = self._take(self._out_free)
+                out = self._take(self._out_free) if turn.writes else None
             with self._timed("computing"):
                 try:
-                    self._session.run(self._raw[raw], self._out[out])
+                    self._session.run(self._raw[raw], None if out is None else self._out[out], begins=turn.begins)
                 except ValuesOverflowError as error:
-                    write = patch.write
-                    raise error.with_context(f"output voxels (z, y, x) = {write.lo} to {write.hi}") from None
+                    box = turn.patch.write if turn.writes else turn.patch.out
+                    raise error.with_context(f"output voxels (z, y, x) = {box.lo} to {box.hi}") from None
+                hidden = self._unseen.after(bad, begins=turn.begins)
             self._raw_free.put(raw)
-            self._out_full.put((out, None if bad is None else seen(bad, fov)))
+            if out is not None:
+                self._out_full.put((out, hidden))
             self._report()
 
     def _read(self) -> None:
-        for _, patch, _ in self._patches():
+        for turn in self._patches():
             buffer = self._take(self._raw_free)
             with self._timed("reading"):
-                bad = self._source.read(patch.out.lo, self._raw[buffer])
+                bad = self._source.read(turn.patch.read, self._raw[buffer])
             self._raw_full.put((buffer, bad))
 
     def _write(self) -> None:
-        for index, patch, is_last in self._patches():
+        for turn in self._patches():
+            if not turn.writes:
+                continue
             item = self._out_full.get()
             if item is None:
                 raise Stopped  # what was computed before the stop came first, and is written
             buffer, bad = item
-            voxels = self._out[buffer]
+            voxels, patch = self._out[buffer], turn.patch
             with self._timed("writing"):
                 if bad is not None:
                     np.copyto(voxels, np.nan, where=bad)
                 kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
                 self._written += patch.write.voxels
-                if is_last:
-                    self._output.finish_column(index)
+                if turn.ends:
+                    self._output.finish_column(turn.column)
                     self._finished += 1
             self._out_free.put(buffer)
 
-    def _patches(self) -> Iterator[tuple[int, Patch, bool]]:
-        """What there is to do, in the order of all three stages: index of the column, patch, whether it is the last."""
+    def _patches(self) -> Iterator[_Turn]:
+        """What there is to do, in the order of all three stages."""
         for index in range(len(self._columns)):
             if index not in self._done:
                 steps = self._columns[index].steps
-                for number, patch in enumerate(steps, start=1):
-                    yield index, patch, number == len(steps)
+                for number, patch in enumerate(steps):
+                    yield _Turn(index, patch, number == 0, number == len(steps) - 1)
 
     def _guarded(self, stage: Callable[[], None]) -> None:
         """Run a thread's stage; what it raises is handed to the calling thread, and stops everything."""

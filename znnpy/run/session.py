@@ -1,9 +1,10 @@
-"""A plan awake: owns the arena, the prepared weights and the bound steps; turns input patches into output patches."""
+"""A plan awake: owns arena, prepared weights, bound steps and what columns carry; turns input into output."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Step
 from znnpy.kernels.table import TABLE, find
 from znnpy.network import ConvWeights, Network, Pool
+from znnpy.planner.layout import carried_planes
 from znnpy.planner.plan import Plan
 from znnpy.run.arena import Arena
-from znnpy.shapes import Vec3
+from znnpy.shapes import FLOAT32, LayerShape, Vec3, turn
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes
@@ -25,18 +28,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """One step with the arrays it runs on."""
+    """One layer, or two in one, with the arrays it runs on."""
 
     step: Step
-    x: Array
-    out: Array
+    x: Array  # all images that there are at a time, carried planes first; `step` takes a part of them or all
+    out: Array  # the next one's `x` behind its carried planes
     scratch: dict[str, Bytes]
+    batch: int  # images that `step` takes
+    pools: int  # images that come out of each
+    from_step: (
+        int  # of a column, counted from the first that gives output; before it there is nothing but virtual zeros
+    )
+    carry: Array | None  # last planes of every image of `x`, for the next step of the column
 
 
 class Session:
-    """Runs patches of one plan. A context manager: `with Session(...) as session: session.run(raw, out)`.
+    """Runs the steps of one plan. A context manager: `with Session(...) as session: session.run(raw, out)`.
 
     Entering prepares weights and plans transforms; after that nothing of the size of a patch is allocated.
+
+    In a column that walks, each layer's input is a few planes carried from the step before and the new ones behind
+    them. A column begins with zeros for planes that are not there; no output that is kept depends on them, and a layer
+    is not run while all it would compute does.
     """
 
     def __init__(
@@ -50,52 +63,112 @@ class Session:
         self.plan = plan
         self.network = network
         self.crew = crew
+        self.written = [0] * len(plan.choices)  # voxels of one map that each choice has written, all images
         self._table = table
         self._weights = dict(zip(network.convolutions, weights, strict=True))
+        self._along = network.turned(plan.axis)  # the axis walked along is the first within a session
         self._bound: tuple[_Bound, ...] = ()
+        self._step = 0  # of the column, counted from the first that gives output
 
     def __enter__(self) -> Self:
-        steps = []
-        for choice in self.plan.choices:
+        plan, steps = self.plan, []
+        for choice in plan.choices:
             primitive = find(choice.primitive, self._table)
-            resident = primitive.prepare(self._weights.get(choice.layers[0]), choice.variant, self.crew)
+            weights = self._weights.get(choice.layers[0])
+            resident = primitive.prepare(_turned(weights, plan.axis), choice.variant, self.crew)
             steps.append(primitive.bind(resident, choice.shape, choice.variant, self.crew))
         # Weights come first: their preparation needs room that the arena takes only when it is written to.
-        arena = Arena(self.plan.memory.arena, self.plan.tensors)
+        arena = Arena(plan.memory.arena, plan.tensors)
+        shapes = [choice.shape for choice in plan.choices]
+        carried = carried_planes(shapes, plan.patch_in[plan.axis])
+        made = [1, *(shape.out_shape[0] for shape in shapes)]
+        xs = [
+            arena.floats(f"x{i}", (images, *shape.in_shape[1:]))
+            for i, (images, shape) in enumerate(zip(made, shapes, strict=False))
+        ]
+        outs = [x[:, planes:] for x, planes in zip(xs, carried, strict=True)][1:]
+        outs.append(arena.floats(f"x{len(xs)}", shapes[-1].out_shape))
         self._bound = tuple(
             _Bound(
-                step,
-                arena.floats(f"x{i}", choice.shape.in_shape),
-                arena.floats(f"x{i + 1}", choice.shape.out_shape),
-                arena.scratch(i),
+                step=step,
+                x=xs[i],
+                out=outs[i],
+                scratch=arena.scratch(i),
+                batch=choice.shape.batch,
+                pools=choice.shape.out_shape[0] // choice.shape.batch,
+                from_step=-self._steps_before(self._along.margins[choice.layers[1] + 1][0]),
+                carry=_carry(choice.shape, plan.parts[i], carried[i]),
             )
-            for i, (step, choice) in enumerate(zip(steps, self.plan.choices, strict=True))
+            for i, (step, choice) in enumerate(zip(steps, plan.choices, strict=True))
         )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bound = ()
 
-    def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """Compute one dense output patch.
+    def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
+        """Compute one step of a column, or one patch.
 
-        raw  (c, *patch_in), any real dtype, as the volume stores it; read only.
-        out  (maps, *patch_out) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`); overwritten.
+        raw     (c, *patch_in), any real dtype, as the volume stores it; read only.
+        out     (maps, *patch_out) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`); overwritten. None in the
+                first steps of a column that walks: they give no output (`Cover.ahead`).
+        begins  the first step of a column; every patch is one.
 
         ValuesOverflowError names the layer whose result is not finite.
         """
-        self._load(raw)
-        for choice, bound in zip(self.plan.choices, self._bound, strict=True):
+        axes = (0, *(1 + axis for axis in turn(self.plan.axis)))
+        if begins:
+            self._step = -self._steps_before(self._along.margins[0][0])
+            for bound in self._bound:
+                if bound.carry is not None:
+                    bound.carry.fill(0)
+        self._load(raw.transpose(axes))
+        self._advance(0, 0, None if out is None else out.transpose(axes))
+        self._step += 1
+
+    def _steps_before(self, margin: int) -> int:
+        """Steps of a column that come before its output and matter to an activation that is `margin` planes larger."""
+        return -(-margin // self.plan.patch_out[self.plan.axis]) if self.plan.walks else 0
+
+    def _advance(self, index: int, first: int, out: npt.NDArray[Any] | None) -> None:
+        """Carry on from the input of choice `index`: `first` counts all images of a step up to those that are there."""
+        if index == len(self._bound):
+            if out is not None:
+                self._store(first, out)
+            return
+        bound = self._bound[index]
+        self._carry(bound, first)
+        if self._step < bound.from_step:
+            return
+        for lo in range(0, len(bound.x), bound.batch):
             try:
-                bound.step.run(bound.x, bound.out, bound.scratch)
+                bound.step.run(bound.x[lo : lo + bound.batch], bound.out, bound.scratch)
             except ValuesOverflowError as error:
-                layer = choice.layers[0]
+                layer = self.plan.choices[index].layers[0]
                 raise error.with_context(f"layer {layer} ({self.network.layers[layer]})") from None
-        self._store(out)
+            self.written[index] += prod(bound.out.shape[:4])
+            self._advance(index + 1, (first + lo) * bound.pools, out)
+
+    def _carry(self, bound: _Bound, first: int) -> None:
+        """Put the planes of the step before in front of the new ones, and keep the last for the next step."""
+        if bound.carry is None:
+            return
+        x, kept = bound.x, bound.carry[first : first + len(bound.x)]
+        planes = kept.shape[1]
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for image in range(len(x)):
+                x[image, :planes, lo:hi] = kept[image, :, lo:hi]
+                kept[image, :, lo:hi] = x[image, -planes:, lo:hi]
+
+        self.crew.each(piece, x.shape[2])
 
     def _load(self, raw: npt.NDArray[Any]) -> None:
         """Normalise into the arena, channels last."""
-        x = self._bound[0].x[0]
+        first = self._bound[0]
+        carried = 0 if first.carry is None else first.carry.shape[1]
+        x = first.x[0, carried:]
         normalise = self.network.normalise
         wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is gone
         dtype = np.float64 if wide else np.float32
@@ -120,14 +193,18 @@ class Session:
                 f"{np.finfo(np.float32).max:.6g}; rescale the volume, or correct `normalise` in the network file"
             ) from None
 
-    def _store(self, out: npt.NDArray[Any]) -> None:
-        """Recombine the fragments into the dense patch, maps first, in the output's dtype."""
+    def _store(self, first: int, out: npt.NDArray[Any]) -> None:
+        """Put fragments in their places in the dense patch, maps first, in the output's dtype; `first` of all is first.
+
+        Voxel i of fragment o1 of the first pooling, o2 of the second, .. is voxel o1 + p1 * (o2 + p2 * (.. + i)).
+        """
         fragments = self._bound[-1].out
-        windows = [layer.window for layer in self.network.layers if isinstance(layer, Pool)]
-        dense = _as_dense(fragments, windows)  # (f, mz, .., pz, my, .., py, mx, .., px)
-        target = out.reshape(dense.shape)
+        windows = [layer.window for layer in self._along.layers if isinstance(layer, Pool)]
+        period = self._along.period
+        places = [_place(windows, first + image) for image in range(len(fragments))]
 
         def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
             part = fragments[:, lo:hi]
             if out.dtype == np.uint8:
                 np.clip(part, 0, 1, out=part)
@@ -135,7 +212,9 @@ class Session:
                 np.rint(part, out=part)
             try:
                 with np.errstate(over="raise"):
-                    np.copyto(target[:, lo:hi], dense[:, lo:hi], casting="unsafe")
+                    for image, (z, y, x) in zip(part, places, strict=True):
+                        target = out[:, z :: period[0], y :: period[1], x :: period[2]]
+                        np.copyto(target[:, lo:hi], np.moveaxis(image, 3, 0), casting="unsafe")
             except FloatingPointError:
                 raise ValuesOverflowError(
                     f"the output holds {np.abs(part).max():.6g}, beyond {out.dtype}'s largest number "
@@ -145,16 +224,27 @@ class Session:
         self.crew.each(piece, fragments.shape[1])
 
 
-def _as_dense(fragments: Array, windows: Sequence[Vec3]) -> Array:
-    """Fragments (P1 * P2 * .., mz, my, mx, f) as a view (f, mz, .., p2z, p1z, my, .., p2y, p1y, mx, .., p2x, p1x).
+def _place(windows: Sequence[Vec3], fragment: int) -> Vec3:
+    """Dense voxel at which a fragment begins."""
+    z = y = x = 0
+    for pz, py, px in reversed(windows):  # the last pooling's offset counts fastest
+        fragment, offset = divmod(fragment, pz * py * px)
+        z, y, x = z * pz + offset // (py * px), y * py + offset // px % py, x * px + offset % px
+    return z, y, x
 
-    Reshaped to (f, mz * pz, my * py, mx * px) it is the dense output: voxel z = o1 + p1 * (o2 + p2 * (.. + i)).
-    """
-    batch = [size for window in windows for size in window]
-    split = fragments.reshape(*batch, *fragments.shape[1:])
-    spatial = len(batch)
-    order = [split.ndim - 1]
-    for axis in range(3):
-        order.append(spatial + axis)
-        order.extend(3 * pool + axis for pool in reversed(range(len(windows))))
-    return split.transpose(order)
+
+def _carry(shape: LayerShape, parts: int, planes: int) -> Array | None:
+    """Room for the last `planes` planes of every image of a layer's input, or None where it needs none."""
+    if planes == 0:
+        return None
+    images, _, y, x, f = shape.in_shape
+    size = (parts * images, planes, y, x, f)
+    return aligned_bytes(FLOAT32 * prod(size)).view(np.float32).reshape(size)
+
+
+def _turned(weights: ConvWeights | None, axis: int) -> ConvWeights | None:
+    """Kernels with `axis` first."""
+    if weights is None or axis == 0:
+        return weights
+    order = (0, 1, *(2 + along for along in turn(axis)))
+    return ConvWeights(np.ascontiguousarray(weights.weight.transpose(order)), weights.bias)
