@@ -113,7 +113,7 @@ def make_plan(
     ]
     if not searches:
         raise NoPlanError(
-            f"{network.name} sees one voxel along every axis, so that columns have nothing to carry; drop --columns"
+            f"{network.name} sees one voxel along every axis, so that columns have nothing to carry; drop --cover"
         )
     ranked = sorted(
         ((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1][0].seconds
@@ -122,9 +122,23 @@ def make_plan(
         raise _no_plan(
             network,
             searches,
-            words="".join(f", or drop --{word}" for word, given in (("patch", patch), ("only", only)) if given),
+            words="".join(
+                f", or drop --{word}" for word, given in _narrowing(patch, only, columns, depth_first) if given
+            ),
         )
     return _plan(network, machine, ranked)
+
+
+def _narrowing(
+    patch: Vec3 | None, only: Sequence[str], columns: bool | None, depth_first: bool | None
+) -> tuple[tuple[str, bool], ...]:
+    """Words of the command line that leave plans out, and which of them were given."""
+    return (
+        ("patch", patch is not None),
+        ("only", bool(only)),
+        ("cover", columns is not None),
+        ("no-depth-first", depth_first is False),
+    )
 
 
 @dataclass(frozen=True, slots=True)

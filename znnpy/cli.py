@@ -117,7 +117,24 @@ _limits = _together(
     click.option(
         "--threads", type=click.IntRange(1, MOST_THREADS), metavar="N", help="Threads [default: every core it may use]."
     ),
-    click.option("--patch", metavar="Z,Y,X", callback=_voxels, help="Output patch instead of the best one, Z,Y,X."),
+    click.option(
+        "--cover",
+        type=click.Choice(["columns", "patches"]),
+        help="columns: each keeps what its next step needs; patches: each computed for itself [default: the faster].",
+    ),
+    click.option(
+        "--patch",
+        metavar="Z,Y,X",
+        callback=_voxels,
+        help="Output of a patch, or of one step of a column, instead of the best one, Z,Y,X.",
+    ),
+    click.option(
+        "--no-depth-first",
+        "depth_first",
+        flag_value=False,
+        default=True,
+        help="Run each layer on all fragments before the next layer runs on any; needs more memory.",
+    ),
     click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
 )
 _region = _together(
@@ -157,7 +174,7 @@ def main() -> None:
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 @_json
 def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words: Any) -> None:
-    """Choose patch size and primitives for NETWORK, and say why.
+    """Choose columns or patches, their size and primitives for NETWORK, and say why.
 
     NETWORK is a file, or the name of one that ships. Without --volume or --shape, a volume of 1024^3 is assumed.
     """
@@ -203,9 +220,10 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     """Predict every position of VOLUME."""
     if words["overwrite"] and words["resume"]:
         raise click.UsageError("--overwrite starts again and --resume goes on: give one of them")
-    for fixed in ("ram", "threads", "patch", "only"):
-        if plan_file is not None and words[fixed]:
-            raise click.UsageError(f"--{fixed} is fixed by the plan: leave it out, or leave --plan out")
+    fixed = {word: bool(words[word]) for word in ("ram", "threads", "patch", "only", "cover")}
+    for word, is_given in {**fixed, "no-depth-first": not words["depth_first"]}.items():
+        if plan_file is not None and is_given:
+            raise click.UsageError(f"--{word} is fixed by the plan: leave it out, or leave --plan out")
     if out is None and not volume.name:
         raise click.UsageError(f"{str(volume)!r} has no name to make the output's of: give --out")
     if words["resume"]:

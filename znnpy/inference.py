@@ -29,7 +29,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
 from znnpy.run import pipeline
-from znnpy.run.choice import Wishes, check_wishes, choose, plan_begun
+from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, plan_begun
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
@@ -58,12 +58,15 @@ def plan(
     threads: int | None = None,
     patch: Vec3 | None = None,
     only: str | Sequence[str] = (),
+    cover: str | None = None,
+    depth_first: bool = True,
 ) -> Plan:
     """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
 
-    Takes the words of `znnpy plan`. NoPlanError names the nearest miss when nothing fits.
+    Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first.
+    NoPlanError names the nearest miss when nothing fits.
     """
-    _check_words(border, output_dtype)
+    _check_words(border, output_dtype, cover)
     if shape is not None and len(shape) != 3:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if volume is not None and shape is not None:
@@ -91,6 +94,8 @@ def plan(
         itemsize_out=np.dtype(output_dtype).itemsize,
         patch=patch,
         only=only,
+        columns=columns_only(cover),
+        depth_first=depth_first,
         baseline=baseline_bytes() + extra_bytes + FLOAT32 * file.network.parameters,  # a run holds the weights too
     )
 
@@ -113,15 +118,17 @@ def infer(
     threads: int | None = None,
     patch: Vec3 | None = None,
     only: str | Sequence[str] = (),
+    cover: str | None = None,
+    depth_first: bool = True,
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> Report:
-    """Predict a volume, patch by patch, within the limits; the output is whole or it is not there.
+    """Predict a volume, column by column or patch by patch, within the limits; the output is whole or it is not there.
 
-    Takes the words of `znnpy infer`. Every ZnnpyError says what happened, with the numbers, and what to do; what was
+    Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. Every ZnnpyError says what happened, with the numbers, and what to do; what was
     finished before an error, Ctrl-C or a kill stays on disk and `resume=True` goes on from there, byte for byte.
     """
     started = time.perf_counter()
-    _check_words(border, output_dtype)
+    _check_words(border, output_dtype, cover)
     only = (only,) if isinstance(only, str) else tuple(only)
     if overwrite and resume:
         raise ValueError("overwrite starts again and resume goes on: ask for one of them")
@@ -158,7 +165,7 @@ def infer(
             "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
         }
         begun = output.header
-        wishes = Wishes(plan, ram, threads, patch, only)
+        wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first)
         if begun is None:
             masks = allow_nan and source.dtype.kind == "f"
             chosen = choose(wishes, trained.network, source, np.dtype(output_dtype), masks=masks, machine=machine)
@@ -177,10 +184,11 @@ def infer(
     return _report(target, started, chosen, machine, timings, wisdom.sentences)
 
 
-def _check_words(border: str, output_dtype: str) -> None:
+def _check_words(border: str, output_dtype: str, cover: str | None) -> None:
     for what, word, words in (("border", border, BORDERS), ("output dtype", output_dtype, OUTPUT_DTYPES)):
         if word not in words:
             raise ValueError(f"there is no {what} {word!r}; choose one of {', '.join(words)}")
+    columns_only(cover)  # ValueError when it is no word
 
 
 def _report(

@@ -23,6 +23,7 @@ from znnpy.patches import Box
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
+from znnpy.run.choice import columns_only
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
@@ -66,12 +67,15 @@ class TrainedNetwork:
         threads: int | None = None,
         patch: Vec3 | None = None,
         only: str | Sequence[str] = (),
+        cover: str | None = None,
+        depth_first: bool = True,
     ) -> npt.NDArray[np.float32]:
         """Dense prediction of a volume that fits into memory.
 
         array    (z, y, x) or (c, z, y, x), any integer or float dtype: grey values, before the network's `normalise`.
         border   "valid": the output is field of view - 1 smaller; "reflect": as large as the input.
-        ram      limit for the whole process, bytes or "2G"; threads, patch, only: as for `znnpy.infer`.
+        ram      limit for the whole process, bytes or "2G"; threads, patch, only, cover,
+                 depth_first: as for `znnpy.infer`.
         Returns  (maps, z, y, x) float32.
 
         ShapeError when the array is smaller than the field of view, VolumeError for a dtype or values that cannot be
@@ -90,6 +94,8 @@ class TrainedNetwork:
             itemsize_out=4,
             patch=patch,
             only=only,
+            columns=columns_only(cover),
+            depth_first=depth_first,
             baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
         )
         result = _Result(np.empty((self.network.output_channels, *source.output), np.float32))

@@ -19,6 +19,8 @@ from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
 
+COVERS = ("columns", "patches")
+
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
@@ -29,9 +31,18 @@ class Wishes:
     threads: int | None
     patch: Vec3 | None
     only: tuple[str, ...]
+    cover: str | None = None  # one of COVERS
+    depth_first: bool = True  # fragments may go through several layers in parts
 
     def given_plan(self) -> Plan | None:
         return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.load(Path(self.plan))
+
+
+def columns_only(cover: str | None) -> bool | None:
+    """What `make_plan` takes as `columns`: None where the caller has no word on it. ValueError when it is none."""
+    if cover is not None and cover not in COVERS:
+        raise ValueError(f"there is no cover {cover!r}; choose one of {', '.join(COVERS)}")
+    return None if cover is None else cover == "columns"
 
 
 def choose(
@@ -55,6 +66,8 @@ def choose(
             itemsize_out=output_dtype.itemsize,
             patch=wishes.patch,
             only=wishes.only,
+            columns=columns_only(wishes.cover),
+            depth_first=wishes.depth_first,
             masks=masks,
             baseline=baseline_bytes() + unpacking,
         )
@@ -78,10 +91,17 @@ def _known_to_run(
     machine: Machine,
 ) -> Plan:
     """`plan`, charged with what this process, volume and output take where that is more; PlanFileError if too much."""
-    if wishes.threads is not None or wishes.patch is not None or wishes.only:
+    words = (
+        ("threads", wishes.threads is not None),
+        ("patch", wishes.patch is not None),
+        ("only", bool(wishes.only)),
+        ("cover", wishes.cover is not None),
+        ("no-depth-first", not wishes.depth_first),
+    )
+    if given := [f"--{word}" for word, is_given in words if is_given]:
         raise PlanFileError(
-            "a plan fixes threads, patch and primitives already; leave out --threads, --patch and --only, "
-            "or leave out --plan"
+            "a plan fixes threads, primitives, and patches or columns already; "
+            f"leave out {' and '.join(given)}, or leave out --plan"
         )
     held = baseline_bytes() + source.volume.extra_bytes
     seen = network.patch_in(plan.patch_out) if masks else None
@@ -133,6 +153,7 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
     for word, before, now in (
         ("threads", str(plan.limits.threads), str(wishes.threads or "")),
         ("patch", ",".join(map(str, plan.patch_out)), ",".join(map(str, wishes.patch or ()))),
+        ("cover", "columns" if plan.walks else "patches", wishes.cover or ""),
         ("only", " and ".join(begun.settings["only"]) or "every primitive", " and ".join(sorted(wishes.only))),
     ):
         if now and before != now:
@@ -140,6 +161,11 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
                 f"the run began with --{word} {before}, and now it is {now}; leave it out, or start again with "
                 "--overwrite"
             )
+    if not wishes.depth_first and max(plan.parts) > 1:
+        raise ResumeError(
+            "the run began with layers that take their fragments in parts, and now it is --no-depth-first; leave it "
+            "out, or start again with --overwrite"
+        )
     given = wishes.given_plan()
     if given is not None and given.choices != plan.choices:
         raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
