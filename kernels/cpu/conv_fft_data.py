@@ -230,10 +230,12 @@ class _Step:
         shape, t, crew = self._shape, self._sizes, self._crew
         gz, gy, _ = t.padded
         planes = scratch["spectra"].view(np.complex64).reshape(shape.batch, shape.fin, gz, t.plane)
-        spectra = planes[..., : gy * t.pitch].reshape(shape.batch, shape.fin, gz, gy, t.pitch, copy=False)
+        # Not by `reshape`, which gives axes of size 1 other strides than the transforms were planned for.
+        strides = *planes.strides[:3], COMPLEX64 * t.pitch, COMPLEX64
+        spectra = np.ndarray((shape.batch, shape.fin, gz, gy, t.pitch), np.complex64, scratch["spectra"], 0, strides)
         total = scratch["sum"].view(np.complex64).reshape(shape.batch, shape.out[0], gy, t.pitch)
         self._transform_lines(x, spectra, scratch["lines"].reshape(-1, t.worker_before))
-        self._transform_maps(spectra)
+        self._transform_maps(planes)
         products, images = (_rows(scratch["blocks"], nbytes) for nbytes in (t.worker_product, t.worker_image))
         for j in range(shape.fout):
             self._accumulate(spectra, j, total, products)
@@ -262,24 +264,23 @@ class _Step:
 
         crew.each(piece, shape.batch * nz * parts)
 
-    def _transform_maps(self, spectra: Complex) -> None:
-        """Along y where a plane is not zero, then along z."""
+    def _transform_maps(self, planes: Complex) -> None:
+        """Along y where a plane (S, f, z) is not zero, then along z."""
         shape, t, crew = self._shape, self._sizes, self._crew
-        nz, ny, _ = shape.n
-        images = spectra.reshape(-1, *spectra.shape[2:], copy=False)
+        (nz, ny, _), (gz, gy, _) = shape.n, t.padded
+        images = planes.reshape(-1, gz, t.plane)[..., : gy * t.pitch]
 
         def piece(lo: int, hi: int, worker: int) -> None:
             plans = self._plans[worker]
             for image in images[lo:hi]:
-                for plane in image[:nz]:
+                for plane in image[:nz].reshape(nz, gy, t.pitch, copy=False):
                     crew.check()
                     plane[ny:] = 0
                     plans.along_y(plane, plane)
                 image[nz:] = 0
-                flat = image.reshape(len(image), -1, copy=False)
-                for start in range(0, flat.shape[1], t.columns):
+                for start in range(0, gy * t.pitch, t.columns):
                     crew.check()
-                    columns = flat[:, start : start + t.columns]
+                    columns = image[:, start : start + t.columns]
                     plans.along_z[columns.shape[1]](columns, columns)
 
         crew.each(piece, len(images))

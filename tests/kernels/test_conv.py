@@ -39,6 +39,8 @@ SHAPES = [
     ConvShape(1, 20, 9, (17, 18, 35), (5, 3, 2), "softmax"),
     ConvShape(2, 8, 1, (5, 9, 9), (5, 9, 9), "none"),  # the kernel is the whole input: one voxel comes out
     ConvShape(1, 6, 3, (1, 21, 22), (1, 5, 4), "relu"),  # two-dimensional
+    ConvShape(2, 1, 3, (1, 8, 9), (1, 3, 4), "relu"),  # one plane of one map, of lines that fill it unevenly
+    ConvShape(4, 4, 2, (1, 4, 2), (1, 3, 2), "none"),
     ConvShape(1, 5, 5, (24, 1, 1), (9, 1, 1), "tanh"),  # one-dimensional
     ConvShape(8, 4, 6, (3, 4, 5), (3, 2, 1), "relu"),  # many small images
     ConvShape(1, 33, 31, (12, 13, 14), (3, 3, 3), "none"),  # maps that fill no cache line
