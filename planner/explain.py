@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.planner.plan import Memory, Plan
-from znnpy.shapes import text
+from znnpy.planner.plan import Choice, Plan, RunnerUp
+from znnpy.shapes import text, turned_back
 
 LONGEST = 1e9  # seconds that are told from each other: a plan edited by hand may say any number
+AXES = "zyx"
 MUCH_WASTE = 20.0  # times the work without borders, from which on more memory is the better advice
 
 
 def explain(plan: Plan, network: Network, machine: Machine) -> RenderableType:
-    """Everything `znnpy plan` prints: patches, layers, memory, prediction, runners-up; `machine` is where it prints."""
+    """Everything `znnpy plan` prints: cover, layers, memory, prediction, runners-up; `machine` is where it prints."""
     return Group(
-        Text(_patches(plan, network)),
-        _layers(plan, network),
-        _memory(plan.memory, plan.limits.ram_bytes),
-        *(Text(line) for line in (*_prediction(plan, machine), *_waste(plan), *_runners_up(plan))),
+        Text(_cover(plan, network)),
+        Padding(_layers(plan, network), (1, 0)),
+        _memory(plan),
+        *(Text(line) for line in (*_prediction(plan, machine), _gain(plan), *_warning(plan), *_runners_up(plan))),
     )
 
 
@@ -49,61 +53,85 @@ def human_seconds(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def _patches(plan: Plan, network: Network) -> str:
-    patches = f"{plan.columns:,} patch{'es' if plan.columns != 1 else ''}"
+def _cover(plan: Plan, network: Network) -> str:
+    """What is computed at a time, and how the output is covered with it."""
+    seen = f"field of view {text(network.field_of_view)}, period {text(network.period)}"
+    output = f"{network.name}: {text(plan.output)} output voxels in"
+    if not plan.walks:
+        patches = f"{plan.columns:,} patch{'es' if plan.columns != 1 else ''}"
+        return f"{output} {patches}, each {text(plan.patch_in)} in and {text(plan.patch_out)} out ({seen})"
+    axis, planes = plan.axis, network.field_of_view[plan.axis] - 1
+    columns = f"{plan.columns:,} column{'s' if plan.columns != 1 else ''} along {AXES[axis]}"
+    if plan.column < plan.output[axis]:
+        columns += f", each at most {plan.column:,} planes of output,"
     return (
-        f"{network.name}: {text(plan.output)} output voxels in {patches}, each {text(plan.patch_in)} in and "
-        f"{text(plan.patch_out)} out (field of view {text(network.field_of_view)}, "
-        f"period {text(network.period)}); borders make the work {plan.waste:.2f} times what the output needs"
+        f"{output} {columns} in steps of {plan.patch_out[axis]:,} planes, each {text(plan.patch_in)} in and "
+        f"{text(plan.patch_out)} out ({seen}); a column reads {planes:,} planes before its output begins, in "
+        f"{plan.cover(network).ahead:,} of its steps, and every layer keeps the last planes of its input for the next "
+        f"step, {human_bytes(plan.memory.carries)} in all"
     )
 
 
 def _layers(plan: Plan, network: Network) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("layer")
-    table.add_column("input", no_wrap=True)
+    """Seconds are those of a step in which all layers run, shares those of the whole output."""
+    in_parts = max(plan.parts) > 1
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0 if in_parts else 1, 0, 0))  # to fit into 80 columns
+    table.add_column("layer and input", min_width=max(len(_input(plan, choice)) for choice in plan.choices))
     table.add_column("primitive", no_wrap=True)
-    for column in ("time", "share", "working", "kept"):
+    for column in (*(("parts",) if in_parts else ()), "time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
-    total = plan.seconds_per_step
-    for choice in plan.choices:
+    widest = max(len(choice.primitive) for choice in plan.choices)
+    total = plan.seconds
+    for choice, parts in zip(plan.choices, plan.parts, strict=True):
         first, last = choice.layers
+        fused = f"\n{last} {network.layers[last]}, in one" if last > first else ""
         table.add_row(
-            f"{first} {network.layers[first]}" + (f"\n{last} {network.layers[last]}, in one" if last > first else ""),
-            text(choice.shape.in_shape),
-            f"{choice.primitive}\n{choice.variant}".rstrip(),
-            human_seconds(choice.seconds),
-            f"{choice.seconds / total:.0%}" if total else "",
+            f"{first} {network.layers[first]}{fused}\n{_input(plan, choice)}",
+            "\n".join((choice.primitive, *wrap(str(choice.variant), widest))),
+            *((f"{parts}",) if in_parts else ()),
+            human_seconds(parts * choice.seconds),
+            f"{choice.runs * choice.seconds / total:.0%}" if total else "",
             human_bytes(choice.working_bytes),
             human_bytes(choice.resident_bytes),
         )
     return table
 
 
-def _memory(memory: Memory, limit: int) -> Table:
+def _input(plan: Plan, choice: Choice) -> str:
+    """Images, size (z, y, x) and maps."""
+    images, *n, maps = choice.shape.in_shape
+    return f" {text((images, *turned_back((n[0], n[1], n[2]), plan.axis), maps))}"
+
+
+def _memory(plan: Plan) -> Table:
+    memory, what = plan.memory, "steps" if plan.walks else "patches"
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("memory")
     table.add_column("bytes", justify="right")
-    for what, nbytes in (
+    for row, nbytes in (
         ("the process itself, measured", memory.baseline),
         ("arena: activations and scratch", memory.arena),
+        *((("planes kept from step to step", memory.carries),) if memory.carries else ()),
         ("prepared weights", memory.residents),
-        ("patches on their way in", memory.reading),
-        ("patches on their way out", memory.writing),
+        (f"{what} on their way in", memory.reading),
+        (f"{what} on their way out", memory.writing),
         ("allowance for libraries", memory.allowance),
     ):
-        table.add_row(what, human_bytes(nbytes))
+        table.add_row(row, human_bytes(nbytes))
     table.add_section()
-    table.add_row(f"peak, of the limit of {human_bytes(limit)}", f"{human_bytes(memory.peak)}")
+    table.add_row(f"peak, of the limit of {human_bytes(plan.limits.ram_bytes)}", f"{human_bytes(memory.peak)}")
     return table
 
 
 def _prediction(plan: Plan, machine: Machine) -> list[str]:
     """The figures, and how far to trust them."""
+    each = f"{human_seconds(plan.seconds_per_step)} a patch"
+    if plan.walks:
+        column = human_seconds(plan.seconds / plan.columns)
+        each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
     lines = [
-        f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {human_seconds(plan.seconds_per_step)} a patch, "
-        f"{human_seconds(plan.seconds)} in all, with {plan.limits.threads} thread"
-        f"{'s' if plan.limits.threads != 1 else ''}"
+        f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(plan.seconds)} in all, "
+        f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
     ]
     layers = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices)
     measured = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices if choice.measured)
@@ -126,18 +154,38 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
     return lines
 
 
-def _waste(plan: Plan) -> list[str]:
-    """A warning when nearly all the work is spent on borders, with what more memory would buy."""
+def _gain(plan: Plan) -> str:
+    """Work done over work needed, of columns and of patches, and what the better of them gains."""
+    line = f"{_kind(plan)}: {plan.voxels_per_second:,.0f} voxels/s, work {plan.waste:.2f} times what the output needs"
+    other = plan.other
+    if other is None:
+        return line
+    ratio = plan.voxels_per_second / other.voxels_per_second
+    gain = f"{'columns' if plan.walks else 'patches'} are {ratio:.2f} times as fast" if ratio >= 1.005 else "as fast"
+    return f"{line}; {_kind(other)}: {other.voxels_per_second:,.0f} voxels/s, {other.waste:.2f} times: {gain}"
+
+
+def _kind(what: Plan | RunnerUp) -> str:
+    """Patches or columns, in words."""
+    depth_first = " depth first" if max(what.parts) > 1 else ""
+    if what.column:
+        return f"columns along {AXES[what.axis]} in steps of {text(what.patch_out)}{depth_first}"
+    return f"patches of {text(what.patch_out)}{depth_first}"
+
+
+def _warning(plan: Plan) -> list[str]:
+    """When nearly all the work is spent on borders, with what more memory would buy."""
     waste = plan.waste
     if waste < MUCH_WASTE:
         return []
     more = max((r for r in plan.runners_up if r.over_bytes), key=lambda r: r.voxels_per_second, default=None)
-    advice = "give larger patches (--patch) or more memory (--ram)"
+    these = "columns this narrow" if plan.walks else "patches this small"
+    advice = f"give larger {'steps' if plan.walks else 'patches'} (--patch) or more memory (--ram)"
     if more is not None:
         ratio = more.voxels_per_second / plan.voxels_per_second
         megabytes = -(-(plan.limits.ram_bytes + more.over_bytes) // 2**20)
-        advice = f"already with --ram {megabytes}M patches of {text(more.patch_out)} would be {ratio:.1f} times as fast"
-    return [f"warning: patches this small do {waste:.0f} times the work that the output needs; {advice}"]
+        advice = f"already with --ram {megabytes}M {_kind(more)} would be {ratio:.1f} times as fast"
+    return [f"warning: {these} do {waste:.0f} times the work that the output needs; {advice}"]
 
 
 def _runners_up(plan: Plan) -> list[str]:
@@ -151,7 +199,5 @@ def _runners_up(plan: Plan) -> list[str]:
             if ratio < 0.995
             else "as fast"
         )
-        lines.append(
-            f"runner-up: patches of {text(runner_up.patch_out)}, {runner_up.voxels_per_second:,.0f} voxels/s: {why}"
-        )
+        lines.append(f"runner-up: {_kind(runner_up)}, {runner_up.voxels_per_second:,.0f} voxels/s: {why}")
     return lines

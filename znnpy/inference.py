@@ -124,8 +124,9 @@ def infer(
 ) -> Report:
     """Predict a volume, column by column or patch by patch, within the limits; the output is whole or it is not there.
 
-    Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. Every ZnnpyError says what happened, with the numbers, and what to do; what was
-    finished before an error, Ctrl-C or a kill stays on disk and `resume=True` goes on from there, byte for byte.
+    Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. Every ZnnpyError says what happened, with
+    the numbers, and what to do; what was finished before an error, Ctrl-C or a kill stays on disk and `resume=True`
+    goes on from there, byte for byte.
     """
     started = time.perf_counter()
     _check_words(border, output_dtype, cover)
