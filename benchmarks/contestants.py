@@ -1,7 +1,8 @@
 """The child of networks.py and volume.py: one measurement. A request on stdin, an answer on stdout, both JSON.
 
 Jobs
-  znnpy_patches  a network by znnpy's plan, a few patches of a random volume, through the pipeline a run goes through
+  znnpy_steps    a network by znnpy's plan, a few steps of a random volume, through the pipeline a run goes through:
+                 patches, or a column from its beginning on
   torch_patch    the same network in PyTorch on one patch that starts at the same voxel of the same volume
   torch_volume   a network in PyTorch over a volume in a file, patch by patch, into a file
 
@@ -30,14 +31,15 @@ from znnpy.machine import Limits, this_machine
 from znnpy.network import Network, Normalise
 from znnpy.patches import Box, cover
 from znnpy.planner.memory import baseline_bytes
+from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
 from znnpy.run.session import Session
-from znnpy.shapes import FLOAT32, Vec3
+from znnpy.shapes import FLOAT32, ConvShape, Vec3, valid
 from znnpy.trained import load_network
 
 BLOCK: Vec3 = (61, 67, 71)  # primes: no pooling or kernel meets the repetition
-PLANNED_FOR: Vec3 = (1024, 1024, 1024)  # dense output: patches are chosen as in a long run
+PLANNED_FOR: Vec3 = (1024, 1024, 1024)  # dense output: patches and columns are chosen as in a long run
 CORNER = 24  # output voxels per axis, from the first on, that are kept and compared
 SEED = 20261120
 
@@ -88,8 +90,11 @@ def corner_of(patch: Vec3) -> Vec3:
     return min(CORNER, patch[0]), min(CORNER, patch[1]), min(CORNER, patch[2])
 
 
-def znnpy_patches(request: Request) -> Answer:
-    """Seconds of every patch, from the end of the one before; the first also touches all memory for the first time."""
+def znnpy_steps(request: Request) -> Answer:
+    """Seconds of every step, from the end of the one before; the first also touches memory for the first time.
+
+    Steps are patches, or those of one column, which begins with some that give no output: `ahead_seconds`.
+    """
     network = random_network(request["network"])
     begin = time.perf_counter()
     weights = random_weights(network)
@@ -99,8 +104,8 @@ def znnpy_patches(request: Request) -> Answer:
         network, PLANNED_FOR, machine, limits, patch=request["patch"], only=request["only"], baseline=baseline
     )
     planned = time.perf_counter()
-    z, y, x = plan.patch_out
-    columns = cover((z * request["patches"], y, x), plan.patch_out)
+    z, y, x = (size * (request["steps"] if axis == plan.axis else 1) for axis, size in enumerate(plan.patch_out))
+    columns = replace(plan.cover(network), size=(z, y, x))
     corner = Corner(np.full((network.output_channels, *corner_of(plan.patch_out)), np.nan, np.float32))
     ends: list[float] = []
     with Crew(limits.threads) as crew, Session(plan, network, weights, crew) as session:
@@ -110,18 +115,35 @@ def znnpy_patches(request: Request) -> Answer:
         pipeline.run(session, crew, source, corner, columns, lambda event: ends.append(time.perf_counter()))
         used = time.process_time() - used
     np.save(request["corner"], corner.kept)
+    seconds = np.diff(ends)[:-1].tolist()  # the last event tells that all is written
     return {
         "patch_out": plan.patch_out,
-        "seconds": np.diff(ends)[: len(columns)].tolist(),  # the last event tells that all is written
+        "ahead_seconds": seconds[: columns.ahead],
+        "seconds": seconds[columns.ahead :],
+        "column": plan.column,
+        "steps_of_a_column": max(1, plan.column // plan.patch_out[plan.axis]),  # that give output, in the run planned
+        "border_waste": arithmetic_waste(plan),
         "cores_used": used / (ends[-1] - ends[0]),
         "planning_seconds": planned - begin,
         "preparing_seconds": prepared - planned,
-        "planned_voxels_per_second": prod(plan.patch_out) / plan.seconds_per_patch,
+        "planned_voxels_per_second": plan.voxels_per_second,
         "planned_peak_bytes": plan.memory.peak,
         "choices": [f"{choice.primitive} {choice.variant}".strip() for choice in plan.choices],
         "layer_seconds_planned": [choice.seconds for choice in plan.choices],
         "blas": machine.blas,
     }
+
+
+def arithmetic_waste(plan: Plan) -> float:
+    """Multiply-adds of all convolutions for the whole output, by their definition, over those without any border."""
+    spent = needed = 0
+    for choice in plan.choices:
+        shape = choice.shape
+        if isinstance(shape, ConvShape):
+            each = shape.fin * shape.fout * prod(shape.k)
+            spent += choice.runs * shape.batch * prod(valid(shape.n, shape.k)) * each
+            needed += prod(plan.output) * each
+    return spent / needed if needed else 1.0
 
 
 def torch_patch(request: Request) -> Answer:
@@ -176,7 +198,7 @@ def torch_volume(request: Request) -> Answer:
 
 
 JOBS: dict[str, Callable[[Request], Answer]] = {
-    "znnpy_patches": znnpy_patches,
+    "znnpy_steps": znnpy_steps,
     "torch_patch": torch_patch,
     "torch_volume": torch_volume,
 }

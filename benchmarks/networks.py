@@ -2,10 +2,11 @@
 
     python benchmarks/networks.py [--quick | --largest] [--networks n337 ...] [--ram 16G] [--out RESULT.json]
 
-Every run is a process of its own with `--ram` as its limit of memory, so one that fails is recorded as that. znnpy runs
-patches of the plan it makes for a long run, through its pipeline; its figure is of patches after the first. PyTorch
-runs one patch in memory, without reading or writing; its best figure counts. Every output is compared with znnpy's, on
-the same random volume with the same random weights.
+Every run is a process of its own with `--ram` as its limit of memory, so one that fails is recorded as that. znnpy
+runs steps of the plan it makes for a long run, through its pipeline: patches, or one column from its beginning on. Its
+figure is of steps after the first; the first steps of a column, which give no output, are shared out to as many as a
+column of the plan has. PyTorch runs one patch in memory, without reading or writing; its best figure counts. Every
+output is compared with znnpy's, on the same random volume with the same random weights.
 
 `--quick` gives PyTorch small patches, and so not its best figure; the full mode gives it the patches it was fastest
 with when it was measured before; `--largest` adds the largest that fit into 16 GiB, ten minutes each in the worst case.
@@ -117,8 +118,8 @@ class Row:
     precision: str
     patch_out: Vec3
     voxels_per_second: float  # of output; 0 when it failed
-    seconds: tuple[float, ...]  # every patch or run
-    border_waste: float  # arithmetic of this patch over that of the same voxels inside an endless one; 0 if unknown
+    seconds: tuple[float, ...]  # every patch, step that gives output, or run
+    border_waste: float  # arithmetic over that of the same output inside an endless patch; 0 if unknown
     peak_mib: float
     cores_used: float  # processor time over time
     difference: float | None  # rms from znnpy's output over its standard deviation
@@ -150,6 +151,8 @@ def row_of(name: str, who: str, precision: str, patch: Vec3, outcome: Outcome, d
     answer = dict(outcome.answer)
     seconds = tuple(answer.pop("seconds", ()))
     steady = median(seconds[1:] or seconds) if seconds else 0.0  # the first run touches memory for the first time
+    steady += sum(answer.get("ahead_seconds", ())) / answer.get("steps_of_a_column", 1)
+    waste = answer.pop("border_waste", None) or (border_waste(name, patch) if min(patch) else 0.0)
     return Row(
         network=name,
         name=who,
@@ -157,7 +160,7 @@ def row_of(name: str, who: str, precision: str, patch: Vec3, outcome: Outcome, d
         patch_out=tuple(answer.pop("patch_out", patch)),
         voxels_per_second=prod(patch) / steady if steady else 0.0,
         seconds=seconds,
-        border_waste=border_waste(name, patch) if min(patch) else 0.0,
+        border_waste=waste,
         peak_mib=answer.pop("peak_bytes", 0) / 2**20,
         cores_used=answer.pop("cores_used", 0.0),
         difference=difference,
@@ -176,8 +179,8 @@ class Match:
 
     def ours(self, name: str) -> Row:
         options = self._options
-        wish = {"patch": options.patch, "only": options.only, "patches": options.patches}
-        request = self._shared | wish | {"job": "znnpy_patches", "network": name, "corner": self._corner(name)}
+        wish = {"patch": options.patch, "only": options.only, "steps": options.steps}
+        request = self._shared | wish | {"job": "znnpy_steps", "network": name, "corner": self._corner(name)}
         outcome = run_apart(CHILD, request, ram_bytes=parse_bytes(options.ram), seconds=options.run_seconds)
         patch: Vec3 = tuple(outcome.answer.get("patch_out", (0, 0, 0)))
         return self._add(row_of(name, "znnpy", "fp32", patch, outcome, None))
@@ -254,7 +257,7 @@ def picture(path: Path, rows: Sequence[Row], header: dict[str, Any], ram: str, m
         colours = (bars.OURS, bars.PEER_LESS_EXACT, bars.PEER)
         group = [
             bars.Bar(
-                f"{row.name}, patch {text(row.patch_out)}",
+                f"{row.name}, {'column by' if row.details.get('column') else 'patch'} {text(row.patch_out)}",
                 row.voxels_per_second,
                 f"{row.voxels_per_second:,.0f} voxels/s",
                 colours[0] if row.name == "znnpy" else colours[1] if row.precision == "bf16" else colours[2],
@@ -292,8 +295,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", default=list(FULL), help="names of those that ship, or files")
     parser.add_argument("--ram", default="16G", help="of each process")
     parser.add_argument("--threads", type=int, default=this_machine().cores)
-    parser.add_argument("--patches", type=int, default=3, help="that znnpy runs; the first does not count")
-    parser.add_argument("--patch", type=int, nargs=3, help="znnpy's output patch, instead of the plan's")
+    parser.add_argument("--steps", type=int, default=3, help="with output, that znnpy runs; the first does not count")
+    parser.add_argument("--patch", type=int, nargs=3, help="znnpy's output of a step, instead of the plan's")
     parser.add_argument("--only", nargs="*", default=[], help="primitives znnpy may use, where they apply")
     parser.add_argument(
         "--sides", type=int, nargs="*", default=[], help="PyTorch: these output patches, all eight ways"
