@@ -136,6 +136,24 @@ class Plan:
         """Predicted for one step in which every layer runs: for one patch where no column walks."""
         return sum(times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True))
 
+    def work_ahead(self, network: Network) -> tuple[float, ...]:
+        """Of each step of a column before its output begins: its seconds over those of a step in which all layers run.
+
+        A layer runs from the first step on of which it computes a plane that the output depends on.
+        """
+        margins = [network.margins[choice.layers[1] + 1][self.axis] for choice in self.choices]
+        steps = self.cover(network).ahead
+        thick, whole = self.patch_out[self.axis], self.seconds_per_step
+        return tuple(
+            sum(
+                times * choice.seconds
+                for times, choice, margin in zip(self.parts, self.choices, margins, strict=True)
+                if before * thick < margin + thick
+            )
+            / whole
+            for before in range(steps, 0, -1)
+        )
+
     @property
     def seconds(self) -> float:
         """Predicted for the whole output, reading and writing hidden behind the computation."""

@@ -40,7 +40,7 @@ def _bar() -> Iterator[Callable[[Event], None]]:
 
         def draw(event: Event) -> None:
             line = speed.within(event, console.width - BAR_WIDTH - len(" 100% "))
-            progress.update(task, total=event.voxels, completed=event.voxels_done, description=line)
+            progress.update(task, total=1.0, completed=event.work_done, description=line)
 
         yield draw
 
@@ -50,7 +50,7 @@ def _lines() -> Callable[[Event], None]:
 
     def write(event: Event) -> None:
         nonlocal last, broken
-        line = f"{event.voxels_done / event.voxels:4.0%}  {speed.describe(event)}"
+        line = f"{event.work_done:4.0%}  {speed.describe(event)}"
         now = time.monotonic()
         if not broken and (event.columns_done == event.columns or now - last >= SECONDS_BETWEEN_LINES):
             last = now
@@ -63,35 +63,47 @@ def _lines() -> Callable[[Event], None]:
 
 
 class _Speed:
-    """Words for events; speed and time left count what this run did, not what the runs it resumes had done."""
+    """Words for events; speed and time left count what this run did, not what the runs it resumes had done.
+
+    Both follow the work, which goes on in the first steps of a column too, before any voxel is written.
+    """
 
     def __init__(self) -> None:
-        self._before: int | None = None  # voxels done when this run began
+        self._before: float | None = None  # share of the work that was done when this run began
 
     def describe(self, event: Event) -> str:
-        """Patches, speed, bytes written, time left, and the seconds each stage has worked."""
+        """Patches or columns, speed, bytes written, time left, and the seconds each stage has worked."""
         speed, left = self._measure(event)
         return (
-            f"{event.columns_done}/{event.columns} patches, {speed:,.0f} voxels/s, "
+            f"{_columns(event)}, {speed:,.0f} voxels/s, "
             f"{human_bytes(event.bytes_done)} written, {left} left ({_stages(event)})"
         )
 
     def within(self, event: Event, width: int) -> str:
         """The same, short, and with the stages only where `width` characters hold them."""
         speed, left = self._measure(event)
-        short = (
-            f"{event.columns_done}/{event.columns} patches {_rounded(speed)} voxels/s "
-            f"{human_bytes(event.bytes_done)} {left} left"
-        )
-        full = f"{short} ({_stages(event)})"
+        rest = f"{_rounded(speed)} voxels/s {human_bytes(event.bytes_done)} {left} left"
+        short = f"{_steps(event) or _columns(event)} {rest}"
+        full = f"{_columns(event)} {rest} ({_stages(event)})"
         return full if len(full) <= width else short
 
     def _measure(self, event: Event) -> tuple[float, str]:
         """Voxels per second, and the time left in words."""
         if self._before is None:
-            self._before = event.voxels_done
-        speed = (event.voxels_done - self._before) / event.seconds if event.seconds else 0.0
-        return speed, human_seconds((event.voxels - event.voxels_done) / speed) if speed else "unknown time"
+            self._before = event.work_done
+        pace = (event.work_done - self._before) / event.seconds if event.seconds else 0.0
+        return pace * event.voxels, human_seconds((1 - event.work_done) / pace) if pace else "unknown time"
+
+
+def _columns(event: Event) -> str:
+    """Patches done, or columns and steps."""
+    steps = _steps(event)
+    return f"{event.columns_done}/{event.columns} " + (f"columns, {steps}" if steps else "patches")
+
+
+def _steps(event: Event) -> str:
+    """Empty where patches run: they are columns of one step."""
+    return f"{event.steps_done}/{event.steps} steps" if event.steps > event.columns else ""
 
 
 def _stages(event: Event) -> str:

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from znnpy.planner.explain import human_bytes, human_seconds
+from znnpy.planner.explain import AXES, human_bytes, human_seconds
 from znnpy.planner.plan import Plan
 from znnpy.shapes import text
 
@@ -57,13 +57,23 @@ class Report:
             f"memory     {human_bytes(self.peak_bytes)} at the peak (plan: {human_bytes(self.plan.memory.peak)}, "
             f"limit: {human_bytes(self.plan.limits.ram_bytes)})",
             f"stages     {stages} (side by side)",
-            f"patches    {self.plan.columns} of {text(self.plan.patch_out)}, {self.plan.limits.threads} threads",
+            f"{self._cover()}, {self.plan.limits.threads} threads",
             f"precision  {self.precision}, BLAS kernels {self.blas}",
             *(f"warning: {warning}" for warning in self.warnings),
         ]
 
+    def _cover(self) -> str:
+        plan = self.plan
+        if plan.walks:
+            return f"columns    {plan.columns} along {AXES[plan.axis]} in steps of {text(plan.patch_out)}"
+        return f"patches    {plan.columns} of {text(plan.patch_out)}"
+
     def as_json(self) -> dict[str, Any]:
-        """The report for machines: plain dictionaries, numbers and text."""
+        """The report for machines: plain dictionaries, numbers and text.
+
+        `patch` is the output of a step, `columns` the number of columns or patches, `axis` (0: z) the one that columns
+        walk along and `column` their output planes along it, 0 for patches.
+        """
         return {
             "output": str(self.output),
             "shape": list(self.plan.output),
@@ -81,6 +91,9 @@ class Report:
             "ram_bytes": self.plan.limits.ram_bytes,
             "threads": self.plan.limits.threads,
             "patch": list(self.plan.patch_out),
+            "columns": self.plan.columns,
+            "axis": self.plan.axis,
+            "column": self.plan.column,
             "primitives": [choice.primitive for choice in self.plan.choices],
             "precision": self.precision,
             "blas": self.blas,

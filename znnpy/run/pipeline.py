@@ -85,6 +85,9 @@ class Event:
     seconds: float  # since this run began
     stage_seconds: Mapping[str, float]  # of this run: reading, computing, writing, waiting
     bytes_done: int  # of the output, written: `voxels_done` of every map
+    steps_done: int  # of columns; a patch is a column of one. Written, or computed where they give no output
+    steps: int
+    work_done: float  # share of the work of all steps, 0 to 1: few layers run in the first of a column that walks
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class _Turn:
 
     column: int  # its index
     patch: Patch
+    work: float  # that of a step in which every layer runs is 1
     begins: bool  # the first of its column
     ends: bool  # the last
 
@@ -129,6 +133,18 @@ class _Turn:
     def writes(self) -> bool:
         """Not so in the first steps of a column that walks."""
         return self.patch.write.voxels > 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Steps, and the work in them."""
+
+    steps: int = 0
+    work: float = 0.0
+
+    def add(self, work: float, steps: int = 1) -> None:
+        self.steps += steps
+        self.work += work
 
 
 class _Unseen:
@@ -187,12 +203,22 @@ class _Run:
         self._errors: list[BaseException] = []  # of the two threads; the first is the cause
         self._seconds = dict.fromkeys(("reading", "computing", "writing", "waiting"), 0.0)
         self._began = time.perf_counter()
-        self._before = sum(columns[index].voxels for index in output.done)
-        self._voxels = sum(column.voxels for column in columns)
+        self._ahead = plan.work_ahead(network) if plan.walks else ()
+        self._before = 0  # voxels, by earlier runs
+        self._voxels = 0
+        self._all, self._early = _Tally(), _Tally()  # steps of all columns, and of earlier runs
+        for index, column in enumerate(columns):
+            steps, work = len(column.steps), sum(self._work(number) for number in range(len(column.steps)))
+            self._voxels += column.voxels
+            self._all.add(work, steps)
+            if index in output.done:
+                self._before += column.voxels
+                self._early.add(work, steps)
         self._voxel_bytes = network.output_channels * output.dtype.itemsize
         self._unseen = _Unseen(plan, network.field_of_view)
         self._written = 0  # voxels, by this run
         self._finished = 0  # columns, by this run
+        self._computed, self._kept = _Tally(), _Tally()  # steps of this run without output, and with one: written
 
     def run(self) -> Timings:
         # Daemons: a second Ctrl-C gets out even if a thread hangs in a read that never returns.
@@ -234,6 +260,8 @@ class _Run:
             self._raw_free.put(raw)
             if out is not None:
                 self._out_full.put((out, hidden))
+            else:
+                self._computed.add(turn.work)
             self._report()
 
     def _read(self) -> None:
@@ -258,6 +286,7 @@ class _Run:
                 kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
                 self._written += patch.write.voxels
+                self._kept.add(turn.work)
                 if turn.ends:
                     self._output.finish_column(turn.column)
                     self._finished += 1
@@ -269,7 +298,11 @@ class _Run:
             if index not in self._done:
                 steps = self._columns[index].steps
                 for number, patch in enumerate(steps):
-                    yield _Turn(index, patch, number == 0, number == len(steps) - 1)
+                    yield _Turn(index, patch, self._work(number), number == 0, number == len(steps) - 1)
+
+    def _work(self, number: int) -> float:
+        """Of a step of a column."""
+        return self._ahead[number] if number < len(self._ahead) else 1.0
 
     def _guarded(self, stage: Callable[[], None]) -> None:
         """Run a thread's stage; what it raises is handed to the calling thread, and stops everything."""
@@ -305,6 +338,8 @@ class _Run:
     def _report(self) -> None:
         if self._progress is None:
             return
+        tallies = (self._early, self._computed, self._kept)
+        steps = sum(tally.steps for tally in tallies)
         self._progress(
             Event(
                 len(self._done) + self._finished,
@@ -314,6 +349,9 @@ class _Run:
                 time.perf_counter() - self._began,
                 dict(self._seconds),
                 (self._before + self._written) * self._voxel_bytes,
+                steps,
+                self._all.steps,
+                sum(tally.work for tally in tallies) / self._all.work if steps < self._all.steps else 1.0,
             )
         )
 
