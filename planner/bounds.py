@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from znnpy.planner.candidates import Candidate, Space
 from znnpy.planner.trade import Front, relaxed
 
-OPTIMISM = 0.9  # assumed: per voxel no layer needs less time or arena than this share of the least seen so far
+FASTER = 0.98  # assumed: per voxel no layer needs less time than this share of the least seen so far
+LEANER = 0.9  # nor less of the arena, or of prepared weights
 
 Pairs = list[tuple[float, int]]  # seconds and bytes, fastest first, no pair worse in both
 
 
 @dataclass
 class _Learnt:
-    """What one span of layers reached in the patch shapes seen so far."""
+    """What one span of layers reached in the shapes seen so far."""
 
-    paces: Pairs = field(default_factory=lambda: [(0.0, 0)])  # seconds per output voxel, prepared weights
-    leanest: float = 0.0  # least bytes of the arena per byte of input and output
-    seen: bool = False
+    paces: dict[int, Pairs] = field(default_factory=dict)  # seconds per voxel computed, weights; by planes of a step
+    leanest: float = inf  # least bytes of the arena per byte of input and output
+
+    def at(self, planes: int) -> Pairs:
+        """The paces of steps that are as thick, or the next thicker that were seen: thin steps are no faster."""
+        thicker = [seen for seen in self.paces if seen >= planes]
+        return self.paces[min(thicker)] if thicker else [(0.0, 0)]
 
 
 class Bounds:
@@ -33,17 +39,17 @@ class Bounds:
         if not options:
             return
         learnt = self._learnt[span]
-        voxels, under = shape.voxels[span], shape.under[span]
+        voxels, under, carried, planes = shape.voxels[span], shape.under[span], shape.carries[span], shape.patch[0]
         leanest = min(option.live - under for option in options) / shape.moved(span)
-        paces = [(option.seconds / voxels, option.resident) for option in options]
-        learnt.leanest = min(learnt.leanest, leanest) if learnt.seen else leanest
-        learnt.paces = _pairs(paces + learnt.paces if learnt.seen else paces)
-        learnt.seen = True
+        paces = [(option.seconds / voxels, option.resident - carried) for option in options]
+        learnt.leanest = min(learnt.leanest, leanest)
+        learnt.paces[planes] = _pairs(paces + learnt.paces.get(planes, []))
 
     def seconds(self, shape: Candidate, room: int, known: Mapping[int, Front]) -> float:
-        """The least seconds for the whole output in `room` bytes, as far as OPTIMISM is right; infinite when none fits.
+        """The least seconds for the whole output in `room` bytes, as far as FASTER and LEANER are right.
 
-        Spans in `known` count as they are, the others at the best pace seen so far, less what OPTIMISM allows.
+        Spans in `known` count as they are, the others at the best pace seen so far, less what FASTER and LEANER allow.
+        Infinite when nothing fits.
         """
         pairs = []
         live = 0
@@ -52,19 +58,21 @@ class Bounds:
                 pairs.append(_pairs((o.seconds, o.resident) for o in known[index]))
                 live = max(live, min(option.live for option in known[index]))
             else:
-                voxels = OPTIMISM * shape.voxels[index]
-                pairs.append([(pace * voxels, int(OPTIMISM * resident)) for pace, resident in learnt.paces])
-                live = max(live, shape.under[index] + int(OPTIMISM * learnt.leanest * shape.moved(index)))
+                voxels, carried = FASTER * shape.voxels[index], shape.carries[index]
+                paces = learnt.at(shape.patch[0])
+                pairs.append([(pace * voxels, carried + int(LEANER * resident)) for pace, resident in paces])
+                lean = LEANER * learnt.leanest if learnt.leanest < inf else 0.0
+                live = max(live, shape.under[index] + int(lean * shape.moved(index)))
         return relaxed(pairs, room - live)
 
     def fastest(self, shape: Candidate) -> tuple[float, int]:
         """Seconds for the whole output, and bytes, with every span at its best pace so far: no bound, a guess."""
-        paces = [learnt.paces[0] for learnt in self._learnt]
+        paces = [learnt.at(shape.patch[0])[0] for learnt in self._learnt]
         seconds = sum(pace * voxels for (pace, _), voxels in zip(paces, shape.voxels, strict=True))
         arena = max(
             shape.under[index] + learnt.leanest * shape.moved(index) for index, learnt in enumerate(self._learnt)
         )
-        return seconds, int(arena) + sum(resident for _, resident in paces)
+        return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident in paces)
 
 
 def _pairs(pairs: Iterable[tuple[float, int]]) -> Pairs:

@@ -122,18 +122,24 @@ class Candidate:
         return (0 if self.held[span] else self.tensors[span]) + self.tensors[span + 1]
 
     @cached_property
-    def carries(self) -> int:
-        """Bytes that a column keeps from step to step at least: less where a convolution and a pooling run apart."""
+    def carries(self) -> tuple[int, ...]:
+        """Of every span: bytes that a column keeps from step to step at least, its layers apart or in one."""
         if not self.column:
-            return 0
-        pairs = zip(self.parts, self.shapes, strict=True)
-        return sum(times * shape.in_bytes // shape.in_shape[1] * kept_planes(shape) for times, shape in pairs)
+            return (0,) * len(self.space.spans)
+        found = []
+        for first, last in self.space.spans:
+            layers = self.shapes[first : last + 1]
+            apart = sum(kept_bytes(layer) for layer in layers)
+            both = in_one(layers)
+            least = min(apart, kept_bytes(both)) if both is not layers[0] else apart
+            found.append(self.parts[first] * least)
+        return tuple(found)
 
     @cached_property
     def largest(self) -> int:
         """Bytes of the largest activation between spans, with those that are held and those that are carried."""
         own = (under + (0 if held else x) for under, held, x in zip(self.under, self.held, self.tensors, strict=False))
-        return self.carries + max(*own, self.under[-1] + self.tensors[-1])
+        return sum(self.carries) + max(*own, self.under[-1] + self.tensors[-1])
 
     @property
     def patch_out(self) -> Vec3:
@@ -163,6 +169,11 @@ def in_one(layers: Sequence[LayerShape]) -> LayerShape:
     """A span as one layer: as if a convolution and its pooling ran in one, where they may."""
     both = fused(layers[0], layers[-1]) if len(layers) > 1 else None
     return both or layers[0]
+
+
+def kept_bytes(shape: LayerShape) -> int:
+    """Bytes of `kept_planes` of all images."""
+    return shape.in_bytes // shape.in_shape[1] * kept_planes(shape)
 
 
 def kept_planes(shape: LayerShape) -> int:

@@ -89,17 +89,41 @@ def carried_bytes(shapes: Sequence[LayerShape], new: int) -> int:
     return sum(times * shape.in_bytes // shape.in_shape[1] * planes for times, shape, planes in carried)
 
 
-def live_bytes(footprint: Footprint, x_bytes: int, out_bytes: int) -> int:
-    """Bytes of the arena in the fullest stage of one layer: `live_peak` of its chain, and much faster."""
-    x, out = aligned(x_bytes), aligned(out_bytes)
+@dataclass(frozen=True, slots=True)
+class Fullest:
+    """The most scratch that a layer has at a time: in any stage, with its input there, with its output, with both."""
+
+    alone: int
+    with_input: int
+    with_output: int
+    with_both: int
+
+    def live(self, x_bytes: int, out_bytes: int) -> int:
+        """Bytes of the arena in the fullest stage: `live_peak` of the layer's chain, and much faster."""
+        x, out = aligned(x_bytes), aligned(out_bytes)
+        return max(self.alone, x + self.with_input, out + self.with_output, x + out + self.with_both)
+
+    def within(self, other: Fullest) -> bool:
+        """It never needs more, whatever the sizes of input and output."""
+        return (
+            self.alone <= other.alone
+            and self.with_input <= other.with_input
+            and self.with_output <= other.with_output
+            and self.with_both <= other.with_both
+        )
+
+
+def fullest(footprint: Footprint) -> Fullest:
+    """What `footprint` says of the arena, whatever the sizes of input and output; less than nothing where no stage is."""
     stages = [0] * footprint.stages
     for scratch in footprint.scratch:
         nbytes = aligned(scratch.nbytes)
         for stage in range(scratch.first, scratch.last + 1):
             stages[stage] += nbytes
-    for stage in range(footprint.stages):
-        stages[stage] += (x if stage <= footprint.input_until else 0) + (out if stage >= footprint.output_from else 0)
-    return max(stages)
+    nothing = -(2**62)
+    before, after = stages[: footprint.input_until + 1], stages[footprint.output_from :]
+    both = stages[footprint.output_from : footprint.input_until + 1]
+    return Fullest(max(stages), max(before), max(after, default=nothing), max(both, default=nothing))
 
 
 def live_peak(tensors: Iterable[Tensor]) -> int:

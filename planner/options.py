@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from znnpy.kernels.primitive import Primitive
 from znnpy.machine import Machine
-from znnpy.planner.candidates import kept_planes
+from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates, seconds
-from znnpy.planner.layout import aligned, live_bytes
+from znnpy.planner.layout import Fullest, aligned, fullest
 from znnpy.planner.trade import Front, Option, Way, front, in_turn
 from znnpy.shapes import LayerShape, fused
 
@@ -33,13 +33,17 @@ class _Alone:
     """A primitive for one shape, wherever that stands."""
 
     way: Way
-    working: dict[tuple[int, int], int] = field(default_factory=dict)  # live bytes, by those of input and output
+    most: Fullest
 
-    def live(self, x: int, out: int) -> int:
-        known = self.working.get((x, out))
-        if known is None:
-            known = self.working[x, out] = live_bytes(self.way.footprint, x, out)
-        return known
+    def beats(self, other: _Alone) -> bool:
+        """It is as good or better in everything, whatever the place; of two that are equal each beats the other."""
+        mine, theirs = self.way, other.way
+        return (
+            mine.seconds <= theirs.seconds
+            and mine.footprint.resident <= theirs.footprint.resident
+            and mine.footprint.allowance <= theirs.footprint.allowance
+            and self.most.within(other.most)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class Options:
 
     def _placed(self, shape: LayerShape, names: frozenset[str], place: Place, steps: int) -> Iterator[Option]:
         """Every way to run a shape by the primitives of these names, at a place."""
-        carried = place.parts * shape.in_bytes // shape.in_shape[1] * kept_planes(shape) if place.walks else 0
+        carried = place.parts * kept_bytes(shape) if place.walks else 0
         moving = CARRY_TRAFFIC * carried / self.rates.copy.nbytes / place.parts
         for alone in self._variants(shape, names):
             way = alone.way
@@ -98,7 +102,7 @@ class Options:
                 ways=(Way(shape, way.primitive, way.variant, way.footprint, spent, place.parts, steps * place.parts),),
                 seconds=spent * steps * place.parts,
                 resident=way.footprint.resident + carried,
-                live=place.under + alone.live(place.x, place.out),
+                live=place.under + alone.most.live(place.x, place.out),
                 allowance=way.footprint.allowance,
             )
 
@@ -113,6 +117,10 @@ class Options:
                 for variant in primitive.variants(shape, self.machine):
                     footprint = primitive.footprint(shape, variant, self.threads)
                     spent = seconds(primitive.work(shape, variant), self.rates)
-                    found.append(_Alone(Way(shape, primitive, variant, footprint, spent)))
-            known = self._alone[shape, names] = tuple(found)
+                    found.append(_Alone(Way(shape, primitive, variant, footprint, spent), fullest(footprint)))
+            kept: list[_Alone] = []
+            for alone in sorted(found, key=lambda alone: (alone.way.seconds, alone.way.footprint.resident)):
+                if not any(better.beats(alone) for better in kept):
+                    kept.append(alone)
+            known = self._alone[shape, names] = tuple(kept)
         return known

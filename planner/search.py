@@ -34,7 +34,7 @@ from znnpy.planner.candidates import (
     thinned,
 )
 from znnpy.planner.cost import Rates, assumed_rates
-from znnpy.planner.layout import Tensor, carried_bytes, chain, live_bytes, place
+from znnpy.planner.layout import Tensor, carried_bytes, chain, fullest, place
 from znnpy.planner.memory import baseline_bytes, reading_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp, patch_in
@@ -199,11 +199,10 @@ class _Search:
             return []
         seen = _few(sizes)
         first = list(candidates(self.space, seen))
-        largest = max(
-            first, key=lambda shape: (shape.split(self.splits[-1]).largest <= self._room(shape), prod(shape.patch))
-        )
-        for index, options in enumerate(self._fronts(largest)):
-            self._bounds.learn(largest, index, options)
+        for thick in seen[0]:
+            largest = max((shape for shape in first if shape.patch[0] == thick), key=lambda shape: prod(shape.patch))
+            for index, options in enumerate(self._fronts(largest)):
+                self._bounds.learn(largest, index, options)
         best = self._through(self._new(first), [])
         while best:
             beside = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
@@ -509,7 +508,7 @@ def _no_plan(network: Network, searches: Sequence[_Search], words: str) -> NoPla
     (needed, shape, options), search = min(needs, key=lambda need: need[0][0])
     most, layer, name = max(
         (
-            live_bytes(way.footprint, way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
+            fullest(way.footprint).live(way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
             first,
             way.primitive.name,
         )
