@@ -4,63 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from odd import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.cpu.native import library as native
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Primitive
-from znnpy.kernels.reference import dense_by_sliding
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, this_machine
-from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
+from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
 from znnpy.trained import TrainedNetwork, load_network
 
 
-def small(name: str, channels: int, *layers: Layer) -> Network:
-    """A network that brings bytes to about zero mean and unit spread, as trained ones do."""
-    return Network(name, channels, layers, Normalise((127.5,) * channels, (74.0,) * channels))
-
-
-NETWORKS = (
-    small("pool between", 1, Conv((2, 3, 2), 5, "relu"), Pool((2, 2, 2)), Conv((3, 2, 3), 3, "tanh")),
-    small("pool first", 1, Pool((2, 1, 3)), Conv((3, 3, 2), 4, "relu"), Conv((1, 1, 1), 2, "softmax")),
-    small("pool last", 2, Conv((3, 1, 2), 6, "relu"), Pool((1, 2, 2))),
-    small("pool after pool", 1, Conv((2, 2, 2), 4, "relu"), Pool((2, 2, 1)), Pool((1, 3, 2)), Conv((2, 2, 2), 3)),
-    small("windows of 3 and 5", 1, Conv((2, 2, 2), 3, "relu"), Pool((3, 1, 5)), Conv((2, 3, 2), 2, "sigmoid")),
-    small("2D", 3, Conv((1, 4, 4), 8, "relu"), Maxout(2), Pool((1, 2, 2)), Conv((1, 3, 2), 2, "sigmoid")),
-    small("max-filter", 1, Conv((2, 2, 2), 4, "relu"), MaxFilter((2, 3, 1)), Pool((2, 2, 2)), Conv((2, 2, 2), 2)),
-    small("one voxel of view", 1, Conv((1, 1, 1), 3, "sigmoid")),
-    Network("two scales", 2, (Conv((2, 2, 3), 3, "relu"), Conv((2, 2, 2), 1)), Normalise((128.0, 99.0), (33.0, 99.0))),
-)
-
-
-def some_volume(network: Network, seed: int) -> np.ndarray:
-    """A little more than the field of view, different along each axis, not a multiple of anything."""
-    fov = network.field_of_view
-    size = (fov[0] + 4, fov[1] + 6, fov[2] + 8)
-    return np.random.default_rng(seed).integers(0, 256, (network.input_channels, *size), np.uint8)
-
-
-def definition(trained: TrainedNetwork, volume: np.ndarray) -> np.ndarray:
-    """(maps, z, y, x) float64, by sliding the window."""
-    network = trained.network
-    x = np.moveaxis(volume, 0, -1).astype(np.float64)
-    if network.normalise:
-        x = (x - np.array(network.normalise.mean)) / np.array(network.normalise.std)
-    return np.moveaxis(dense_by_sliding(network, trained.weights, x[None])[0], -1, 0)
-
-
-def assert_dense(got: np.ndarray, exact: np.ndarray) -> None:
-    assert got.shape == exact.shape
-    assert np.isfinite(got).all()
-    scale = max(1.0, float(np.sqrt(np.mean(exact**2))))
-    assert np.abs(got - exact).max() <= 1e-5 * scale
-
-
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda n: n.name)
+@pytest.mark.parametrize("network", NETWORKS + ODDER, ids=lambda n: n.name)
 def test_equals_the_sliding_window_for_any_patch(network: Network) -> None:
     trained = TrainedNetwork(network, random_weights(network, seed=3))
     volume = some_volume(network, seed=11)
