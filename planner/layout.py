@@ -114,7 +114,7 @@ class Fullest:
 
 
 def fullest(footprint: Footprint) -> Fullest:
-    """What `footprint` says of the arena, whatever the sizes of input and output; less than nothing where no stage is."""
+    """What `footprint` says of the arena; less than nothing where there is no such stage."""
     stages = [0] * footprint.stages
     for scratch in footprint.scratch:
         nbytes = aligned(scratch.nbytes)

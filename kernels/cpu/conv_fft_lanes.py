@@ -24,7 +24,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # tiled.cpp has straight-line code for them, and for 1
-EXCESS = 1.5  # times the least volume that tiles cover together: those that cover more are slower by as much
+EXCESS = 1.2  # times the least volume that tiles cover together: those that cover more are slower by as much
 GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
 CHUNK = 512  # points along z, of all tiles, multiplied at once: they and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
@@ -97,6 +97,7 @@ def _panels(count: int) -> int:
     return 2 if count == 4 else -(-count // 3)
 
 
+@lru_cache(maxsize=1)  # footprint and work of a variant are asked for one after the other
 def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
     tz, ty, tx = variant.size("tile")
     span = valid((tz, ty, tx), shape.k)
@@ -167,6 +168,8 @@ class ConvFftLanes:
         windows, reach = valid(shape.unpooled, shape.pool), _reach(shape)
         z, y, x = (sides(m, k, SIDES) for m, k in zip(windows, reach, strict=True))
         worth = list(product(z, y, x))
+        if (shape.n[1], reach[1]) == (shape.n[2], reach[2]):
+            worth = [tile for tile in worth if tile[1] <= tile[2]]  # of two that differ in this the long side is along x
         longest = max(2.0, min(map(elongation, worth)))  # longer and thinner ones overlap more and save nothing
         tiles = {t: prod(ceil_divide(windows, valid(t, reach))) for t in worth if elongation(t) <= longest}
         most = EXCESS * min(count * prod(tile) for tile, count in tiles.items())
