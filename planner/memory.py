@@ -9,7 +9,6 @@ from znnpy.shapes import Vec3
 
 MIB = 2**20
 BUFFERS = 2  # patches on their way in, and as many on their way out: one is filled while the other is used
-MASKS = 2 * BUFFERS + 1  # one for each of those patches, and what a column has seen
 READER_BYTES = 16 * MIB  # chunk cache of the volume, decompression, one chunk at a time
 WRITER_BYTES = 6 * MIB  # buffers of the output
 MARGIN_BYTES = 8 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
@@ -20,9 +19,13 @@ def reading_bytes(channels: int, patch_in: Vec3, itemsize: int, *, seen: Vec3 | 
     """Raw input patches (c, z, y, x) of the volume's dtype, and the reader.
 
     seen  size of a mask (z, y, x) bool of the voxels that are not finite, of all that the output of a step depends on,
-          where they are counted.
+          where they are counted: one for each patch on its way out, and one that a column keeps where it is more than
+          `patch_in`. Each patch on its way in has one of its own size.
     """
-    return BUFFERS * channels * prod(patch_in) * itemsize + (MASKS * prod(seen) if seen else 0) + READER_BYTES
+    masks = 0
+    if seen is not None:
+        masks = BUFFERS * (prod(patch_in) + prod(seen)) + (prod(seen) if seen != patch_in else 0)
+    return BUFFERS * channels * prod(patch_in) * itemsize + masks + READER_BYTES
 
 
 def writing_bytes(maps: int, patch_out: Vec3, itemsize: int) -> int:

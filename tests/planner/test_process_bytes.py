@@ -11,7 +11,8 @@ from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, reading_byte
 
 def test_patches_in_and_out() -> None:
     assert reading_bytes(channels=2, patch_in=(3, 4, 5), itemsize=2) == 2 * 2 * 60 * 2 + 16 * MIB
-    assert reading_bytes(2, (3, 4, 5), 2, masks=True) == 2 * 2 * 60 * 2 + 4 * 60 + 16 * MIB
+    assert reading_bytes(2, (3, 4, 5), 2, seen=(3, 4, 5)) == 2 * 2 * 60 * 2 + 4 * 60 + 16 * MIB
+    assert reading_bytes(2, (3, 4, 5), 2, seen=(7, 4, 5)) == 2 * 2 * 60 * 2 + 2 * 60 + 3 * 140 + 16 * MIB  # a column
     assert writing_bytes(maps=3, patch_out=(3, 4, 5), itemsize=4) == 2 * 3 * 60 * 4 + 6 * MIB
 
 

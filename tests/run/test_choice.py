@@ -13,33 +13,52 @@ from place import Place
 from znnpy import trained
 from znnpy.errors import PlanFileError
 from znnpy.machine import this_machine
-from znnpy.planner.memory import MARGIN_BYTES, MASKS, reading_bytes, writing_bytes
+from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import choice
+from znnpy.shapes import Vec3
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
 GIB = 2**30
 
 
-def chosen(place: Place, dtype: str, plan: Plan | None = None, *, masks: bool = False, out: str = "f4") -> Plan:
-    volume = ArrayVolume(np.zeros((20, 23, 25), dtype))
+def chosen(
+    place: Place,
+    dtype: str,
+    plan: Plan | None = None,
+    *,
+    masks: bool = False,
+    out: str = "f4",
+    cover: str | None = None,
+    size: Vec3 = (20, 23, 25),
+) -> Plan:
+    volume = ArrayVolume(np.zeros(size, dtype))
     source = Source(volume, roi=None, border="valid", network=place.network, allow_nan=masks)
     patch, threads = (None, None) if plan else ((4, 4, 4), 2)
-    wishes = choice.Wishes(plan, None if plan else 16 * GIB, threads, patch, ())
+    wishes = choice.Wishes(plan, None if plan else 16 * GIB, threads, patch, (), cover)
     return choice.choose(wishes, place.network, source, np.dtype(out), masks=masks, machine=this_machine())
 
 
 def test_masks_are_charged_where_nan_is_allowed(place: Place) -> None:
-    without, with_masks = chosen(place, "f4"), chosen(place, "f4", masks=True)
-    assert with_masks.memory.reading - without.memory.reading == MASKS * prod(without.patch_in)
+    without, with_masks = (chosen(place, "f4", cover="patches", masks=masks) for masks in (False, True))
+    assert with_masks.memory.reading - without.memory.reading == 4 * prod(without.patch_in)
+
+
+def test_columns_are_charged_for_masks_of_what_they_have_seen(place: Place) -> None:
+    without, with_masks = (chosen(place, "f4", cover="columns", masks=masks) for masks in (False, True))
+    new, window = prod(without.patch_in), prod(place.network.patch_in(without.patch_out))
+    assert new < window
+    assert with_masks.memory.reading - without.memory.reading == 2 * new + 3 * window
+    assert chosen(place, "f4", without, masks=True).memory.reading == with_masks.memory.reading
 
 
 def test_a_given_plan_is_charged_what_this_volume_and_output_take(place: Place) -> None:
     plan = chosen(place, "u1", out="u1")
     here = chosen(place, "f8", plan, masks=True)
-    assert here.memory.reading == reading_bytes(1, plan.patch_in, 8, masks=True) > plan.memory.reading
+    seen = place.network.patch_in(plan.patch_out)
+    assert here.memory.reading == reading_bytes(1, plan.patch_in, 8, seen=seen) > plan.memory.reading
     assert here.memory.writing == writing_bytes(2, plan.patch_out, 4) > plan.memory.writing
 
 
@@ -73,3 +92,52 @@ def test_the_result_in_memory_is_charged(place: Place, monkeypatch: pytest.Monke
     monkeypatch.setattr(trained, "baseline_bytes", lambda: 10**8)
     result = trained.load_network(place.folder / "net.yaml")(np.zeros((20, 23, 25), np.uint8))
     assert baselines == [10**8 + result.nbytes]
+
+
+@pytest.mark.parametrize("size", [(13, 31, 16), (44, 23, 25), (20, 23, 25), (6, 8, 7)])
+def test_a_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3) -> None:
+    """Shorter, longer than its columns, wider: as if made for it, but for where columns end."""
+    plan = chosen(place, "u1", cover="columns")
+    here = chosen(place, "u1", plan, size=size)
+    assert here.output == place.network.dense_size(size)
+    assert (here.axis, here.column, here.patch_out) == (plan.axis, plan.column, plan.patch_out)
+    cover = here.cover(place.network)
+    assert here.columns == len(cover)
+    assert sum(column.voxels for column in cover) == prod(here.output)
+    margins = [place.network.margins[c.layers[1] + 1][plan.axis] for c in plan.choices]
+    for made, margin, parts in zip(here.choices, margins, plan.parts, strict=True):
+        runs = sum(
+            step.out.hi[plan.axis] > column.steps[cover.ahead].out.lo[plan.axis] - margin
+            for column in cover
+            for step in column.steps
+        )
+        assert made.runs == parts * runs
+    assert here.seconds == pytest.approx(sum(c.runs * c.seconds for c in here.choices))
+
+
+def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) -> None:
+    assert chosen(place, "u1", cover="columns").walks
+    assert not chosen(place, "u1", cover="patches").walks
+    assert [choice.columns_only(word) for word in (None, "columns", "patches")] == [None, True, False]
+    with pytest.raises(ValueError, match="there is no cover 'rows'; choose one of columns, patches"):
+        choice.columns_only("rows")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"cover": "columns"}, "leave out --cover, or leave out --plan"),
+        ({"depth_first": False}, "leave out --no-depth-first, or leave out --plan"),
+        ({"threads": 1, "patch": (4, 4, 4)}, "leave out --threads and --patch, or leave out --plan"),
+        ({"only": ("cpu.conv.direct",)}, "leave out --only, or leave out --plan"),
+    ],
+)
+def test_a_given_plan_takes_no_other_words(place: Place, words: dict[str, Any], said: str) -> None:
+    wishes = choice.Wishes(
+        **{"plan": chosen(place, "u1"), "ram": None, "threads": None, "patch": None, "only": ()} | words
+    )
+    source = Source(
+        ArrayVolume(np.zeros((20, 23, 25), "u1")), roi=None, border="valid", network=place.network, allow_nan=False
+    )
+    with pytest.raises(PlanFileError, match=said):
+        choice.choose(wishes, place.network, source, np.dtype("f4"), masks=False, machine=this_machine())

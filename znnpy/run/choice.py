@@ -103,6 +103,7 @@ def _known_to_run(
             "a plan fixes threads, primitives, and patches or columns already; "
             f"leave out {' and '.join(given)}, or leave out --plan"
         )
+    plan.check_runs(network, machine)  # before its layers and columns are counted for this output
     held = baseline_bytes() + source.volume.extra_bytes
     seen = network.patch_in(plan.patch_out) if masks else None
     reading = reading_bytes(network.input_channels, plan.patch_in, source.dtype.itemsize, seen=seen)

@@ -257,11 +257,13 @@ class _Run:
                     box = turn.patch.write if turn.writes else turn.patch.out
                     raise error.with_context(f"output voxels (z, y, x) = {box.lo} to {box.hi}") from None
                 hidden = self._unseen.after(bad, begins=turn.begins)
+            del bad  # masks go where their buffers go, so that there are no more of them
             self._raw_free.put(raw)
             if out is not None:
                 self._out_full.put((out, hidden))
             else:
                 self._computed.add(turn.work)
+            del hidden
             self._report()
 
     def _read(self) -> None:
@@ -290,6 +292,7 @@ class _Run:
                 if turn.ends:
                     self._output.finish_column(turn.column)
                     self._finished += 1
+            del item, bad
             self._out_free.put(buffer)
 
     def _patches(self) -> Iterator[_Turn]:
