@@ -1,0 +1,65 @@
+"""Input and output of a step start on any float, images at any distance: what a column carries lies before the rest."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from closeness import MACHINE, assert_close, random_input, random_weights, run
+
+from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.primitive import ALIGNMENT
+from znnpy.kernels.table import TABLE
+from znnpy.shapes import FLOAT32, ConvShape, FilterShape, MaxoutShape, PoolShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.shapes import LayerShape
+
+SHAPES: list[LayerShape] = [
+    ConvShape(2, 1, 3, (9, 10, 11), (2, 3, 2), "relu"),
+    ConvShape(1, 3, 1, (6, 7, 20), (3, 2, 4), "tanh"),
+    ConvShape(3, 17, 16, (5, 9, 12), (2, 2, 3), "relu"),  # whole cache lines out
+    ConvShape(1, 2, 16, (40, 70, 80), (2, 2, 2), "relu"),  # so many that they are written past the caches
+    ConvShape(1, 9, 32, (12, 80, 82), (1, 2, 2), "none"),
+    ConvShape(2, 16, 32, (10, 13, 14), (2, 3, 2), "relu", (2, 2, 2)),
+    ConvShape(1, 1, 16, (40, 62, 62), (2, 2, 2), "relu", (2, 2, 2)),
+    PoolShape(2, 1, (5, 7, 9), (2, 2, 2)),
+    PoolShape(2, 3, (5, 8, 9), (3, 1, 5)),
+    PoolShape(1, 16, (63, 61, 59), (2, 2, 2)),  # past the caches
+    PoolShape(2, 3, (4, 6, 10), (2, 3, 5), fragments=False),
+    PoolShape(1, 32, (40, 90, 120), (2, 3, 1), fragments=False),
+    FilterShape(2, 3, (6, 7, 8), (2, 3, 4)),
+    FilterShape(1, 16, (40, 70, 80), (2, 3, 4)),
+    MaxoutShape(2, 12, (3, 4, 5), 3),
+]
+PAIRS = [(p, s) for s in SHAPES for p in TABLE if p.kind == s.kind and p.why_not(s, MACHINE) is None]
+
+
+def behind(shape: tuple[int, ...], floats: int) -> tuple[Array, Array]:
+    """An array of NaN that starts so many floats behind a cache line; as many lie between its images: what they are."""
+    image = prod(shape[1:])
+    store = aligned_bytes(FLOAT32 * shape[0] * (image + floats)).view(np.float32).reshape(shape[0], -1)
+    store[...] = np.nan
+    return store[:, floats:].reshape(shape, copy=False), store[:, :floats]
+
+
+@pytest.mark.parametrize("floats", [1, 8])
+@pytest.mark.parametrize(("primitive", "shape"), PAIRS, ids=lambda v: v.name if hasattr(v, "name") else str(v))
+def test_arrays_start_on_any_float(primitive: Primitive, shape: LayerShape, floats: int) -> None:
+    weights = random_weights(shape) if isinstance(shape, ConvShape) else None
+    given = random_input(shape, "relu")
+    (x, _), (out, gaps) = behind(shape.in_shape, floats), behind(shape.out_shape, floats)
+    assert x.ctypes.data % ALIGNMENT == out.ctypes.data % ALIGNMENT == FLOAT32 * floats
+    x[...] = given
+    variant = primitive.variants(shape, MACHINE)[0]
+    run(primitive, shape, x, weights, variant, threads=2, out=out)
+    aligned = run(primitive, shape, given, weights, variant, threads=2).out
+    np.testing.assert_array_equal(x, given, err_msg="the input was modified")
+    assert np.isnan(gaps).all(), "wrote between the images"
+    if isinstance(shape, ConvShape) and not shape.pools:
+        assert weights is not None
+        assert_close(out, x, weights, shape)
+    np.testing.assert_allclose(out, aligned, rtol=0, atol=1e-6 * float(np.abs(aligned).max()))
