@@ -11,11 +11,12 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.machine import Limits, Machine
 from znnpy.network import ConvWeights
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost import Rate, Rates
 from znnpy.shapes import ConvShape, LayerShape
 
 MACHINE = Machine("fake", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))
 RATES = Rates(stage_seconds=0.0)
+CARRYING = Rates(stage_seconds=0.0, copy=Rate(flops=50e9, nbytes=2.5e12))  # beside fakes: columns often pay
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,118 +1,27 @@
-"""The search as a whole: the best of everything there is, within the promise, and clear words when nothing fits."""
+"""The search as a whole: plans that add up, within the promise, and clear words when nothing fits."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
-from math import inf, prod
-from typing import Any
+from math import ceil, inf, prod
 
 import pytest
-from fakes import BOTH, FAKES, FAST, FILTER, MACHINE, OVER, POOL, RATES, SLOW, Fake, limits
+from brute_force import AROUND, BASELINE, SMALL, planned, steps_of
+from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
-from znnpy.patches import cover
-from znnpy.planner.candidates import all_sizes, candidates
 from znnpy.planner.cost import seconds
-from znnpy.planner.layout import Tensor, chain, live_peak, place
-from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, reading_bytes, writing_bytes
-from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
-from znnpy.shapes import ConvShape, LayerShape, PoolShape, Vec3
+from znnpy.planner.layout import chain, live_peak, place
+from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
+from znnpy.planner.plan import Plan, RunnerUp
+from znnpy.planner.search import LOST_SECONDS, make_plan
+from znnpy.shapes import Vec3, turned, turned_back
 
 MakeNetwork = Callable[..., Network]
-SMALL: Vec3 = (4, 4, 3)
-AROUND = READER_BYTES + WRITER_BYTES  # of every plan
-
-
-def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Plan:
-    settings: dict[str, Any] = {"table": FAKES, "rates": RATES, "baseline": 1000} | words
-    return make_plan(network, output, MACHINE, limits(ram_bytes), **settings)
-
-
-Step = tuple[LayerShape, Fake, Variant]
-
-
-def alone(layer: LayerShape) -> list[Step]:
-    """Every way to run one layer, or two in one."""
-    applying = (p for p in FAKES if p.kind == layer.kind and p.why_not(layer, MACHINE) is None)
-    return [(layer, p, v) for p in applying for v in p.variants(layer, MACHINE)]
-
-
-def ways(layers: Sequence[LayerShape]) -> Iterator[tuple[Step, ...]]:
-    """Every way to run layers, one by one or a convolution and the pooling behind it in one."""
-    if not layers:
-        yield ()
-        return
-    for step, rest in product(alone(layers[0]), list(ways(layers[1:]))):
-        yield (step, *rest)
-    if len(layers) > 1 and isinstance(layers[0], ConvShape) and isinstance(layers[1], PoolShape):
-        both = replace(layers[0], pool=layers[1].p)
-        for step, rest in product(alone(both), list(ways(layers[2:]))):
-            yield (step, *rest)
-
-
-def everything(network: Network, output: Vec3) -> list[tuple[int, float, int]]:
-    """Bytes, seconds and number of steps of every patch shape with every choice for every layer."""
-    found = []
-    for shape in candidates(network, output, all_sizes(network, output)):
-        patch_in = network.patch_in(shape.patch)
-        around = 1000 + reading_bytes(network.input_channels, patch_in, 1)
-        around += writing_bytes(network.output_channels, shape.patch, 4)
-        for chosen in ways(network.layer_shapes(shape.patch)):
-            footprints = [p.footprint(layer, v, 2) for layer, p, v in chosen]
-            arena = place(chain([(layer, f) for (layer, _, _), f in zip(chosen, footprints, strict=True)]))[1]
-            nbytes = around + arena + sum(f.resident for f in footprints) + max(f.allowance for f in footprints)
-            spent = sum(seconds(p.work(layer, v), RATES) for layer, p, v in chosen)
-            found.append((nbytes, shape.patches * spent, len(chosen)))
-    return found
-
-
-def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork) -> None:
-    network = tiny_network()
-    space = everything(network, SMALL)
-    sizes = sorted({nbytes for nbytes, _, _ in space})
-    assert len(sizes) > 300
-    with pytest.raises(NoPlanError):
-        planned(network, SMALL, sizes[0] - 1)
-    lengths = set()
-    for ram_bytes in [sizes[0], *sizes[1 : len(sizes) : len(sizes) // 40], sizes[-1]]:
-        plan = planned(network, SMALL, ram_bytes)
-        assert plan.memory.peak <= ram_bytes
-        best, steps = min((spent, steps) for nbytes, spent, steps in space if nbytes <= ram_bytes)
-        assert plan.seconds == pytest.approx(best, rel=1e-12), f"at {ram_bytes} bytes"
-        lengths.add((len(plan.choices), steps))
-        plan.check_runs(network, MACHINE, table=FAKES)
-    assert lengths == {(3, 3), (4, 4)}, "some plans pool within the convolution, and some do not"
-
-
-def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arena larger than its live bytes makes the search look again, and still the promise holds."""
-    network = tiny_network()
-    before = planned(network, SMALL, 2**40)
-    limit = before.memory.peak
-    lossy = 640
-
-    def wasteful(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
-        placed, size = place(tensors)
-        return placed, size + lossy
-
-    monkeypatch.setattr("znnpy.planner.search.place", wasteful)
-    after = planned(network, SMALL, limit)
-    assert after.memory.peak <= limit
-    space = everything(network, SMALL)
-    assert before.seconds < after.seconds
-    assert after.seconds == pytest.approx(
-        min(spent for nbytes, spent, _ in space if nbytes + lossy <= limit), rel=1e-12
-    )
-    assert planned(network, SMALL, limit + lossy).seconds == before.seconds
-    least = min(nbytes for nbytes, _, _ in space) + lossy
-    assert planned(network, SMALL, least).memory.peak == least
 
 
 def test_more_memory_is_never_slower(tiny_network: MakeNetwork) -> None:
@@ -124,31 +33,94 @@ def test_more_memory_is_never_slower(tiny_network: MakeNetwork) -> None:
         last = now
 
 
-def test_the_plan_adds_up(tiny_network: MakeNetwork) -> None:
+WIDE_BEHIND = (Conv((2, 3, 2), 2), Pool((2, 1, 2)), Conv((2, 1, 3), 12), Conv((1, 2, 2), 12), Conv((1, 1, 1), 1))
+ADDING_UP = [
+    pytest.param((), (31, 20, 9), 400_000, False, False, id="patches"),
+    pytest.param(WIDE_BEHIND, (31, 20, 9), 360_000, False, True, id="patches, split"),
+    pytest.param((), (60, 12, 9), 400_000, True, False, id="columns along z"),
+    pytest.param((), (9, 90, 9), 400_000, True, False, id="columns along y"),
+    pytest.param((), (9, 12, 70), 400_000, True, False, id="columns along x"),
+    pytest.param(WIDE_BEHIND, (31, 20, 9), 720_000, True, True, id="columns, split"),
+]
+
+
+@pytest.mark.parametrize(("layers", "output", "room", "walks", "split"), ADDING_UP)
+def test_the_plan_adds_up(
+    tiny_network: MakeNetwork, layers: tuple[Layer, ...], output: Vec3, room: int, walks: bool, split: bool
+) -> None:
     """Each figure of a plan, from the parts it is made of."""
-    network = tiny_network(input_channels=2)
-    plan = planned(network, (31, 20, 9), AROUND + 400_000, itemsize_in=2, itemsize_out=1)
-    shapes = network.layer_shapes(plan.patch_out)
+    network = tiny_network(*layers, input_channels=2)
+    plan = planned(network, output, AROUND + room, itemsize_in=2, itemsize_out=1, columns=walks)
     by_name = {p.name: p for p in FAKES}
     footprints = [by_name[c.primitive].footprint(c.shape, c.variant, 2) for c in plan.choices]
-    assert tuple(c.shape for c in plan.choices) == shapes
-    assert [c.layers for c in plan.choices] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    shapes = [c.shape for c in plan.choices]
     assert {c.device for c in plan.choices} == {"cpu"}
     assert [c.working_bytes for c in plan.choices] == [f.working(s) for f, s in zip(footprints, shapes, strict=True)]
+    assert (max(plan.parts) > 1) == split
+
+    memory = plan.memory
     tensors, arena = place(chain(list(zip(shapes, footprints, strict=True))))
     assert plan.tensors == tensors
-    memory = plan.memory
     assert memory.arena == arena >= live_peak(tensors)
     assert memory.residents == sum(f.resident for f in footprints)
     assert memory.allowance == max(f.allowance for f in footprints)
     assert memory.reading == 2 * 2 * prod(plan.patch_in) * 2 + READER_BYTES
-    assert memory.writing == 2 * 2 * prod(plan.patch_out) * 1 + WRITER_BYTES
-    assert memory.baseline == 1000
-    assert plan.patches == len(cover((31, 20, 9), plan.patch_out))
-    assert plan.seconds == plan.patches * sum(c.seconds for c in plan.choices)
-    assert plan.voxels_per_second == 31 * 20 * 9 / plan.seconds
-    assert plan.patch_in == network.patch_in(plan.patch_out)
+    assert memory.writing == 2 * network.output_channels * prod(plan.patch_out) * 1 + WRITER_BYTES
+    assert memory.baseline == BASELINE
+
+    columns = plan.cover(network)
+    assert plan.columns == len(columns)
+    assert plan.walks == walks
+    # what is new in a step along the axis, of every choice; the rest of its input is carried
+    periods = [1]
+    for layer in network.turned(plan.axis).layers:
+        periods.append(periods[-1] * (layer.window[0] if isinstance(layer, Pool) else 1))
+    carries, spent = 0, 0.0
+    for choice, parts in zip(plan.choices, plan.parts, strict=True):
+        ahead = network.margins[choice.layers[1] + 1][plan.axis]
+        kept = 0
+        if plan.walks:
+            kept = choice.shape.in_shape[1] - plan.patch_out[plan.axis] // periods[choice.layers[0]]
+        moved = choice.shape.in_bytes // choice.shape.in_shape[1] * kept
+        once = (
+            seconds(by_name[choice.primitive].work(choice.shape, choice.variant), CARRYING)
+            + 4 * moved / CARRYING.copy.nbytes
+        )
+        assert choice.seconds == pytest.approx(once, rel=1e-12)
+        assert choice.runs == parts * steps_of(columns, ahead)
+        carries += parts * moved
+        spent += choice.runs * choice.seconds
+    assert memory.carries == carries
+    assert plan.seconds == pytest.approx(spent, rel=1e-12)
+    assert plan.voxels_per_second == prod(output) / plan.seconds
+    whole = network.patch_in(plan.patch_out)
+    walked = [plan.walks and axis == plan.axis for axis in range(3)]
+    assert plan.patch_in == tuple(p if w else n for p, n, w in zip(plan.patch_out, whole, walked, strict=True))
     plan.check_runs(network, MACHINE, table=FAKES)
+
+
+def test_columns_walk_along_the_long_axis(tiny_network: MakeNetwork) -> None:
+    """A network and an output turned to another axis: the same plan, turned."""
+    network = tiny_network()
+    found = []
+    for axis in range(3):
+        output = turned_back((90, 9, 8), axis)
+        aligned = Network("turned", 1, tuple(_turned_back(layer, axis) for layer in network.layers))
+        plan = planned(aligned, output, AROUND + 150_000, columns=True)
+        assert plan.axis == axis
+        assert plan.output == output
+        found.append((plan.seconds, plan.memory, turned(plan.patch_out, axis), plan.column, plan.choices, plan.tensors))
+    assert found[0] == found[1] == found[2]
+
+
+def _turned_back(layer: Layer, axis: int) -> Layer:
+    match layer:
+        case Conv():
+            return replace(layer, kernel=turned_back(layer.kernel, axis))
+        case Pool() | MaxFilter():
+            return replace(layer, window=turned_back(layer.window, axis))
+        case Maxout():
+            return layer
 
 
 @pytest.mark.parametrize(
@@ -199,10 +171,16 @@ def test_both_in_one_unless_one_of_them_is_asked_of_another(tiny_network: MakeNe
 
 def test_forced_patch(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
-    plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7))
+    plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7), columns=False)
     assert plan.patch_out == (6, 10, 7)
-    assert plan.patches == 5 * 3 * 5
+    assert plan.columns == 5 * 3 * 5
     assert plan.runners_up == ()
+    assert plan.other is None
+    along = {0: 3 * 5, 1: 5 * 5, 2: 5 * 3}
+    plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7), columns=True)
+    assert plan.patch_out == (6, 10, 7)
+    assert plan.column == (30, 30, 35)[plan.axis]
+    assert plan.columns == along[plan.axis]
     with pytest.raises(ShapeError, match="multiple of the pooling period 2x2x1, not 5x10x7; the next larger one is 6x"):
         planned(network, (30, 30, 30), 2**30, patch=(5, 10, 7))
 
@@ -265,26 +243,111 @@ def test_a_limit_above_the_machine_is_planned_all_the_same(tiny_network: MakeNet
     assert plan.memory.peak > small.ram_bytes
 
 
-def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork) -> None:
+@pytest.mark.parametrize("columns", [False, True])
+def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork, columns: bool) -> None:
     network = tiny_network()
     ram_bytes = AROUND + 200_000
-    plan = planned(network, (30, 21, 17), ram_bytes)
+    plan = planned(network, (30, 21, 17), ram_bytes, columns=columns)
     assert len(plan.runners_up) == 3
-    assert len({tuple(sorted(r.patch_out)) for r in plan.runners_up} | {tuple(sorted(plan.patch_out))}) == 4
+    assert len({r.patch_out for r in plan.runners_up} | {plan.patch_out}) == 4
     larger, *slower = plan.runners_up
     assert larger.over_bytes > 0
     assert larger.voxels_per_second > plan.voxels_per_second
-    assert planned(network, (30, 21, 17), ram_bytes + larger.over_bytes).voxels_per_second >= larger.voxels_per_second
+    allowed = planned(network, (30, 21, 17), ram_bytes + larger.over_bytes, columns=columns)
+    assert allowed.voxels_per_second >= larger.voxels_per_second
     for runner_up in slower:
         assert runner_up.over_bytes == 0
         assert runner_up.voxels_per_second <= plan.voxels_per_second
-        forced = planned(network, (30, 21, 17), ram_bytes, patch=runner_up.patch_out)
-        assert forced.voxels_per_second == runner_up.voxels_per_second
+        forced = planned(network, (30, 21, 17), ram_bytes, patch=runner_up.patch_out, columns=columns)
+        assert forced.voxels_per_second >= runner_up.voxels_per_second
+        if forced.axis == runner_up.axis:
+            assert forced.voxels_per_second == runner_up.voxels_per_second
+            assert (forced.column, forced.parts) == (runner_up.column, runner_up.parts)
+            assert forced.waste == pytest.approx(runner_up.waste, rel=1e-12)
+
+
+def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
+    """Patches that lose to columns, or columns that lose to patches: the best of them, with what they waste."""
+    network = tiny_network()
+    kinds = set()
+    for output, room in (((200, 12, 9), 150_000), ((9, 12, 70), 100_000), ((4, 4, 3), 10**9)):
+        plan = planned(network, output, AROUND + room)
+        losing = planned(network, output, AROUND + room, columns=not plan.walks)
+        kinds.add(plan.walks)
+        assert plan.other == RunnerUp(
+            patch_out=losing.patch_out,
+            axis=losing.axis,
+            column=losing.column,
+            parts=losing.parts,
+            voxels_per_second=losing.voxels_per_second,
+            waste=plan.other.waste if plan.other else 0.0,
+            over_bytes=0,
+        )
+        assert plan.other.waste == pytest.approx(losing.waste, rel=1e-12)
+        assert plan.seconds <= losing.seconds
+        only = planned(network, output, AROUND + room, columns=plan.walks)
+        assert (only.other, only.patch_out, only.choices) == (None, plan.patch_out, plan.choices)
+    assert kinds == {True, False}
+
+
+def test_nothing_to_carry(tiny_network: MakeNetwork) -> None:
+    """No column walks along an axis along which the network sees one voxel."""
+    network = tiny_network(Conv((1, 4, 1), 2), Pool((1, 1, 2)))
+    assert planned(network, (50, 9, 9), 2**30, columns=True).axis in (1, 2)
+    blind = tiny_network(Conv((1, 1, 1), 2))
+    assert not planned(blind, (50, 9, 9), 2**30).walks
+    with pytest.raises(
+        NoPlanError, match="sees one voxel along every axis, so that columns have nothing to carry; drop --"
+    ):
+        planned(blind, (50, 9, 9), 2**30, columns=True)
+
+
+def column_seconds(plan: Plan, network: Network) -> float:
+    """Predicted for the longest column."""
+    longest = max(plan.cover(network), key=lambda column: len(column.steps))
+    alone = replace(plan.cover(network), size=plan.patch_out)
+    size = list(alone.size)
+    size[plan.axis] = min(plan.column, len(longest.steps) * plan.patch_out[plan.axis])
+    return plan.covering((size[0], size[1], size[2]), network, plan.memory).seconds
+
+
+SLOWER = [(shape, slow) for shape in ((2000, 30, 20), (60, 30, 20), (31, 900, 9)) for slow in (1e-6, 1e-7, 3e-8, 1e-8)]
+
+
+@pytest.mark.parametrize(("output", "slow"), SLOWER, ids=str)
+def test_a_column_takes_no_longer_than_may_be_lost(tiny_network: MakeNetwork, output: Vec3, slow: float) -> None:
+    """A run that is killed computes one column again: in at most LOST_SECONDS, unless the column is of one step."""
+    network = tiny_network()
+    for room in (150_000, 600_000):
+        plan = planned(network, output, AROUND + room, columns=True, rates=CARRYING.scaled(slow, slow))
+        steps = ceil(min(plan.column, plan.output[plan.axis]) / plan.patch_out[plan.axis])
+        assert steps == 1 or column_seconds(plan, network) <= LOST_SECONDS
+        plan.check_runs(network, MACHINE, table=FAKES)
+
+
+def test_columns_are_cut_no_shorter_than_they_must(tiny_network: MakeNetwork) -> None:
+    """Fast machines walk from end to end; slow ones cut, and what is computed twice is counted."""
+    network = tiny_network()
+    output = (2000, 30, 20)
+    whole = planned(network, output, AROUND + 600_000, columns=True)
+    assert whole.column >= 2000 > whole.column - whole.patch_out[0]
+    assert whole.columns == ceil(30 / whole.patch_out[1]) * ceil(20 / whole.patch_out[2])
+    slow = planned(network, output, AROUND + 600_000, columns=True, rates=CARRYING.scaled(1e-7, 1e-7))
+    pieces = ceil(2000 / slow.column)
+    assert pieces > 1
+    assert slow.columns == pieces * ceil(30 / slow.patch_out[1]) * ceil(20 / slow.patch_out[2])
+    assert column_seconds(slow, network) > LOST_SECONDS / 2
+    assert slow.waste > 1
 
 
 def test_masks_are_counted(tiny_network: MakeNetwork) -> None:
-    plan = planned(tiny_network(input_channels=2), SMALL, 2**30, masks=True)
-    assert plan.memory.reading == (2 * 2 + 4) * prod(plan.patch_in) + READER_BYTES
+    network = tiny_network(input_channels=2)
+    for columns in (False, True):
+        plan = planned(network, (30, 4, 3), AROUND + 60_000, masks=True, columns=columns)
+        seen = prod(network.patch_in(plan.patch_out))  # all that a step depends on, new or carried
+        masks = 2 * prod(plan.patch_in) + (3 if columns else 2) * seen  # in, out, and one that a column keeps
+        assert plan.walks == columns == (seen > prod(plan.patch_in))
+        assert plan.memory.reading == 2 * 2 * prod(plan.patch_in) + masks + READER_BYTES
 
 
 def test_baseline_is_measured_when_not_given(tiny_network: MakeNetwork) -> None:
