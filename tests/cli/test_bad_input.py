@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -227,6 +228,60 @@ def test_plan_whose_needs_are_not_met(place: Place) -> None:
     plan.write_text(content[:200])
     assert "plan.json: the plan is damaged or cut off: line 8" in place.refusal(*place.words, "--plan", plan)
     assert "no plan file" in place.refusal(*place.words, "--plan", place.folder / "gone.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("axis", 3, "the plan is damaged: axis: Input should be less than or equal to 2"),
+        ("axis", "z", "the plan is damaged: axis: Input should be a valid integer"),
+        ("column", -4, "the plan is damaged: column: Input should be greater than or equal to 0"),
+        ("column", 5, "the plan's columns of 5 planes are no whole number of steps of 4"),
+        ("column", 0, "; make it again with `znnpy plan NETWORK --out plan.json`"),
+        ("axis", 1, "; make it again with `znnpy plan NETWORK --out plan.json`"),
+        ("patch_in", [8, 8, 8], "the plan reads patches of 8x8x8, and 4x6x4 voxels out need 4x13x10"),
+    ],
+)
+def test_plan_of_columns_that_was_edited(place: Place, field: str, value: object, said: str) -> None:
+    path = place.folder / "plan.json"
+    words = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
+    assert place.run(*words, "--out", path).exit_code == 0
+    plan = json.loads(path.read_text())
+    assert (plan["axis"], plan["column"]) == (0, 56)
+    path.write_text(json.dumps({**plan, field: value}))
+    assert said in place.refusal(*place.words, "--plan", path)
+
+
+def test_columns_where_nothing_could_be_kept(place: Place) -> None:
+    place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 2}], weights=None)
+    sentence = place.refusal("plan", place.folder / "net.yaml", "--shape", "20,20,20", "--cover", "columns")
+    assert sentence == ("tiny sees one voxel along every axis, so that columns have nothing to carry; drop --cover")
+
+
+def test_patch_that_is_no_step_of_a_column(place: Place) -> None:
+    sentence = place.refusal(*place.words, "--cover", "columns", "--patch", "4,5,5")
+    assert "an output patch must be a multiple of the pooling period 2x2x1, not 4x5x5" in sentence
+
+
+def test_words_that_the_run_did_not_begin_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = ("--patch", "4,4,4", "--cover", "columns")
+    with monkeypatch.context() as patch:
+        write, calls = Hdf5Store.write, count()
+
+        def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
+            if next(calls) == 9:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(store, box, voxels)
+
+        patch.setattr(Hdf5Store, "write", fill_up)
+        assert place.infer(*begun).exit_code == 1
+    assert place.refusal(*place.words, "--resume", "--cover", "patches") == (
+        "the run began with --cover columns, and now it is patches; leave it out, or start again with --overwrite"
+    )
+    assert place.infer("--resume").exit_code == 0
+    resumed = place.prediction()
+    assert place.infer(*begun, "--overwrite").exit_code == 0
+    np.testing.assert_array_equal(resumed, place.prediction())
 
 
 def test_plan_that_needs_more_memory_than_there_is(place: Place) -> None:

@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from place import Place
@@ -42,10 +43,36 @@ def test_resumed_run_counts_what_it_did(report: Report) -> None:
     assert resumed.predicted_seconds == pytest.approx(report.plan.seconds / 4)
 
 
+def test_columns_are_called_columns(place: Place) -> None:
+    from znnpy.inference import infer
+
+    words: dict[str, Any] = {"threads": 1, "patch": (4, 4, 4), "overwrite": True}
+    patches = infer(place.volume, place.folder / "net.yaml", cover="patches", **words)
+    assert "patches    80 of 4x4x4, 1 threads" in patches.lines()
+    assert [patches.as_json()[key] for key in ("patch", "columns", "axis", "column")] == [[4, 4, 4], 80, 0, 0]
+    columns = infer(place.volume, place.folder / "net.yaml", cover="columns", **words)
+    plan = columns.plan
+    assert f"columns    {plan.columns} along {'zyx'[plan.axis]} in steps of 4x4x4, 1 threads" in columns.lines()
+    found = columns.as_json()
+    assert found["columns"] == plan.columns < 80
+    assert (found["axis"], found["column"], found["patch"]) == (plan.axis, plan.column, [4, 4, 4])
+    assert found["column"] == -(-plan.output[plan.axis] // 4) * 4
+    assert found.keys() == patches.as_json().keys()
+
+
 def event(done: int, seconds: float, *, voxels_per_column: int = 1000) -> Event:
     stages = {"reading": 0.25, "computing": 1.5}
     return Event(
-        done, 20, done * voxels_per_column, 20 * voxels_per_column, seconds, stages, 4 * done * voxels_per_column
+        columns_done=done,
+        columns=20,
+        voxels_done=done * voxels_per_column,
+        voxels=20 * voxels_per_column,
+        seconds=seconds,
+        stage_seconds=stages,
+        bytes_done=4 * done * voxels_per_column,
+        steps_done=done,
+        steps=20,
+        work_done=done / 20,
     )
 
 
@@ -86,13 +113,81 @@ def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert last_drawn(captured.err).endswith(said)
 
 
+def warming(work: float, steps: int, seconds: float, written: int = 0) -> Event:
+    """Of a run that is a single column."""
+    return Event(0, 1, written, 10**6, seconds, {"computing": seconds}, 4 * written, steps, 12, work)
+
+
+def test_first_steps_of_a_column_are_seen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any voxel is written the work tells speed and time left."""
+    clock = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+    with progress.show() as callback:
+        callback(warming(0.0, 0, 0.0))
+        clock += 60
+        callback(warming(0.1, 4, 60.0))
+        clock += 60
+        callback(warming(0.2, 5, 120.0, 10**5))
+    assert capsys.readouterr().err.splitlines() == [
+        " 10%  0/1 columns, 4/12 steps, 1,667 voxels/s, 0 B written, 9 min left (computing 60.0 s)",
+        " 20%  0/1 columns, 5/12 steps, 1,667 voxels/s, 391 KiB written, 8 min left (computing 120.0 s)",
+    ]
+
+
+def test_resumed_columns_count_the_work_of_this_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.show() as callback:
+        callback(Event(2, 4, 500, 1000, 0.0, {}, 2000, 24, 48, 0.5))
+        callback(Event(4, 4, 1000, 1000, 5.0, {}, 4000, 48, 48, 1.0))
+    assert capsys.readouterr().err == "100%  4/4 columns, 48/48 steps, 100 voxels/s, 3.91 KiB written, 0 µs left ()\n"
+
+
+def test_steps_fit_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress.show() as callback:
+        callback(Event(0, 1024, 0, 9 * 10**9, 0.0, {}, 0, 0, 65536, 0.0))
+        callback(Event(512, 1024, 45 * 10**8, 9 * 10**9, 36363.0, {}, 45 * 10**8 * 12, 32768, 65536, 0.5))
+    words = last_drawn(capsys.readouterr().err)
+    assert words.endswith("50% 32768/65536 steps 124k voxels/s 50.3 GiB 10 h 06 min left")
+
+
+def test_work_of_a_run_is_what_its_steps_do(place: Place) -> None:
+    """A single column: most of its first steps cost little, and the work done never goes back."""
+    from znnpy.inference import infer
+
+    events: list[Event] = []
+    report = infer(
+        *(place.volume, place.folder / "net.yaml"),
+        cover="columns",
+        patch=(2, 16, 20),
+        threads=1,
+        progress=events.append,
+    )
+    plan = report.plan
+    assert plan.walks
+    cover = plan.cover(place.network)
+    assert events[0].work_done == events[0].steps_done == 0
+    assert events[-1].work_done == 1
+    assert events[-1].steps_done == events[-1].steps == sum(len(column.steps) for column in cover)
+    done = [event.work_done for event in events]
+    assert done == sorted(done)
+    ahead = plan.work_ahead(place.network)
+    assert len(ahead) == cover.ahead > 1
+    assert 0 < ahead[0] < ahead[-1] <= 1
+    assert list(ahead) == sorted(ahead)
+    seconds = plan.seconds_per_step * len(cover) * (sum(ahead) + len(cover[0].steps) - cover.ahead)
+    assert seconds == pytest.approx(plan.seconds)
+
+
 def test_bar_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     stages = {"reading": 25000.0, "computing": 15000.0, "writing": 3000.0, "waiting": 2.0}
     with progress.show() as callback:
-        callback(Event(0, 175616, 0, 9 * 10**9, 0.0, stages, 0))
-        callback(Event(87808, 175616, 45 * 10**8, 9 * 10**9, 36363.0, stages, 45 * 10**8 * 12))
+        callback(Event(0, 175616, 0, 9 * 10**9, 0.0, stages, 0, 0, 175616, 0.0))
+        callback(Event(87808, 175616, 45 * 10**8, 9 * 10**9, 36363.0, stages, 45 * 10**8 * 12, 87808, 175616, 0.5))
     captured = capsys.readouterr()
     words = last_drawn(captured.err)
     bar = words[:BAR_WIDTH]
@@ -131,7 +226,7 @@ def test_stderr_that_cannot_be_written_is_no_progress(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e308])
 def test_plans_edited_by_hand_break_no_report(report: Report, seconds: float) -> None:
     choices = tuple(replace(choice, seconds=seconds) for choice in report.plan.choices)
-    edited = replace(report, plan=replace(report.plan, choices=choices, patches=10))
+    edited = replace(report, plan=replace(report.plan, choices=choices, columns=10))
     assert "(plan: 0)" in edited.lines()[1]
     predicted = json.loads(json.dumps(edited.as_json(), allow_nan=False))["predicted"]
     assert (predicted["seconds"], predicted["voxels_per_second"]) == (0, 0)

@@ -35,6 +35,10 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
         (("infer", "v.h5", "--output-dtype", "int8"), "'int8' is not one of"),
         (("infer", "v.h5", "--overwrite", "--resume"), "--overwrite starts again and --resume goes on"),
         (("infer", "v.h5", "--plan", "p.json", "--ram", "2G"), "--ram is fixed by the plan"),
+        (("infer", "v.h5", "--plan", "p.json", "--cover", "columns"), "--cover is fixed by the plan: leave it out"),
+        (("infer", "v.h5", "--plan", "p.json", "--no-depth-first"), "--no-depth-first is fixed by the plan"),
+        (("plan", "--cover", "rows"), "'rows' is not one of 'columns', 'patches'"),
+        (("infer", "v.h5", "--depth-first"), "No such option"),
         (("infer", "v.h5", "--only", "cpu.conv.dirct"), "no primitive 'cpu.conv.dirct'; did you mean cpu.conv.direct"),
         (("plan", "--volume", "v.h5", "--shape", "9,9,9"), "--volume and --shape both give a size"),
         (("plan", "--roi", ":,:,:"), "--roi is a part of a volume: give --volume too"),
@@ -122,6 +126,36 @@ def test_every_option_of_infer_reaches_the_output(place: Place) -> None:
     np.testing.assert_allclose(part, whole[:, 2:13, 1:16, :18], atol=5e-4)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_columns_and_patches_give_the_same_prediction(place: Place, axis: int) -> None:
+    """Along the longest axis, whichever it is."""
+    long = np.random.default_rng(8).integers(0, 256, (70, 20, 19), np.uint8)
+    place.write_volume(np.ascontiguousarray(np.moveaxis(long, 0, axis)))
+    cover = ("--patch", "4,4,4", "--no-depth-first", "--overwrite", "--json", "--cover")
+    patches = place.infer(*cover, "patches")
+    assert patches.exit_code == 0
+    assert json.loads(patches.stdout)["column"] == 0
+    expected = place.prediction()
+    columns = place.infer(*cover, "columns")
+    assert columns.exit_code == 0
+    report = json.loads(columns.stdout)
+    assert report["column"] >= 4
+    assert report["patch"] == [4, 4, 4]
+    assert report["columns"] < json.loads(patches.stdout)["columns"]
+    np.testing.assert_allclose(place.prediction(), expected, atol=1e-5)
+    assert columns.stderr.startswith(f"100%  {report['columns']}/{report['columns']} columns, ")
+    assert place.run("verify", place.out, place.volume, "--network", place.folder / "net.yaml").exit_code == 0
+
+
+def test_no_depth_first_keeps_all_fragments_together(place: Place) -> None:
+    words = ("plan", "fib25_boundary", "--shape", "330,330,330", "--patch", "176,176,176", "--ram", "1100M", "--json")
+    split = json.loads(place.run(*words).stdout)["plan"]
+    assert max(Plan.from_json(json.dumps(split)).parts) > 1
+    sentence = place.refusal(*words, "--no-depth-first", "--cover", "patches")
+    assert "nothing fits in 1,153,433,600 bytes" in sentence
+    assert sentence.endswith(", or drop --patch, or drop --cover, or drop --no-depth-first")
+
+
 def test_reflect_is_as_large_as_the_volume(place: Place) -> None:
     assert place.infer().exit_code == 0
     valid = place.prediction()
@@ -141,6 +175,24 @@ def test_plan_prints_and_writes_what_infer_takes(place: Place) -> None:
     assert place.infer("--plan", plan).exit_code == 0
     with h5py.File(place.out) as file:
         assert Plan.from_json(file["prediction"].attrs["plan"]) == Plan.load(plan)
+
+
+@pytest.mark.parametrize("size", [(12, 40, 21), (60, 14, 23)])
+def test_plan_of_columns_runs_on_another_volume(place: Place, size: tuple[int, int, int]) -> None:
+    plan = place.folder / "plan.json"
+    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--cover", "columns", "--patch", "4,6,4")
+    assert place.run(*words, "--out", plan).exit_code == 0
+    made = Plan.load(plan)
+    assert made.walks
+    place.write_volume(np.random.default_rng(9).integers(0, 256, size, np.uint8))
+    result = place.infer("--plan", plan, "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert (report["axis"], report["column"], report["patch"]) == (made.axis, made.column, [4, 6, 4])
+    assert report["columns"] == len(made.covering(report["shape"], place.network, made.memory).cover(place.network))
+    found = place.prediction()
+    assert place.infer("--cover", "patches", "--overwrite").exit_code == 0
+    np.testing.assert_allclose(found, place.prediction(), atol=1e-5)
 
 
 def test_plan_json(place: Place) -> None:
