@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from znnpy.errors import ShapeError
-from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, ceil_divide, text, valid
+from znnpy.shapes import (
+    ConvShape,
+    FilterShape,
+    LayerShape,
+    MaxoutShape,
+    PoolShape,
+    ceil_divide,
+    fused,
+    text,
+    turn,
+    turned,
+    turned_back,
+    valid,
+)
 
 
 def test_sizes_and_bytes() -> None:
@@ -46,6 +61,43 @@ def test_equal_shapes_are_one_problem() -> None:
 def test_vectors() -> None:
     assert ceil_divide((4, 5, 6), (4, 4, 4)) == (1, 2, 2)
     assert valid((4, 5, 6), (4, 1, 3)) == (1, 5, 4)
+
+
+def test_turning_axes() -> None:
+    assert [turn(axis) for axis in range(3)] == [(0, 1, 2), (1, 0, 2), (2, 0, 1)]
+    assert [turned((7, 8, 9), axis) for axis in range(3)] == [(7, 8, 9), (8, 7, 9), (9, 7, 8)]
+    assert [turned_back((7, 8, 9), axis) for axis in range(3)] == [(7, 8, 9), (8, 7, 9), (8, 9, 7)]
+    for axis in range(3):
+        array = np.zeros((7, 8, 9))
+        assert array.transpose(turn(axis)).shape == turned((7, 8, 9), axis)
+        assert turned_back(turned((7, 8, 9), axis), axis) == (7, 8, 9)
+
+
+def test_two_layers_in_one() -> None:
+    conv, pool = ConvShape(2, 3, 5, (9, 10, 8), (2, 4, 1), "relu"), PoolShape(2, 5, (8, 7, 8), (3, 2, 3))
+    both = fused(conv, pool)
+    assert both == ConvShape(2, 3, 5, (9, 10, 8), (2, 4, 1), "relu", (3, 2, 3))
+    assert both.in_shape == conv.in_shape
+    assert both.out_shape == pool.out_shape == (36, 2, 3, 2, 5)
+    apart: list[tuple[LayerShape, LayerShape]] = [
+        (conv, replace(pool, fragments=False, n=(9, 6, 9))),
+        (conv, replace(pool, p=(1, 1, 1))),
+        (both, pool),
+        (pool, pool),
+        (conv, conv),
+        (conv, FilterShape(2, 5, (8, 7, 8), (3, 2, 3))),
+    ]
+    for first, second in apart:
+        assert fused(first, second) is None
+
+
+def test_two_layers_in_one_take_in_what_the_pooling_would_keep() -> None:
+    """In a column the pooling gets window - 1 planes from the step before: in one, the convolution makes them again."""
+    conv, pool = ConvShape(1, 3, 5, (4 + 1, 10, 8), (2, 4, 1)), PoolShape(1, 5, (4 + 1, 7, 8), (2, 2, 3))
+    both = fused(conv, pool)
+    assert both is not None
+    assert both.n == (4 + 1 + 1, 10, 8)
+    assert both.out_shape == pool.out_shape
 
 
 ERRORS: list[tuple[Callable[[], LayerShape], str]] = [
