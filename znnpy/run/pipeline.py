@@ -114,7 +114,7 @@ def run(
 
     The first exception of any stage stops the others and is raised here once they have ended; so are KeyboardInterrupt
     and whatever else interrupts the calling thread. Patches computed by then are still written, so every column
-    reported to the output is whole. A result that overflows names its patch.
+    reported to the output is whole. A result that overflows names the output voxels that its patch writes.
     """
     return _Run(session, crew, source, output, columns, progress).run()
 
@@ -156,8 +156,8 @@ class _Unseen:
         self._new = plan.patch_in[plan.axis]
         self._read: Mask | None = None  # of that window along the axis; kept once a mask was not empty
 
-    def after(self, bad: Mask | None, *, begins: bool) -> Mask | None:
-        """Where the output of a step is unknown, (z, y, x) bool; None where it nowhere is.
+    def after(self, bad: Mask | None, *, begins: bool, writes: bool) -> Mask | None:
+        """Where the output of a step is unknown, (z, y, x) bool; None where it nowhere is, or nothing is written.
 
         bad  where the voxels that the step read are not finite; None where all are. Overwritten.
         """
@@ -173,7 +173,7 @@ class _Unseen:
         for plane in range(len(planes) - self._new):  # ascending: each moves to where nothing is needed any more
             planes[plane] = planes[plane + self._new]
         planes[-self._new :] = False if bad is None else np.moveaxis(bad, self._axis, 0)
-        return seen(self._read.copy(), self._field_of_view) if planes.any() else None
+        return seen(self._read.copy(), self._field_of_view) if writes and planes.any() else None
 
 
 class _Run:
@@ -254,9 +254,9 @@ class _Run:
                 try:
                     self._session.run(self._raw[raw], None if out is None else self._out[out], begins=turn.begins)
                 except ValuesOverflowError as error:
-                    box = turn.patch.write if turn.writes else turn.patch.out
-                    raise error.with_context(f"output voxels (z, y, x) = {box.lo} to {box.hi}") from None
-                hidden = self._unseen.after(bad, begins=turn.begins)
+                    lo, hi = turn.output.lo, turn.output.hi
+                    raise error.with_context(f"output voxels (z, y, x) = {lo} to {hi}") from None
+                hidden = self._unseen.after(bad, begins=turn.begins, writes=turn.writes)
             del bad  # masks go where their buffers go, so that there are no more of them
             self._raw_free.put(raw)
             if out is not None:
