@@ -5,26 +5,49 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 from fakes import FAKES, MACHINE, RATES, limits
 from rich.console import Console
 
-from znnpy.machine import Machine
+from znnpy.formats.networks import read_network
+from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.explain import border_waste, explain, human_bytes, human_seconds
+from znnpy.planner.explain import explain, human_bytes, human_seconds
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
-from znnpy.shapes import text
+from znnpy.shapes import Vec3, text, turned_back
 
 LIMIT = READER_BYTES + WRITER_BYTES + 2 * 2**20
+AVX512 = Machine("made up", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))
 NETWORK = Network("cat", 1, (Conv((2, 3, 4), 8, "relu"), Pool((2, 2, 2)), Conv((3, 3, 3), 2)))
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(NETWORK, (60, 50, 40), MACHINE, limits(LIMIT), table=FAKES, rates=RATES, baseline=0)
+    return planned((60, 50, 40), limits(LIMIT), columns=False)
+
+
+@pytest.fixture(scope="module")
+def columns() -> Plan:
+    """Along y, the axis in the middle."""
+    return planned((60, 50, 40), limits(LIMIT), columns=True, patch=(6, 10, 8))
+
+
+def planned(output: Vec3, within: Limits, network: Network = NETWORK, **words: Any) -> Plan:
+    return make_plan(network, output, MACHINE, within, **{"table": FAKES, "rates": RATES, "baseline": 0, **words})
+
+
+def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerUp:
+    """Of patches, unless `words` say more."""
+    return RunnerUp(
+        patch,
+        **{"axis": 0, "column": 0, "parts": (1, 1, 1), "waste": 2.0, **words},
+        voxels_per_second=speed,
+        over_bytes=over,
+    )
 
 
 def printed(plan: Plan, machine: Machine = MACHINE, width: int = 100) -> str:
@@ -40,38 +63,106 @@ def words(plan: Plan, machine: Machine = MACHINE) -> str:
 
 def test_every_figure_is_there(plan: Plan) -> None:
     said = words(plan)
-    assert f"60x50x40 output voxels in {plan.patches} patches, each {text(plan.patch_in)} in" in said
+    assert f"60x50x40 output voxels in {plan.columns} patches, each {text(plan.patch_in)} in" in said
     assert f"{text(plan.patch_out)} out (field of view 7x8x9, period 2x2x2)" in said
     for choice in plan.choices:
         assert choice.primitive in said
         assert text(choice.shape.in_shape) in said
         assert human_seconds(choice.seconds) in said
-        assert f"{choice.seconds / plan.seconds_per_patch:.0%}" in said
+        assert f"{choice.seconds / plan.seconds_per_step:.0%}" in said
         assert human_bytes(choice.working_bytes) in said
     for nbytes in (plan.memory.arena, plan.memory.residents, plan.memory.reading, plan.memory.writing):
         assert human_bytes(nbytes) in said
     assert f"peak, of the limit of {human_bytes(LIMIT)} {human_bytes(plan.memory.peak)}" in said
     assert f"predicted: {plan.voxels_per_second:,.0f} output voxels/s" in said
+    assert f"{human_seconds(plan.seconds_per_step)} a patch, " in said
+    assert "kept from step to step" not in said
+    assert "parts" not in said
     assert f"{human_seconds(plan.seconds)} in all, with 2 threads" in said
     assert "the time of 3 of 3 layers is estimated from assumed rates, not measured on this machine" in said
     assert "another machine" not in said
 
 
+def test_columns_are_told_in_words(columns: Plan) -> None:
+    said = words(columns)
+    assert (columns.axis, columns.column) == (1, 50)
+    assert "60x50x40 output voxels in 50 columns along y in steps of 10 planes, each 12x10x16 in and 6x10x8 out" in said
+    assert "a column reads 7 planes before its output begins, in 1 of its steps" in said
+    assert f"the last planes of its input for the next step, {human_bytes(columns.memory.carries)} in all" in said
+    assert f"planes kept from step to step {human_bytes(columns.memory.carries)} prepared weights" in said
+    assert "steps on their way in " in said
+    assert "steps on their way out " in said
+    assert "patches on their way" not in said
+    step, column, run = columns.seconds_per_step, columns.seconds / 50, columns.seconds
+    assert f"{human_seconds(step)} a step, {human_seconds(column)} a column, {human_seconds(run)} in all" in said
+    assert step < column < run
+    for choice in columns.choices:
+        images, *n, maps = choice.shape.in_shape
+        assert text((images, *turned_back((n[0], n[1], n[2]), 1), maps)) in said  # z, y, x
+        assert f"{choice.runs * choice.seconds / columns.seconds:.0%}" in said
+
+
+def test_columns_shorter_than_the_output_are_told(columns: Plan) -> None:
+    memory = columns.memory
+    longer = columns.covering((60, 120, 40), NETWORK, memory)
+    assert "in 150 columns along y, each at most 50 planes of output, in steps of 10 planes, each" in words(longer)
+    one = columns.covering((6, 9, 8), NETWORK, memory)
+    assert "in 1 column along y in steps of 10 planes, each" in words(one)
+
+
+def test_depth_first_is_told(plan: Plan) -> None:
+    parts = (1, 1, 4)
+    last = plan.choices[2]
+    split = replace(last, shape=replace(last.shape, batch=2), runs=4 * last.runs)
+    deep = replace(plan, choices=(*plan.choices[:2], split))
+    assert deep.parts == parts
+    (header,) = [line for line in printed(deep).splitlines() if "layer and input" in line]
+    assert header.split() == ["layer", "and", "input", "primitive", "parts", "time", "share", "working", "kept"]
+    rows = [line.split() for line in printed(deep).splitlines() if "cpu." in line]
+    at = [row.index(choice.primitive) for row, choice in zip(rows, deep.choices, strict=True)]
+    assert [int(row[i + 1]) for row, i in zip(rows, at, strict=True)] == list(parts)
+    assert " ".join(rows[2][at[2] + 2 : at[2] + 4]) == human_seconds(4 * last.seconds)
+    assert f"patches of {text(plan.patch_out)} depth first: " in words(deep)
+
+
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_names_stay_whole_on_narrow_terminals(plan: Plan, width: int) -> None:
-    said = printed(plan, width=width)
-    assert "…" not in said
-    assert all(len(line) <= width for line in said.splitlines())
+def test_names_stay_whole_on_narrow_terminals(plan: Plan, columns: Plan, width: int) -> None:
+    for some in (plan, columns):
+        said = printed(some, width=width)
+        assert "…" not in said
+        assert all(len(line.rstrip()) <= width for line in said.splitlines())
+        assert all(choice.primitive in said.split() for choice in some.choices)
+
+
+@pytest.mark.parametrize("cover", [True, False])
+def test_a_real_plan_fits_into_80_columns(cover: bool) -> None:
+    """With names, variants and sizes as they are: nothing is cut off."""
+    network = read_network("n337").network
+    made = make_plan(
+        network, (320, 320, 320), AVX512, Limits(6 * 2**30, 2), baseline=2**28, patch=(64, 64, 128), columns=cover
+    )
+    stream = io.StringIO()
+    Console(width=80, file=stream).print(explain(made, network, AVX512))
+    said = stream.getvalue()
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= 80
+    found = " ".join(said.split())
+    for choice in made.choices:
+        assert choice.primitive in found
+        assert text(choice.shape.in_shape) in found
+        assert human_bytes(choice.resident_bytes) in found
+        for parameter in str(choice.variant).split():
+            assert parameter in found
 
 
 def test_two_layers_in_one_are_told() -> None:
     table = tuple(replace(p, flops=1.0) if p.name == "cpu.conv.both" else p for p in FAKES)
-    plan = make_plan(NETWORK, (60, 50, 40), MACHINE, limits(LIMIT), table=table, rates=RATES, baseline=0)
+    plan = planned((60, 50, 40), limits(LIMIT), table=table, columns=False)
     assert [c.layers for c in plan.choices] == [(0, 1), (2, 2)]
     lines = [line.strip().split("  ")[0] for line in printed(plan).splitlines()]
     at = lines.index("0 conv 2x3x4 -> 8 relu")
     assert lines[at + 1] == "1 pool 2x2x2, in one"
-    assert lines[at + 2] == "2 conv 3x3x3 -> 2 none"
+    assert lines[at + 2] == text(plan.choices[0].shape.in_shape)
+    assert lines[at + 3] == "2 conv 3x3x3 -> 2 none"
     assert "the time of 3 of 3 layers is estimated" in words(plan)
 
 
@@ -95,31 +186,72 @@ def test_another_machine_is_told(plan: Plan) -> None:
 def test_runners_up_say_why(plan: Plan) -> None:
     speed = plan.voxels_per_second
     others = (
-        RunnerUp((60, 50, 40), 1.5 * speed, 3 * 2**20),
-        RunnerUp((30, 50, 40), 0.75 * speed, 0),
-        RunnerUp((20, 50, 40), speed, 0),
+        runner_up((60, 50, 40), 1.5 * speed, 3 * 2**20),
+        runner_up((30, 50, 40), 0.75 * speed, axis=2, column=40),
+        runner_up((20, 50, 40), speed, parts=(1, 1, 4)),
     )
     said = words(replace(plan, runners_up=others))
     assert f"runner-up: patches of 60x50x40, {1.5 * speed:,.0f} voxels/s: 1.50 times as fast, 3.00 MiB over" in said
-    assert f"patches of 30x50x40, {0.75 * speed:,.0f} voxels/s: 25% slower" in said
-    assert f"patches of 20x50x40, {speed:,.0f} voxels/s: as fast" in said
+    assert f"columns along x in steps of 30x50x40, {0.75 * speed:,.0f} voxels/s: 25% slower" in said
+    assert f"patches of 20x50x40 depth first, {speed:,.0f} voxels/s: as fast" in said
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"), [(1.3, "are 1.30 times as fast"), (1.004, "as fast"), (1.006, "are 1.01 times as fast")]
+)
+def test_the_gain_of_columns_and_of_patches_is_told(plan: Plan, columns: Plan, ratio: float, said: str) -> None:
+    speed = columns.voxels_per_second
+    other = runner_up((30, 50, 40), speed / ratio, waste=3.804)
+    assert words(replace(columns, other=other)).count(
+        f"columns along y in steps of 6x10x8: {speed:,.0f} voxels/s, work {columns.waste:.2f} times what the output "
+        f"needs; patches of 30x50x40: {speed / ratio:,.0f} voxels/s, 3.80 times: {'columns ' * (ratio > 1.005)}{said}"
+    )
+    speed = plan.voxels_per_second
+    other = runner_up((30, 50, 40), speed / ratio, waste=3.804, axis=1, column=50, parts=(1, 4, 4))
+    assert words(replace(plan, other=other)).count(
+        f"patches of {text(plan.patch_out)}: {speed:,.0f} voxels/s, work {plan.waste:.2f} times what the output "
+        f"needs; columns along y in steps of 30x50x40 depth first: {speed / ratio:,.0f} voxels/s, 3.80 times: "
+        f"{'patches ' * (ratio > 1.005)}{said}"
+    )
+
+
+def test_what_wins_is_compared_with_the_best_of_the_other_kind() -> None:
+    both = planned((60, 50, 40), limits(LIMIT))
+    alone = planned((60, 50, 40), limits(LIMIT), columns=not both.walks)
+    assert both.other is not None
+    assert both.other.voxels_per_second == alone.voxels_per_second <= both.voxels_per_second
+    assert both.other.waste == pytest.approx(alone.waste)
+    assert f"{alone.voxels_per_second:,.0f} voxels/s, {alone.waste:.2f} times: " in words(both)
+    assert alone.other is None
+    assert words(alone).count("times what the output needs runner-up: ") == 1
 
 
 def test_border_waste_of_one_patch() -> None:
     """One convolution k=3 of cost 1 per output value, then one k=5: 14^3 and 10^3 values for 10^3 that are needed."""
     network = Network("two", 1, (Conv((3, 3, 3), 1), Conv((5, 5, 5), 1)))
     table = tuple(p for p in FAKES if p.name == "cpu.conv.slow")
-    plan = make_plan(network, (10, 10, 10), MACHINE, limits(2**30), table=table, rates=RATES, baseline=0)
-    assert plan.patches == 1
-    assert border_waste(plan) == pytest.approx((14**3 + 10**3) / (2 * 10**3))
+    plan = planned((10, 10, 10), limits(2**30), network, table=table, columns=False, patch=(10, 10, 10))
+    assert plan.columns == 1
+    assert plan.waste == pytest.approx((14**3 + 10**3) / (2 * 10**3))
     eighths = replace(plan, output=(9, 10, 10))
-    assert border_waste(eighths) == pytest.approx(border_waste(plan) / 0.9)
+    assert eighths.waste == pytest.approx(plan.waste / 0.9)
+
+
+def test_border_waste_of_one_column() -> None:
+    """The same in steps of 5 planes: (10 + 5) x 14^2 and 10 x 10^2 values, as the first layer begins a step before."""
+    network = Network("two", 1, (Conv((3, 3, 3), 1), Conv((5, 5, 5), 1)))
+    table = tuple(
+        replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
+    )  # beside it moving planes is nothing
+    plan = planned((10, 10, 10), limits(2**30), network, table=table, columns=True, patch=(5, 10, 10))
+    assert (plan.columns, [choice.runs for choice in plan.choices]) == (1, [3, 2])
+    assert plan.waste == pytest.approx((15 * 14**2 + 10**3) / (2 * 10**3), rel=1e-6)
 
 
 def test_no_borders_no_waste() -> None:
     network = Network("flat", 1, (Conv((1, 1, 1), 3), Pool((1, 1, 1)), Conv((1, 1, 1), 1)))
-    plan = make_plan(network, (8, 8, 8), MACHINE, limits(2**30), table=FAKES, rates=RATES, baseline=0)
-    assert border_waste(plan) == pytest.approx(1.0)
+    plan = planned((8, 8, 8), limits(2**30), network)
+    assert plan.waste == pytest.approx(1.0)
     assert prod(plan.output) == 512
 
 
@@ -146,12 +278,12 @@ def test_human_figures() -> None:
 
 def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
     network = Network("wide", 1, (Conv((9, 9, 9), 1), Conv((9, 9, 9), 1)))
-    table = tuple(p for p in FAKES if p.name == "cpu.conv.slow")
+    table = tuple(
+        replace(p, flops=1e9) for p in FAKES if p.name == "cpu.conv.slow"
+    )  # beside it moving planes is nothing
 
-    def said(patch: int, *others: RunnerUp) -> str:
-        forced = make_plan(
-            network, (40, 40, 40), MACHINE, limits(2**30), patch=(patch,) * 3, table=table, rates=RATES, baseline=0
-        )
+    def said(patch: int, *others: RunnerUp, columns: bool = False) -> str:
+        forced = planned((40, 40, 40), limits(2**30), network, patch=(patch,) * 3, table=table, columns=columns)
         stream = io.StringIO()
         Console(width=100, file=stream).print(explain(replace(forced, runners_up=others), network, MACHINE))
         return " ".join(stream.getvalue().split())
@@ -159,8 +291,12 @@ def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
     assert "warning" not in words(plan)
     assert "warning" not in said(8)  # (16^3 + 8^3) / (2 * 8^3) = 4.5
     assert "warning: patches this small do 365 times the work that the output needs; give larger patches" in said(1)
-    slower, larger = RunnerUp((2, 2, 2), 1e3, 0), RunnerUp((4, 8, 8), 1e99, 3 * 2**20 + 1)
+    slower, larger = runner_up((2, 2, 2), 1e3), runner_up((4, 8, 8), 1e11, 3 * 2**20 + 1)
     assert "; already with --ram 1028M patches of 4x8x8 would be " in said(1, larger, slower)
+    wide = replace(larger, column=40)
+    assert "warning: columns this narrow do " in said(1, columns=True)
+    assert "give larger steps (--patch) or more memory (--ram)" in said(1, columns=True)
+    assert "--ram 1028M columns along z in steps of 4x8x8 would be " in said(1, wide, columns=True)
     assert "more memory (--ram)" in said(1, slower)
 
 
