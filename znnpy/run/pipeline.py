@@ -125,6 +125,9 @@ class _Turn:
 
     column: int  # its index
     patch: Patch
+    output: (
+        Box  # what it writes; of the first steps of a column, which write nothing, what the next one does that writes
+    )
     work: float  # that of a step in which every layer runs is 1
     begins: bool  # the first of its column
     ends: bool  # the last
@@ -300,8 +303,10 @@ class _Run:
         for index in range(len(self._columns)):
             if index not in self._done:
                 steps = self._columns[index].steps
+                first = next(step.write for step in steps if step.write.voxels)
                 for number, patch in enumerate(steps):
-                    yield _Turn(index, patch, self._work(number), number == 0, number == len(steps) - 1)
+                    output, ends = patch.write if patch.write.voxels else first, number == len(steps) - 1
+                    yield _Turn(index, patch, output, self._work(number), number == 0, ends)
 
     def _work(self, number: int) -> float:
         """Of a step of a column."""
