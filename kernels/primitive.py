@@ -30,7 +30,7 @@ Kind = Literal["conv", "pool", "maxfilter", "maxout"]
 # What a rate is measured for.
 Unit = Literal["product", "fft", "copy", "pool", "lane_product", "lane_fft", "lane_stream"]
 
-ALIGNMENT = 64  # bytes, of every array a step is given: one cache line, one AVX-512 register
+ALIGNMENT = 64  # bytes, of scratch and of tensors in the arena: one cache line, one AVX-512 register
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class Footprint:
     output_from: int = 0
     stages: int = 1
     scratch: tuple[Scratch, ...] = ()
+    reads_carried: bool = False  # its steps are `CarryingStep`s
     allowance: int = 0  # what the libraries (FFTW, BLAS, numpy) allocate themselves while it runs
 
     def working(self, shape: LayerShape) -> int:
@@ -117,10 +118,22 @@ class Step(Protocol):
 
         x        `shape.in_shape` float32; not modified, except that it may share memory with `out` when the
                  footprint says output_from > input_until. C order within an image; the batch axis has any stride.
+                 Images start on any float: planes that a column carries lie before what a step is given.
         out      `shape.out_shape` float32; overwritten; strides as `x`. No assumption on what it held.
         scratch  one array of bytes per Scratch of the footprint, on ALIGNMENT; no assumption on what they hold.
 
         Raises ValuesOverflowError when a convolution's result is infinite or not a number.
+        """
+
+
+class CarryingStep(Protocol):
+    """A step that takes the first planes of its input from where a column keeps them, so that nothing is moved."""
+
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
+        """Compute the layer as `Step.run` does, of the planes of `before` and, behind them along z, those of `x`.
+
+        before  (S, carried, y, x, f) float32; not modified; strides as `x`. None: all planes are in `x`.
+        x       (S, n_z - carried, y, x, f).
         """
 
 

@@ -36,6 +36,7 @@ class Space:
     output: Vec3
     axis: int = 0
     walks: bool = False
+    apart: frozenset[int] = frozenset()  # spans that read planes carried from step to step where they are kept
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -100,11 +101,20 @@ class Candidate:
         Of a convolution and a pooling that may run in one, the input is as large as it has to be then.
         """
         nbytes, images = [], 1
-        for first, last in self.space.spans:
+        for index, (first, last) in enumerate(self.space.spans):
             shape = in_one(self.shapes[first : last + 1])
-            nbytes.append(aligned(images // shape.batch * shape.in_bytes))
+            kept = kept_bytes(shape) if index in self.space.apart else 0
+            nbytes.append(aligned(images // shape.batch * (shape.in_bytes - kept)))
             images = self.shapes[last].out_shape[0]
         return *nbytes, aligned(self.shapes[-1].out_bytes)
+
+    def joined(self, span: int) -> int:
+        """Bytes that its input is larger by for a primitive that does not read carried planes where they are kept."""
+        if span not in self.space.apart:
+            return 0
+        first, last = self.space.spans[span]
+        images = self.shapes[first - 1].out_shape[0] if first else 1
+        return images // self.shapes[first].batch * kept_bytes(in_one(self.shapes[first : last + 1]))
 
     @cached_property
     def held(self) -> tuple[bool, ...]:

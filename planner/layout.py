@@ -44,20 +44,26 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def chain(steps: Sequence[tuple[LayerShape, Footprint]]) -> tuple[Tensor, ...]:
+def chain(steps: Sequence[tuple[LayerShape, Footprint]], new: int | None = None) -> tuple[Tensor, ...]:
     """The tensors of a step, not yet placed: activations x0, x1, .. between layers and each layer's scratch.
 
     Stage t of layer i is tick T_i + t, T_0 = 0, T_{i+1} = T_i + stages_i. x0 is there from the start; x{i+1} is alive
     from T_i + output_from to T_{i+1} + input_until, and the last one through one more tick, in which it is recombined.
     An activation of which the next layer takes a part at a time, and with it all layers after it, is alive to the end.
+
+    new  planes that a step of a column reads; None: no column walks. Carried planes lie in front of the others, but for
+         layers that read them where they are kept; these layers' inputs stay until they are done, as planes are kept of
+         them then.
     """
     end = sum(footprint.stages for _, footprint in steps)
+    carried = carried_planes([shape for shape, _ in steps], steps[0][0].in_shape[1] if new is None else new)
     tensors = []
     tick, born, images = 0, 0, steps[0][0].batch
     for index, (shape, footprint) in enumerate(steps):
-        parts = images // shape.batch
-        last = tick + footprint.input_until if parts == 1 else end
-        tensors.append(Tensor(f"x{index}", parts * shape.in_bytes, born, last))
+        parts, planes, apart = images // shape.batch, carried[index], reads_apart(footprint, carried[index])
+        last = tick + (footprint.stages - 1 if apart else footprint.input_until) if parts == 1 else end
+        nbytes = shape.in_bytes // shape.in_shape[1] * (shape.in_shape[1] - planes if apart else shape.in_shape[1])
+        tensors.append(Tensor(f"x{index}", parts * nbytes, born, last))
         tensors.extend(
             Tensor(f"step{index}.{scratch.name}", scratch.nbytes, tick + scratch.first, tick + scratch.last)
             for scratch in footprint.scratch
@@ -81,6 +87,11 @@ def carried_planes(shapes: Sequence[LayerShape], new: int) -> tuple[int, ...]:
     """Planes along z of each layer's input that come from the step before; `new` are those that a step reads."""
     made = (new, *(shape.out[0] for shape in shapes[:-1]))
     return tuple(shape.in_shape[1] - planes for shape, planes in zip(shapes, made, strict=True))
+
+
+def reads_apart(footprint: Footprint, planes: int) -> bool:
+    """The carried planes of a layer's input are not put in front of the new ones: it reads them where they are kept."""
+    return footprint.reads_carried and planes > 0
 
 
 def carried_bytes(shapes: Sequence[LayerShape], new: int) -> int:

@@ -13,7 +13,8 @@ from znnpy.planner.layout import Fullest, aligned, fullest
 from znnpy.planner.trade import Front, Option, Way, front, in_turn
 from znnpy.shapes import LayerShape, fused
 
-CARRY_TRAFFIC = 4.0  # bytes moved per byte carried: read and written, in front of the new planes and back
+KEEPING = 2.0  # bytes moved per byte carried: read and written, to be kept for the next step
+JOINING = 2.0  # and in front of the new planes, for primitives that do not read them where they are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Place:
     parts: int = 1  # how often it runs in a step
     steps: tuple[int, ...] = (1,)  # of the whole output, per layer
     walks: bool = False  # a part of its input comes from the step before
+    joined: int = 0  # bytes that its input is larger by where that part is put in front of what is new
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,17 @@ class Options:
         if len(layers) == 1:
             return front(self._placed(layers[0], self._names(layers[0]), place, place.steps[0]))
         conv, pool = layers
-        first, second = replace(place, out=aligned(pool.in_bytes)), replace(place, x=aligned(pool.in_bytes))
+        first, second = replace(place, out=aligned(pool.in_bytes)), replace(place, x=aligned(pool.in_bytes), joined=0)
         turns = in_turn(
             front(self._placed(conv, self._names(conv), first, place.steps[0])),
             front(self._placed(pool, self._names(pool), second, place.steps[1])),
         )
         return front((*turns, *self._in_one(conv, pool, place)))
+
+    def reads_carried(self, shape: LayerShape) -> bool:
+        """A primitive for this layer reads planes that a column carries where they are kept."""
+        names = self._names(shape)
+        return any(alone.way.footprint.reads_carried for alone in self._variants(shape, names))
 
     def why_none(self, layer: LayerShape) -> str:
         """Every primitive's reason not to run a layer."""
@@ -94,15 +101,16 @@ class Options:
     def _placed(self, shape: LayerShape, names: frozenset[str], place: Place, steps: int) -> Iterator[Option]:
         """Every way to run a shape by the primitives of these names, at a place."""
         carried = place.parts * kept_bytes(shape) if place.walks else 0
-        moving = CARRY_TRAFFIC * carried / self.rates.copy.nbytes / place.parts
+        once = carried / self.rates.copy.nbytes / place.parts
         for alone in self._variants(shape, names):
             way = alone.way
-            spent = way.seconds + moving
+            apart = way.footprint.reads_carried
+            spent = way.seconds + (KEEPING if apart else KEEPING + JOINING) * once
             yield Option(
                 ways=(Way(shape, way.primitive, way.variant, way.footprint, spent, place.parts, steps * place.parts),),
                 seconds=spent * steps * place.parts,
                 resident=way.footprint.resident + carried,
-                live=place.under + alone.most.live(place.x, place.out),
+                live=place.under + alone.most.live(place.x, place.out) + (0 if apart else place.joined),
                 allowance=way.footprint.allowance,
             )
 

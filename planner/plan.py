@@ -148,7 +148,7 @@ class Plan:
             sum(
                 times * choice.seconds
                 for times, choice, margin in zip(self.parts, self.choices, margins, strict=True)
-                if before * thick < margin + thick
+                if before
             )
             / whole
             for before in range(steps, 0, -1)
@@ -287,7 +287,12 @@ class Plan:
 
     def _check_memory(self, footprints: Sequence[Footprint]) -> None:
         """The arena's tensors are those the primitives need; alive together they lie apart and inside the arena."""
-        wanted = {t.name: t for t in chain([(c.shape, f) for c, f in zip(self.choices, footprints, strict=True)])}
+        wanted = {
+            t.name: t
+            for t in chain(
+                [(c.shape, f) for c, f in zip(self.choices, footprints, strict=True)], self.patch_in[self.axis]
+            )
+        }
         found = {t.name: t for t in self.tensors}
         if found.keys() != wanted.keys() or len(self.tensors) != len(found):
             names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in self.tensors)

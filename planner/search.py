@@ -10,7 +10,7 @@ Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 
 import znnpy
@@ -185,6 +185,10 @@ class _Search:
     _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
 
     def __post_init__(self) -> None:
+        if self.space.walks:
+            shapes = candidate(self.space, self.space.network.period).shapes
+            apart = (i for i, (first, _) in enumerate(self.space.spans) if self.options.reads_carried(shapes[first]))
+            self.space = replace(self.space, apart=frozenset(apart))
         self._bounds = Bounds(self.space)
 
     def run(self) -> list[_Found]:
@@ -358,6 +362,7 @@ class _Search:
             parts=shape.parts[first],
             steps=shape.steps[first : last + 1],
             walks=self.space.walks,
+            joined=shape.joined(span),
         )
         return self.options.of(shape.shapes[first : last + 1], place)
 
@@ -376,9 +381,9 @@ class _Search:
     def _laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> _Found:
         """With the arena as it will be."""
         steps = [(way.shape, way.footprint) for option in options for way in option.ways]
-        tensors, arena = place(chain(steps))
-        around = self.around(shape)
         new = patch_in(self.space.network, shape.patch, 0, walks=self.space.walks)[0]
+        tensors, arena = place(chain(steps, new))
+        around = self.around(shape)
         memory = Memory(
             baseline=around.baseline,
             arena=arena,

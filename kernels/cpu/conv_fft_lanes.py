@@ -65,7 +65,8 @@ class _Tiling(ctypes.Structure):
         *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "step", "counts")),
         *((name, ctypes.c_int64) for name in ("fin", "fout", "first", "tiles", "chunk", "column_pitch", "tile_pitch")),
         *((name, ctypes.c_int64) for name in ("x_image", "out_image", "relu", "kept", "stream")),
-        *((name, ctypes.c_void_p) for name in ("x", "out", "spectra", "kernels", "bias")),
+        *((name, ctypes.c_int64) for name in ("carried", "before_image")),
+        *((name, ctypes.c_void_p) for name in ("x", "before", "out", "spectra", "kernels", "bias")),
     )
 
 
@@ -169,7 +170,7 @@ class ConvFftLanes:
         z, y, x = (sides(m, k, SIDES) for m, k in zip(windows, reach, strict=True))
         worth = list(product(z, y, x))
         if (shape.n[1], reach[1]) == (shape.n[2], reach[2]):
-            worth = [tile for tile in worth if tile[1] <= tile[2]]  # of two that differ in this the long side is along x
+            worth = [tile for tile in worth if tile[1] <= tile[2]]  # one of two twins: the long side along x
         longest = max(2.0, min(map(elongation, worth)))  # longer and thinner ones overlap more and save nothing
         tiles = {t: prod(ceil_divide(windows, valid(t, reach))) for t in worth if elongation(t) <= longest}
         most = EXCESS * min(count * prod(tile) for tile, count in tiles.items())
@@ -192,6 +193,7 @@ class ConvFftLanes:
                 Scratch("spectra", s.columns * s.column_pitch),
                 Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, s.column_bytes)),
             ),
+            reads_carried=True,
             allowance=ALIGNMENT + threads * (CALL_BYTES + sums) + TOGETHER * GROUP_BYTES + (along_x if kept else 0),
         )
 
@@ -319,11 +321,13 @@ class _Step:
         grain = [max(1, min(n // (PARTS * crew.threads), m)) for n, m in zip(units, most, strict=True)]
         self._most, self._grain = (ctypes.c_int64 * 3)(*most), (ctypes.c_int64 * 3)(*grain)
 
-    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
+    def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
         s, shape, crew, run = self._sizes, self._shape, self._crew, self._library.znnpy_tiled_run
         t = _Tiling.from_buffer_copy(self._tiling)  # steps may run at the same time
         t.x, t.out, t.spectra = x.ctypes.data, out.ctypes.data, scratch["spectra"].ctypes.data
         t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
+        if before is not None:
+            t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
         rooms = scratch["blocks"].reshape(crew.threads, -1)
         bad = (ctypes.c_int64 * crew.threads)()
         for start in range(0, s.groups, TOGETHER):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,13 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Step
 from znnpy.kernels.table import TABLE, find
 from znnpy.network import ConvWeights, Network, Pool
-from znnpy.planner.layout import carried_planes
+from znnpy.planner.layout import carried_planes, reads_apart
 from znnpy.planner.plan import Plan
 from znnpy.run.arena import Arena
 from znnpy.shapes import FLOAT32, LayerShape, Vec3, turn
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Bytes
+    from znnpy.kernels.primitive import Array, Bytes, CarryingStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,10 @@ class _Bound:
     """One layer, or two in one, with the arrays it runs on."""
 
     step: Step
-    x: Array  # all images that there are at a time, carried planes first; `step` takes a part of them or all
-    out: Array  # the next one's `x` behind its carried planes
+    x: Array  # all images that there are at a time; `step` takes a part of them or all
+    out: Array  # new planes of the next one's `x`
     scratch: dict[str, Bytes]
+    apart: bool  # `step` reads carried planes where they are kept; else they lie in front of the new ones in `x`
     batch: int  # images that `step` takes
     pools: int  # images that come out of each
     from_step: (
@@ -68,12 +69,13 @@ class Session:
         self._weights = dict(zip(network.convolutions, weights, strict=True))
         self._along = network.turned(plan.axis)  # the axis walked along is the first within a session
         self._bound: tuple[_Bound, ...] = ()
+        self._input: Array  # new planes of the first layer's input
         self._step = 0  # of the column, counted from the first that gives output
 
     def __enter__(self) -> Self:
         plan, steps = self.plan, []
-        for choice in plan.choices:
-            primitive = find(choice.primitive, self._table)
+        primitives = [find(choice.primitive, self._table) for choice in plan.choices]
+        for primitive, choice in zip(primitives, plan.choices, strict=True):
             weights = self._weights.get(choice.layers[0])
             resident = primitive.prepare(_turned(weights, plan.axis), choice.variant, self.crew)
             steps.append(primitive.bind(resident, choice.shape, choice.variant, self.crew))
@@ -81,19 +83,25 @@ class Session:
         arena = Arena(plan.memory.arena, plan.tensors)
         shapes = [choice.shape for choice in plan.choices]
         carried = carried_planes(shapes, plan.patch_in[plan.axis])
-        made = [1, *(shape.out_shape[0] for shape in shapes)]
-        xs = [
-            arena.floats(f"x{i}", (images, *shape.in_shape[1:]))
-            for i, (images, shape) in enumerate(zip(made, shapes, strict=False))
+        apart = [
+            reads_apart(primitive.footprint(choice.shape, choice.variant, self.crew.threads), planes)
+            for primitive, choice, planes in zip(primitives, plan.choices, carried, strict=True)
         ]
-        outs = [x[:, planes:] for x, planes in zip(xs, carried, strict=True)][1:]
-        outs.append(arena.floats(f"x{len(xs)}", shapes[-1].out_shape))
+        xs, news, images = [], [], 1
+        for i, shape in enumerate(shapes):
+            joined = 0 if apart[i] else carried[i]
+            xs.append(arena.floats(f"x{i}", (images, shape.in_shape[1] - carried[i] + joined, *shape.in_shape[2:])))
+            news.append(xs[i][:, joined:])
+            images = shape.out_shape[0]
+        news.append(arena.floats(f"x{len(xs)}", shapes[-1].out_shape))
+        self._input = news[0][0]
         self._bound = tuple(
             _Bound(
                 step=step,
                 x=xs[i],
-                out=outs[i],
+                out=news[i + 1],
                 scratch=arena.scratch(i),
+                apart=apart[i],
                 batch=choice.shape.batch,
                 pools=choice.shape.out_shape[0] // choice.shape.batch,
                 from_step=-self._steps_before(self._along.margins[choice.layers[1] + 1][0]),
@@ -137,38 +145,54 @@ class Session:
                 self._store(first, out)
             return
         bound = self._bound[index]
-        self._carry(bound, first)
-        if self._step < bound.from_step:
+        runs = self._step >= bound.from_step
+        if bound.carry is not None and not (runs and bound.apart):
+            self._keep(bound.carry[first : first + len(bound.x)], bound.x, join=not bound.apart)
+        if not runs:
             return
         for lo in range(0, len(bound.x), bound.batch):
-            try:
-                bound.step.run(bound.x[lo : lo + bound.batch], bound.out, bound.scratch)
-            except ValuesOverflowError as error:
-                layer = self.plan.choices[index].layers[0]
-                raise error.with_context(f"layer {layer} ({self.network.layers[layer]})") from None
-            self.written[index] += prod(bound.out.shape[:4])
+            self._compute(index, first + lo, bound.x[lo : lo + bound.batch])
             self._advance(index + 1, (first + lo) * bound.pools, out)
 
-    def _carry(self, bound: _Bound, first: int) -> None:
-        """Put the planes of the step before in front of the new ones, and keep the last for the next step."""
-        if bound.carry is None:
-            return
-        x, kept = bound.x, bound.carry[first : first + len(bound.x)]
-        planes = kept.shape[1]
+    def _compute(self, index: int, first: int, x: Array) -> None:
+        """Run choice `index` on a part of its input, whose first image is image `first` of all."""
+        bound = self._bound[index]
+        try:
+            if bound.apart and bound.carry is not None:
+                before = bound.carry[first : first + len(x)]
+                cast("CarryingStep", bound.step).run(x, bound.out, bound.scratch, before)
+                self._keep(before, x, join=False)
+            else:
+                bound.step.run(x, bound.out, bound.scratch)
+        except ValuesOverflowError as error:
+            layer = self.plan.choices[index].layers[0]
+            raise error.with_context(f"layer {layer} ({self.network.layers[layer]})") from None
+        self.written[index] += prod(bound.out.shape[:4])
+
+    def _keep(self, kept: Array, x: Array, *, join: bool) -> None:
+        """Keep the last planes of every image for the next step of the column.
+
+        kept  (S, carried, y, x, f); of the step before; overwritten.
+        x     (S, new, y, x, f); if `join`, (S, carried + new, ..), and first `kept` goes into its first planes.
+        """
+        carried, new = kept.shape[1], x.shape[1]
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
-            for image in range(len(x)):
-                x[image, :planes, lo:hi] = kept[image, :, lo:hi]
-                kept[image, :, lo:hi] = x[image, -planes:, lo:hi]
+            for old, image in zip(kept[:, :, lo:hi], x[:, :, lo:hi], strict=True):
+                if join:
+                    image[:carried] = old
+                    old[:] = image[new - carried :]
+                    continue
+                for plane in range(carried):  # ascending: each moves to where nothing is needed any more
+                    later = plane + new
+                    old[plane] = old[later] if later < carried else image[later - carried]
 
         self.crew.each(piece, x.shape[2])
 
     def _load(self, raw: npt.NDArray[Any]) -> None:
         """Normalise into the arena, channels last."""
-        first = self._bound[0]
-        carried = 0 if first.carry is None else first.carry.shape[1]
-        x = first.x[0, carried:]
+        x = self._input
         normalise = self.network.normalise
         wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is gone
         dtype = np.float64 if wide else np.float32

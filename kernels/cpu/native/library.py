@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-VERSION = 1  # vector.hpp: raised when a function or a structure of the libraries changes
+VERSION = 2  # vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library: vector.hpp
 STREAM_BYTES = 2**23  # outputs larger than that are written past the caches, where all their lines are whole
 

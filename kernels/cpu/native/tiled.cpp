@@ -251,7 +251,10 @@ ptrdiff_t column_floats(const Tiling &t) {
 const float *input_plane(const Tiling &t, ptrdiff_t unit) {
   const Origin at = origin(t, t.first + unit / t.tile[0]);
   const ptrdiff_t z = at.z + unit % t.tile[0];
-  return z < t.n[0] ? t.x + at.image * t.x_image + ((z * t.n[1] + at.y) * t.n[2] + at.x) * t.fin : nullptr;
+  if (z >= t.n[0]) return nullptr;
+  const bool carried = z < t.carried;
+  const float *const image = carried ? t.before + at.image * t.before_image : t.x + at.image * t.x_image;
+  return image + (((carried ? z : z - t.carried) * t.n[1] + at.y) * t.n[2] + at.x) * t.fin;
 }
 
 constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // of a plane of spectra that is fetched ahead: larger ones gain nothing

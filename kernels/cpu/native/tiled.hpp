@@ -17,7 +17,9 @@ struct Tiling {
   int64_t tile_pitch;     // floats from tile to tile of a column
   int64_t x_image, out_image;  // floats from image to image
   int64_t relu, kept, stream;
+  int64_t carried, before_image;  // planes that come before those of x, and floats from image to image of them
   const float *x;
+  const float *before;
   float *out;
   float *spectra;
   const float *kernels;  // kept: spectra, column by column; else transformed along x alone
