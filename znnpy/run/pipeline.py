@@ -125,9 +125,7 @@ class _Turn:
 
     column: int  # its index
     patch: Patch
-    output: (
-        Box  # what it writes; of the first steps of a column, which write nothing, what the next one does that writes
-    )
+    output: Box  # what it writes; of a column's first steps, which write nothing, what the next does that writes
     work: float  # that of a step in which every layer runs is 1
     begins: bool  # the first of its column
     ends: bool  # the last

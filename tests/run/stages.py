@@ -1,0 +1,136 @@
+"""Stages for the pipeline that are simple, and fail or wait where they are told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence, Set
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import OutputError, VolumeError
+from znnpy.kernels.crew import Crew
+from znnpy.network import Conv, Network
+from znnpy.patches import Box, Column, Cover, cover
+from znnpy.planner.plan import patch_in
+from znnpy.run import pipeline
+from znnpy.shapes import Vec3
+
+SIZE: Vec3 = (7, 5, 9)
+PATCH: Vec3 = (3, 2, 4)
+NETWORK = Network("probe", 2, (Conv((3, 1, 2), 3),))
+COLUMNS = cover(SIZE, PATCH)
+WALKER = Network("walker", 2, (Conv((3, 4, 6), 3),))  # sees more than one voxel along every axis
+
+FAULTS: list[BaseException] = [VolumeError("a"), OutputError("b"), MemoryError("c"), RuntimeError("d"), SystemExit(3)]
+
+Hook = Callable[[str, int], None]  # stage, how many patches it had before
+
+
+def quiet(stage: str, patch: int) -> None:
+    """No fault, no delay."""
+
+
+class Session:
+    """Sums the field of view over both channels, times 1, 2 and 3 for the three maps.
+
+    In columns it keeps what it has read; planes that it has not are NaN.
+    """
+
+    def __init__(self, hook: Hook, crew: Crew, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS) -> None:
+        self.network = network
+        self._axis = columns.axis if isinstance(columns, Cover) else 0
+        patch = columns.patch if isinstance(columns, Cover) else PATCH
+        walks = isinstance(columns, Cover) and columns.column > 0
+        step = patch_in(network, patch, self._axis, walks=walks)
+        self.plan: Any = SimpleNamespace(
+            patch_in=step, patch_out=patch, axis=self._axis, walks=walks, work_ahead=lambda network: (0.25, 0.5)
+        )
+        self._read = np.full((2, *network.patch_in(patch)), np.nan)
+        self._hook, self._crew, self._count = hook, crew, 0
+
+    def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
+        self._crew.check()
+        self._hook("compute", self._count)
+        self._count += 1
+        planes, new = np.moveaxis(self._read, 1 + self._axis, 0), np.moveaxis(raw, 1 + self._axis, 0)
+        planes[:] = np.nan if begins else np.concatenate((planes[len(new) :], planes[: len(new)]))
+        planes[-len(new) :] = new
+        if out is not None:
+            assert out.dtype == np.float32
+            out[:] = dense(self._read, self.network)
+
+
+class Source:
+    def __init__(self, voxels: npt.NDArray[Any], hook: Hook) -> None:
+        self.dtype = voxels.dtype
+        self._voxels, self._hook, self._count = voxels, hook, 0
+
+    def read(self, lo: Vec3, out: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
+        self._hook("read", self._count)
+        self._count += 1
+        size = self._voxels.shape[1:]
+        inside = [(max(0, at), min(n, at + m)) for at, n, m in zip(lo, size, out.shape[1:], strict=True)]
+        z, y, x = (slice(first, max(first, last)) for first, last in inside)
+        oz, oy, ox = (slice(a.start - at, a.stop - at) for a, at in zip((z, y, x), lo, strict=True))
+        out[:] = 0
+        out[:, oz, oy, ox] = self._voxels[:, z, y, x]
+        bad: npt.NDArray[np.bool_] = ~np.isfinite(out).all(axis=0)
+        out[~np.isfinite(out)] = 0
+        return bad if bad.any() else None
+
+
+class Output:
+    def __init__(self, hook: Hook, done: Set[int] = frozenset()) -> None:
+        self.dtype = np.dtype(np.float32)
+        self.done = done
+        self.written = np.full((3, *SIZE), -1, np.float32)
+        self.finished: list[int] = []
+        self._hook, self._count = hook, 0
+
+    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+        self._hook("write", self._count)
+        self._count += 1
+        where = (slice(None), *box.slices)
+        assert (self.written[where] == -1).all(), "written twice"
+        self.written[where] = voxels
+
+    def finish_column(self, index: int) -> None:
+        self.finished.append(index)
+
+
+def dense(voxels: npt.NDArray[Any], network: Network = NETWORK) -> npt.NDArray[Any]:
+    fov = network.field_of_view
+    windows = np.lib.stride_tricks.sliding_window_view(voxels.astype(np.float64), fov, axis=(1, 2, 3))
+    return np.stack([scale * windows.sum(axis=(0, 4, 5, 6)) for scale in (1, 2, 3)])
+
+
+def volume(network: Network = NETWORK) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(9).integers(0, 50, (2, *network.patch_in(SIZE))).astype(np.float32)
+
+
+def run(
+    hook: Hook = quiet,
+    voxels: npt.NDArray[Any] | None = None,
+    columns: Sequence[Column] = COLUMNS,
+    done: frozenset[int] = frozenset(),
+    progress: Callable[[pipeline.Event], None] | None = None,
+    network: Network = NETWORK,
+) -> tuple[Output, pipeline.Timings]:
+    with Crew(1) as crew:
+        output = Output(hook, done)
+        source = Source(volume(network) if voxels is None else voxels, hook)
+        session = Session(hook, crew, network, columns)
+        timings = pipeline.run(session, crew, source, output, columns, progress)
+    return output, timings
+
+
+def walking(axis: int, steps: int, patch: Vec3 = PATCH) -> Cover:
+    """Columns of so many steps along an axis."""
+    return Cover(SIZE, patch, axis, steps * patch[axis], WALKER.field_of_view[axis] - 1)
+
+
+def no_thread_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name in ("znnpy-reader", "znnpy-writer")]
