@@ -1,4 +1,4 @@
-"""The pipeline with columns that walk: first steps write nothing, NaN spreads across steps, only whole ones are done."""
+"""The pipeline with columns that walk: first steps write nothing, NaN spreads across steps, whole ones are recorded."""
 
 from __future__ import annotations
 
