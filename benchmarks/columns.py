@@ -23,7 +23,7 @@ Planned is everything. Measured, with `--measure`, is for the volumes of `--meas
     whole   every plan over the whole volume through `znnpy infer`, from an HDF5 file into another; nothing is scaled.
 
 `--plans` keeps plans in a folder and takes those that lie there already: plan once on all cores, measure later. `--add`
-keeps what the result file holds of other points. Results and picture are written after every row.
+keeps what the result file holds of the same plans and of other points. Results and picture are written after every row.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class Benchmark:
         self._end = time.monotonic() + 60 * options.minutes
         self.rows = {Point(row.network, row.volume, row.ram, row.way): row for row in rows}
         self.checks: list[dict[str, Any]] = []
+        self.earlier: list[dict[str, Any]] = []  # calls whose figures are kept
 
     def plan(self, points: Sequence[Point], folder: Path) -> dict[Point, Made]:
         made = all_plans(points, folder, self._options.threads, self._options.workers)
@@ -161,6 +162,7 @@ class Benchmark:
     def check(self, names: Sequence[str]) -> None:
         """A patch and a column of each network."""
         for name in names:
+            self.checks = [check for check in self.checks if check["network"] != name]
             network = read_network(name).network
             volume = network.patch_in(network.round_up(self._options.check_output))
             for way in ("depth_first", "columns"):
@@ -208,6 +210,7 @@ class Benchmark:
         rows = list(self.rows.values())
         result = {
             "header": header,
+            "earlier": self.earlier,
             "summary": list(summary(rows)),
             "checks": self.checks,
             "rows": [asdict(row) for row in rows],
@@ -314,8 +317,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
-    old = json.loads(options.out.read_text()) if options.add and options.out.is_file() else {"rows": [], "checks": []}
-    rows = [Row(**row | {"volume": tuple(row["volume"])}) for row in old["rows"]]
+    old = json.loads(options.out.read_text()) if options.add and options.out.is_file() else {}
+    rows = [Row(**row | {"volume": tuple(row["volume"])}) for row in old.get("rows", ())]
     volumes = list(dict.fromkeys(options.volumes))
     points = [
         Point(name, volume, ram, way)
@@ -329,13 +332,14 @@ def main(given: Sequence[str] | None = None) -> None:
         plans = options.plans or folder / "plans"
         plans.mkdir(parents=True, exist_ok=True)
         benchmark = Benchmark(options, rows, folder)
-        benchmark.checks = [check for check in old["checks"] if check["network"] not in options.networks]
+        benchmark.checks = old.get("checks", [])
+        if old:
+            call = {key: old["header"][key] for key in ("command", "commit", "date")}
+            benchmark.earlier = [*old["earlier"], call]
         made = benchmark.plan(points, plans)
         measured = [point for point in points if point.volume in options.measured]
         if "check" in options.measure:
             benchmark.check(options.networks)
-        else:
-            benchmark.checks = old["checks"]
         if "layers" in options.measure:
             benchmark.layers(measured, made)
         if "whole" in options.measure:

@@ -90,6 +90,8 @@ def all_plans(points: Sequence[Point], folder: Path, threads: int, workers: int)
             found[point] = Made(plan, kept["failure"], kept["planning_seconds"])
         else:
             missing.append(point)
+    if not missing:
+        return found
     context = multiprocessing.get_context("spawn")  # nothing of this process counts in the baseline
     with ProcessPoolExecutor(workers, context, initializer=own_bytes) as pool:
         for point, made in zip(missing, pool.map(make, missing, [threads] * len(missing)), strict=True):

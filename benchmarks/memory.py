@@ -1,6 +1,9 @@
 """Is memory a promise? What the system counts while a primitive runs, beside what its footprint says.
 
     python benchmarks/memory.py [--shapes 30] [--threads 1 2 16] [--only NAME ...] [--seed N] [--out RESULT.json]
+    python benchmarks/memory.py --plans 20 [--threads 2] [--most-seconds 20] [--seed N] [--out RESULT.json]
+
+With `--plans`, whole runs of random plans instead of single primitives: see memory_plans.py.
 
 For every primitive of the table, random shapes that it takes, each with a random variant, in a process of its own:
 input, output and scratch lie in an arena as in a run, placed as a plan places them. Measured is how far the resident
@@ -28,13 +31,14 @@ import statistics
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import memory_plans
 import numpy as np
 from header import machine_header, without_forced_blas_kernels
 
@@ -257,12 +261,32 @@ def show(rows: list[Row]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=30)
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 16])
+    parser.add_argument("--plans", type=int, default=0, help="so many whole runs instead")
+    parser.add_argument("--most-seconds", type=float, default=20, help="of a whole run, as planned")
+    parser.add_argument("--threads", type=int, nargs="*", help="default: 1 2 16; with --plans as many as cores")
     parser.add_argument("--only", nargs="*", help="these primitives")
     parser.add_argument("--most-mib", type=int, default=400, help="that a shape may take")
     parser.add_argument("--seed", type=int, default=20261121)
-    parser.add_argument("--out", type=Path, help="default: results/memory-MACHINE-DATE.json")
+    parser.add_argument("--out", type=Path, help="default: results/memory-MACHINE-DATE.json, or memory_plans-..")
     options = parser.parse_args(arguments)
+    if options.plans:
+        options.threads = options.threads or [this_machine().cores]
+        whole_runs(options)
+    else:
+        options.threads = options.threads or [1, 2, 16]
+        primitives(options)
+
+
+def whole_runs(options: argparse.Namespace) -> None:
+    rows: list[memory_plans.PlanRow] = []
+    for row in memory_plans.measured(options):
+        memory_plans.show(row)
+        rows.append(row)
+        write(options, "memory_plans", rows)
+    print(memory_plans.summary(rows))
+
+
+def primitives(options: argparse.Namespace) -> None:
     rows: list[Row] = []
     most = options.most_mib * MIB
     for primitive in TABLE:
@@ -278,15 +302,19 @@ def main(arguments: list[str] | None = None) -> None:
             show(of_primitive)
             sys.stdout.flush()
             rows += of_primitive
+    print(write(options, "memory", rows))
+
+
+def write(options: argparse.Namespace, what: str, rows: Sequence[Row | memory_plans.PlanRow]) -> Path:
     result: dict[str, Any] = {
         "header": machine_header(),
         "rows": [asdict(row) | {"ratio": row.ratio, "kept": row.kept} for row in rows],
     }
     name = "-".join(this_machine().processor.lower().split()[:3])
-    out = options.out or Path(__file__).parent / "results" / f"memory-{name}-{date.today()}.json"
+    out: Path = options.out or Path(__file__).parent / "results" / f"{what}-{name}-{date.today()}.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
-    print(out)
+    return out
 
 
 if __name__ == "__main__":
