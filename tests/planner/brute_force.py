@@ -52,6 +52,7 @@ class Known:
     """One plan of all."""
 
     peak: int  # bytes
+    around: int  # of them for the process, and for patches on their way in and out
     assumed: int  # the same where the input of a convolution that a pooling follows is as large as for both in one
     seconds: float  # for the whole output
     walks: bool
@@ -106,12 +107,11 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], *, split: bool) -
     network = space.network
     new = patch_in(network, shape.patch, 0, walks=space.walks)
     shapes = [run.shape for run in runs]
-    tensors, arena = place(chain([(run.shape, run.footprint) for run in runs]))
-    around = (
-        BASELINE
-        + reading_bytes(network.input_channels, new, 1)
-        + writing_bytes(network.output_channels, shape.patch, 4)
-        + carried_bytes(shapes, new[0])
+    tensors, arena = place(chain([(run.shape, run.footprint) for run in runs], new[0]))
+    around = BASELINE + reading_bytes(network.input_channels, new, 1)
+    around += writing_bytes(network.output_channels, shape.patch, 4)
+    beside = (
+        carried_bytes(shapes, new[0])
         + sum(run.footprint.resident for run in runs)
         + max(run.footprint.allowance for run in runs)
     )
@@ -121,7 +121,7 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], *, split: bool) -
         once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.copy.nbytes
         spent += run.steps * times * once
     assumed = max(arena, live_peak(widened(tensors, shapes)))
-    return Known(around + arena, around + assumed, spent, space.walks, split, len(runs))
+    return Known(around + beside + arena, around, around + beside + assumed, spent, space.walks, split, len(runs))
 
 
 def widened(tensors: Sequence[Tensor], shapes: Sequence[LayerShape]) -> list[Tensor]:

@@ -1,17 +1,33 @@
-"""Patch shapes worth a look."""
+"""Patch and column shapes worth a look, how often they run each layer, and what they need at least."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from math import ceil, prod
 
 import pytest
+from brute_force import known, steps_of, ways
+from fakes import BOTH, OVER, POOL, SLOW
 from hypothesis import given
 from hypothesis import strategies as st
 
-from znnpy.network import Conv, MaxFilter, Network, Pool
-from znnpy.patches import cover
-from znnpy.planner.candidates import all_sizes, axis_sizes, between, candidates, spans, thinned
+from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
+from znnpy.patches import Cover, cover
+from znnpy.planner.candidates import (
+    Space,
+    all_sizes,
+    all_spaces,
+    axis_sizes,
+    between,
+    candidate,
+    candidates,
+    spans,
+    splits,
+    thinned,
+)
+from znnpy.planner.layout import aligned, loops
+from znnpy.shapes import Vec3, turned_back
 
 
 @given(st.integers(1, 3000), st.integers(1, 30))
@@ -46,17 +62,58 @@ def test_between_neighbours_seen() -> None:
     assert between(sizes, sizes, 128) == ((176, 128, 104), [])
 
 
-def test_a_candidate_counts_what_the_network_says(tiny_network: Callable[..., Network]) -> None:
-    network = tiny_network()
-    output = (9, 7, 5)
-    found = list(candidates(network, output, all_sizes(network, output)))
+def test_a_patch_counts_what_the_network_says(tiny_network: Callable[..., Network]) -> None:
+    space = Space(tiny_network(), (9, 7, 5))
+    found = list(candidates(space, all_sizes(space)))
     assert len({c.patch for c in found}) == len(found) > 20
     for c in found:
-        shapes = network.layer_shapes(c.patch)
-        assert c.voxels == (prod(shapes[0].in_shape[:4]), *(prod(s.out_shape[:4]) for s in shapes))
+        shapes = space.network.layer_shapes(c.patch)
+        assert c.shapes == shapes
+        assert (c.column, c.patch_out) == (0, c.patch)
+        assert c.parts == (1, 1, 1, 1)
+        count = len(cover((9, 7, 5), c.patch))
+        assert c.steps == (count,) * 4
         # conv, pool, conv, conv: what the first gives need not be written if it is pooled at once
-        assert c.largest_bytes == max(s.in_bytes for s in (shapes[0], *shapes[2:]))
-        assert c.patches == len(cover(output, c.patch))
+        assert c.voxels == tuple(count * prod(s.out_shape[:4]) for s in shapes[1:])
+        assert c.tensors == tuple(
+            aligned(n) for n in (*(s.in_bytes for s in (shapes[0], *shapes[2:])), shapes[-1].out_bytes)
+        )
+        assert c.largest == max(c.tensors)
+        assert [c.moved(span) for span in range(3)] == [c.tensors[span] + c.tensors[span + 1] for span in range(3)]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_column_counts_what_its_steps_compute(tiny_network: Callable[..., Network], axis: int) -> None:
+    network, output = tiny_network(), (9, 7, 5)
+    space = next(space for space in all_spaces(network, output) if space.walks and space.axis == axis)
+    for c in candidates(space, all_sizes(space)):
+        assert c.shapes == network.turned(axis).layer_shapes(c.patch, walks=True)
+        assert c.column % c.patch[0] == 0
+        assert c.column - c.patch[0] < output[axis] <= c.column
+        beside = [i for i in range(3) if i != axis]
+        assert c.patch_out[axis] == c.patch[0]
+        assert len(c.cover) == prod(ceil(output[i] / c.patch_out[i]) for i in beside)
+        for layer, steps in enumerate(c.steps):
+            first = ceil(network.margins[layer + 1][axis] / c.patch[0])  # steps before the first that gives output
+            assert steps == len(c.cover) * (first + c.column // c.patch[0])
+        assert c.voxels[-1] == c.steps[-1] * prod(c.patch)
+
+
+def test_what_a_column_keeps_by_hand() -> None:
+    """Planes of a convolution's input, of a pooling's, and of both in one: the least of them."""
+    wide = Network(
+        "wide", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Maxout(4), MaxFilter((4, 1, 1)), Conv((1, 3, 3), 2))
+    )
+    c = candidate(Space(wide, (40, 6, 6), walks=True), (4, 6, 6))
+    plane = [4 * side * side * maps for side, maps in ((9, 1), (8, 8), (8, 8), (8, 2), (8, 2))]
+    # in one: 3 planes of 1 map are less than 2 of 1 map and 1 of 8 maps; then 2 fragments of 4 - 1 planes
+    assert c.carries == (3 * plane[0], 0, 2 * 3 * plane[3], 0)
+    x = (7 * plane[0], 2 * 2 * plane[2], 2 * 5 * plane[3], 2 * 2 * plane[4], 2 * 2 * 4 * 36 * 2)
+    assert c.tensors == tuple(map(aligned, x))
+    thin = Network("thin", 64, (Conv((3, 2, 2), 1), Pool((2, 1, 1))))
+    c = candidate(Space(thin, (40, 6, 6), walks=True), (4, 6, 6))
+    assert c.carries == (4 * (2 * 49 * 64 + 36),)
+    assert c.largest == c.carries[0] + max(c.tensors)
 
 
 def test_a_convolution_and_the_pooling_behind_it_are_one_span(tiny_network: Callable[..., Network]) -> None:
@@ -65,11 +122,175 @@ def test_a_convolution_and_the_pooling_behind_it_are_one_span(tiny_network: Call
     assert spans(network) == ((0, 0), (1, 2), (3, 3), (4, 4), (5, 6), (7, 7))
 
 
-@pytest.mark.parametrize("room", [10_000, 40_000])
-def test_room_leaves_out_what_cannot_fit(tiny_network: Callable[..., Network], room: int) -> None:
-    network = tiny_network()
-    output = (40, 30, 50)
-    everything = list(candidates(network, output, all_sizes(network, output)))
-    fitting = list(candidates(network, output, all_sizes(network, output, room), room))
-    assert {c.patch for c in fitting} == {c.patch for c in everything if c.largest_bytes <= room}
-    assert 0 < len(fitting) < len(everything)
+ALIKE = (Conv((3, 3, 3), 2), Pool((2, 2, 2)), Conv((2, 2, 2), 2), Maxout(2))
+FLAT = (Conv((1, 3, 3), 2), Pool((1, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "output", "axes"),
+    [
+        ((), (4, 4, 3), [0, 1, 2]),  # no two axes alike: every one
+        (ALIKE, (20, 30, 40), [0, 1, 2]),
+        (ALIKE, (20, 20, 20), [0]),
+        (ALIKE, (20, 30, 20), [0, 1]),  # along x is along z turned
+        (FLAT, (20, 30, 30), [1]),  # nothing to carry along z; along x is along y turned
+        (FLAT, (20, 30, 40), [1, 2]),
+        ((Conv((1, 1, 1), 2),), (20, 30, 40), []),
+    ],
+)
+def test_columns_along_axes_that_differ(
+    tiny_network: Callable[..., Network], layers: tuple[Layer, ...], output: Vec3, axes: list[int]
+) -> None:
+    network = tiny_network(*layers)
+    first, *columns = all_spaces(network, output)
+    assert first == Space(network, output)
+    assert [space.axis for space in columns] == axes
+    for space in columns:
+        assert space.walks
+        assert space.network == network.turned(space.axis)
+        assert space.output[0] == output[space.axis]
+
+
+def test_every_way_to_take_images_in_parts(tiny_network: Callable[..., Network]) -> None:
+    conv, pool = Conv((2, 2, 2), 2), Pool((2, 2, 2))
+    assert splits(tiny_network(conv, conv)) == [()]
+    assert splits(tiny_network(conv, pool)) == [(0,)]  # nothing runs behind it
+    assert splits(tiny_network(conv, pool, conv)) == [(0,), (4,), (2,), (1,)]
+    assert splits(tiny_network(Pool((3, 2, 1)), conv)) == [(0,), (3,), (2,), (1,)]
+    assert splits(tiny_network(Pool((1, 1, 1)), conv)) == [(0,)]
+    assert splits(tiny_network(pool, Pool((2, 1, 1)), conv)) == [
+        (0, 0), (4, 0), (2, 0), (1, 0), (0, 1), (4, 1), (2, 1), (1, 1),
+    ]  # fmt: skip
+    many = splits(tiny_network(*[Pool((2, 1, 1)), conv] * 5))
+    assert many == [(0,) * 5, *[tuple(int(i == at) for i in range(5)) for at in range(5)], (1,) * 5]
+
+
+LAYERS = st.one_of(
+    st.builds(Conv, st.tuples(*[st.integers(1, 3)] * 3), st.integers(1, 3)),
+    st.builds(Pool, st.sampled_from([(1, 1, 2), (2, 1, 1), (2, 2, 1), (3, 1, 2)])),
+    st.builds(MaxFilter, st.tuples(*[st.integers(1, 2)] * 3)),
+)
+
+
+@given(st.lists(LAYERS, min_size=1, max_size=5), st.booleans(), st.data())
+def test_parts_make_the_whole(layers: list[Layer], walks: bool, data: st.DataObject) -> None:
+    """Every image goes through every layer once, in whatever parts."""
+    network = Network("a", 1, tuple(layers))
+    whole = candidate(Space(network, (13, 9, 7), walks=walks), network.period)
+    at_once = data.draw(st.sampled_from(splits(network)))
+    split = whole.split(at_once)
+    assert split.shapes == network.layer_shapes(whole.patch, walks=walks, batches=[s.in_shape[0] for s in split.shapes])
+    assert split.parts == loops(split.shapes)
+    for parts, shape, all_images in zip(split.parts, split.shapes, whole.shapes, strict=True):
+        assert parts * shape.in_shape[0] == all_images.in_shape[0]
+        assert parts * shape.out_shape[0] == all_images.out_shape[0]
+    asked = dict(zip((i for i, layer in enumerate(layers) if isinstance(layer, Pool)), at_once, strict=True))
+    images = 1
+    for index, shape in enumerate(split.shapes):
+        wanted = asked.get(index - 1, 0)
+        assert shape.in_shape[0] == (wanted or images)
+        images = shape.out_shape[0]
+    assert (split.voxels, split.steps, split.column) == (whole.voxels, whole.steps, whole.column)
+    assert split.carries == whole.carries
+    assert whole.split((0,) * len(at_once)) == whole
+
+
+def test_what_is_held_while_parts_run_by_hand() -> None:
+    network = Network(
+        "a", 1, (Pool((2, 1, 1)), Conv((1, 1, 2), 3), Pool((1, 1, 2)), MaxFilter((1, 2, 1)), Conv((1, 1, 1), 1))
+    )
+    whole = candidate(Space(network, (2, 16, 64)), (2, 16, 64))
+    x = (4 * 3 * 17 * 66, 2 * 4 * 17 * 66, 4 * 4 * 17 * 32 * 3, 4 * 4 * 16 * 32 * 3, 4 * 4 * 16 * 32)
+    assert whole.tensors == tuple(map(aligned, x))
+    assert whole.held == (False,) * 4
+    assert whole.under == (0,) * 4
+    first = whole.split((1, 0))  # one of 2 images goes on: the rest waits, and so does the whole of it
+    assert first.tensors == tuple(map(aligned, (x[0], x[1], x[2] // 2, x[3] // 2, x[4] // 2)))
+    assert first.held == (False, True, False, False)
+    assert first.under == (0, *[aligned(x[1])] * 3)
+    assert first.moved(1) == aligned(x[2] // 2)
+    assert first.moved(2) == aligned(x[2] // 2) + aligned(x[3] // 2)
+    both = whole.split((1, 1))  # and of the 2 images that it makes, one
+    assert both.tensors == tuple(map(aligned, (x[0], x[1], x[2] // 2, x[3] // 4, x[4] // 4)))
+    assert both.held == (False, True, True, False)
+    assert both.under == (0, aligned(x[1]), *[aligned(x[1]) + aligned(x[2] // 2)] * 2)
+    assert both.parts == (1, 2, 2, 4, 4)
+    assert both.largest == max(aligned(x[0]), both.under[-1] + max(both.tensors[3:]))
+
+
+@pytest.mark.parametrize("layers", [(), ALIKE[:3]], ids=["tiny", "alike"])
+@pytest.mark.parametrize("walks", [False, True])
+def test_no_plan_needs_less_than_the_largest(
+    tiny_network: Callable[..., Network], layers: tuple[Layer, ...], walks: bool
+) -> None:
+    """`largest` is what shapes are left out for: it is below what any primitives need, in one or not.
+
+    A convolution that a pooling follows counts with the input that both in one need.
+    """
+    space = next(space for space in all_spaces(tiny_network(*layers), (4, 6, 5)) if space.walks == walks)
+    tried = 0
+    for whole in candidates(space, all_sizes(space)):
+        for at_once in splits(space.network):
+            shape = whole.split(at_once)
+            steps = [steps_of(shape.cover, ahead) for ahead in space.ahead]
+            for runs in ways(shape.shapes, steps, (SLOW, OVER, BOTH, POOL)):
+                plan = known(space, shape, runs, split=any(at_once))
+                assert shape.largest <= plan.assumed - plan.around
+                tried += 1
+    assert tried > 500
+
+
+@pytest.mark.parametrize("walks", [False, True])
+@pytest.mark.parametrize("room", [1_000, 3_000, 10_000, 40_000])
+def test_room_leaves_out_what_cannot_fit(tiny_network: Callable[..., Network], room: int, walks: bool) -> None:
+    """Sizes that are left out are of no use, whatever the sizes along other axes and the parts that images come in."""
+    for layers in ((), ALIKE):
+        network = tiny_network(*layers)
+        space = next(space for space in all_spaces(network, (40, 30, 50)) if space.walks == walks)
+        sizes, fitting = all_sizes(space), all_sizes(space, room)
+        useful = [
+            c.patch
+            for c in candidates(space, sizes)
+            if any(c.split(at_once).largest <= room for at_once in splits(space.network))
+        ]
+        assert set(useful) <= set(product(*fitting))
+        assert all(set(few) <= set(every) for few, every in zip(fitting, sizes, strict=True))
+        assert room == 40_000 or sum(map(len, fitting)) < sum(map(len, sizes))
+
+
+@given(
+    st.integers(1, 29), st.integers(1, 5), st.integers(1, 5), st.integers(0, 11), st.sampled_from([(1, 1), (5, 4)]),
+    st.integers(0, 2),
+)  # fmt: skip
+def test_steps_of_columns_are_counted_one_by_one(
+    length: int, thick: int, steps: int, margin: int, beside: tuple[int, int], axis: int
+) -> None:
+    """A layer runs in a step where the planes that it makes reach the first that is needed."""
+    size, patch = turned_back((length, *beside), axis), turned_back((thick, 3, 4), axis)
+    columns = Cover(size, patch, axis, steps * thick, margin)
+    for ahead in {0, min(1, margin), margin // 2, margin}:
+        assert columns.steps(ahead) == steps_of(columns, ahead)
+    assert columns.steps(margin) == sum(len(column.steps) for column in columns)
+    assert columns.steps(0) == sum(step.write.voxels > 0 for column in columns for step in column.steps)
+
+
+def test_steps_by_hand() -> None:
+    """5 x 2 columns of 3 steps of 4 planes, the last of each row of 1; 7 planes ahead take 2 steps more."""
+    columns = Cover((49, 9, 5), (4, 5, 5), 0, 12, 9)
+    assert len(columns) == 5 * 2
+    assert columns.steps(0) == (4 * 3 + 1) * 2
+    assert columns.steps(4) == (4 * 4 + 2) * 2
+    assert columns.steps(7) == columns.steps(8) == (4 * 5 + 3) * 2
+    assert columns.steps(9) == (4 * 6 + 4) * 2
+    assert Cover((49, 9, 5), (4, 5, 5)).steps(9) == len(cover((49, 9, 5), (4, 5, 5))) == 13 * 2
+
+
+def test_shorter_columns(tiny_network: Callable[..., Network]) -> None:
+    whole = candidate(Space(tiny_network(), (50, 6, 5), walks=True), (4, 6, 5))
+    assert whole.column == 52
+    assert [whole.cut(pieces).column for pieces in (1, 2, 3, 4, 13, 99)] == [52, 28, 20, 16, 4, 4]
+    for pieces in range(1, 20):
+        cut = whole.cut(pieces)
+        assert cut.shapes == whole.shapes
+        assert len(cut.cover) == ceil(50 / cut.column) <= pieces
+        assert sum(column.voxels for column in cut.cover) == 50 * 6 * 5
