@@ -9,8 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
-from znnpy.planner.layout import ALIGNMENT, Tensor, aligned, chain, live_bytes, live_peak, place
-from znnpy.shapes import ConvShape, LayerShape, PoolShape
+from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
+from znnpy.planner.layout import (
+    ALIGNMENT,
+    Tensor,
+    aligned,
+    carried_bytes,
+    carried_planes,
+    chain,
+    fullest,
+    live_peak,
+    loops,
+    place,
+    reads_apart,
+)
+from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape, Vec3
 
 
 def tensors_of(spans: list[tuple[int, int, int]]) -> list[Tensor]:
@@ -22,7 +35,7 @@ TENSORS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 12), st.intege
 )
 
 
-def fullest(tensors: list[Tensor]) -> int:
+def most_alive(tensors: list[Tensor]) -> int:
     """Peak of live bytes, tick by tick."""
     ticks = range(max((t.last for t in tensors), default=0) + 1)
     return max(sum(aligned(t.nbytes) for t in tensors if t.first <= tick <= t.last) for tick in ticks)
@@ -43,7 +56,7 @@ def test_nothing_alive_is_overwritten(tensors: list[Tensor]) -> None:
                     assert block not in owner, f"{t.name} and {owner[block]} share bytes in tick {tick}"
                     assert block * ALIGNMENT < size
                     owner[block] = t.name
-    assert size >= fullest(tensors) == live_peak(tensors)
+    assert size >= most_alive(tensors) == live_peak(tensors)
 
 
 def random_chain(rng: random.Random) -> tuple[Tensor, ...]:
@@ -74,6 +87,10 @@ def test_close_to_the_lower_bound() -> None:
     assert max(over) <= 0.15, f"the worst is {max(over):.1%} above it"
 
 
+def ticks(tensors: tuple[Tensor, ...]) -> dict[str, tuple[int, int, int]]:
+    return {t.name: (t.nbytes, t.first, t.last) for t in tensors}
+
+
 def test_ticks_of_a_chain() -> None:
     """Two stages, then three with an output that may lie over the input, then one."""
     first = ConvShape(1, 1, 2, (9, 9, 9), (2, 2, 2))
@@ -85,16 +102,207 @@ def test_ticks_of_a_chain() -> None:
         (second, OVER.footprint(second, variant, 1)),
         (third, POOL.footprint(third, variant, 1)),
     ]
-    got = {t.name: (t.nbytes, t.first, t.last) for t in chain(steps)}
-    assert got == {
+    assert ticks(chain(steps)) == {
         "x0": (4 * 9**3, 0, 0),
         "step0.s0": (first.out_bytes // 2, 0, 0),
         "step0.s1": (first.out_bytes // 4, 1, 1),
-        "x1": (first.out_bytes, 0, 2),  # written from tick 0, read in the first stage of layer 1
+        "x1": (4 * 2 * 8**3, 0, 2),  # written from tick 0, read in the first stage of layer 1
         "step1.s0": (int(0.9 * second.out_bytes), 2, 2),
-        "x2": (second.out_bytes, 4, 5),  # written in the last of its three stages
+        "x2": (4 * 4 * 6 * 6 * 7, 4, 5),  # written in the last of its three stages, as large as the pooling takes it
         "x3": (third.out_bytes, 5, 6),  # one tick longer, to be recombined
     }
+
+
+def test_ticks_of_images_in_parts() -> None:
+    """The input of a layer that takes a part of it stays to the end; what is behind is as large as one part's."""
+    footprint = Footprint(stages=2, output_from=1, scratch=(Scratch("s", 100, 1, 1),))
+    shapes: list[LayerShape] = [
+        PoolShape(1, 3, (3, 3, 1), (2, 2, 1)),  # makes 4 images of 1x1x1 x 3 maps
+        ConvShape(2, 3, 5, (1, 1, 1), (1, 1, 1)),  # takes 2 of them
+        FilterShape(2, 5, (1, 1, 1), (1, 1, 1)),
+        ConvShape(1, 5, 7, (1, 1, 1), (1, 1, 1)),  # and 1 of those
+    ]
+    assert loops(shapes) == (1, 2, 2, 4)
+    assert ticks(chain([(shape, footprint) for shape in shapes])) == {
+        "x0": (4 * 9 * 3, 0, 0),
+        "step0.s": (100, 1, 1),
+        "x1": (4 * 4 * 3, 1, 8),  # held: of 4 images 2 go on
+        "step1.s": (100, 3, 3),
+        "x2": (4 * 2 * 5, 3, 4),
+        "step2.s": (100, 5, 5),
+        "x3": (4 * 2 * 5, 5, 8),  # held: of 2 images 1 goes on
+        "step3.s": (100, 7, 7),
+        "x4": (4 * 7, 7, 8),
+    }
+
+
+NETWORK = Network("a", 2, (Conv((3, 1, 2), 4), Pool((2, 1, 1)), MaxFilter((3, 1, 1)), Maxout(2), Conv((2, 2, 2), 3)))
+
+
+def test_planes_and_bytes_that_are_carried() -> None:
+    """Steps of 4 planes: 2 fragments get 2 new planes each. In (z, y, x): 4x3x5 out, 4x4x7 in."""
+    shapes = NETWORK.layer_shapes((4, 3, 5), walks=True)
+    assert [shape.in_shape for shape in shapes] == [
+        (1, 4 + 2, 4, 7, 2),
+        (1, 4 + 1, 4, 6, 4),
+        (2, 2 + 2, 4, 6, 4),
+        (2, 2, 4, 6, 4),
+        (2, 2 + 1, 4, 6, 2),
+    ]
+    assert carried_planes(shapes, 4) == (2, 1, 2, 0, 1)
+    planes = [2 * 4 * 7 * 2, 1 * 4 * 6 * 4, 2 * 2 * 4 * 6 * 4, 0, 2 * 1 * 4 * 6 * 2]
+    assert carried_bytes(shapes, 4) == 4 * sum(planes)
+    split = NETWORK.layer_shapes((4, 3, 5), walks=True, batches=(1, 1, 1, 1, 1))
+    assert loops(split) == (1, 1, 2, 2, 2)
+    assert carried_planes(split, 4) == (2, 1, 2, 0, 1)
+    assert carried_bytes(split, 4) == 4 * sum(planes), "of all images, in whatever parts they run"
+    patch = NETWORK.layer_shapes((4, 3, 5))
+    whole = NETWORK.patch_in((4, 3, 5))[0]
+    assert carried_planes(patch, whole) == (0, 0, 0, 0, 0)
+    assert carried_bytes(patch, whole) == 0
+
+
+def test_a_convolution_that_pools_carries_for_both() -> None:
+    shapes = NETWORK.layer_shapes((4, 3, 5), walks=True)
+    conv, pool = shapes[:2]
+    assert isinstance(conv, ConvShape)
+    assert isinstance(pool, PoolShape)
+    both = ConvShape(1, 2, 4, (4 + 3, 4, 7), (3, 1, 2), pool=(2, 1, 1))
+    assert both.out_shape == pool.out_shape
+    assert carried_planes((both, *shapes[2:]), 4) == (3, 2, 0, 1)
+    assert carried_bytes((both,), 4) == 4 * 3 * 4 * 7 * 2
+
+
+def test_inputs_of_layers_that_read_carried_planes_where_they_are_kept() -> None:
+    """They are as large as what is new, and stay until planes are kept of them: to the end of the layer."""
+    shapes = NETWORK.layer_shapes((4, 3, 5), walks=True)
+    joins = Footprint(stages=3, output_from=1)
+    reads = Footprint(stages=3, output_from=1, reads_carried=True)
+    plane = [4 * 4 * 7 * 2, 4 * 4 * 6 * 4, 4 * 4 * 6 * 4, 4 * 4 * 6 * 4, 4 * 4 * 6 * 2]
+    joined = ticks(chain([(shape, joins) for shape in shapes], 4))
+    assert [joined[f"x{i}"] for i in range(5)] == [
+        (6 * plane[0], 0, 0),
+        (5 * plane[1], 1, 3),
+        (2 * 4 * plane[2], 4, 6),
+        (2 * 2 * plane[3], 7, 9),
+        (2 * 3 * plane[4], 10, 12),
+    ]
+    apart = ticks(chain([(shape, reads) for shape in shapes], 4))
+    assert [apart[f"x{i}"] for i in range(5)] == [
+        (4 * plane[0], 0, 2),
+        (4 * plane[1], 1, 5),
+        (2 * 2 * plane[2], 4, 8),
+        (2 * 2 * plane[3], 7, 9),  # carries nothing
+        (2 * 2 * plane[4], 10, 14),
+    ]
+    patch = NETWORK.layer_shapes((4, 3, 5))
+    assert chain([(shape, reads) for shape in patch]) == chain([(shape, joins) for shape in patch])
+    assert [reads_apart(reads, 2), reads_apart(reads, 0), reads_apart(joins, 2)] == [True, False, False]
+
+
+@st.composite
+def footprints(draw: st.DrawFn) -> Footprint:
+    stages = draw(st.integers(1, 3))
+    spans = draw(st.lists(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)), max_size=2))
+    return Footprint(
+        input_until=draw(st.integers(0, stages - 1)),
+        output_from=draw(st.integers(0, stages - 1)),
+        stages=stages,
+        scratch=tuple(Scratch(str(i), 64 * (1 + i + stages), min(s), max(s)) for i, s in enumerate(spans)),
+        reads_carried=draw(st.booleans()),
+    )
+
+
+LAYERS: st.SearchStrategy[Layer] = st.one_of(
+    st.builds(Conv, st.tuples(*[st.integers(1, 3)] * 3), st.integers(1, 9)),
+    st.builds(Pool, st.sampled_from([(1, 1, 2), (2, 1, 1), (2, 2, 1), (3, 1, 1)])),
+)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[list[tuple[LayerShape, Footprint]], int]:
+    """Layers of a patch or of a step of a column, whose images run in some parts; and the planes that it reads."""
+    network = Network("a", 1, tuple(draw(st.lists(LAYERS, min_size=1, max_size=5))))
+    out, walks = network.period, draw(st.booleans())
+    batches, images = [], 1
+    for layer in network.layers:
+        batches.append(draw(st.sampled_from([n for n in range(1, images + 1) if images % n == 0])))
+        p: Vec3 = layer.window if isinstance(layer, Pool) else (1, 1, 1)
+        images = batches[-1] * p[0] * p[1] * p[2]
+    shapes = network.layer_shapes(out, walks=walks, batches=batches)
+    return [(shape, draw(footprints())) for shape in shapes], out[0] if walks else network.patch_in(out)[0]
+
+
+class Arena:
+    """Who wrote each 64 bytes last."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = {t.name: t for t in tensors}
+        self._owner: dict[int, str] = {}
+
+    def write(self, name: str) -> None:
+        for block in self._blocks(name):
+            self._owner[block] = name
+
+    def lost(self, *names: str) -> list[str]:
+        """Those of which a byte was overwritten."""
+        return [name for name in names if any(self._owner.get(block) != name for block in self._blocks(name))]
+
+    def _blocks(self, name: str) -> range:
+        tensor = self._tensors[name]
+        return range(tensor.offset // ALIGNMENT, aligned(tensor.end) // ALIGNMENT)
+
+
+@given(chains())
+def test_a_step_overwrites_nothing_that_it_still_needs(built: tuple[list[tuple[LayerShape, Footprint]], int]) -> None:
+    """Every layer and part in the order in which they run, stage by stage, as a session runs them."""
+    steps, new = built
+    shapes = [shape for shape, _ in steps]
+    carried = carried_planes(shapes, new)
+    tensors, size = place(chain(steps, new))
+    assert all(t.offset % ALIGNMENT == 0 and t.end <= size for t in tensors)
+    arena = Arena(tensors)
+    arena.write("x0")
+    images, done = 1, [0] * len(steps)
+
+    def go_on(index: int, images: int, held: tuple[str, ...]) -> None:
+        if index == len(steps):
+            assert arena.lost(*held, f"x{index}") == []  # recombined
+            return
+        shape, footprint = steps[index]
+        x, out, parts = f"x{index}", f"x{index + 1}", images // shape.in_shape[0]
+        scratch = {f"step{index}.{s.name}": s for s in footprint.scratch}
+        stays = parts > 1 or reads_apart(footprint, carried[index])
+        for _ in range(parts):
+            done[index] += 1
+            for stage in range(footprint.stages):
+                for name, buffer in scratch.items():
+                    if buffer.first == stage:
+                        arena.write(name)
+                if footprint.output_from == stage:
+                    arena.write(out)
+                alive = [name for name, buffer in scratch.items() if buffer.first <= stage <= buffer.last]
+                alive += [x] if stage <= footprint.input_until or stays else []
+                alive += [out] if stage >= footprint.output_from else []
+                assert arena.lost(*held, *alive) == [], f"layer {index}, stage {stage}"
+            go_on(index + 1, shape.out_shape[0], (*held, x) if parts > 1 else held)
+
+    go_on(0, images, ())
+    assert tuple(done) == loops(shapes)
+
+
+@given(footprints(), st.integers(0, 999), st.integers(0, 999))
+def test_the_fullest_stage_of_one_layer(footprint: Footprint, maps: int, more: int) -> None:
+    """In a number or two, whatever the sizes of input and output: equal to the peak of its chain."""
+    shape = ConvShape(1, 1 + maps, 1 + more, (1, 1, 1), (1, 1, 1))
+    assert fullest(footprint).live(shape.in_bytes, shape.out_bytes) == live_peak(chain([(shape, footprint)]))
+
+
+@given(footprints(), footprints(), st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), max_size=9))
+def test_what_is_within_never_needs_more(small: Footprint, large: Footprint, sizes: list[tuple[int, int]]) -> None:
+    if fullest(small).within(fullest(large)):
+        assert all(fullest(small).live(x, out) <= fullest(large).live(x, out) for x, out in sizes)
+    assert fullest(small).within(fullest(small))
 
 
 def test_working_bytes_are_those_of_the_contract() -> None:
@@ -103,6 +311,7 @@ def test_working_bytes_are_those_of_the_contract() -> None:
     for primitive in (SLOW, FAST, OVER):
         for variant in primitive.variants(shape, MACHINE):
             footprint = primitive.footprint(shape, variant, 2)
-            assert live_bytes(shape, footprint) == live_peak(chain([(shape, footprint)]))
-            excess = live_bytes(shape, footprint) + footprint.allowance - footprint.working(shape)
+            live = fullest(footprint).live(shape.in_bytes, shape.out_bytes)
+            assert live == live_peak(chain([(shape, footprint)]))
+            excess = live + footprint.allowance - footprint.working(shape)
             assert 0 <= excess < ALIGNMENT * (2 + len(footprint.scratch))
