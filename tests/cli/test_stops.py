@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -53,13 +54,13 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def wait_until_recorded(place: Place, process: subprocess.Popen[str]) -> None:
-    """Until some columns are on disk and on record."""
+def wait_until_recorded(place: Place, process: subprocess.Popen[str], lines: int = 1) -> int:
+    """Until some columns are on disk and on record: more than `lines` of the journal. How many there are now."""
     journal = place.out.with_name("out.h5.journal")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if journal.exists() and journal.read_bytes().count(b"\n") > 1:
-            return
+        if journal.exists() and (found := journal.read_bytes().count(b"\n")) > lines:
+            return found
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     raise AssertionError("no column was recorded within a minute")
@@ -124,6 +125,27 @@ def test_kill_at_any_moment_then_resume(slow: Place, expected: Bits) -> None:
     finish(slow)
     np.testing.assert_array_equal(bits(slow), expected)
     assert {path.name for path in slow.folder.iterdir()} == {"volume.h5", "net.yaml", "net.npz", "out.h5"}
+
+
+def test_kill_within_columns_then_resume(slow: Place) -> None:
+    """A column that was not finished is computed again from its first step."""
+    columns = ("--cover", "columns", "--patch", "2,4,4", "--threads", "1")  # 100 columns of 20 steps
+    lines = 1
+    for _ in range(2):
+        process = start(slow, "--resume", *columns)
+        lines = wait_until_recorded(slow, process, lines)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    process = start(slow, "--resume", "--json", *columns)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    report = json.loads(stdout)
+    assert report["column"] > 4
+    assert 0 < report["computed"] < report["voxels"]
+    resumed = bits(slow)
+    assert slow.infer("--overwrite", *columns).exit_code == 0
+    np.testing.assert_array_equal(bits(slow), resumed)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names kernels of x86 processors")

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from place import Place
 
+import znnpy
 from znnpy import trained
-from znnpy.errors import PlanFileError
+from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import this_machine
 from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
 from znnpy.planner.plan import Plan
@@ -19,6 +20,7 @@ from znnpy.planner.search import make_plan
 from znnpy.run import choice
 from znnpy.shapes import Vec3
 from znnpy.volume.array import ArrayVolume
+from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
 
 GIB = 2**30
@@ -141,3 +143,38 @@ def test_a_given_plan_takes_no_other_words(place: Place, words: dict[str, Any], 
     )
     with pytest.raises(PlanFileError, match=said):
         choice.choose(wishes, place.network, source, np.dtype("f4"), masks=False, machine=this_machine())
+
+
+def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
+    plan = znnpy.plan("fib25_boundary", shape=(330, 330, 330), patch=(176, 176, 176), ram="1100M", cover="patches")
+    assert max(plan.parts) > 1
+    begun = JournalHeader({}, {"only": []}, plan.to_json(), "", plan.columns)
+    none = choice.Wishes(None, None, None, None, ())
+    for kept in (none, replace(none, cover="patches"), replace(none, patch=(176, 176, 176))):
+        choice.check_wishes(kept, begun, plan)
+    with pytest.raises(ResumeError, match=r"layers that take their fragments in parts, and now it is --no-depth-first"):
+        choice.check_wishes(replace(none, depth_first=False), begun, plan)
+    with pytest.raises(ResumeError, match=r"began with --cover patches, and now it is columns; leave it out"):
+        choice.check_wishes(replace(none, cover="columns"), begun, plan)
+    together = znnpy.plan("fib25_boundary", shape=(60, 60, 60), depth_first=False, cover="columns")
+    assert together.walks
+    assert max(together.parts) == 1
+    choice.check_wishes(replace(none, depth_first=False, cover="columns"), begun, together)
+
+
+def test_networks_that_are_called_take_the_same_words(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def note(*shapes: Any, **words: Any) -> Plan:
+        plans.append(make_plan(*shapes, **words))
+        assert words["depth_first"] is False
+        return plans[-1]
+
+    monkeypatch.setattr(trained, "make_plan", note)
+    net = trained.load_network(place.folder / "net.yaml")
+    array = np.random.default_rng(2).integers(0, 256, (31, 23, 25), np.uint8)
+    columns, patches = (net(array, cover=cover, depth_first=False, patch=(4, 4, 4)) for cover in choice.COVERS)
+    assert [plan.walks for plan in plans] == [True, False]
+    np.testing.assert_allclose(columns, patches, atol=1e-5)
+    with pytest.raises(ValueError, match="there is no cover 'rows'"):
+        net(array, cover="rows")
