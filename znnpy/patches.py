@@ -135,10 +135,10 @@ class Cover(Sequence[Column]):
         out_lo = (lo[0], lo[1], lo[2])
         if self.column == 0:
             return Column((Patch(out_lo, Box(out_lo, add(out_lo, self.patch)), write),))
-        return Column(tuple(self._steps(_with(out_lo, self.axis, write_lo[self.axis]), write)))
+        return Column(tuple(self._steps(out_lo, write)))
 
     def _steps(self, lo: Vec3, write: Box) -> Iterator[Patch]:
-        """Of the column whose first output stands at `lo`."""
+        """Of the column that writes `write`, whose steps stand at `lo` across the axis."""
         thick, axis = self.patch[self.axis], self.axis
         first, end = write.lo[axis] - self.ahead * thick, write.hi[axis]
         for plane in range(first, end, thick):

@@ -157,10 +157,12 @@ class _Unseen:
         self._new = plan.patch_in[plan.axis]
         self._read: Mask | None = None  # of that window along the axis; kept once a mask was not empty
 
-    def after(self, bad: Mask | None, *, begins: bool, writes: bool) -> Mask | None:
+    def after(self, bad: Mask | None, *, writes: bool) -> Mask | None:
         """Where the output of a step is unknown, (z, y, x) bool; None where it nowhere is, or nothing is written.
 
         bad  where the voxels that the step read are not finite; None where all are. Overwritten.
+
+        What an earlier column read is gone when there is output: its first steps bring in a whole window.
         """
         if self._new == self._window[self._axis]:
             return None if bad is None else seen(bad, self._field_of_view)
@@ -169,8 +171,6 @@ class _Unseen:
                 return None
             self._read = np.zeros(self._window, np.bool_)
         planes = np.moveaxis(self._read, self._axis, 0)
-        if begins:
-            planes[:] = False
         for plane in range(len(planes) - self._new):  # ascending: each moves to where nothing is needed any more
             planes[plane] = planes[plane + self._new]
         planes[-self._new :] = False if bad is None else np.moveaxis(bad, self._axis, 0)
@@ -257,7 +257,7 @@ class _Run:
                 except ValuesOverflowError as error:
                     lo, hi = turn.output.lo, turn.output.hi
                     raise error.with_context(f"output voxels (z, y, x) = {lo} to {hi}") from None
-                hidden = self._unseen.after(bad, begins=turn.begins, writes=turn.writes)
+                hidden = self._unseen.after(bad, writes=turn.writes)
             del bad  # masks go where their buffers go, so that there are no more of them
             self._raw_free.put(raw)
             if out is not None:
