@@ -44,7 +44,7 @@ from typing import Any
 import bars
 import curves
 from apart import run_apart
-from columns_plans import WAYS, Made, Point, all_plans, make, planned
+from columns_plans import WAYS, Made, Point, all_plans, planned
 from header import machine_header, without_forced_blas_kernels
 from networks import ORIGINAL
 from whole_runs import infer, random_volume
@@ -159,20 +159,17 @@ class Benchmark:
             self._tell("whole", point, found)
             self.write()
 
-    def check(self, names: Sequence[str]) -> None:
-        """A patch and a column of each network."""
-        for name in names:
-            self.checks = [check for check in self.checks if check["network"] != name]
-            network = read_network(name).network
-            volume = network.patch_in(network.round_up(self._options.check_output))
-            for way in ("depth_first", "columns"):
-                point = Point(name, volume, self._options.check_ram, way)
-                made = make(point, self._options.threads)
-                found = {"failure": made.failure} if made.plan is None else self._checked(point, made.plan)
-                self.checks.append(asdict(point) | found)
-                ratio = found.get("run_over_layers", 0.0)
-                print(f"check   {point!s:40} {found.get('failure') or f'run / layers {ratio:.3f}'}", flush=True)
-                self.write()
+    def check(self, made: dict[Point, Made]) -> None:
+        """Each of these plans from end to end."""
+        for point, found in made.items():
+            self.checks = [
+                check for check in self.checks if (check["network"], check["way"]) != (point.network, point.way)
+            ]
+            said = {"failure": found.failure} if found.plan is None else self._checked(point, found.plan)
+            self.checks.append(asdict(point) | said)
+            ratio = said.get("run_over_layers", 0.0)
+            print(f"check   {point!s:40} {said.get('failure') or f'run / layers {ratio:.3f}'}", flush=True)
+            self.write()
 
     def _checked(self, point: Point, plan: Plan) -> dict[str, Any]:
         """Descents and the run in turn."""
@@ -283,6 +280,16 @@ def _diagram(rows: Sequence[Row], name: str, volume: Vec3, across: Sequence[floa
     return curves.Diagram(f"{Path(name).stem}, {text(volume)}", found)
 
 
+def checks(options: argparse.Namespace) -> list[Point]:
+    """A patch and a column of each network."""
+    points = []
+    for name in options.networks:
+        network = read_network(name).network
+        volume = network.patch_in(network.round_up(options.check_output))
+        points += [Point(name, volume, options.check_ram, way) for way in ("depth_first", "columns")]
+    return points
+
+
 def size_of(words: str) -> Vec3:
     """`512x1024x1024`"""
     z, y, x = map(int, words.split("x"))
@@ -339,7 +346,7 @@ def main(given: Sequence[str] | None = None) -> None:
         made = benchmark.plan(points, plans)
         measured = [point for point in points if point.volume in options.measured]
         if "check" in options.measure:
-            benchmark.check(options.networks)
+            benchmark.check(all_plans(checks(options), plans, options.threads, options.workers))
         if "layers" in options.measure:
             benchmark.layers(measured, made)
         if "whole" in options.measure:
