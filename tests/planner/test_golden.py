@@ -16,6 +16,7 @@ from znnpy.kernels.cpu.native import library as native
 from znnpy.machine import Limits, Machine
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.shapes import text
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.txt"
 MACHINE = Machine("made up", "avx512", 2, 2**40, "openblas SkylakeX", ())
@@ -34,9 +35,16 @@ def planned(name: str, side: int, ram: str) -> Plan:
 
 
 def line(name: str, side: int, ram: str, plan: Plan) -> str:
-    """Network, output, limit: patch, primitives of the layers without device and kind."""
-    methods = " ".join(choice.primitive.rpartition(".")[2] for choice in plan.choices)
-    return f"{name} {side}^3 {ram}: {'x'.join(map(str, plan.patch_out))}: {methods}"
+    """Network, output, limit: patches, or columns and their steps: primitives of the layers without device and kind.
+
+    What runs in several parts in a step has their number behind it.
+    """
+    methods = " ".join(
+        choice.primitive.rpartition(".")[2] + (f"/{parts}" if parts > 1 else "")
+        for choice, parts in zip(plan.choices, plan.parts, strict=True)
+    )
+    column = f"columns of {plan.column} along {'zyx'[plan.axis]} by " if plan.walks else ""
+    return f"{name} {side}^3 {ram}: {column}{text(plan.patch_out)}: {methods}"
 
 
 @pytest.mark.skipif(not COMPILED, reason="the plans are for where the kernels are compiled")
@@ -45,7 +53,7 @@ def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
     start = time.process_time()
     plan = planned(name, side, ram)
     spent = time.process_time() - start
-    expected = next(text for text in GOLDEN.read_text().splitlines() if text.startswith(f"{name} {side}^3 {ram}:"))
+    expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {ram}:"))
     assert line(name, side, ram, plan) == expected
     assert plan.memory.peak <= plan.limits.ram_bytes
     plan.check_runs(read_network(name).network, MACHINE)

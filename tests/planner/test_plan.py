@@ -1,27 +1,27 @@
-"""Plans as files: what is written is read, what is damaged or foreign is refused in one sentence."""
+"""Plans as files and what they foretell: what is written is read, what is damaged is refused in one sentence."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FAKES, FAST, MACHINE, RATES, limits
+from brute_force import planned, steps_of
+from fakes import FAKES, MACHINE
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import MIXED, WIDE, edited, in_parts, patches, walking
 
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
-from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.network import Conv, Network
 from znnpy.planner.layout import Tensor
-from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
-from znnpy.planner.search import make_plan
-from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, add, multiply, subtract
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
 BYTES = st.integers(0, 2**45)
@@ -42,8 +42,12 @@ VARIANTS = st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(COUNT, SIZ
 SECONDS = st.floats(1e-9, 1e9)
 SPANS = st.tuples(COUNT, COUNT)
 CHOICES = st.builds(
-    Choice, SPANS, SHAPES, st.text(), COUNT, st.just("cpu"), VARIANTS, SECONDS, st.booleans(), BYTES, BYTES
+    Choice, SPANS, SHAPES, st.text(), COUNT, st.just("cpu"), VARIANTS, SECONDS, COUNT, st.booleans(), BYTES, BYTES
 )
+AXES = st.integers(0, 2)
+COLUMNS = st.integers(0, 9999)
+PARTS = st.lists(COUNT, max_size=4).map(tuple)
+RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES)
 PLANS = st.builds(
     Plan,
     format=st.just(FORMAT),
@@ -55,15 +59,17 @@ PLANS = st.builds(
     output=LARGE,
     patch_out=SIZE,
     patch_in=SIZE,
-    batch=COUNT,
+    axis=AXES,
+    column=COLUMNS,
     choices=st.lists(CHOICES, min_size=1, max_size=4).map(tuple),
     tensors=st.lists(st.builds(Tensor, st.text(), BYTES, COUNT, COUNT, BYTES), max_size=4).map(tuple),
-    memory=st.builds(Memory, *[BYTES] * 6),
+    memory=st.builds(Memory, *[BYTES] * 7),
     itemsize_in=COUNT,
     itemsize_out=COUNT,
-    patches=COUNT,
+    columns=COUNT,
     rigor=st.just("estimate"),
-    runners_up=st.lists(st.builds(RunnerUp, SIZE, SECONDS, BYTES), max_size=3).map(tuple),
+    other=st.none() | RUNNERS_UP,
+    runners_up=st.lists(RUNNERS_UP, max_size=3).map(tuple),
 )
 
 
@@ -74,43 +80,38 @@ def test_what_is_written_is_read(plan: Plan) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> Network:
-    """One layer of every kind."""
-    layers = (Conv((3, 2, 2), 6, "relu"), Pool((2, 1, 2)), Maxout(2), MaxFilter((1, 2, 1)), Conv((1, 2, 2), 2))
-    return Network("mixed", 1, layers)
+    return MIXED
 
 
 @pytest.fixture(scope="module")
-def plan(network: Network) -> Plan:
-    return make_plan(
-        network,
-        (20, 11, 8),
-        MACHINE,
-        limits(READER_BYTES + WRITER_BYTES + 2**19),
-        table=FAKES,
-        rates=RATES,
-        baseline=5000,
-    )
+def plan() -> Plan:
+    return patches()
 
 
-def edited(plan: Plan, *path: str | int, to: Any) -> str:
-    """The plan's JSON with one value changed, or left out where `to` is ..."""
-    content = json.loads(plan.to_json())
-    part = content
-    for key in path[:-1]:
-        part = part[key]
-    if to is ...:
-        del part[path[-1]]
-    else:
-        part[path[-1]] = to
-    return json.dumps(content)
+@pytest.fixture(scope="module")
+def column() -> Plan:
+    return walking()
 
 
-def test_a_real_plan_survives_and_runs(plan: Plan, network: Network, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wide() -> Network:
+    return WIDE
+
+
+@pytest.fixture(scope="module")
+def split() -> Plan:
+    return in_parts()
+
+
+def test_a_real_plan_survives_and_runs(
+    plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, tmp_path: Path
+) -> None:
     file = tmp_path / "plan.json"
-    file.write_text(plan.to_json())
-    read = Plan.load(file)
-    assert read == plan
-    read.check_runs(network, MACHINE, ram_bytes=plan.memory.peak, table=FAKES)
+    for made, of in ((plan, network), (column, network), (split, wide)):
+        file.write_text(made.to_json())
+        read = Plan.load(file)
+        assert read == made
+        read.check_runs(of, MACHINE, ram_bytes=made.memory.peak, table=FAKES)
 
 
 DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
@@ -119,9 +120,20 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "negative arena": (("memory", "arena"), -1, "memory.arena"),
     "empty patch": (("patch_out", 1), 0, "patch_out.1: .*greater than or equal to 1"),
     "2D patch": (("patch_out",), [4, 4], "patch_out.2"),
-    "size in words": (("patches",), "three", "patches: .*valid integer"),
-    "size in quotes": (("patches",), "3", "patches: .*valid integer"),
-    "half a patch": (("patches",), 1.5, "patches: .*valid integer"),
+    "size in words": (("columns",), "three", "columns: .*valid integer"),
+    "size in quotes": (("columns",), "3", "columns: .*valid integer"),
+    "half a column": (("columns",), 1.5, "columns: .*valid integer"),
+    "no column": (("columns",), 0, "columns: .*greater than or equal to 1"),
+    "column of fewer planes than none": (("column",), -4, "column: .*greater than or equal to 0"),
+    "fourth axis": (("axis",), 3, "axis: .*less than or equal to 2"),
+    "axis in words": (("axis",), "z", "axis: .*valid integer"),
+    "no axis": (("axis",), ..., "axis: .*required"),
+    "no runs": (("choices", 0, "runs"), 0, "choices.0.runs: .*greater than or equal to 1"),
+    "missing carries": (("memory", "carries"), ..., "memory.carries: .*required"),
+    "negative carries": (("memory", "carries"), -1, "memory.carries: .*greater than or equal to 0"),
+    "no waste": (("runners_up", 0, "waste"), 0.0, "runners_up.0.waste: .*greater than 0"),
+    "empty part": (("runners_up", 0, "parts", 0), 0, "runners_up.0.parts.0: .*greater than or equal to 1"),
+    "something else than columns": (("other",), "columns", "other: "),
     "no seconds": (("choices", 0, "seconds"), None, "choices.0.seconds"),
     "zero seconds": (("choices", 0, "seconds"), 0.0, "choices.0.seconds"),
     "seconds without end": (("choices", 0, "seconds"), 1e308, "choices.0.seconds"),
@@ -147,7 +159,7 @@ def test_damaged(plan: Plan, what: str) -> None:
 
 def test_several_faults_are_counted(plan: Plan) -> None:
     content = json.loads(plan.to_json())
-    del content["patches"], content["rigor"]
+    del content["columns"], content["rigor"]
     with pytest.raises(PlanFileError, match=r"\(and 1 more such\)"):
         Plan.from_json(json.dumps(content))
 
@@ -162,12 +174,13 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan, and this version reads format 2"),
+        ("[]", "this is no plan, and this version reads format 3"),
         ("{}", "this is no plan"),
-        ('{"format": 3}', "this is a plan of format 3, and this version reads format 2"),
+        ('{"format": 2}', "this is a plan of format 2, and this version reads format 3"),
+        ('{"format": 4}', "this is a plan of format 4, and this version reads format 3"),
         ("[" * 100_000, "nested too deeply"),
     ],
-    ids=["a list", "empty", "from the future", "deep"],
+    ids=["a list", "empty", "from the past", "from the future", "deep"],
 )
 def test_not_a_plan(text: str, said: str) -> None:
     with pytest.raises(PlanFileError, match=said):
@@ -188,110 +201,72 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Plan.load(binary)
 
 
-def refused(plan: Plan, network: Network, said: str, **words: Any) -> None:
-    settings: dict[str, Any] = {"machine": MACHINE, "table": FAKES} | words
-    with pytest.raises(PlanFileError, match=said):
-        plan.check_runs(network, **settings)
-
-
-def test_another_network(plan: Plan, network: Network) -> None:
-    other = replace(network, name="other", layers=network.layers[:-1])
-    said = f"another network \\(mixed, {network.sha256[:12]}\\) than the one given \\(other, {other.sha256[:12]}\\)"
-    refused(plan, other, said)
-
-
-def test_primitives_that_are_not_here(plan: Plan, network: Network) -> None:
-    lacking = [p for p in FAKES if p.name != FAST.name]
-    refused(plan, network, "layer 0 of the plan runs cpu.conv.fast, which is not here", table=lacking)
-    newer = [*lacking, replace(FAST, version=2)]
-    refused(plan, network, "layer 0 of the plan runs version 1 of cpu.conv.fast, and version 2 is here", table=newer)
-    sulking = [*lacking, replace(FAST, refuse="no AVX-512")]
-    refused(plan, network, "which does not apply here: no AVX-512", table=sulking)
-    fewer = [*lacking, replace(FAST, scale=(7,))]
-    refused(plan, network, r"cpu.conv.fast has no variant scale=\d", table=fewer)
-
-
-def test_memory_that_is_not_here(plan: Plan, network: Network) -> None:
-    peak = plan.memory.peak
-    small = replace(MACHINE, ram_bytes=peak - 10)
-    refused(plan, network, f"needs {peak:,} bytes of RAM, 10 more than this process may use", machine=small)
-    refused(plan, network, "70 more than the limit allows", ram_bytes=peak - 70)
-
-
-EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
-    "offset outside": (("tensors", 0, "offset"), 2**40, "lays x0 at bytes 1,099,511,627,776 to .* outside the arena"),
-    "offset not aligned": (("tensors", 0, "offset"), 32, "not aligned to 64"),
-    "smaller tensor": (("tensors", 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
-    "shorter life": (("tensors", 3, "last"), 0, "bytes in ticks 0 to 0, and it needs"),
-    "no such tensor": (("tensors", 0, "name"), "x99", r"lacks, repeats or invents tensors \(x0, x99\)"),
-    "a tensor less": (("tensors", 0), ..., r"lacks, repeats or invents tensors \(x0\)"),
-    "a tensor twice": (("tensors", 0, "name"), "x1", "lacks, repeats or invents tensors"),
-    "smaller arena": (("memory", "arena"), 64, "outside the arena of 64"),
-    "larger arena": (("memory", "arena"), 2**25, r"tensors end at byte [\d,]+ and the arena at 33,554,432"),
-    "fewer weights": (("memory", "residents"), 3, "promises 3 bytes of weights"),
-    "another patch": (("patch_out", 0), 2, "entry 0 of the plan is layer 0|reads patches"),
-    "patch off the period": (("patch_out", 0), 3, "multiple of the pooling period"),
-    "another input": (("patch_in", 2), 77, "reads patches of .*x77"),
-    "another shape": (("choices", 0, "shape", "fout"), 7, "entry 0 of the plan is layer 0"),
-    "another order": (("choices", 1, "layers"), [2, 2], "entry 1 of the plan is layer 2"),
-    "a layer less": (("choices", 4), ..., "chooses for 4 layers, and the network has 5"),
-    "another kind": (("choices", 0, "primitive"), "cpu.pool.fragments", "layer 0 of the plan is a conv and runs"),
-    "another variant": (("choices", 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),
-    "another batch": (("batch",), 2, "runs 2 patches at once"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", EDITED)
-def test_a_hand_edited_plan_corrupts_nothing(plan: Plan, network: Network, what: str) -> None:
-    path, to, said = EDITED[what]
-    refused(Plan.from_json(edited(plan, *path, to=to)), network, said)
-
-
-FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
-    "one layer of the two": (("choices", 0, "layers"), [0, 0], r"entry 0 of the plan is layer 0 \(conv .*p2x1x2\)"),
-    "three layers": (("choices", 0, "layers"), [0, 2], "entry 0 of the plan is layers 0 and 2"),
-    "layers twice": (("choices", 1, "layers"), [1, 2], "entry 1 of the plan is layers 1 and 2"),
-    "backwards": (("choices", 0, "layers"), [0, -1], "damaged: choices.0.layers.1"),
-    "beyond the end": (("choices", 3, "layers"), [4, 5], "entry 3 of the plan is layers 4 and 5"),
-    "another window": (("choices", 0, "shape", "pool"), [1, 1, 1], "entry 0 of the plan is layers 0 and 1"),
-    "window that does not fit": (("choices", 0, "shape", "pool"), [5, 4, 3], "damaged: choices.0.shape.*window"),
-    "a primitive that cannot": (("choices", 0, "primitive"), "cpu.conv.slow", "0 and 1 .*does not pool into fragments"),
-    "the last left out": (("choices", 3), ..., "chooses for 4 layers, and the network has 5"),
-}
-
-
-@pytest.mark.parametrize("what", FUSED)
-def test_a_hand_edited_plan_of_two_layers_in_one(network: Network, what: str) -> None:
-    table = tuple(replace(p, flops=1.0) if p.name == "cpu.conv.both" else p for p in FAKES)
-    plan = make_plan(network, (20, 11, 8), MACHINE, limits(2**30), table=table, rates=RATES, baseline=5000)
-    plan.check_runs(network, MACHINE, table=table)
-    path, to, said = FUSED[what]
-    with pytest.raises(PlanFileError, match=said):
-        Plan.from_json(edited(plan, *path, to=to)).check_runs(network, MACHINE, table=table)
-
-
-def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
-    for i, a in enumerate(plan.tensors):
-        for j, b in enumerate(plan.tensors):
-            if i != j and a.meets(b) and min(a.nbytes, b.nbytes) and b.offset + a.nbytes <= plan.memory.arena:
-                yield i, b.offset
-
-
-def test_no_tensor_may_move_onto_another(plan: Plan, network: Network) -> None:
-    moves = list(overlaps(plan))
-    assert len(moves) > 5
-    for index, offset in moves:
-        moved = Plan.from_json(edited(plan, "tensors", index, "offset", to=offset))
-        refused(moved, network, "over each other|the arena")
-
-
-def test_the_table_is_the_real_one_unless_told(plan: Plan, network: Network) -> None:
-    with pytest.raises(PlanFileError, match="which is not here"):
-        plan.check_runs(network, MACHINE)
-
-
-def test_prediction(plan: Plan) -> None:
-    twice = replace(plan, patches=2 * plan.patches)
+def test_prediction(plan: Plan, split: Plan) -> None:
+    twice = replace(plan, choices=tuple(replace(c, runs=2 * c.runs) for c in plan.choices))
     assert twice.seconds == 2 * plan.seconds
     assert twice.voxels_per_second == plan.voxels_per_second / 2
-    assert plan.seconds_per_patch == sum(c.seconds for c in plan.choices)
+    assert twice.waste == 2 * plan.waste
+    assert plan.seconds_per_step == sum(c.seconds for c in plan.choices)
+    first, second, *rest = (c.seconds for c in split.choices)
+    assert split.seconds_per_step == pytest.approx(first + second + 4 * sum(rest), rel=1e-12)
+
+
+def test_waste_is_what_borders_cost(network: Network, plan: Plan, column: Plan) -> None:
+    """Values computed, layer by layer, over those that the whole output would need if it had no border."""
+    for made in (plan, column):
+        done = 0.0
+        needed = 0.0
+        for choice in made.choices:
+            values = prod(choice.shape.out_shape[:4])
+            done += choice.runs * choice.seconds
+            needed += choice.seconds / values * prod(made.output)
+        assert made.waste == pytest.approx(done / needed, rel=1e-12)
+        assert made.waste > 1
+    # one voxel of view: nothing is computed twice
+    dot = planned(Network("dot", 1, (Conv((1, 1, 1), 2),)), (6, 5, 4), 2**30)
+    assert dot.waste == 1.0
+
+
+@pytest.mark.parametrize("output", [(20, 31, 8), (1, 1, 1), (47, 5, 3), (10, 310, 80)], ids=str)
+def test_the_same_columns_for_another_output(
+    plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, output: Vec3
+) -> None:
+    """Runs and columns are counted again, from patches and steps one by one; the rest stays."""
+    for made, of in ((plan, network), (column, network), (split, wide)):
+        memory = replace(made.memory, baseline=77)
+        here = made.covering(output, of, memory)
+        columns = here.cover(of)
+        assert (columns.size, columns.patch, columns.axis, columns.column) == (
+            output, made.patch_out, made.axis, made.column,
+        )  # fmt: skip
+        assert columns.margin == of.field_of_view[made.axis] - 1
+        assert sum(c.voxels for c in columns) == prod(output)
+        assert here.columns == len(list(columns))
+        for choice, before, parts in zip(here.choices, made.choices, made.parts, strict=True):
+            ahead = of.margins[choice.layers[1] + 1][made.axis]
+            assert choice == replace(before, runs=parts * steps_of(columns, ahead))
+        assert here == replace(made, output=output, memory=memory, choices=here.choices, columns=here.columns)
+        here.check_runs(of, MACHINE, table=FAKES)
+        assert here.covering(made.output, of, made.memory) == made
+
+
+def test_runs_that_were_edited_are_counted_again(column: Plan, network: Network) -> None:
+    """They are predictions: `check_runs` leaves them, and whoever covers an output counts anew."""
+    wrong = replace(column, columns=99, choices=tuple(replace(c, runs=7 * c.runs) for c in column.choices))
+    wrong.check_runs(network, MACHINE, table=FAKES)
+    assert wrong.covering(column.output, network, column.memory) == column
+
+
+def test_work_of_steps_that_give_no_output(column: Plan, network: Network, plan: Plan) -> None:
+    """Layers begin one after the other; from the first step with output on all of them run."""
+    assert plan.work_ahead(network) == ()
+    ahead = column.work_ahead(network)
+    margins = [margin[1] for margin in network.margins[1:]]
+    assert margins == [2, 2, 2, 1, 0]  # planes that each layer is ahead, in steps of one plane
+    seconds = [choice.seconds for choice in column.choices]
+    whole = sum(seconds)
+    assert ahead == pytest.approx([0, sum(seconds[:3]) / whole, sum(seconds[:4]) / whole], rel=1e-12)
+    output = len(column.cover(network)) * 31
+    assert column.seconds == pytest.approx(
+        column.seconds_per_step * (output + len(column.cover(network)) * sum(ahead)), rel=1e-12
+    )

@@ -1,0 +1,210 @@
+"""Plans that were made elsewhere or edited: what would not run as it stands is refused in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import pytest
+from fakes import FAKES, FAST, MACHINE, RATES, limits
+from plans import MIXED, WIDE, edited, in_parts, patches, walking
+
+from znnpy.errors import PlanFileError
+from znnpy.network import Network
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    return MIXED
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return patches()
+
+
+@pytest.fixture(scope="module")
+def column() -> Plan:
+    return walking()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Network:
+    return WIDE
+
+
+@pytest.fixture(scope="module")
+def split() -> Plan:
+    return in_parts()
+
+
+def refused(plan: Plan, network: Network, said: str, **words: Any) -> None:
+    settings: dict[str, Any] = {"machine": MACHINE, "table": FAKES} | words
+    with pytest.raises(PlanFileError, match=said):
+        plan.check_runs(network, **settings)
+
+
+def test_another_network(plan: Plan, network: Network) -> None:
+    other = replace(network, name="other", layers=network.layers[:-1])
+    said = f"another network \\(mixed, {network.sha256[:12]}\\) than the one given \\(other, {other.sha256[:12]}\\)"
+    refused(plan, other, said)
+
+
+def test_primitives_that_are_not_here(plan: Plan, network: Network) -> None:
+    lacking = [p for p in FAKES if p.name != FAST.name]
+    refused(plan, network, "layer 0 of the plan runs cpu.conv.fast, which is not here", table=lacking)
+    newer = [*lacking, replace(FAST, version=2)]
+    refused(plan, network, "layer 0 of the plan runs version 1 of cpu.conv.fast, and version 2 is here", table=newer)
+    sulking = [*lacking, replace(FAST, refuse="no AVX-512")]
+    refused(plan, network, "which does not apply here: no AVX-512", table=sulking)
+    fewer = [*lacking, replace(FAST, scale=(7,))]
+    refused(plan, network, r"cpu.conv.fast has no variant scale=\d", table=fewer)
+
+
+def test_memory_that_is_not_here(plan: Plan, network: Network) -> None:
+    peak = plan.memory.peak
+    small = replace(MACHINE, ram_bytes=peak - 10)
+    refused(plan, network, f"needs {peak:,} bytes of RAM, 10 more than this process may use", machine=small)
+    refused(plan, network, "70 more than the limit allows", ram_bytes=peak - 70)
+
+
+EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
+    "offset outside": (("tensors", 0, "offset"), 2**40, "lays x0 at bytes 1,099,511,627,776 to .* outside the arena"),
+    "offset not aligned": (("tensors", 0, "offset"), 32, "not aligned to 64"),
+    "smaller tensor": (("tensors", 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
+    "shorter life": (("tensors", 3, "last"), 0, "bytes in ticks 0 to 0, and it needs"),
+    "no such tensor": (("tensors", 0, "name"), "x99", r"lacks, repeats or invents tensors \(x0, x99\)"),
+    "a tensor less": (("tensors", 0), ..., r"lacks, repeats or invents tensors \(x0\)"),
+    "a tensor twice": (("tensors", 0, "name"), "x1", "lacks, repeats or invents tensors"),
+    "smaller arena": (("memory", "arena"), 64, "outside the arena of 64"),
+    "larger arena": (("memory", "arena"), 2**25, r"tensors end at byte [\d,]+ and the arena at 33,554,432"),
+    "fewer weights": (("memory", "residents"), 3, "promises 3 bytes of weights"),
+    "another patch": (("patch_out", 0), 2, "entry 0 of the plan is layer 0|reads patches"),
+    "patch off the period": (("patch_out", 0), 3, "multiple of the pooling period"),
+    "another input": (("patch_in", 2), 77, "reads patches of .*x77"),
+    "another shape": (("choices", 0, "shape", "fout"), 7, "entry 0 of the plan is layer 0"),
+    "another order": (("choices", 1, "layers"), [2, 2], "entry 1 of the plan is layer 2"),
+    "a layer less": (("choices", 4), ..., "chooses for 4 layers, and the network has 5"),
+    "another kind": (("choices", 0, "primitive"), "cpu.pool.fragments", "layer 0 of the plan is a conv and runs"),
+    "another variant": (("choices", 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),
+    "more images than there are": (("choices", 0, "shape", "batch"), 2, "layer 0 .* gets 1 images, .*no multiple of 2"),
+    "images that do not divide": (("choices", 2, "shape", "batch"), 3, "layer 2 .* gets 4 images, .*no multiple of 3"),
+    "fewer images for one layer": (("choices", 2, "shape", "batch"), 2, "layer 3 .* gets 2 images, .*no multiple of 4"),
+    "fewer images for the last": (("choices", 4, "shape", "batch"), 2, "gives x4 [0-9,]+ bytes in ticks"),
+    "carried planes": (("memory", "carries"), 64, "promises 64 bytes for carried planes, and its steps need 0"),
+    "less for libraries": (("memory", "allowance"), 3, "promises 3 bytes for the libraries"),
+    "columns of a patch": (("column",), 20, "entry 0 of the plan is layer 0|reads patches"),
+    "columns of half a step": (("column",), 7, "columns of 7 planes are no whole number of steps|reads patches"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EDITED)
+def test_a_hand_edited_plan_corrupts_nothing(plan: Plan, network: Network, what: str) -> None:
+    path, to, said = EDITED[what]
+    refused(Plan.from_json(edited(plan, *path, to=to)), network, said)
+
+
+WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
+    "no carried planes": (("memory", "carries"), 0, r"promises 0 bytes for carried planes, and its steps need [\d,]+;"),
+    "a patch": (("column",), 0, "reads patches of .*, and 10x1x8 voxels out need 13x4x12"),
+    "another axis": (("axis",), 0, "columns of 31 planes are no whole number of steps of 10;"),
+    "reads all that a step depends on": (("patch_in",), [13, 4, 12], "reads patches of 13x4x12, and 10x1x8 .* 13x1x12"),
+    "reads less than a step": (("patch_in", 0), 12, "reads patches of 12x1x12"),
+    "a thicker step": (("patch_out", 1), 2, "columns of 31 planes are no whole number of steps of 2;"),
+    "a step that fits": (("patch_out", 1), 31, "reads patches of 13x1x12, and 10x31x8 voxels out need 13x31x12"),
+    "patch off the period": (("patch_out", 0), 9, "multiple of the pooling period 1x2x2, not 1x9x8"),
+    "fewer planes": (("choices", 0, "shape", "n", 0), 3, "entry 0 of the plan is layer 0"),
+    "axes not turned": (("choices", 0, "shape", "k"), [3, 2, 2], "damaged|entry 0 of the plan is layer 0"),
+    "images that do not divide": (("choices", 3, "shape", "batch"), 3, "layer 3 .* gets 4 images, .* no multiple of 3"),
+    "smaller input": (("tensors", 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WALKS)
+def test_a_hand_edited_plan_of_columns(column: Plan, network: Network, what: str) -> None:
+    path, to, said = WALKS[what]
+    with pytest.raises(PlanFileError, match=said):
+        Plan.from_json(edited(column, *path, to=to)).check_runs(network, MACHINE, table=FAKES)
+
+
+def test_a_column_of_another_length(column: Plan, network: Network) -> None:
+    """Steps stay as they are: any whole number of them runs."""
+    for planes in (1, 7, 62):
+        other = Plan.from_json(edited(column, "column", to=planes))
+        other.check_runs(network, MACHINE, table=FAKES)
+        assert other.covering(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
+
+
+def taking(plan: Plan, *images: int) -> Plan:
+    choices = (replace(c, shape=replace(c.shape, batch=n)) for c, n in zip(plan.choices, images, strict=True))
+    return replace(plan, choices=tuple(choices))
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        ((1, 1, 3, 3, 3), "layer 2 .* gets 4 images, which are no multiple of 3"),
+        ((1, 1, 2, 1, 4), "layer 4 .* gets 1 images, which are no multiple of 4"),
+        ((1, 1, 8, 8, 8), "layer 2 .* gets 4 images, which are no multiple of 8"),
+        ((1, 1, 4, 4, 4), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
+        ((1, 1, 2, 2, 2), r"gives step2.s0 [\d,]+ bytes in ticks \d to \d, and it needs"),
+        ((1, 1, 4, 4, 1), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
+    ],
+)
+def test_a_hand_edited_plan_in_other_parts(split: Plan, wide: Network, images: tuple[int, ...], said: str) -> None:
+    """Of 4 fragments some other number at a time: it does not divide, or the arena is not made for it."""
+    assert taking(split, 1, 1, 1, 1, 1) == split
+    refused(taking(split, *images), wide, said)
+
+
+FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
+    "one layer of the two": (
+        ("choices", 0, "layers"),
+        [0, 0],
+        "fit its network: layer 1 .* 1 images, which are no multiple of 4",
+    ),
+    "three layers": (("choices", 0, "layers"), [0, 2], "entry 0 of the plan is layers 0 and 2"),
+    "layers twice": (("choices", 1, "layers"), [1, 2], "entry 1 of the plan is layers 1 and 2"),
+    "backwards": (("choices", 0, "layers"), [0, -1], "damaged: choices.0.layers.1"),
+    "beyond the end": (("choices", 3, "layers"), [4, 5], "entry 3 of the plan is layers 4 and 5"),
+    "another window": (("choices", 0, "shape", "pool"), [1, 1, 1], "entry 0 of the plan is layers 0 and 1"),
+    "window that does not fit": (("choices", 0, "shape", "pool"), [5, 4, 3], "damaged: choices.0.shape.*window"),
+    "a primitive that cannot": (("choices", 0, "primitive"), "cpu.conv.slow", "0 and 1 .*does not pool into fragments"),
+    "the last left out": (("choices", 3), ..., "chooses for 4 layers, and the network has 5"),
+}
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_a_hand_edited_plan_of_two_layers_in_one(network: Network, what: str) -> None:
+    table = tuple(replace(p, flops=1.0) if p.name == "cpu.conv.both" else p for p in FAKES)
+    plan = make_plan(
+        network, (20, 11, 8), MACHINE, limits(2**30), table=table, rates=RATES, baseline=5000, columns=False
+    )
+    plan.check_runs(network, MACHINE, table=table)
+    path, to, said = FUSED[what]
+    with pytest.raises(PlanFileError, match=said):
+        Plan.from_json(edited(plan, *path, to=to)).check_runs(network, MACHINE, table=table)
+
+
+def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
+    for i, a in enumerate(plan.tensors):
+        for j, b in enumerate(plan.tensors):
+            if i != j and a.meets(b) and min(a.nbytes, b.nbytes) and b.offset + a.nbytes <= plan.memory.arena:
+                yield i, b.offset
+
+
+def test_no_tensor_may_move_onto_another(plan: Plan, network: Network) -> None:
+    moves = list(overlaps(plan))
+    assert len(moves) > 5
+    for index, offset in moves:
+        moved = Plan.from_json(edited(plan, "tensors", index, "offset", to=offset))
+        refused(moved, network, "over each other|the arena")
+
+
+def test_the_table_is_the_real_one_unless_told(plan: Plan, network: Network) -> None:
+    with pytest.raises(PlanFileError, match="which is not here"):
+        plan.check_runs(network, MACHINE)
