@@ -31,6 +31,7 @@ class Fake:
     stages: int = 1
     input_until: int = 0
     output_from: int = 0
+    reads_carried: bool = False
     allowance: int = 0
     scale: tuple[int, ...] = (1,)  # variant i: seconds / scale, residents and scratch * scale
     refuse: str | None = None
@@ -58,6 +59,7 @@ class Fake:
                 Scratch(f"s{i}", int(share * shape.out_bytes * scale), i % self.stages, i % self.stages)
                 for i, share in enumerate(self.scratch)
             ),
+            reads_carried=self.reads_carried,
             allowance=self.allowance * scale,
         )
 
