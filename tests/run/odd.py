@@ -152,8 +152,9 @@ def planned(
             assert way is not None
             chosen.append(((layer, layer), shapes[layer], *way))
     footprints = [primitive.footprint(shape, variant, threads) for _, shape, primitive, variant in chosen]
-    tensors, nbytes = place(chain([(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]))
     step = patch_in(network, patch, axis, walks=column > 0)
+    steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
+    tensors, nbytes = place(chain(steps, step[axis]))
     memory = Memory(
         baseline=0,
         arena=nbytes,

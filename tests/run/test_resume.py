@@ -1,20 +1,30 @@
-"""A run that was stopped goes on only as what it was: settings, libraries, BLAS kernels, plan and memory."""
+"""A run that was stopped goes on only as what it was: settings, libraries, BLAS kernels, plan and memory.
+
+And, killed within a column, from the column's first step.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from odd import Ways, planned
 from place import Place
 
 import znnpy
 from znnpy.errors import ResumeError
+from znnpy.formats.networks import read_network
 from znnpy.inference import infer
+from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run.pipeline import Event
+from znnpy.shapes import Vec3, turned_back
 
 BEGUN: dict[str, Any] = {"patch": (4, 4, 4), "threads": 2}
 
@@ -137,3 +147,87 @@ def test_other_blas_kernels(stopped: Place) -> None:
     edit_journal(stopped, elsewhere)
     with pytest.raises(ResumeError, match=r"began with BLAS kernels openblas Prescott, .*OPENBLAS_CORETYPE"):
         go_on(stopped)
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from znnpy.inference import infer
+from znnpy.volume import output
+
+output.SYNC_SECONDS = 0.0  # columns are on record as soon as they are written
+steps = -1
+
+
+def progress(event):
+    global steps
+    steps += 1
+    if steps == int(sys.argv[5]):
+        while Path(out + ".journal").read_bytes().count(b"\\n") <= int(sys.argv[6]):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+volume, network, plan, out = sys.argv[1:5]
+infer(volume, network, plan=plan, out=out, progress=progress)
+"""
+
+
+def columns_of(place: Place, axis: int, primitive: str) -> Plan:
+    """Columns of three steps, several along each axis, some fragments at a time."""
+    network = read_network(place.folder / "net.yaml").network
+    output = network.dense_size((20, 23, 25))
+    across: Vec3 = turned_back((2, 8, 6), axis)
+    ways = Ways(0, [primitive], in_one=primitive == "cpu.conv.fft_lanes")
+    return planned(network, output, across, axis=axis, column=6, at_once=(2,), ways=ways)
+
+
+def record(place: Place) -> list[str]:
+    """Lines of the journal behind its header."""
+    lines: list[str] = place.out.with_name(place.out.name + ".journal").read_text().splitlines()
+    return lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("axis", "primitive", "column", "steps"),
+    [
+        (0, "cpu.conv.fft_tiled", 0, 1),  # within the first column, before it gives output
+        (0, "cpu.conv.fft_lanes", 0, 5),  # when it has written a part of its output
+        (1, "cpu.conv.fft_data", 7, 2),
+        (2, "cpu.conv.fft_tiled", 10, 4),
+    ],
+)
+def test_a_column_that_was_killed_is_run_again_from_its_first_step(
+    place: Place, axis: int, primitive: str, column: int, steps: int
+) -> None:
+    plan = columns_of(place, axis, primitive)
+    columns = plan.cover(read_network(place.folder / "net.yaml").network)
+    before = sum(len(columns[index].steps) for index in range(column))
+    assert steps < len(columns[column].steps)
+    path = place.folder / "plan.json"
+    path.write_text(plan.to_json())
+    files = place.volume, place.folder / "net.yaml", path, place.out
+    killed = subprocess.run([sys.executable, "-c", KILLED, *map(str, files), str(before + steps), str(column)])
+    assert killed.returncode == -signal.SIGKILL
+    assert len(record(place)) == column
+    report = go_on(place, threads=None, patch=None, plan=path)
+    assert report.computed == report.voxels - sum(columns[index].voxels for index in range(column))
+    resumed = place.prediction()
+    go_on(place, resume=False, overwrite=True, threads=None, patch=None, plan=path)
+    np.testing.assert_array_equal(resumed.view(np.uint32), place.prediction().view(np.uint32))
+
+
+def test_a_plan_of_another_volume_goes_on_as_well(place: Place) -> None:
+    """How often its layers run depends on the volume; what they are does not."""
+    network = read_network(place.folder / "net.yaml").network
+    path = place.folder / "plan.json"
+    path.write_text(planned(network, (40, 30, 20), (2, 8, 6), column=6).to_json())
+
+    def interrupt(event: Event) -> None:
+        if event.columns_done > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(place, resume=False, threads=None, patch=None, plan=path, progress=interrupt)
+    report = go_on(place, threads=None, patch=None, plan=path)
+    assert 0 < report.computed < report.voxels

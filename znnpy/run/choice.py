@@ -13,7 +13,7 @@ from znnpy.errors import NoPlanError, PlanFileError, ResumeError
 from znnpy.machine import Machine, limits_of, parse_bytes
 from znnpy.network import Network
 from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, reading_bytes, writing_bytes
-from znnpy.planner.plan import Plan
+from znnpy.planner.plan import Choice, Plan
 from znnpy.planner.search import make_plan
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
@@ -168,5 +168,10 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
             "out, or start again with --overwrite"
         )
     given = wishes.given_plan()
-    if given is not None and given.choices != plan.choices:
+    if given is not None and _what_runs(given) != _what_runs(plan):
         raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
+
+
+def _what_runs(plan: Plan) -> tuple[Vec3, int, int, list[Choice]]:
+    """What decides the bytes of an output; not how often layers run, which depends on the volume."""
+    return plan.patch_out, plan.axis, plan.column, [replace(choice, runs=1) for choice in plan.choices]
