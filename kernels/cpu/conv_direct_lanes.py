@@ -4,7 +4,9 @@ Method   A block of neighbouring outputs of a line times a panel of one to three
          registers over all taps, which are one list of offsets: per tap the panel's kernels are loaded, and the input
          of each voxel is spread over a vector. Bias and ReLU follow in registers; large outputs are written past the
          caches, so that memory is not read before it is overwritten.
-Memory   The kernels, in the order they are read. No scratch.
+         Where pooling into fragments follows, a worker takes some lines and columns of windows and follows them along
+         z: lines of outputs, their maxima over x and y, and from the p_z-th plane on over z, each into its fragment.
+Memory   The kernels, in the order they are read. Scratch only for pooling: those lines and planes, in L2.
 Bound    Compute: 500 to 540 GFLOP/s, what the registers allow, from 100 taps (k^3 * fin) on; with fewer, memory:
          44 GB/s written at k = 2, 1 -> 80 maps (2 Zen 5 cores, AVX-512, 2026-11-21). 1.4 to 2.5 times as fast as the
          products of BLAS in conv_direct.py, k = 2 and 3, 16 to 80 maps; with k = 3 and many maps the FFT is faster.
@@ -26,7 +28,7 @@ import numpy as np
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu.finish import overflow, squash_whole
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, streams, why_not
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
@@ -43,6 +45,10 @@ SUMS = 24  # registers that sums are kept in
 LEAST_SUMS = 8  # fewer wait for each other
 ENDING_TAPS = 8  # that take as long as to begin and to end a block of outputs
 THROUGH_CACHES = 3  # times as long is a large output written that is not written past them
+RUN = 48  # windows of a row that are computed together, at most
+ROWS = 16  # rows of windows
+PLANES_BYTES = 384 * 1024  # of the maxima of a worker: they stay in L2
+MAXIMA_FLOPS = 40.0  # what pooling takes of a value beside moving it
 OFFSET = 8  # bytes of the offset of a tap
 CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
 CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
@@ -52,7 +58,8 @@ class _Direct(ctypes.Structure):
     """direct.hpp"""
 
     _fields_ = (
-        *((name, ctypes.c_int64 * 3) for name in ("n", "k")),
+        *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p")),
+        *((name, ctypes.c_int64) for name in ("rows", "run")),
         *((name, ctypes.c_int64) for name in ("fin", "fout", "x_image", "out_image", "relu", "stream")),
         *((name, ctypes.c_void_p) for name in ("x", "out", "kernels", "bias", "offsets")),
     )
@@ -87,24 +94,29 @@ class _DirectLanes:
         shape = as_conv(shape)
         taps, lanes = shape.fin * prod(shape.k), LANES * blocks(shape.fout)
         sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # of the maps of a voxel
-        workers = min(threads, prod(shape.out_shape[:3]))
+        windows = _windows(shape)
+        workers = min(threads, windows.units)
         return Footprint(
-            resident=FLOAT32 * lanes * (taps + 1) + OFFSET * taps, allowance=ALIGNMENT + workers * (CALL_BYTES + sums)
+            resident=FLOAT32 * lanes * (taps + 1) + OFFSET * taps,
+            scratch=(Scratch("windows", workers * windows.room_bytes),) if shape.pools else (),
+            allowance=ALIGNMENT + workers * (CALL_BYTES + sums),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
         shape = as_conv(shape)
-        mx = shape.out[2]
+        windows = _windows(shape)
+        mx = windows.line  # outputs
         sums = 0  # registers of a line, summed over its blocks; those that wait for others count as well
         for _, width in _panels(blocks(shape.fout)):
             parts = -(-mx // _voxels(width))
             sums += parts * max(LEAST_SUMS, -(-mx // parts) * width)
         taps = shape.fin * prod(shape.k) + ENDING_TAPS
-        lines = prod(shape.out_shape[:3])
+        lines = windows.lines
         through = THROUGH_CACHES if shape.out_bytes > STREAM_BYTES else 2
         moved = shape.in_bytes + shape.out_bytes * (1 if streams(shape.fout, shape.out_bytes) else through)
-        return (Work("lane_stream", 2.0 * lines * sums * LANES * taps, moved),)
+        maxima = MAXIMA_FLOPS * lines * mx * LANES * blocks(shape.fout) if shape.pools else 0.0
+        return (Work("lane_stream", 2.0 * lines * sums * LANES * taps + maxima, moved),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
         del variant, crew
@@ -137,7 +149,7 @@ class ConvFirst(_DirectLanes):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if reason := why_not_plain(shape):
+        if reason := _why_neither(shape):
             return reason
         shape = as_conv(shape)
         if shape.fin > FEW:
@@ -156,12 +168,46 @@ class ConvDirectLanes(_DirectLanes):
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if reason := why_not_plain(shape):
+        if reason := _why_neither(shape):
             return reason
         shape = as_conv(shape)
         if shape.fin <= FEW:
             return f"is for more than {FEW} input maps, not {shape.fin}: see cpu.conv.first"
         return why_not(machine)
+
+
+def _why_neither(shape: LayerShape) -> str | None:
+    if not isinstance(shape, ConvShape):
+        return f"computes convolutions, not {shape.kind}"
+    if shape.pools and shape.activation == "softmax":
+        return "softmax looks at all maps of a voxel and cannot wait for the maxima of their windows"
+    return None
+
+
+class _Windows(NamedTuple):
+    """What a worker takes at a time: one line of outputs, or where they are pooled rows and columns of windows."""
+
+    units: int
+    rows: int  # of windows
+    run: int  # windows of a row
+    line: int  # outputs that are computed in a row
+    lines: int  # that are computed in all
+    room_bytes: int  # of a worker
+
+
+def _windows(shape: ConvShape) -> _Windows:
+    if not shape.pools:
+        lines = prod(shape.out_shape[:3])
+        return _Windows(lines, 1, shape.out[2], shape.out[2], lines, 0)
+    (pz, py, px), (mz, my, mx) = shape.pool, shape.unpooled
+    voxel = FLOAT32 * LANES * blocks(shape.fout)
+    along_y, along_x = my - py + 1, mx - px + 1
+    run = min(along_x, RUN)
+    rows = max(1, min(along_y, ROWS, PLANES_BYTES // (pz * run * voxel)))
+    run, rows = -(-along_x // -(-along_x // run)), -(-along_y // -(-along_y // rows))  # nearly equal ones
+    units = shape.batch * -(-along_y // rows) * -(-along_x // run)
+    room = (py * (run + px - 1) + pz * rows * run) * voxel
+    return _Windows(units, rows, run, run + px - 1, units * mz * (rows + py - 1), room)
 
 
 def _voxels(width: int) -> int:
@@ -191,13 +237,14 @@ class _Step:
             bias=resident.bias.ctypes.data,
             offsets=self._offsets.ctypes.data,
         )
-        d.n[:], d.k[:] = shape.n, shape.k
-        line_flops = 2.0 * shape.out[2] * LANES * blocks(shape.fout) * len(self._offsets)
-        self._most = max(1, int(CALL_FLOPS // line_flops))
+        self._windows = w = _windows(shape)
+        d.n[:], d.k[:], d.p[:], d.rows, d.run = shape.n, shape.k, shape.pool, w.rows, w.run
+        unit_flops = 2.0 * w.lines // w.units * w.line * LANES * blocks(shape.fout) * len(self._offsets)
+        self._most = max(1, int(CALL_FLOPS // unit_flops))
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        del scratch
-        shape, crew, lib = self._shape, self._crew, self._library
+        shape, crew, lib, w = self._shape, self._crew, self._library, self._windows
+        rooms = scratch["windows"].reshape(-1, w.room_bytes) if shape.pools else None
         d = _Direct.from_buffer_copy(self._direct)  # steps may run at the same time
         d.x, d.out = x.ctypes.data, out.ctypes.data
         d.x_image, d.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
@@ -207,10 +254,15 @@ class _Step:
         def piece(lo: int, hi: int, worker: int) -> None:
             for first in range(lo, hi, self._most):
                 crew.check()
-                last = min(hi, first + self._most)
-                bad[worker] += lib.znnpy_direct(ctypes.byref(d), ctypes.c_int64(first), ctypes.c_int64(last))
+                some = ctypes.c_int64(first), ctypes.c_int64(min(hi, first + self._most))
+                if rooms is None:
+                    bad[worker] += lib.znnpy_direct(ctypes.byref(d), *some)
+                else:
+                    room = ctypes.c_void_p(rooms[worker].ctypes.data)
+                    bad[worker] += lib.znnpy_direct_pool(ctypes.byref(d), room, *some)
 
-        crew.each(piece, prod(shape.out_shape[:3]))
+        crew.each(piece, w.units)
         if sum(bad):
-            raise overflow(sum(bad), out.size)
+            raise overflow(sum(bad), w.lines * w.line * shape.fout)
+        # tanh and sigmoid grow with their argument: they may follow the maximum of a pooling
         squash_whole(shape.activation, out, crew)

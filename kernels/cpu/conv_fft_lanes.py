@@ -171,8 +171,9 @@ class ConvFftLanes:
         worth = list(product(z, y, x))
         if (shape.n[1], reach[1]) == (shape.n[2], reach[2]):
             worth = [tile for tile in worth if tile[1] <= tile[2]]  # one of two twins: the long side along x
-        longest = max(2.0, min(map(elongation, worth)))  # longer and thinner ones overlap more and save nothing
-        tiles = {t: prod(ceil_divide(windows, valid(t, reach))) for t in worth if elongation(t) <= longest}
+        covers = {tile: ceil_divide(windows, valid(tile, reach)) for tile in worth}
+        longest = max(2.0, min(elongation(*cover) for cover in covers.items()))  # longer ones overlap more
+        tiles = {tile: prod(counts) for tile, counts in covers.items() if elongation(tile, counts) <= longest}
         most = EXCESS * min(count * prod(tile) for tile, count in tiles.items())
         found: dict[Variant, None] = {}
         for tile, count in tiles.items():

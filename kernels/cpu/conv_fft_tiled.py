@@ -32,7 +32,7 @@ from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.tiles import elongation, sides
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
-from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
+from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3, ceil_divide, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
@@ -139,16 +139,14 @@ class ConvFftTiled:
         del machine
         shape = as_conv(shape)
         k, m = shape.k, shape.out
-        tiles_worth = list(product(*(sides(size, kernel, SIDES) for size, kernel in zip(m, k, strict=True))))
-        longest = max(2.0, min(map(elongation, tiles_worth)))
+        worth = product(*(sides(size, kernel, SIDES) for size, kernel in zip(m, k, strict=True)))
+        covers = {tile: ceil_divide(m, valid(tile, k)) for tile in worth}
+        longest = max(2.0, min(elongation(*cover) for cover in covers.items()))  # longer ones overlap more
         found: dict[Variant, None] = {}
-        for tile in tiles_worth:
-            if elongation(tile) > longest:
-                continue  # long thin tiles overlap more and save nothing
-            steps = (-(-size // (side - kernel + 1)) for size, side, kernel in zip(m, tile, k, strict=True))
-            tiles = shape.batch * prod(steps)
-            for group in GROUPS:
-                found[_variant(tile, min(group, tiles))] = None
+        for tile, counts in covers.items():
+            if elongation(tile, counts) <= longest:
+                for group in GROUPS:
+                    found[_variant(tile, min(group, shape.batch * prod(counts)))] = None
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:

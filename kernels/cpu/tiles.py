@@ -25,7 +25,10 @@ def sides(m: int, k: int, all_sides: tuple[int, ...]) -> Sequence[int]:
 
 
 @cache
-def elongation(tile: Vec3) -> float:
-    """The longest side by the shortest, of those that are transformed."""
-    transformed = [side for side in tile if side > 1]
-    return max(transformed) / min(transformed)
+def elongation(tile: Vec3, counts: Vec3) -> float:
+    """The longest side by the shortest, of those along which an image has more than one tile: the others lose nothing.
+
+    A slab is covered by tiles as thin as it is.
+    """
+    divided = [side for side, count in zip(tile, counts, strict=True) if count > 1]
+    return max(divided) / min(divided) if divided else 1.0

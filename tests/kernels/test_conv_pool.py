@@ -12,7 +12,7 @@ from closeness import INPUTS, MACHINE, aligned, random_input, random_weights, ru
 
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
 from znnpy.kernels import reference
-from znnpy.kernels.cpu import conv_fft_lanes
+from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Variant
@@ -75,6 +75,34 @@ def test_equals_two_layers(shape: ConvShape, simd: str, monkeypatch: pytest.Monk
         assert_equals_two_layers(run(LANES, shape, x, weights, variant, threads=2).out, x, weights, shape)
 
 
+DIRECT = [
+    *SHAPES,
+    pooled(2, (1, 80), (5, 20, 31), (4, 4, 4), (2, 2, 2), "relu"),  # several units along y and x
+    pooled(2, (2, 48), (3, 7, 55), (2, 3, 1), (1, 1, 3), "tanh"),
+    pooled(1, (1, 300), (2, 9, 4), (2, 2, 2), (2, 2, 2), "relu"),
+]
+
+
+@pytest.mark.parametrize("simd", RUNS_HERE)
+@pytest.mark.parametrize("shape", DIRECT, ids=str)
+def test_direct_sums_are_pooled_too(shape: ConvShape, simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First layers and others: units that end before the image does, planes that are kept for the next window."""
+    monkeypatch.setattr(conv_direct_lanes, "this_machine", lambda: replace(MACHINE, simd=simd))
+    primitive = find("cpu.conv.first" if shape.fin <= 4 else "cpu.conv.direct_lanes")
+    (variant,) = primitive.variants(shape, MACHINE)
+    weights = random_weights(shape)
+    for threads, kind in ((1, INPUTS[0]), (2, INPUTS[1]), (2, INPUTS[2])):
+        x = random_input(shape, kind)
+        assert_equals_two_layers(run(primitive, shape, x, weights, variant, threads=threads).out, x, weights, shape)
+
+
+def test_direct_refuses_what_cannot_wait_for_the_maxima() -> None:
+    for fin, name in ((1, "cpu.conv.first"), (16, "cpu.conv.direct_lanes")):
+        refusal = find(name).why_not(pooled(1, (fin, 8), (2, 2, 2), (2, 2, 2), (2, 2, 2), "softmax"), MACHINE)
+        assert refusal is not None
+        assert "softmax" in refusal
+
+
 @pytest.mark.parametrize("tile", [(4, 4, 4), (6, 14, 8), (32, 4, 10), (24, 28, 32)], ids=str)
 @pytest.mark.parametrize("group", [1, 5, 100])
 def test_every_tile_writes_its_own_windows(tile: Vec3, group: int) -> None:
@@ -134,8 +162,10 @@ def test_overflow_is_found_before_maximum_and_activation_hide_it(activation: Act
 def test_only_those_that_can_pool_say_so() -> None:
     """Every primitive that applies to such a shape is one that was tested above."""
     for shape in SHAPES:
-        assert [p.name for p in of_kind("conv") if p.why_not(shape, MACHINE) is None] == [LANES.name]
-        assert all("pool" in (p.why_not(shape, MACHINE) or "") for p in of_kind("conv") if p != LANES)
+        direct = "cpu.conv.first" if shape.fin <= 4 else "cpu.conv.direct_lanes"
+        assert [p.name for p in of_kind("conv") if p.why_not(shape, MACHINE) is None] == [LANES.name, direct]
+        others = [p for p in of_kind("conv") if p.name not in (LANES.name, "cpu.conv.first", "cpu.conv.direct_lanes")]
+        assert all("pool" in (p.why_not(shape, MACHINE) or "") for p in others)
     soft = replace(SHAPES[0], activation="softmax")
     assert "softmax looks at all maps" in (LANES.why_not(soft, MACHINE) or "")
     wide = pooled(1, (1, 1), (1, 1, 1), (20, 1, 1), (14, 1, 1), "none")

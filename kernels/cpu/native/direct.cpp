@@ -114,6 +114,46 @@ int64_t line(const Line &l, const float *x, float *out, ptrdiff_t outputs) {
   return bad;
 }
 
+ALWAYS V larger(V a, V b) { return a > b ? a : b; }
+
+// target[i] = the largest of source[i], source[pitch + i], ..; target may be source.
+void maxima(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target, ptrdiff_t floats) {
+  for (ptrdiff_t i = 0; i < floats; i += W) {
+    V v = load(source + i);
+    for (ptrdiff_t d = 1; d < count; d++) v = larger(v, load(source + d * pitch + i));
+    store(target + i, v);
+  }
+}
+
+struct Windows {  // of one plane of an image, some rows and columns of them
+  const float *planes;  // (pz, rows, columns, blocks, lane): maxima over y and x
+  ptrdiff_t plane;      // floats from plane to plane
+  ptrdiff_t z, y, x;    // of the first
+  ptrdiff_t rows, columns;
+};
+
+// Maxima over planes, each into its fragment; `out` is the image's first.
+void scatter(const Direct &d, const Windows &w, float *out, bool streams) {
+  const ptrdiff_t pz = d.p[0], py = d.p[1], px = d.p[2], voxel = (d.fout + LANES - 1) / LANES * LANES;
+  const ptrdiff_t qy = (d.n[1] - d.k[1] + 1) / py, qx = (d.n[2] - d.k[2] + 1) / px;
+  for (ptrdiff_t row = 0; row < w.rows; row++) {
+    const ptrdiff_t y = w.y + row, fragment = (w.z % pz * py + y % py) * px;
+    float *const lines = out + ((w.z / pz * qy + y / py) * qx) * d.fout;
+    for (ptrdiff_t column = 0; column < w.columns; column++) {
+      const ptrdiff_t x = w.x + column;
+      float *const target = lines + (fragment + x % px) * d.out_image + x / px * d.fout;
+      const float *const source = w.planes + (row * w.columns + column) * voxel;
+      for (ptrdiff_t lane = 0; lane < d.fout; lane += W) {
+        V v = load(source + lane);
+        for (ptrdiff_t i = 1; i < pz; i++) v = larger(v, load(source + i * w.plane + lane));
+        if (streams) stream(target + lane, v);
+        else if (d.fout - lane >= W) store(target + lane, v);
+        else store_part(target + lane, v, (int)(d.fout - lane));
+      }
+    }
+  }
+}
+
 // Blocks of channels in the panel that begins when `left` are left: 3 while no single one is left over.
 int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
 
@@ -122,36 +162,81 @@ int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
 
 using namespace znnpy;
 
+namespace {
+
+// A line of outputs, all channels, `fout` floats from one to the next; `whole`: room for whole blocks of channels.
+int64_t whole_line(const Direct &d, const float *x, float *out, ptrdiff_t outputs, ptrdiff_t fout, bool whole) {
+  const ptrdiff_t blocks = (d.fout + LANES - 1) / LANES, taps = d.k[0] * d.k[1] * d.k[2] * d.fin;
+  int64_t bad = 0;
+  for (ptrdiff_t first = 0; first < blocks;) {
+    const int width = panel(blocks - first), at_once = W == LANES ? width : 1;
+    for (int b = 0; b < width; b += at_once) {
+      const ptrdiff_t left = whole ? LANES : d.fout - (first + b + at_once - 1) * LANES;
+      const Line l{d.kernels + first * LANES * taps + b * LANES,
+                   d.bias + (first + b) * LANES,
+                   d.fin,
+                   fout,
+                   d.offsets,
+                   taps,
+                   width * LANES,
+                   (int)(left < LANES ? left : LANES),
+                   d.relu != 0,
+                   !whole && d.stream != 0};
+      float *target = out + (first + b) * LANES;
+      bad += at_once == 3   ? line<3>(l, x, target, outputs)
+             : at_once == 2 ? line<2>(l, x, target, outputs)
+                            : line<1>(l, x, target, outputs);
+    }
+    first += width;
+  }
+  return bad;
+}
+
+}  // namespace
+
 // Lines [lo, hi) of the output, (image, z, y). Returns how many values are infinite or not a number.
 EXPORT int64_t znnpy_direct(const Direct *direct, int64_t lo, int64_t hi) {
   const Direct &d = *direct;
   const ptrdiff_t mz = d.n[0] - d.k[0] + 1, my = d.n[1] - d.k[1] + 1, mx = d.n[2] - d.k[2] + 1;
-  const ptrdiff_t row = d.n[2] * d.fin, blocks = (d.fout + LANES - 1) / LANES, taps = d.k[0] * d.k[1] * d.k[2] * d.fin;
   int64_t bad = 0;
   for (ptrdiff_t unit = lo; unit < hi; unit++) {
     const ptrdiff_t y = unit % my, z = unit / my % mz, image = unit / (my * mz);
-    const float *x = d.x + image * d.x_image + (z * d.n[1] + y) * row;
+    const float *x = d.x + image * d.x_image + (z * d.n[1] + y) * d.n[2] * d.fin;
     float *out = d.out + image * d.out_image + (z * my + y) * mx * d.fout;
-    for (ptrdiff_t first = 0; first < blocks;) {
-      const int width = panel(blocks - first), at_once = W == LANES ? width : 1;
-      for (int b = 0; b < width; b += at_once) {
-        const ptrdiff_t left = d.fout - (first + b + at_once - 1) * LANES;
-        const Line l{d.kernels + first * LANES * taps + b * LANES,
-                     d.bias + (first + b) * LANES,
-                     d.fin,
-                     d.fout,
-                     d.offsets,
-                     taps,
-                     width * LANES,
-                     (int)(left < LANES ? left : LANES),
-                     d.relu != 0,
-                     d.stream != 0};
-        float *target = out + (first + b) * LANES;
-        bad += at_once == 3   ? line<3>(l, x, target, mx)
-               : at_once == 2 ? line<2>(l, x, target, mx)
-                              : line<1>(l, x, target, mx);
+    bad += whole_line(d, x, out, mx, d.fout, false);
+  }
+  if (d.stream) fence();
+  return bad;
+}
+
+// The same, max-pooled into fragments; what is pooled is never written. Units [lo, hi): (image, rows, run of columns) of
+// windows, each followed along z. `room`: p.y lines, and p.z planes of maxima over y and x. Returns how many of the
+// values that were computed are infinite or not a number; those on the rims of units are computed twice.
+EXPORT int64_t znnpy_direct_pool(const Direct *direct, float *room, int64_t lo, int64_t hi) {
+  const Direct &d = *direct;
+  const ptrdiff_t pz = d.p[0], py = d.p[1], px = d.p[2], voxel = (d.fout + LANES - 1) / LANES * LANES;
+  const ptrdiff_t depth = d.n[0] - d.k[0] + 1;
+  const ptrdiff_t windows_y = d.n[1] - d.k[1] + 1 - (py - 1), windows_x = d.n[2] - d.k[2] + 1 - (px - 1);
+  const ptrdiff_t blocks = (windows_y + d.rows - 1) / d.rows, runs = (windows_x + d.run - 1) / d.run;
+  const ptrdiff_t line_floats = (d.run + px - 1) * voxel;
+  float *const planes = room + py * line_floats;
+  int64_t bad = 0;
+  for (ptrdiff_t unit = lo; unit < hi; unit++) {
+    const ptrdiff_t first_x = unit % runs * d.run, first_y = unit / runs % blocks * d.rows, image = unit / (runs * blocks);
+    const ptrdiff_t rows = d.rows < windows_y - first_y ? d.rows : windows_y - first_y;
+    const ptrdiff_t columns = d.run < windows_x - first_x ? d.run : windows_x - first_x;
+    const ptrdiff_t line = columns * voxel, plane = rows * line;
+    for (ptrdiff_t z = 0; z < depth; z++) {
+      for (ptrdiff_t y = 0; y < rows + py - 1; y++) {
+        const float *x = d.x + image * d.x_image + ((z * d.n[1] + first_y + y) * d.n[2] + first_x) * d.fin;
+        float *const ring = room + y % py * line_floats;
+        bad += whole_line(d, x, ring, columns + px - 1, voxel, true);
+        maxima(ring, voxel, px, ring, line);
+        if (y >= py - 1) maxima(room, line_floats, py, planes + z % pz * plane + (y - (py - 1)) * line, line);
       }
-      first += width;
+      if (z < pz - 1) continue;
+      const Windows w{planes, plane, z - (pz - 1), first_y, first_x, rows, columns};
+      scatter(d, w, d.out + image * pz * py * px * d.out_image, d.stream != 0);
     }
   }
   if (d.stream) fence();

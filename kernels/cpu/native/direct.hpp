@@ -5,6 +5,8 @@
 
 struct Direct {
   int64_t n[3], k[3];  // input, kernel: z, y, x
+  int64_t p[3];        // window of the pooling behind it: znnpy_direct_pool
+  int64_t rows, run;   // windows along y and x that are computed together
   int64_t fin, fout;
   int64_t x_image, out_image;  // floats from image to image
   int64_t relu, stream;

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-VERSION = 2  # vector.hpp: raised when a function or a structure of the libraries changes
+VERSION = 3  # vector.hpp: raised when a function or a structure of the libraries changes
 LANES = 16  # channels of a block, in every library: vector.hpp
 STREAM_BYTES = 2**23  # outputs larger than that are written past the caches, where all their lines are whole
 
@@ -68,6 +68,7 @@ def library(simd: str) -> ctypes.CDLL:
     for stage in ("inverse", "pool", "run"):
         getattr(loaded, f"znnpy_tiled_{stage}").restype = ctypes.c_int64
     loaded.znnpy_direct.restype = ctypes.c_int64
+    loaded.znnpy_direct_pool.restype = ctypes.c_int64
     loaded.znnpy_pool.restype = None
     return loaded
 
