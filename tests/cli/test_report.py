@@ -175,7 +175,7 @@ def test_work_of_a_run_is_what_its_steps_do(place: Place) -> None:
     assert done == sorted(done)
     ahead = plan.work_ahead(place.network)
     assert len(ahead) == cover.ahead > 1
-    assert 0 < ahead[0] < ahead[-1] <= 1
+    assert 0 <= ahead[0] < ahead[-1] <= 1  # the first may bring in voxels for no layer to run yet
     assert list(ahead) == sorted(ahead)
     seconds = plan.seconds_per_step * len(cover) * (sum(ahead) + len(cover[0].steps) - cover.ahead)
     assert seconds == pytest.approx(plan.seconds)
