@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from stages import FAULTS, WALKER, Output, Session, Source, dense, no_thread_is_left, quiet, run, volume, walking
+from probes import FAULTS, WALKER, Output, Session, Source, dense, no_thread_is_left, quiet, run, volume, walking
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.crew import Crew

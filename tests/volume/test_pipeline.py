@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from stages import (
+from probes import (
     COLUMNS,
     FAULTS,
     NETWORK,
