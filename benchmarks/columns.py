@@ -13,11 +13,11 @@ the multiply-adds of the convolutions by their definition. What does not fit is 
 Planned is everything. Measured, with `--measure`, is for the volumes of `--measured`:
     layers  every plan, layer by layer, in a process of its own with the limit as its memory. A descent runs each choice
             of the plan once, as in a step (layer_by_layer.py), loading and storing included; it takes a step divided by
-            its parts. Its figure is scaled to the whole output by the counts of the plan: the seconds of each choice
-            times `Choice.runs`, which counts the steps of a column before its first output, and those of the last step
-            that are not written; loading times the steps; storing times the steps that give output and their parts.
-            Reading, writing and waiting are left out: a run reads and writes while it computes. In each of `--rounds`
-            the ways take turns; the figure is the median of all descents.
+            its parts, and the first of a process does not count. Its figure is scaled to the whole output by the counts
+            of the plan: the seconds of each choice times `Choice.runs`, which counts the steps of a column before its
+            first output, and those of the last step that are not written; loading times the steps; storing times the
+            steps that give output and their parts. Reading, writing and waiting are left out: a run reads and writes
+            while it computes. In each of `--rounds` the ways take turns; the figure is the median of all descents.
     check   what that leaves out: one column and one patch of `--check-output` a network, from end to end through
             `znnpy infer`, whose seconds of computing stand beside those of the descents, scaled as above.
     whole   every plan over the whole volume through `znnpy infer`, from an HDF5 file into another; nothing is scaled.
