@@ -22,10 +22,10 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.shapes import FLOAT32, Vec3, text
 
-WAYS: dict[str, tuple[bool, bool | None]] = {  # `columns` and `depth_first` of `make_plan`
+WAYS: dict[str, tuple[bool, bool]] = {  # `columns` and `depth_first` of `make_plan`
     "patches": (False, False),
-    "depth_first": (False, None),
-    "columns": (True, None),
+    "depth_first": (False, True),
+    "columns": (True, True),
 }
 
 

@@ -29,10 +29,10 @@ LEAST_BYTES = 256 * MIB  # promised: below, what every process takes decides
 MOST_RATIO = 1.15
 LIMITS_MIB = 300, 2048
 OUTPUT = 16, 300  # per axis
-WAYS: tuple[tuple[bool | None, bool | None], ...] = (  # `columns` and `depth_first` of `make_plan`
-    (None, None),
-    (True, None),
-    (False, None),
+WAYS: tuple[tuple[bool | None, bool], ...] = (  # `columns` and `depth_first` of `make_plan`
+    (None, True),
+    (True, True),
+    (False, True),
     (True, False),
     (False, False),
 )

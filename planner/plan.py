@@ -148,7 +148,7 @@ class Plan:
             sum(
                 times * choice.seconds
                 for times, choice, margin in zip(self.parts, self.choices, margins, strict=True)
-                if before
+                if before * thick < margin + thick
             )
             / whole
             for before in range(steps, 0, -1)

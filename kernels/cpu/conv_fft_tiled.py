@@ -139,8 +139,8 @@ class ConvFftTiled:
         del machine
         shape = as_conv(shape)
         k, m = shape.k, shape.out
-        worth = product(*(sides(size, kernel, SIDES) for size, kernel in zip(m, k, strict=True)))
-        covers = {tile: ceil_divide(m, valid(tile, k)) for tile in worth}
+        z, y, x = (sides(size, kernel, SIDES) for size, kernel in zip(m, k, strict=True))
+        covers = {tile: ceil_divide(m, valid(tile, k)) for tile in product(z, y, x)}
         longest = max(2.0, min(elongation(*cover) for cover in covers.items()))  # longer ones overlap more
         found: dict[Variant, None] = {}
         for tile, counts in covers.items():

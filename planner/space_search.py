@@ -1,0 +1,347 @@
+"""The search in one space, patches or columns along one axis: the best shapes, and what nearly was.
+
+For a fixed shape the best primitives are found exactly (`trade`), for every way to run images in parts; shapes are gone
+through in the order of an optimistic bound on the time for the whole output, and those that cannot win are skipped.
+
+Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes, best primitive per layer within memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+
+from znnpy.machine import Limits
+from znnpy.planner.bounds import Bounds
+from znnpy.planner.candidates import (
+    Candidate,
+    Sizes,
+    Space,
+    Span,
+    all_sizes,
+    between,
+    candidate,
+    candidates,
+    thinned,
+)
+from znnpy.planner.layout import Tensor, carried_bytes, chain, place
+from znnpy.planner.memory import reading_bytes, writing_bytes
+from znnpy.planner.options import Options, Place
+from znnpy.planner.plan import Memory, RunnerUp, patch_in
+from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
+from znnpy.shapes import Vec3
+
+LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
+RUNNERS_UP = 3
+FEW = 6  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best of one shape."""
+
+    candidate: Candidate
+    options: tuple[Option, ...]
+    tensors: tuple[Tensor, ...]
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        """For the whole output."""
+        return total_seconds(self.options)
+
+    @property
+    def waste(self) -> float:
+        """Work done over the work that no border would need: how often an average output of a layer is computed.
+
+        Layers are weighed by their seconds. Without borders every layer computes one value per output voxel and map,
+        spread over its fragments.
+        """
+        output = prod(self.candidate.space.output)
+        ways = [way for option in self.options for way in option.ways]
+        return self.seconds / sum(way.seconds * output / prod(way.shape.out_shape[:4]) for way in ways)
+
+
+@dataclass
+class SpaceSearch:
+    """What is asked for, and what was worked out so far, in one space."""
+
+    space: Space
+    limits: Limits
+    itemsize_in: int
+    itemsize_out: int
+    patch: Vec3 | None
+    options: Options
+    baseline: int
+    masks: bool
+    splits: Sequence[tuple[int, ...]]
+    lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
+    _bounds: Bounds = field(init=False)
+    _seen: set[tuple[int, ...]] = field(default_factory=set)  # counts and sizes of patches that were looked at
+
+    def __post_init__(self) -> None:
+        if self.space.walks:
+            shapes = candidate(self.space, self.space.network.period).shapes
+            apart = (i for i, (first, _) in enumerate(self.space.spans) if self.options.reads_carried(shapes[first]))
+            self.space = replace(self.space, apart=frozenset(apart))
+        self._bounds = Bounds(self.space)
+
+    def run(self) -> list[Found]:
+        """The best shapes, best first; none when nothing fits.
+
+        First over a few sizes per axis in all combinations, then again and again over a few more around the best.
+        In networks that treat all axes alike patches that are turned to other axes cost nearly the same: one of them is
+        looked at, and of the best all are.
+        """
+        sizes = self._sizes(self.limits.ram_bytes - self.baseline)
+        if not all(sizes):
+            return []
+        seen = _few(sizes)
+        first = list(candidates(self.space, seen))
+        for thick in seen[0]:
+            largest = max((shape for shape in first if shape.patch[0] == thick), key=lambda shape: prod(shape.patch))
+            for index, options in enumerate(self._fronts(largest)):
+                self._bounds.learn(largest, index, options)
+        best = self._through(self._new(first), [])
+        while best:
+            beside = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
+            more = _few((beside[0][1], beside[1][1], beside[2][1]))
+            if not any(more):
+                break
+            z, y, x = (sorted({*old, *new}, reverse=True) for (old, _), new in zip(beside, more, strict=True))
+            best = self._through(self._new(candidates(self.space, (z, y, x))), best)
+            z, y, x = (sorted({*old, *new}, reverse=True) for old, new in zip(seen, more, strict=True))
+            seen = (z, y, x)
+        if best:
+            patch = best[0].candidate.patch
+            z, y, x = ([size for size in along if size in patch] for along in sizes)
+            turned = [shape for shape in candidates(self.space, (z, y, x)) if shape.patch != patch]
+            best = self._through([shape for shape in turned if self._key(shape.patch) == self._key(patch)], best)
+        return best
+
+    def _key(self, patch: Vec3) -> tuple[int, ...]:
+        """Equal for patches that differ in the order of axes which make no difference to speak of."""
+        fixed = 1 if self.space.walks else 0
+        return (*patch[:fixed], *sorted(patch[fixed:])) if self.space.alike else patch
+
+    def _new(self, shapes: Iterable[Candidate]) -> list[Candidate]:
+        """Those that were not looked at, nor turned to other axes where that makes no difference to speak of."""
+        new = []
+        for shape in shapes:
+            key = (len(shape.cover), *self._key(shape.patch))
+            if key not in self._seen:
+                self._seen.add(key)
+                new.append(shape)
+        return new
+
+    def _sizes(self, room: int | None) -> Sizes:
+        """Patch sizes to look at along each axis."""
+        if self.patch is None:
+            return all_sizes(self.space, room)
+        z, y, x = self.patch
+        return [z], [y], [x]
+
+    def _through(self, shapes: Sequence[Candidate], best: list[Found]) -> list[Found]:
+        """The best of `best` and of all shapes, best first."""
+        ranked = []
+        for shape in shapes:
+            smallest = shape.split(self.splits[-1])
+            ranked.append((self._bounds.seconds(smallest, self._room(smallest), {}), shape))
+        for _, shape in sorted(ranked, key=lambda pair: pair[0]):
+            below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
+            found = self._best_split(shape, best[0].seconds if best else inf, below)
+            if found is None:
+                self.lost.append(shape)
+            else:
+                best = self._distinct(sorted([*best, found], key=lambda found: (found.seconds, found.memory.peak)))
+                best = best[: RUNNERS_UP + 1]
+        return best
+
+    def _distinct(self, ranked: Sequence[Found]) -> list[Found]:
+        """The first of those that are one patch turned to other axes."""
+        by_sides: dict[tuple[int, ...], Found] = {}
+        for found in ranked:
+            by_sides.setdefault(self._key(found.candidate.patch), found)
+        return list(by_sides.values())
+
+    def _best_split(self, shape: Candidate, best: float, below: float) -> Found | None:
+        """The fastest way to split one shape; None unless one of them stays below `below` seconds for the output.
+
+        `best` is what another shape reaches: one that cannot is not worked out.
+        """
+        fastest_found = None
+        for at_once in self.splits:
+            split = shape.split(at_once)
+            if self._bounds.seconds(split, self._room(split), {}) >= min(best, below):
+                continue
+            found = self._short_enough(split, below)
+            if found is not None:
+                fastest_found, below = found, found.seconds
+                best = min(best, below)
+                if total_seconds(found.options) <= total_seconds(fastest(self._fronts(found.candidate))):
+                    break  # nothing was given up for memory: smaller parts only cost
+        return fastest_found
+
+    def _short_enough(self, shape: Candidate, below: float) -> Found | None:
+        """The best of one shape, with columns that take LOST_SECONDS or little more, if they are of several steps."""
+        found = self._best_of(shape, below)
+        if found is None or not shape.column:
+            return found
+        rows = len(shape.cover)
+        pieces = max(1, int(found.seconds / rows / LOST_SECONDS + 0.999))
+        shorter = shape.cut(pieces)
+        return found if shorter.column == shape.column else self._best_of(shorter, below)
+
+    def around(self, shape: Candidate) -> Memory:
+        """What a run needs whatever the primitives are."""
+        network, walks = self.space.network, self.space.walks
+        return Memory(
+            baseline=self.baseline,
+            arena=0,
+            carries=0,
+            residents=0,
+            reading=reading_bytes(
+                network.input_channels,
+                patch_in(network, shape.patch, 0, walks=walks),
+                self.itemsize_in,
+                seen=network.patch_in(shape.patch) if self.masks else None,
+            ),
+            writing=writing_bytes(network.output_channels, shape.patch, self.itemsize_out),
+            allowance=0,
+        )
+
+    def _room(self, shape: Candidate) -> int:
+        """Bytes for arena, weights, carried planes and allowance."""
+        return self.limits.ram_bytes - self.around(shape).peak
+
+    def _best_of(self, shape: Candidate, below: float) -> Found | None:
+        """The fastest primitives for one shape that fit; None unless below `below` seconds for the output."""
+        fronts = self._promising_fronts(shape, below)
+        if fronts is None:
+            return None
+        room = self._room(shape)
+        options = fastest_within(fronts, room, below)
+        if options is None:
+            return None
+        while options is not None:
+            found = self._laid_out(shape, options)
+            if found.memory.peak <= self.limits.ram_bytes:
+                return found
+            room -= found.memory.arena - max(option.live for option in options)  # the layout lost that much
+            options = fastest_within(fronts, room, below)
+        found = self._laid_out(shape, smallest(fronts))
+        return found if found.memory.peak <= self.limits.ram_bytes and found.seconds < below else None
+
+    def _promising_fronts(self, shape: Candidate, below: float) -> list[Front] | None:
+        """Options of every span; None as soon as it is plain that they do not fit, or not below `below` seconds.
+
+        Large layers come first: one of them tells most of the shapes that cannot win.
+        """
+        known: dict[int, Front] = {}
+        for index in sorted(range(len(self.space.spans)), key=lambda index: -shape.moved(index)):
+            known[index] = self._front(shape, index)
+            if not known[index]:
+                return None
+            self._bounds.learn(shape, index, known[index])
+            if self._bounds.seconds(shape, self._room(shape), known) >= below:
+                return None
+        return [known[index] for index in range(len(self.space.spans))]
+
+    def _front(self, shape: Candidate, span: int) -> Front:
+        """Options of one span, whether they fit or not."""
+        first, last = self.space.spans[span]
+        place = Place(
+            under=shape.under[span],
+            x=0 if shape.held[span] else shape.tensors[span],
+            out=shape.tensors[span + 1],
+            parts=shape.parts[first],
+            steps=shape.steps[first : last + 1],
+            walks=self.space.walks,
+            joined=shape.joined(span),
+        )
+        return self.options.of(shape.shapes[first : last + 1], place)
+
+    def _fronts(self, shape: Candidate) -> list[Front]:
+        """Options of every span."""
+        return [self._front(shape, index) for index in range(len(self.space.spans))]
+
+    def ways(self, options: Iterable[Option]) -> Iterator[tuple[Span, Way]]:
+        """All layers of a step, those in one together, each with the first and the last of its layers."""
+        for (first, last), option in zip(self.space.spans, options, strict=True):
+            if len(option.ways) == 1:
+                yield (first, last), option.ways[0]
+            else:
+                yield from (((layer, layer), way) for layer, way in enumerate(option.ways, first))
+
+    def _laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
+        """With the arena as it will be."""
+        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
+        new = patch_in(self.space.network, shape.patch, 0, walks=self.space.walks)[0]
+        tensors, arena = place(chain(steps, new))
+        around = self.around(shape)
+        memory = Memory(
+            baseline=around.baseline,
+            arena=arena,
+            carries=carried_bytes([shape for shape, _ in steps], new),
+            residents=sum(footprint.resident for _, footprint in steps),
+            reading=around.reading,
+            writing=around.writing,
+            allowance=max(option.allowance for option in options),
+        )
+        return Found(shape, options, tensors, memory)
+
+    def least(self) -> tuple[int, Candidate, tuple[Option, ...]] | int | None:
+        """Bytes, shape and options of the smallest need there is; or the index of a layer that nobody runs."""
+        least: tuple[int, Candidate, tuple[Option, ...]] | None = None
+        shapes = [c.split(self.splits[-1]) for c in candidates(self.space, _few(self._sizes(None)))]
+        for shape in sorted(shapes, key=lambda shape: shape.largest):
+            if least is not None and self.around(shape).peak + shape.largest >= least[0]:
+                continue
+            fronts = self._fronts(shape)
+            if not all(fronts):
+                first, last = self.space.spans[next(index for index, options in enumerate(fronts) if not options)]
+                return next(
+                    layer
+                    for layer in range(first, last + 1)
+                    if not self.options.of(shape.shapes[layer : layer + 1], Place())
+                )
+            options = smallest(fronts)
+            needed = self._laid_out(shape, options).memory.peak
+            if least is None or needed < least[0]:
+                least = needed, shape, options
+        return least
+
+    def runner_up(self, found: Found, over: int = 0) -> RunnerUp:
+        shape = found.candidate
+        return RunnerUp(
+            patch_out=shape.patch_out,
+            axis=self.space.axis,
+            column=shape.column,
+            parts=tuple(way.parts for _, way in self.ways(found.options)),
+            voxels_per_second=prod(self.space.output) / found.seconds,
+            waste=found.waste,
+            over_bytes=over,
+        )
+
+    def next_larger(self, seconds: float) -> list[RunnerUp]:
+        """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
+        faster = []
+        for lost in self.lost:
+            shape = lost.split(self.splits[-1])
+            ideal, nbytes = self._bounds.fastest(shape)
+            if ideal < 0.95 * seconds:
+                faster.append((nbytes + self.around(shape).peak, shape))
+        for _, shape in sorted(faster, key=lambda guess: guess[0])[:RUNNERS_UP]:
+            fronts = self._fronts(shape)
+            if all(fronts):
+                found = self._laid_out(shape, fastest(fronts))
+                over = found.memory.peak - self.limits.ram_bytes
+                if found.seconds < 0.95 * seconds and over > 0:
+                    return [self.runner_up(found, over)]
+        return []
+
+
+def _few(sizes: Sizes) -> Sizes:
+    z, y, x = (thinned(along, FEW) for along in sizes)
+    return z, y, x
