@@ -12,12 +12,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from odd import Ways, planned
 
 from znnpy import plan
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Limits, this_machine
 from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
+from znnpy.shapes import Vec3
 from znnpy.trained import load_network
 
 MIB = 2**20
@@ -144,15 +146,45 @@ def last_plane(out: Path) -> np.ndarray:
         return np.asarray(file["prediction"][-1])
 
 
+def noise(folder: Path, size: Vec3 = (130, 150, 170)) -> Path:
+    path = folder / "volume.h5"
+    with h5py.File(path, "w") as file:
+        file["raw"] = np.random.default_rng(4).integers(0, 256, size, np.uint8)
+    return path
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
-@pytest.mark.parametrize("ram", ["300M", "1G"])
-def test_the_promise_is_kept_and_no_more_than_used(tmp_path: Path, ram: str) -> None:
+@pytest.mark.parametrize(("ram", "cover"), [("300M", "patches"), ("1G", "columns")])
+def test_the_promise_is_kept_and_no_more_than_used(tmp_path: Path, ram: str, cover: str) -> None:
     """The shipped network on noise: peak <= promise, and the promise at most 1.15 times the peak."""
-    volume = tmp_path / "volume.h5"
-    with h5py.File(volume, "w") as file:
-        file["raw"] = np.random.default_rng(4).integers(0, 256, (130, 150, 170), np.uint8)
-    promise, peak = infer(volume, "--ram", ram, "--out", str(tmp_path / "out.h5"))
+    out = str(tmp_path / "out.h5")
+    promise, peak = infer(noise(tmp_path), "--ram", ram, "--cover", cover, "--out", out)
     assert peak <= promise <= 1.15 * peak
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
+@pytest.mark.parametrize(
+    ("patch", "axis", "column", "at_once"),
+    [
+        ((40, 104, 128), 0, 1000, (0, 0)),  # carried planes of every layer, all fragments at a time
+        ((88, 48, 144), 1, 48, (2, 1)),  # both
+        ((64, 124, 144), 0, 0, (1, 1)),  # a tensor that stays while fragments go through all layers one by one
+    ],
+    ids=["columns", "columns in parts", "parts"],
+)
+def test_columns_and_parts_keep_the_promise(
+    tmp_path: Path, patch: Vec3, axis: int, column: int, at_once: tuple[int, int]
+) -> None:
+    network = load_network("fib25_boundary").network
+    ways = Ways(0, ("cpu.conv.fft_lanes", "cpu.conv.direct_lanes", "cpu.conv.fft_tiled", "cpu.pool.fragments"))
+    output = network.dense_size((70, 150, 170))
+    chosen = planned(network, output, patch, axis=axis, column=column, at_once=at_once, ways=ways)
+    path = tmp_path / "plan.json"
+    path.write_text(chosen.to_json())
+    promise, peak = infer(noise(tmp_path, (70, 150, 170)), "--plan", str(path), "--out", str(tmp_path / "out.h5"))
+    assert peak <= promise
+    assert promise > 256 * MIB
+    assert promise <= 1.15 * peak
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
