@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -286,3 +287,14 @@ def test_sha256_tells_values_shapes_and_seeds_apart() -> None:
     changed = one[1].bias.copy()
     changed[2] = np.nextafter(changed[2], np.float32(1))
     assert sha256(one) != sha256((one[0], ConvWeights(one[1].weight, changed)))
+
+
+def test_sha256_copies_no_weights() -> None:
+    """What a copy took would stay with the process, and its plan knows nothing of it."""
+    one = random_weights(Network("wide", 16, (Conv((8, 8, 8), 64),)))
+    tracemalloc.start()
+    sha256(one)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert one[0].weight.nbytes == 2**21
+    assert peak < 2**16
