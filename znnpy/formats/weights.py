@@ -66,7 +66,9 @@ def sha256(weights: Sequence[ConvWeights]) -> str:
     for one in weights:
         for array in (one.weight, one.bias):
             digest.update(f"{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8))  # no copy: it would be held
+            digest.update(
+                np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8).data
+            )  # no copy: it would be held
     return digest.hexdigest()
 
 
