@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from closeness import MACHINE, assert_close, random_input, random_weights, run
+from closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
 
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.kernels.table import TABLE
 from znnpy.shapes import FLOAT32, ConvShape, FilterShape, MaxoutShape, PoolShape
@@ -56,10 +57,36 @@ def test_arrays_start_on_any_float(primitive: Primitive, shape: LayerShape, floa
     x[...] = given
     variant = primitive.variants(shape, MACHINE)[0]
     run(primitive, shape, x, weights, variant, threads=2, out=out)
-    aligned = run(primitive, shape, given, weights, variant, threads=2).out
+    exact = run(primitive, shape, given, weights, variant, threads=2).out
     np.testing.assert_array_equal(x, given, err_msg="the input was modified")
     assert np.isnan(gaps).all(), "wrote between the images"
     if isinstance(shape, ConvShape) and not shape.pools:
         assert weights is not None
         assert_close(out, x, weights, shape)
-    np.testing.assert_allclose(out, aligned, rtol=0, atol=1e-6 * float(np.abs(aligned).max()))
+    np.testing.assert_allclose(out, exact, rtol=0, atol=1e-6 * float(np.abs(exact).max()))
+
+
+CARRYING = [(p, s) for p, s in PAIRS if p.footprint(s, p.variants(s, MACHINE)[0], 1).reads_carried]
+
+
+@pytest.mark.parametrize("floats", [0, 1, 16])
+@pytest.mark.parametrize(("primitive", "shape"), CARRYING, ids=lambda v: v.name if hasattr(v, "name") else str(v))
+def test_planes_that_are_kept_elsewhere_change_no_byte(primitive: Primitive, shape: LayerShape, floats: int) -> None:
+    """Any number of the first planes, on any float."""
+    weights = random_weights(shape) if isinstance(shape, ConvShape) else None
+    given = random_input(shape)
+    variants = primitive.variants(shape, MACHINE)
+    for variant, carried in zip((variants[0], variants[-1]), (1, shape.in_shape[1] - 1), strict=True):
+        joined = run(primitive, shape, given, weights, variant, threads=2).out
+        batch, planes, *plane = shape.in_shape
+        before, _ = behind((batch, carried, *plane), floats)
+        x, _ = behind((batch, planes - carried, *plane), 2 * floats)
+        before[...], x[...] = given[:, :carried], given[:, carried:]
+        scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 2).scratch}
+        out = np.full(shape.out_shape, np.nan, np.float32)
+        with Crew(2) as crew:
+            step: Any = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
+            step.run(x, out, scratch, before)
+        np.testing.assert_array_equal(out, joined)
+        np.testing.assert_array_equal(before, given[:, :carried], err_msg="the kept planes were modified")
+        np.testing.assert_array_equal(x, given[:, carried:], err_msg="the input was modified")

@@ -42,6 +42,8 @@ from znnpy.shapes import Vec3, multiply, turned, turned_back
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
+Floats = npt.NDArray[np.float32]
+
 ALL = NETWORKS + ODDER
 WALKED = [(network, axis) for network in ALL for axis in range(3)]
 POOLED = [network for network in ALL if any(isinstance(layer, Pool) for layer in network.layers[:-1])]
@@ -84,7 +86,7 @@ def test_parts_of_the_fragments_equal_the_sliding_window(network: Network, axis:
     output = network.dense_size(volume.shape[1:])
     thick, *across = turned(network.period, axis)
     patch = turned_back((thick, 2 * across[0], across[1]), axis)
-    for seed, at_once in enumerate(splits(network.turned(axis))):
+    for seed, at_once in enumerate(splits(network.turned(axis))[:: 1 if axis == 0 else 2]):
         column = (2 * thick if seed % 2 else 1000 * thick) if seed % 4 < 3 else 0
         plan = planned(network, output, patch, axis=axis, column=column, at_once=at_once, ways=Ways(seed))
         assert max(plan.parts) > 1 or not any(at_once)
@@ -184,10 +186,10 @@ class Watched:
     written: int = 0  # values of one map
     unaligned: bool = False  # input or output began on no cache line
 
-    def run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32], scratch: Mapping[str, Any]) -> None:
+    def run(self, x: Floats, out: Floats, scratch: Mapping[str, Any], *before: Floats) -> None:
         if not np.may_share_memory(x, out):
             out[...] = np.nan
-        self.step.run(x, out, scratch)
+        self.step.run(x, out, scratch, *before)
         self.written += int(np.isfinite(out).all(axis=-1).sum())
         self.unaligned |= (x.ctypes.data | out.ctypes.data) % ALIGNMENT > 0
 
