@@ -253,13 +253,14 @@ def all_sizes(space: Space, room: int | None = None) -> Sizes:
     """Every size per axis; with `room`, less those whose largest activation exceeds it whatever the other axes are."""
     sizes = [axis_sizes(length, period) for length, period in zip(space.output, space.network.period, strict=True)]
     thinnest = space.network.period
-    finest = (1,) * sum(isinstance(layer, Pool) for layer in space.network.layers)
+    ways = splits(space.network)  # parts hold what they are parts of: the smallest are not always the leanest
 
     def fitting(axis: int) -> list[int]:
+        shapes = [candidate(space, _with(thinnest, axis, size)) for size in sizes[axis]]
         return [
-            size
-            for size in sizes[axis]
-            if room is None or candidate(space, _with(thinnest, axis, size)).split(finest).largest <= room
+            shape.patch[axis]
+            for shape in shapes
+            if room is None or any(shape.split(at_once).largest <= room for at_once in ways)
         ]
 
     return fitting(0), fitting(1), fitting(2)

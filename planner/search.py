@@ -177,14 +177,15 @@ def _no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> N
             f"no primitive runs layer {layer} ({network.layers[layer]}) here: "
             f"{search.options.why_none(refused)}; `znnpy primitives` lists them all"
         )
-    (needed, shape, options), search = min(needs, key=lambda need: need[0][0])
+    least, search = min(needs, key=lambda need: need[0].memory.peak)
+    needed, shape = least.memory.peak, least.candidate
     most, layer, name = max(
         (
             fullest(way.footprint).live(way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
             first,
             way.primitive.name,
         )
-        for (first, _), way in search.ways(options)
+        for (first, _), way in search.ways(least.options)
     )
     limit = search.limits.ram_bytes
     kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.walks else "output patches of"

@@ -32,9 +32,10 @@ from znnpy.planner.plan import Memory, RunnerUp, patch_in
 from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
 from znnpy.shapes import Vec3
 
+NO_LIMIT = 2**62  # bytes
 LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
 RUNNERS_UP = 3
-FEW = 6  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
+FEW = 8  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +105,29 @@ class SpaceSearch:
             for index, options in enumerate(self._fronts(largest)):
                 self._bounds.learn(largest, index, options)
         best = self._through(self._new(first), [])
-        while best:
-            beside = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
-            more = _few((beside[0][1], beside[1][1], beside[2][1]))
-            if not any(more):
-                break
-            z, y, x = (sorted({*old, *new}, reverse=True) for (old, _), new in zip(beside, more, strict=True))
-            best = self._through(self._new(candidates(self.space, (z, y, x))), best)
-            z, y, x = (sorted({*old, *new}, reverse=True) for old, new in zip(seen, more, strict=True))
-            seen = (z, y, x)
+        beside = self._beside(sizes, seen, best)
+        while beside is not None:
+            around, seen = beside
+            best = self._through(self._new(candidates(self.space, around)), best)
+            beside = self._beside(sizes, seen, best)
+        if not best:  # what bounds and estimates leave out may still fit
+            least = self.least()
+            if isinstance(least, Found) and least.memory.peak <= self.limits.ram_bytes:
+                best = [least]
         if best:
             patch = best[0].candidate.patch
             z, y, x = ([size for size in along if size in patch] for along in sizes)
             turned = [shape for shape in candidates(self.space, (z, y, x)) if shape.patch != patch]
             best = self._through([shape for shape in turned if self._key(shape.patch) == self._key(patch)], best)
         return best
+
+    def _beside(self, sizes: Sizes, seen: Sizes, best: Sequence[Found]) -> tuple[Sizes, Sizes] | None:
+        """A few more sizes around the best shape, and all that were looked at then; None: there are no more."""
+        if not best:
+            return None
+        near = [between(*axis) for axis in zip(sizes, seen, best[0].candidate.patch, strict=True)]
+        more = _few((near[0][1], near[1][1], near[2][1]))
+        return (_merged((near[0][0], near[1][0], near[2][0]), more), _merged(seen, more)) if any(more) else None
 
     def _key(self, patch: Vec3) -> tuple[int, ...]:
         """Equal for patches that differ in the order of axes which make no difference to speak of."""
@@ -144,11 +153,8 @@ class SpaceSearch:
 
     def _through(self, shapes: Sequence[Candidate], best: list[Found]) -> list[Found]:
         """The best of `best` and of all shapes, best first."""
-        ranked = []
-        for shape in shapes:
-            smallest = shape.split(self.splits[-1])
-            ranked.append((self._bounds.seconds(smallest, self._room(smallest), {}), shape))
-        for _, shape in sorted(ranked, key=lambda pair: pair[0]):
+        ranked = sorted(shapes, key=lambda shape: self._bounds.seconds(shape, NO_LIMIT, {}))
+        for shape in ranked:
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
             found = self._best_split(shape, best[0].seconds if best else inf, below)
             if found is None:
@@ -291,12 +297,14 @@ class SpaceSearch:
         )
         return Found(shape, options, tensors, memory)
 
-    def least(self) -> tuple[int, Candidate, tuple[Option, ...]] | int | None:
-        """Bytes, shape and options of the smallest need there is; or the index of a layer that nobody runs."""
-        least: tuple[int, Candidate, tuple[Option, ...]] | None = None
-        shapes = [c.split(self.splits[-1]) for c in candidates(self.space, _few(self._sizes(None)))]
-        for shape in sorted(shapes, key=lambda shape: shape.largest):
-            if least is not None and self.around(shape).peak + shape.largest >= least[0]:
+    def least(self) -> Found | int | None:
+        """The shape with the smallest need there is; or the index of a layer that nobody runs."""
+        least: Found | None = None
+        few = candidates(self.space, _few(self._sizes(None)))
+        for shape in sorted(
+            (c.split(at_once) for c in few for at_once in self.splits), key=lambda shape: shape.largest
+        ):
+            if least is not None and self.around(shape).peak + shape.largest >= least.memory.peak:
                 continue
             fronts = self._fronts(shape)
             if not all(fronts):
@@ -306,10 +314,9 @@ class SpaceSearch:
                     for layer in range(first, last + 1)
                     if not self.options.of(shape.shapes[layer : layer + 1], Place())
                 )
-            options = smallest(fronts)
-            needed = self._laid_out(shape, options).memory.peak
-            if least is None or needed < least[0]:
-                least = needed, shape, options
+            found = self._laid_out(shape, smallest(fronts))
+            if least is None or found.memory.peak < least.memory.peak:
+                least = found
         return least
 
     def runner_up(self, found: Found, over: int = 0) -> RunnerUp:
@@ -327,8 +334,7 @@ class SpaceSearch:
     def next_larger(self, seconds: float) -> list[RunnerUp]:
         """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
         faster = []
-        for lost in self.lost:
-            shape = lost.split(self.splits[-1])
+        for shape in (lost.split(at_once) for lost in self.lost for at_once in self.splits):
             ideal, nbytes = self._bounds.fastest(shape)
             if ideal < 0.95 * seconds:
                 faster.append((nbytes + self.around(shape).peak, shape))
@@ -340,6 +346,11 @@ class SpaceSearch:
                 if found.seconds < 0.95 * seconds and over > 0:
                     return [self.runner_up(found, over)]
         return []
+
+
+def _merged(some: Sizes, others: Sizes) -> Sizes:
+    z, y, x = (sorted({*a, *b}, reverse=True) for a, b in zip(some, others, strict=True))
+    return z, y, x
 
 
 def _few(sizes: Sizes) -> Sizes:

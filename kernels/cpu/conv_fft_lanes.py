@@ -25,7 +25,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import pairwise, product
+from itertools import pairwise
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +34,7 @@ import numpy as np
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu.finish import overflow, squash_whole
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
-from znnpy.kernels.cpu.tiles import elongation, sides
+from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3, add, ceil_divide, subtract, valid
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # tiled.cpp has straight-line code for them, and for 1
-EXCESS = 1.2  # times the least volume that tiles cover together: those that cover more are slower by as much
 GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
 CHUNK = 512  # points along z, of all tiles, multiplied at once: they and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
@@ -166,20 +165,10 @@ class ConvFftLanes:
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
         shape = as_conv(shape)
-        windows, reach = valid(shape.unpooled, shape.pool), _reach(shape)
-        z, y, x = (sides(m, k, SIDES) for m, k in zip(windows, reach, strict=True))
-        worth = list(product(z, y, x))
-        if (shape.n[1], reach[1]) == (shape.n[2], reach[2]):
-            worth = [tile for tile in worth if tile[1] <= tile[2]]  # one of two twins: the long side along x
-        covers = {tile: ceil_divide(windows, valid(tile, reach)) for tile in worth}
-        longest = max(2.0, min(elongation(*cover) for cover in covers.items()))  # longer ones overlap more
-        tiles = {tile: prod(counts) for tile, counts in covers.items() if elongation(tile, counts) <= longest}
-        most = EXCESS * min(count * prod(tile) for tile, count in tiles.items())
         found: dict[Variant, None] = {}
-        for tile, count in tiles.items():
-            if count * prod(tile) <= most:
-                for group, kept in GROUPS:
-                    found[_variant(tile, min(group, shape.batch * count), kept)] = None
+        for tile, count in tiles_worth(valid(shape.unpooled, shape.pool), _reach(shape), SIDES).items():
+            for group, kept in GROUPS:
+                found[_variant(tile, min(group, shape.batch * count), kept)] = None
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:

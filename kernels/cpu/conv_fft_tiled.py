@@ -30,9 +30,9 @@ from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.cpu.tiles import elongation, sides
+from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
-from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3, ceil_divide, valid
+from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
@@ -138,15 +138,10 @@ class ConvFftTiled:
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
         shape = as_conv(shape)
-        k, m = shape.k, shape.out
-        z, y, x = (sides(size, kernel, SIDES) for size, kernel in zip(m, k, strict=True))
-        covers = {tile: ceil_divide(m, valid(tile, k)) for tile in product(z, y, x)}
-        longest = max(2.0, min(elongation(*cover) for cover in covers.items()))  # longer ones overlap more
         found: dict[Variant, None] = {}
-        for tile, counts in covers.items():
-            if elongation(tile, counts) <= longest:
-                for group in GROUPS:
-                    found[_variant(tile, min(group, shape.batch * prod(counts)))] = None
+        for tile, count in tiles_worth(shape.out, shape.k, SIDES).items():
+            for group in GROUPS:
+                found[_variant(tile, min(group, shape.batch * count))] = None
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
