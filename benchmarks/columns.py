@@ -309,7 +309,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="in which the ways take turns")
     parser.add_argument("--repeat-seconds", type=float, default=3, help="shorter descents are repeated")
     parser.add_argument("--check-output", type=size_of, default=(96, 48, 48))
-    parser.add_argument("--check-ram", default="2G")
+    parser.add_argument("--check-ram", default="4G")
     parser.add_argument("--threads", type=int, default=this_machine().cores)
     parser.add_argument("--workers", type=int, default=this_machine().cores, help="that plan at a time")
     parser.add_argument("--run-seconds", type=float, default=1200, help="limit of one process")
