@@ -269,12 +269,18 @@ def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork, columns: bool) 
 
 def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
     """Patches that lose to columns, or columns that lose to patches: the best of them, with what they waste."""
-    network = tiny_network()
-    kinds = set()
-    for output, room in (((200, 12, 9), 150_000), ((9, 12, 70), 100_000), ((4, 4, 3), 10**9)):
+    tiny, wide = tiny_network(), tiny_network(*WIDE_BEHIND)
+    kinds, parts = set(), 0
+    for network, output, room in (
+        (tiny, (200, 12, 9), 150_000),
+        (tiny, (9, 12, 70), 100_000),
+        (tiny, (4, 4, 3), 10**9),
+        (wide, (31, 20, 9), 360_000),
+    ):
         plan = planned(network, output, AROUND + room)
         losing = planned(network, output, AROUND + room, columns=not plan.walks)
         kinds.add(plan.walks)
+        parts = max(parts, *losing.parts)
         assert plan.other == RunnerUp(
             patch_out=losing.patch_out,
             axis=losing.axis,
@@ -289,6 +295,7 @@ def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
         only = planned(network, output, AROUND + room, columns=plan.walks)
         assert (only.other, only.patch_out, only.choices) == (None, plan.patch_out, plan.choices)
     assert kinds == {True, False}
+    assert parts > 1
 
 
 def test_nothing_to_carry(tiny_network: MakeNetwork) -> None:
