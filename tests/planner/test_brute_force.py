@@ -45,7 +45,8 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str)
     """Patches, columns along every axis and every split.
 
     Of a convolution that a pooling follows the search takes the input to be as large as both in one need it: in columns
-    that is a plane or more above what they need one by one, so that close above a plan's peak it may be missed.
+    that is a plane or more above what they need one by one, so that close above a plan's peak it may be missed. Where
+    nothing would fit then, any plan that does will do.
     """
     layers, output, table = SPACES[name]
     network = tiny_network(*layers)
@@ -68,7 +69,7 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str)
                 assert least * (1 - 1e-12) <= plan.seconds <= sure * (1 + 1e-12), (ram_bytes, columns, depth_first)
                 assert columns is not False or plan.seconds == pytest.approx(least, rel=1e-12)
                 plan.check_runs(network, MACHINE, table=table)
-                missed += plan.seconds > least * (1 + 1e-12)
+                missed += plan.seconds > least * (1 + 1e-12) and sure < inf
                 planned_at += 1
     assert planned_at > 90
     assert missed <= 0.05 * planned_at, f"{missed} of {planned_at} plans are not the best"
