@@ -137,7 +137,7 @@ def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch
             resident_bytes=way.footprint.resident,
             working_bytes=way.footprint.working(way.shape),
         )
-        for layers, way in search.ways(best.options)
+        for layers, way in best.ways
     )
     others = [search.runner_up(found[0]) for search, found in ranked if search.space.walks != space.walks]
     slower = [search.runner_up(other) for other in found[1:]]
@@ -185,7 +185,7 @@ def _no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> N
             first,
             way.primitive.name,
         )
-        for (first, _), way in search.ways(least.options)
+        for (first, _), way in least.ways
     )
     limit = search.limits.ram_bytes
     kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.walks else "output patches of"

@@ -53,6 +53,23 @@ class Found:
         return total_seconds(self.options)
 
     @property
+    def ways(self) -> Iterator[tuple[Span, Way]]:
+        """All layers of a step, those in one together, each with the first and the last of its layers."""
+        for (first, last), option in zip(self.candidate.space.spans, self.options, strict=True):
+            if len(option.ways) == 1:
+                yield (first, last), option.ways[0]
+            else:
+                yield from (((layer, layer), way) for layer, way in enumerate(option.ways, first))
+
+    @property
+    def column_seconds(self) -> float:
+        """Of one whole column; of one patch where no column walks."""
+        shape = self.candidate
+        one = replace(shape.cover, size=shape.cover.grid)
+        ahead = shape.space.ahead
+        return sum(way.seconds * way.parts * one.steps(ahead[last]) for (_, last), way in self.ways)
+
+    @property
     def waste(self) -> float:
         """Work done over the work that no border would need: how often an average output of a layer is computed.
 
@@ -190,14 +207,13 @@ class SpaceSearch:
         return fastest_found
 
     def _short_enough(self, shape: Candidate, below: float) -> Found | None:
-        """The best of one shape, with columns that take LOST_SECONDS or little more, if they are of several steps."""
-        found = self._best_of(shape, below)
-        if found is None or not shape.column:
-            return found
-        rows = len(shape.cover)
-        pieces = max(1, int(found.seconds / rows / LOST_SECONDS + 0.999))
-        shorter = shape.cut(pieces)
-        return found if shorter.column == shape.column else self._best_of(shorter, below)
+        """The best of one shape, with columns of at most LOST_SECONDS as far as they are of several steps."""
+        found, pieces = self._best_of(shape, below), 1
+        while found is not None and found.column_seconds > LOST_SECONDS and shape.column > shape.patch[0]:
+            pieces = max(pieces + 1, int(found.seconds / len(found.candidate.cover) / LOST_SECONDS))
+            shape = shape.cut(pieces)
+            found = self._best_of(shape, below)
+        return found
 
     def around(self, shape: Candidate) -> Memory:
         """What a run needs whatever the primitives are."""
@@ -211,9 +227,10 @@ class SpaceSearch:
                 network.input_channels,
                 patch_in(network, shape.patch, 0, walks=walks),
                 self.itemsize_in,
+                steps=shape.cover.steps(shape.cover.margin),
                 seen=network.patch_in(shape.patch) if self.masks else None,
             ),
-            writing=writing_bytes(network.output_channels, shape.patch, self.itemsize_out),
+            writing=writing_bytes(network.output_channels, shape.patch, self.itemsize_out, steps=shape.cover.steps(0)),
             allowance=0,
         )
 
@@ -272,14 +289,6 @@ class SpaceSearch:
         """Options of every span."""
         return [self._front(shape, index) for index in range(len(self.space.spans))]
 
-    def ways(self, options: Iterable[Option]) -> Iterator[tuple[Span, Way]]:
-        """All layers of a step, those in one together, each with the first and the last of its layers."""
-        for (first, last), option in zip(self.space.spans, options, strict=True):
-            if len(option.ways) == 1:
-                yield (first, last), option.ways[0]
-            else:
-                yield from (((layer, layer), way) for layer, way in enumerate(option.ways, first))
-
     def _laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
         """With the arena as it will be."""
         steps = [(way.shape, way.footprint) for option in options for way in option.ways]
@@ -325,7 +334,7 @@ class SpaceSearch:
             patch_out=shape.patch_out,
             axis=self.space.axis,
             column=shape.column,
-            parts=tuple(way.parts for _, way in self.ways(found.options)),
+            parts=tuple(way.parts for _, way in found.ways),
             voxels_per_second=prod(self.space.output) / found.seconds,
             waste=found.waste,
             over_bytes=over,
@@ -334,11 +343,11 @@ class SpaceSearch:
     def next_larger(self, seconds: float) -> list[RunnerUp]:
         """The shape nearest to the limit that would be faster by 5 % or more, run the fastest way."""
         faster = []
-        for shape in (lost.split(at_once) for lost in self.lost for at_once in self.splits):
-            ideal, nbytes = self._bounds.fastest(shape)
-            if ideal < 0.95 * seconds:
-                faster.append((nbytes + self.around(shape).peak, shape))
-        for _, shape in sorted(faster, key=lambda guess: guess[0])[:RUNNERS_UP]:
+        for lost in self.lost:
+            guesses = [(self._bounds.fastest(shape), shape) for shape in map(lost.split, self.splits)]
+            needs = [(need + self.around(s).peak, s) for (ideal, need), s in guesses if ideal < 0.95 * seconds]
+            faster.extend(sorted(needs, key=lambda need: need[0])[:1])
+        for _, shape in sorted(faster, key=lambda need: need[0])[:RUNNERS_UP]:
             fronts = self._fronts(shape)
             if all(fronts):
                 found = self._laid_out(shape, fastest(fronts))

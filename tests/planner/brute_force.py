@@ -108,8 +108,8 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], *, split: bool) -
     new = patch_in(network, shape.patch, 0, walks=space.walks)
     shapes = [run.shape for run in runs]
     tensors, arena = place(chain([(run.shape, run.footprint) for run in runs], new[0]))
-    around = BASELINE + reading_bytes(network.input_channels, new, 1)
-    around += writing_bytes(network.output_channels, shape.patch, 4)
+    around = BASELINE + reading_bytes(network.input_channels, new, 1, steps=shape.cover.steps(shape.cover.margin))
+    around += writing_bytes(network.output_channels, shape.patch, 4, steps=shape.cover.steps(0))
     beside = (
         carried_bytes(shapes, new[0])
         + sum(run.footprint.resident for run in runs)

@@ -16,6 +16,13 @@ def test_patches_in_and_out() -> None:
     assert writing_bytes(maps=3, patch_out=(3, 4, 5), itemsize=4) == 2 * 3 * 60 * 4 + 6 * MIB
 
 
+def test_a_run_of_one_step_has_one_buffer() -> None:
+    """The second is there, and nobody touches it."""
+    assert reading_bytes(2, (3, 4, 5), 2, steps=1, seen=(3, 4, 5)) == 2 * 60 * 2 + 2 * 60 + 16 * MIB
+    assert reading_bytes(2, (3, 4, 5), 2, steps=9) == reading_bytes(2, (3, 4, 5), 2)
+    assert writing_bytes(3, (3, 4, 5), 4, steps=1) == 3 * 60 * 4 + 6 * MIB
+
+
 def test_baseline_holds_what_the_process_holds() -> None:
     held = process_bytes()
     ballast = bytearray(b"x") * (100 * MIB)

@@ -106,8 +106,10 @@ def _known_to_run(
     plan.check_runs(network, machine)  # before its layers and columns are counted for this output
     held = baseline_bytes() + source.volume.extra_bytes
     seen = network.patch_in(plan.patch_out) if masks else None
-    reading = reading_bytes(network.input_channels, plan.patch_in, source.dtype.itemsize, seen=seen)
-    writing = writing_bytes(network.output_channels, plan.patch_out, output_dtype.itemsize)
+    cover = replace(plan, output=source.output).cover(network)
+    steps, itemsize = cover.steps(cover.margin), source.dtype.itemsize
+    reading = reading_bytes(network.input_channels, plan.patch_in, itemsize, steps=steps, seen=seen)
+    writing = writing_bytes(network.output_channels, plan.patch_out, output_dtype.itemsize, steps=cover.steps(0))
     memory = replace(
         plan.memory,
         baseline=held if held > plan.memory.baseline + MARGIN_BYTES else plan.memory.baseline,
