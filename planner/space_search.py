@@ -113,8 +113,17 @@ class SpaceSearch:
         looked at, and of the best all are.
         """
         sizes = self._sizes(self.limits.ram_bytes - self.baseline)
-        if not all(sizes):
-            return []
+        best = self._among(sizes) if all(sizes) else []
+        if not best:  # what bounds and estimates leave out may still fit
+            least = self.least()
+            return [least] if isinstance(least, Found) and least.memory.peak <= self.limits.ram_bytes else []
+        patch = best[0].candidate.patch
+        z, y, x = ([size for size in along if size in patch] for along in sizes)
+        turned = [shape for shape in candidates(self.space, (z, y, x)) if shape.patch != patch]
+        return self._through([shape for shape in turned if self._key(shape.patch) == self._key(patch)], best)
+
+    def _among(self, sizes: Sizes) -> list[Found]:
+        """The best shapes of these sizes, best first."""
         seen = _few(sizes)
         first = list(candidates(self.space, seen))
         for thick in seen[0]:
@@ -127,15 +136,6 @@ class SpaceSearch:
             around, seen = beside
             best = self._through(self._new(candidates(self.space, around)), best)
             beside = self._beside(sizes, seen, best)
-        if not best:  # what bounds and estimates leave out may still fit
-            least = self.least()
-            if isinstance(least, Found) and least.memory.peak <= self.limits.ram_bytes:
-                best = [least]
-        if best:
-            patch = best[0].candidate.patch
-            z, y, x = ([size for size in along if size in patch] for along in sizes)
-            turned = [shape for shape in candidates(self.space, (z, y, x)) if shape.patch != patch]
-            best = self._through([shape for shape in turned if self._key(shape.patch) == self._key(patch)], best)
         return best
 
     def _beside(self, sizes: Sizes, seen: Sizes, best: Sequence[Found]) -> tuple[Sizes, Sizes] | None:
