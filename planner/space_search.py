@@ -251,7 +251,8 @@ class SpaceSearch:
             found = self._laid_out(shape, options)
             if found.memory.peak <= self.limits.ram_bytes:
                 return found
-            room -= found.memory.arena - max(option.live for option in options)  # the layout lost that much
+            lost = found.memory.arena - max(option.live for option in options)  # by the layout
+            room -= max(lost, found.memory.peak - self.limits.ram_bytes)
             options = fastest_within(fronts, room, below)
         found = self._laid_out(shape, smallest(fronts))
         return found if found.memory.peak <= self.limits.ram_bytes and found.seconds < below else None
