@@ -256,7 +256,7 @@ class Plan:
     def _check_shapes(self, network: Network) -> None:
         along = network.turned(self.axis)
         batches = [c.shape.batch for c in self.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
-        batches += [self.choices[-1].shape.batch] * len(self.choices)  # where layers are missing: told below
+        batches += [self.choices[-1].shape.batch] * len(network.layers)  # where layers are missing: told below
         try:
             shapes = along.layer_shapes(turned(self.patch_out, self.axis), batches=batches, walks=self.walks)
         except ShapeError as error:
@@ -373,6 +373,8 @@ def _check_format(text: str) -> None:
         raise PlanFileError(
             f"the plan is damaged or cut off: line {error.lineno}, column {error.colno}: {error.msg}; {_AGAIN}"
         ) from None
+    except ValueError:  # of integers too long to read
+        raise PlanFileError(f"the plan is damaged: it holds a number of thousands of digits; {_AGAIN}") from None
     except RecursionError:
         raise PlanFileError(f"the plan is damaged: it is nested too deeply; {_AGAIN}") from None
     version = content.get("format") if isinstance(content, dict) else None

@@ -179,8 +179,9 @@ def test_cut_off(plan: Plan, share: float) -> None:
         ('{"format": 2}', "this is a plan of format 2, and this version reads format 3"),
         ('{"format": 4}', "this is a plan of format 4, and this version reads format 3"),
         ("[" * 100_000, "nested too deeply"),
+        (f'{{"format": 3, "column": 1{"0" * 5000}}}', "a number of thousands of digits"),
     ],
-    ids=["a list", "empty", "from the past", "from the future", "deep"],
+    ids=["a list", "empty", "from the past", "from the future", "deep", "long"],
 )
 def test_not_a_plan(text: str, said: str) -> None:
     with pytest.raises(PlanFileError, match=said):

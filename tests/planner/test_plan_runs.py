@@ -139,6 +139,12 @@ def test_a_column_of_another_length(column: Plan, network: Network) -> None:
         assert other.covering(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
 
 
+def test_most_layers_left_out(column: Plan, network: Network) -> None:
+    for choices in (1, 2, 3):
+        fewer = replace(column, choices=column.choices[:choices])
+        refused(fewer, network, f"chooses for {choices} layers, and the network has 5|gets 4 images")
+
+
 def taking(plan: Plan, *images: int) -> Plan:
     choices = (replace(c, shape=replace(c.shape, batch=n)) for c, n in zip(plan.choices, images, strict=True))
     return replace(plan, choices=tuple(choices))

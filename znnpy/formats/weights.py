@@ -66,9 +66,8 @@ def sha256(weights: Sequence[ConvWeights]) -> str:
     for one in weights:
         for array in (one.weight, one.bias):
             digest.update(f"{array.shape}".encode())
-            digest.update(
-                np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8).data
-            )  # no copy: it would be held
+            floats = np.ascontiguousarray(array, "<f4").reshape(-1)
+            digest.update(floats.view(np.uint8).data)  # not `tobytes`: what a copy takes stays with the process
     return digest.hexdigest()
 
 

@@ -37,9 +37,7 @@ class _Bound:
     apart: bool  # `step` reads carried planes where they are kept; else they lie in front of the new ones in `x`
     batch: int  # images that `step` takes
     pools: int  # images that come out of each
-    from_step: (
-        int  # of a column, counted from the first that gives output; before it there is nothing but virtual zeros
-    )
+    from_step: int  # of a column, counted from the first that gives output; all before would come of virtual zeros
     carry: Array | None  # last planes of every image of `x`, for the next step of the column
 
 
@@ -184,17 +182,17 @@ class Session:
         kept  (S, carried, y, x, f); of the step before; overwritten.
         x     (S, new, y, x, f); if `join`, (S, carried + new, ..), and first `kept` goes into its first planes.
         """
-        carried, new = kept.shape[1], x.shape[1]
+        carried, planes = kept.shape[1], x.shape[1]
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
             for old, image in zip(kept[:, :, lo:hi], x[:, :, lo:hi], strict=True):
                 if join:
                     image[:carried] = old
-                    old[:] = image[new - carried :]
+                    old[:] = image[planes - carried :]
                     continue
                 for plane in range(carried):  # ascending: each moves to where nothing is needed any more
-                    later = plane + new
+                    later = plane + planes
                     old[plane] = old[later] if later < carried else image[later - carried]
 
         self.crew.each(piece, x.shape[2])
