@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from znnpy.network import Network
 
 FORMAT = 3  # version of plan.json
-_AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
+AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Positive = Annotated[int, Field(ge=1)]
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
@@ -203,7 +203,7 @@ class Plan:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             more = f" (and {error.error_count() - 1} more such)" if error.error_count() > 1 else ""
-            raise PlanFileError(f"the plan is damaged: {where}: {first['msg']}{more}; {_AGAIN}") from None
+            raise PlanFileError(f"the plan is damaged: {where}: {first['msg']}{more}; {AGAIN}") from None
 
     @staticmethod
     def load(path: Path) -> Plan:
@@ -213,9 +213,9 @@ class Plan:
         except FileNotFoundError:
             raise PlanFileError(f"no plan file {path}; write one with `znnpy plan NETWORK --out {path}`") from None
         except OSError as error:
-            raise PlanFileError(f"cannot read the plan {path}: {error.strerror}; {_AGAIN}") from None
+            raise PlanFileError(f"cannot read the plan {path}: {error.strerror}; {AGAIN}") from None
         except UnicodeDecodeError:
-            raise PlanFileError(f"{path} is not a plan: it is not text; {_AGAIN}") from None
+            raise PlanFileError(f"{path} is not a plan: it is not text; {AGAIN}") from None
         except PlanFileError as error:
             raise error.with_context(str(path)) from None
 
@@ -264,13 +264,13 @@ class Plan:
         if self.column % self.patch_out[self.axis]:
             raise PlanFileError(
                 f"the plan's columns of {self.column} planes are no whole number of steps of "
-                f"{self.patch_out[self.axis]}; {_AGAIN}"
+                f"{self.patch_out[self.axis]}; {AGAIN}"
             )
         needed = patch_in(network, self.patch_out, self.axis, walks=self.walks)
         if self.patch_in != needed:
             raise PlanFileError(
                 f"the plan reads patches of {text(self.patch_in)}, and {text(self.patch_out)} voxels out need "
-                f"{text(needed)}; {_AGAIN}"
+                f"{text(needed)}; {AGAIN}"
             )
         begun = 0  # layers that are chosen for
         for index, choice in enumerate(self.choices):
@@ -279,11 +279,11 @@ class Plan:
                 there = f"layer {begun} ({shapes[begun]}) there" if begun < len(shapes) else f"{begun} layers"
                 raise PlanFileError(
                     f"entry {index} of the plan is {choice.where} ({choice.shape}), and the network has {there}; "
-                    f"{_AGAIN}"
+                    f"{AGAIN}"
                 )
             begun = last + 1
         if begun != len(shapes):
-            raise PlanFileError(f"the plan chooses for {begun} layers, and the network has {len(shapes)}; {_AGAIN}")
+            raise PlanFileError(f"the plan chooses for {begun} layers, and the network has {len(shapes)}; {AGAIN}")
 
     def _check_memory(self, footprints: Sequence[Footprint]) -> None:
         """The arena's tensors are those the primitives need; alive together they lie apart and inside the arena."""
@@ -296,26 +296,26 @@ class Plan:
         found = {t.name: t for t in self.tensors}
         if found.keys() != wanted.keys() or len(self.tensors) != len(found):
             names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in self.tensors)
-            raise PlanFileError(f"the plan's arena lacks, repeats or invents tensors ({', '.join(names)}); {_AGAIN}")
+            raise PlanFileError(f"the plan's arena lacks, repeats or invents tensors ({', '.join(names)}); {AGAIN}")
         for name, need in wanted.items():
             got = found[name]
             if (got.nbytes, got.first, got.last) != (need.nbytes, need.first, need.last):
                 raise PlanFileError(
                     f"the plan gives {name} {got.nbytes:,} bytes in ticks {got.first} to {got.last}, and it needs "
-                    f"{need.nbytes:,} in {need.first} to {need.last}; {_AGAIN}"
+                    f"{need.nbytes:,} in {need.first} to {need.last}; {AGAIN}"
                 )
             if got.offset % ALIGNMENT or got.end > self.memory.arena:
                 raise PlanFileError(
                     f"the plan lays {name} at bytes {got.offset:,} to {got.end:,}, not aligned to {ALIGNMENT} or "
-                    f"outside the arena of {self.memory.arena:,}; {_AGAIN}"
+                    f"outside the arena of {self.memory.arena:,}; {AGAIN}"
                 )
         for a, b in combinations(self.tensors, 2):
             if a.meets(b) and a.offset < b.end and b.offset < a.end:
-                raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {_AGAIN}")
+                raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {AGAIN}")
         end = aligned(max(t.end for t in self.tensors))
         if self.memory.arena != end:
             raise PlanFileError(
-                f"the plan's tensors end at byte {end:,} and the arena at {self.memory.arena:,}; {_AGAIN}"
+                f"the plan's tensors end at byte {end:,} and the arena at {self.memory.arena:,}; {AGAIN}"
             )
         new = self.patch_in[self.axis]
         for what, promised, needed in (
@@ -325,7 +325,7 @@ class Plan:
         ):
             if promised != needed:
                 raise PlanFileError(
-                    f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {_AGAIN}"
+                    f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}"
                 )
 
 
@@ -350,18 +350,18 @@ def _footprint(choice: Choice, threads: int, machine: Machine, table: Sequence[P
     primitive = next((p for p in table if p.name == choice.primitive), None)
     where = f"{choice.where} of the plan"
     if primitive is None:
-        raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {_AGAIN}")
+        raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {AGAIN}")
     if primitive.version != choice.version:
         raise PlanFileError(
             f"{where} runs version {choice.version} of {choice.primitive}, and version {primitive.version} is here; "
-            f"{_AGAIN}"
+            f"{AGAIN}"
         )
     if primitive.kind != choice.shape.kind:
-        raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {choice.primitive}; {_AGAIN}")
+        raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {choice.primitive}; {AGAIN}")
     if reason := primitive.why_not(choice.shape, machine):
-        raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {_AGAIN}")
+        raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {AGAIN}")
     if choice.variant not in primitive.variants(choice.shape, machine):
-        raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {_AGAIN}")
+        raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {AGAIN}")
     return primitive.footprint(choice.shape, choice.variant, threads)
 
 
@@ -371,16 +371,16 @@ def _check_format(text: str) -> None:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanFileError(
-            f"the plan is damaged or cut off: line {error.lineno}, column {error.colno}: {error.msg}; {_AGAIN}"
+            f"the plan is damaged or cut off: line {error.lineno}, column {error.colno}: {error.msg}; {AGAIN}"
         ) from None
     except ValueError:  # of integers too long to read
-        raise PlanFileError(f"the plan is damaged: it holds a number of thousands of digits; {_AGAIN}") from None
+        raise PlanFileError(f"the plan is damaged: it holds a number of thousands of digits; {AGAIN}") from None
     except RecursionError:
-        raise PlanFileError(f"the plan is damaged: it is nested too deeply; {_AGAIN}") from None
+        raise PlanFileError(f"the plan is damaged: it is nested too deeply; {AGAIN}") from None
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
         named = f"a plan of format {version}" if version is not None else "no plan"
-        raise PlanFileError(f"this is {named}, and this version reads format {FORMAT}; {_AGAIN}")
+        raise PlanFileError(f"this is {named}, and this version reads format {FORMAT}; {AGAIN}")
 
 
 @cache

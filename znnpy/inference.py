@@ -29,7 +29,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
 from znnpy.run import pipeline
-from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, plan_begun
+from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, plan_begun, plan_finished
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
@@ -159,7 +159,8 @@ def infer(
             Output(target, volume=Path(volume), shape=shape, dtype=np.dtype(output_dtype), mode=mode, job=job)
         )
         if output.finished:
-            return _report(target, started, Plan.from_json(store_for(target).attributes_of(target)["plan"]), machine)
+            made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
+            return _report(target, started, made, machine)
         settings = {
             "only": sorted(only),
             "processor": machine.processor,  # numpy and FFTW choose their instructions by it

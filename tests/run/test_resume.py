@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from odd import Ways, planned
@@ -21,7 +22,7 @@ import znnpy
 from znnpy.errors import ResumeError
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer
-from znnpy.planner.plan import Plan
+from znnpy.planner.plan import FORMAT, Plan
 from znnpy.report import Report
 from znnpy.run.pipeline import Event
 from znnpy.shapes import Vec3, turned_back
@@ -121,6 +122,48 @@ def test_other_version_of_a_primitive(stopped: Place) -> None:
     edit_journal(stopped, older)
     with pytest.raises(ResumeError, match=r"the plan that the run began with: .*version.*start again with --overwrite"):
         go_on(stopped)
+
+
+def test_a_plan_of_another_format(stopped: Place) -> None:
+    """It cannot be made again, so nothing says that it should be."""
+
+    def older(header: dict[str, Any]) -> None:
+        header["plan"] = json.dumps(json.loads(header["plan"]) | {"format": FORMAT - 1})
+
+    edit_journal(stopped, older)
+    with pytest.raises(ResumeError) as caught:
+        go_on(stopped)
+    assert str(caught.value) == (
+        f"the plan that the run began with: this is a plan of format {FORMAT - 1}, and this version reads format "
+        f"{FORMAT}; start again with --overwrite"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (json.dumps({"format": FORMAT - 1}), f"this is a plan of format {FORMAT - 1}, and this version reads format "),
+        (json.dumps({"format": FORMAT}), "the plan is damaged: "),
+        ('{"format": 3', "the plan is damaged or cut off: line 1, column 13"),
+        (None, "this is no plan, and this version reads format "),
+    ],
+    ids=["of another format", "damaged", "cut off", "none"],
+)
+def test_a_finished_output_whose_plan_cannot_be_read(place: Place, plan: str | None, why: str) -> None:
+    go_on(place, resume=False)
+    with h5py.File(place.out, "r+") as file:
+        attributes = file["prediction"].attrs
+        del attributes["plan"]
+        if plan is not None:
+            attributes["plan"] = plan
+    with pytest.raises(ResumeError) as caught:
+        go_on(place)
+    said = str(caught.value)
+    assert said.startswith(f"{place.out} is complete, but what it says of how it was made cannot be read: {why}")
+    assert said.endswith("; use it as it is, or start again with --overwrite")
+    assert "make it again" not in said
+    go_on(place, resume=False, overwrite=True)
+    assert go_on(place).computed == 0
 
 
 @pytest.mark.parametrize("primitive", ["cpu.conv.fft_tiled", "cpu.conv.fft_data", "cpu.conv.direct"])

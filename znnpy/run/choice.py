@@ -13,7 +13,7 @@ from znnpy.errors import NoPlanError, PlanFileError, ResumeError
 from znnpy.machine import Machine, limits_of, parse_bytes
 from znnpy.network import Network
 from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, reading_bytes, writing_bytes
-from znnpy.planner.plan import Choice, Plan
+from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
@@ -141,8 +141,24 @@ def plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network,
         plan = Plan.from_json(begun.plan)
         plan.check_runs(network, machine)
     except PlanFileError as error:
-        raise ResumeError(f"the plan that the run began with: {error}; or start again with --overwrite") from None
+        raise ResumeError(f"the plan that the run began with: {_why(error)}; start again with --overwrite") from None
     return plan
+
+
+def plan_finished(path: Path, plan: object) -> Plan:
+    """The plan that a finished output holds; ResumeError where it holds none, or none that can be read."""
+    try:
+        return Plan.from_json(plan if isinstance(plan, str) else "{}")
+    except PlanFileError as error:
+        raise ResumeError(
+            f"{path} is complete, but what it says of how it was made cannot be read: {_why(error)}; use it as it is, "
+            "or start again with --overwrite"
+        ) from None
+
+
+def _why(error: PlanFileError) -> str:
+    """Without the advice to make the plan again: an output keeps the plan that it was begun with."""
+    return str(error).removesuffix(f"; {AGAIN}")
 
 
 def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
