@@ -1,4 +1,4 @@
-"""One block of memory per device; every tensor of a patch is a view into it, at the offset the plan says."""
+"""One block of memory per device; every tensor of a step is a view into it, at the offset the plan says."""
 
 from __future__ import annotations
 
