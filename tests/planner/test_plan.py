@@ -18,7 +18,7 @@ from plans import MIXED, WIDE, edited, in_parts, patches, walking
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
-from znnpy.network import Conv, Network
+from znnpy.network import Conv, Network, Pool
 from znnpy.planner.layout import Tensor
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
@@ -249,6 +249,20 @@ def test_the_same_columns_for_another_output(
         assert here == replace(made, output=output, memory=memory, choices=here.choices, columns=here.columns)
         here.check_runs(of, MACHINE, table=FAKES)
         assert here.covering(made.output, of, made.memory) == made
+
+
+def test_two_layers_in_one_run_from_where_the_second_one_does() -> None:
+    """A step earlier the convolution alone would run, and what it gives would be pooled into nothing that counts."""
+    network = Network("in one", 1, (Conv((2, 1, 1), 2, "relu"), Pool((2, 1, 1)), Conv((1, 1, 1), 2)))
+    made = planned(network, (8, 6, 5), 2**30, columns=True, patch=(2, 6, 5), only=["cpu.conv.both"])
+    assert [choice.layers for choice in made.choices] == [(0, 1), (2, 2)]
+    assert (made.axis, [margin[0] for margin in network.margins]) == (0, [2, 1, 0, 0])
+    for planes, steps in ((8, 4), (9, 5), (1, 1)):
+        here = made.covering((planes, 6, 5), network, made.memory)
+        assert here.cover(network).ahead == 1
+        assert [choice.runs for choice in here.choices] == [steps, steps], "none of them ahead of the output"
+        here.check_runs(network, MACHINE, table=FAKES)
+    assert made.covering(made.output, network, made.memory) == made
 
 
 def test_runs_that_were_edited_are_counted_again(column: Plan, network: Network) -> None:
