@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from math import ceil, prod
 
@@ -114,6 +115,26 @@ def test_what_a_column_keeps_by_hand() -> None:
     c = candidate(Space(thin, (40, 6, 6), walks=True), (4, 6, 6))
     assert c.carries == (4 * (2 * 49 * 64 + 36),)
     assert c.largest == c.carries[0] + max(c.tensors)
+
+
+def test_inputs_of_spans_that_read_carried_planes_where_they_are_kept() -> None:
+    """They hold what is new; primitives that need the carried planes in front of it make them larger by those."""
+    network = Network(
+        "n", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Maxout(4), MaxFilter((4, 1, 1)), Conv((1, 3, 3), 2))
+    )
+    space = Space(network, (40, 6, 6), walks=True, apart=frozenset({0, 2}))
+    plane = [4 * side * side * maps for side, maps in ((9, 1), (8, 8), (8, 8), (8, 2), (8, 2))]
+    c = candidate(space, (4, 6, 6))
+    out = 2 * 2 * 4 * 36 * 2
+    assert c.tensors == tuple(map(aligned, (4 * plane[0], 2 * 2 * plane[2], 2 * 2 * plane[3], 2 * 2 * plane[4], out)))
+    assert [c.joined(span) for span in range(4)] == [3 * plane[0], 0, 2 * 3 * plane[3], 0]
+    one = c.split((1,))  # of two fragments at a time
+    assert one.parts == (1, 1, 2, 2, 2)
+    assert one.tensors == tuple(map(aligned, (4 * plane[0], 2 * 2 * plane[2], 2 * plane[3], 2 * plane[4], out // 2)))
+    assert [one.joined(span) for span in range(4)] == [3 * plane[0], 0, 3 * plane[3], 0]
+    assert one.carries == c.carries == (3 * plane[0], 0, 2 * 3 * plane[3], 0)
+    together = replace(space, apart=frozenset())
+    assert [candidate(together, (4, 6, 6)).joined(span) for span in range(4)] == [0, 0, 0, 0]
 
 
 def test_a_convolution_and_the_pooling_behind_it_are_one_span(tiny_network: Callable[..., Network]) -> None:
