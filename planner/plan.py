@@ -161,14 +161,8 @@ class Plan:
 
     @property
     def waste(self) -> float:
-        """Work done over the work that no border would need: how often an average output of a layer is computed.
-
-        Layers are weighed by their seconds. Without borders every layer computes one value per output voxel and map,
-        spread over its fragments.
-        """
-        output = prod(self.output)
-        needed = sum(choice.seconds * output / prod(choice.shape.out_shape[:4]) for choice in self.choices)
-        return self.seconds / needed if needed else 1.0
+        """Work done over the work that no border would need."""
+        return waste(self.output, [(choice.shape, choice.seconds, choice.runs) for choice in self.choices])
 
     def covering(self, output: Vec3, network: Network, memory: Memory) -> Plan:
         """The same for an output of another size, in a process that takes other memory."""
@@ -327,6 +321,17 @@ class Plan:
                 raise PlanFileError(
                     f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}"
                 )
+
+
+def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> float:
+    """Work done over the work that no border would need: how often an average output of a layer is computed.
+
+    layers  shape, seconds and runs of every layer: they are weighed by their seconds. Without borders every layer
+            computes one value per output voxel and map, spread over its fragments.
+    """
+    done = sum(seconds * runs for _, seconds, runs in layers)
+    needed = sum(seconds * prod(output) / prod(shape.out_shape[:4]) for shape, seconds, _ in layers)
+    return done / needed if needed else 1.0
 
 
 def patch_in(network: Network, out: Vec3, axis: int, *, walks: bool) -> Vec3:

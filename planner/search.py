@@ -54,23 +54,8 @@ def make_plan(
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
-    if limits.ram_bytes < 1 or limits.threads < 1:
-        raise NoPlanError(
-            f"a run needs memory and at least one thread, not {limits.ram_bytes} bytes and {limits.threads} threads; "
-            "raise --ram or --threads"
-        )
-    if min(output) < 1:
-        raise ShapeError(f"there is nothing to compute: the output is {text(output)}; give a larger volume or region")
-    if patch is not None and len(patch) != 3:
-        raise ShapeError(f"an output patch has three sizes (z, y, x), not {patch}")
     only = (only,) if isinstance(only, str) else tuple(only)
-    for name in only:
-        try:
-            find(name, table)
-        except KeyError as error:
-            raise NoPlanError(f"{error.args[0]}; `znnpy primitives` lists them all") from None
-    if patch is not None:
-        network.layer_shapes(patch)  # ShapeError when it is none
+    _check_wishes(network, output, limits, patch, only, table)
     options = Options(table, machine, limits.threads, rates or assumed_rates(machine, limits.threads), frozenset(only))
     held = baseline_bytes() if baseline is None else baseline
     searches = [
@@ -104,6 +89,32 @@ def make_plan(
             ),
         )
     return _plan(network, machine, ranked)
+
+
+def _check_wishes(
+    network: Network,
+    output: Vec3,
+    limits: Limits,
+    patch: Vec3 | None,
+    only: Sequence[str],
+    table: tuple[Primitive, ...],
+) -> None:
+    if limits.ram_bytes < 1 or limits.threads < 1:
+        raise NoPlanError(
+            f"a run needs memory and at least one thread, not {limits.ram_bytes} bytes and {limits.threads} threads; "
+            "raise --ram or --threads"
+        )
+    if min(output) < 1:
+        raise ShapeError(f"there is nothing to compute: the output is {text(output)}; give a larger volume or region")
+    if patch is not None and len(patch) != 3:
+        raise ShapeError(f"an output patch has three sizes (z, y, x), not {patch}")
+    for name in only:
+        try:
+            find(name, table)
+        except KeyError as error:
+            raise NoPlanError(f"{error.args[0]}; `znnpy primitives` lists them all") from None
+    if patch is not None:
+        network.layer_shapes(patch)  # ShapeError when it is none
 
 
 def _narrowing(

@@ -28,7 +28,7 @@ from znnpy.planner.candidates import (
 from znnpy.planner.layout import Tensor, carried_bytes, chain, place
 from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
-from znnpy.planner.plan import Memory, RunnerUp, patch_in
+from znnpy.planner.plan import Memory, RunnerUp, patch_in, waste
 from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
 from znnpy.shapes import Vec3
 
@@ -71,14 +71,8 @@ class Found:
 
     @property
     def waste(self) -> float:
-        """Work done over the work that no border would need: how often an average output of a layer is computed.
-
-        Layers are weighed by their seconds. Without borders every layer computes one value per output voxel and map,
-        spread over its fragments.
-        """
-        output = prod(self.candidate.space.output)
-        ways = [way for option in self.options for way in option.ways]
-        return self.seconds / sum(way.seconds * output / prod(way.shape.out_shape[:4]) for way in ways)
+        """Work done over the work that no border would need."""
+        return waste(self.candidate.space.output, [(way.shape, way.seconds, way.runs) for _, way in self.ways])
 
 
 @dataclass

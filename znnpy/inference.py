@@ -33,12 +33,13 @@ from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, plan_be
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
-from znnpy.trained import load_trained
+from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
 from znnpy.volume.journal import JournalHeader, default_output
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
+from znnpy.volume.volume import Volume
 
 OUTPUT_DTYPES = ("float32", "float16", "uint8")
 BORDERS = ("valid", "reflect")
@@ -144,15 +145,7 @@ def infer(
         opened = stack.enter_context(open_volume(Path(volume), dataset))
         region = parse_roi(roi, opened.size) if roi else None
         source = Source(opened, roi=region, border=border, network=trained.network, allow_nan=allow_nan)
-        job = {
-            "network": trained.network.sha256,
-            "weights": sha256(trained.weights),
-            "volume": opened.identity(),
-            "roi": _roi_text(region, opened.size),
-            "border": border,
-            "output_dtype": output_dtype,
-            "allow_nan": allow_nan,
-        }
+        job = _job(trained, opened, _roi_text(region, opened.size), border, output_dtype, allow_nan=allow_nan)
         mode: Mode = "overwrite" if overwrite else "resume" if resume else "new"
         shape = (trained.network.output_channels, *source.output)
         output = stack.enter_context(
@@ -161,11 +154,7 @@ def infer(
         if output.finished:
             made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
             return _report(target, started, made, machine)
-        settings = {
-            "only": sorted(only),
-            "processor": machine.processor,  # numpy and FFTW choose their instructions by it
-            "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
-        }
+        settings = _settings(only, machine)
         begun = output.header
         wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first)
         if begun is None:
@@ -184,6 +173,30 @@ def infer(
         timings = pipeline.run(session, crew, source, output, columns, progress)
         output.complete()
     return _report(target, started, chosen, machine, timings, wisdom.sentences)
+
+
+def _job(
+    trained: TrainedNetwork, volume: Volume, roi: str, border: str, output_dtype: str, *, allow_nan: bool
+) -> dict[str, Any]:
+    """What identifies a run: a resumed one must be of the same."""
+    return {
+        "network": trained.network.sha256,
+        "weights": sha256(trained.weights),
+        "volume": volume.identity(),
+        "roi": roi,
+        "border": border,
+        "output_dtype": output_dtype,
+        "allow_nan": allow_nan,
+    }
+
+
+def _settings(only: Sequence[str], machine: Machine) -> dict[str, Any]:
+    """What else decides the bytes of a run beside its plan."""
+    return {
+        "only": sorted(only),
+        "processor": machine.processor,  # numpy and FFTW choose their instructions by it
+        "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
+    }
 
 
 def _check_words(border: str, output_dtype: str, cover: str | None) -> None:
