@@ -133,6 +133,9 @@ def test_inputs_of_spans_that_read_carried_planes_where_they_are_kept() -> None:
     assert one.tensors == tuple(map(aligned, (4 * plane[0], 2 * 2 * plane[2], 2 * plane[3], 2 * plane[4], out // 2)))
     assert [one.joined(span) for span in range(4)] == [3 * plane[0], 0, 3 * plane[3], 0]
     assert one.carries == c.carries == (3 * plane[0], 0, 2 * 3 * plane[3], 0)
+    behind = Network("behind", 1, (Conv((3, 2, 2), 8), Pool((2, 1, 1)), Conv((2, 1, 1), 2)))
+    halves = candidate(Space(behind, (40, 6, 6), walks=True, apart=frozenset({1})), (4, 6, 6)).split((1,))
+    assert (halves.parts, halves.joined(1)) == ((1, 1, 2), 2 * 4 * 36 * 8), "both halves of its input are there"
     together = replace(space, apart=frozenset())
     assert [candidate(together, (4, 6, 6)).joined(span) for span in range(4)] == [0, 0, 0, 0]
 
