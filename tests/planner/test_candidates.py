@@ -182,6 +182,7 @@ def test_every_way_to_take_images_in_parts(tiny_network: Callable[..., Network])
     assert splits(tiny_network(conv, pool, conv)) == [(0,), (4,), (2,), (1,)]
     assert splits(tiny_network(Pool((3, 2, 1)), conv)) == [(0,), (3,), (2,), (1,)]
     assert splits(tiny_network(Pool((1, 1, 1)), conv)) == [(0,)]
+    assert splits(tiny_network(conv, Pool((2, 1, 1)), conv, pool, conv)) == [(0, 0), (1, 0), (0, 1), (1, 1)]  # singly
     assert splits(tiny_network(pool, Pool((2, 1, 1)), conv)) == [
         (0, 0), (4, 0), (2, 0), (1, 0), (0, 1), (4, 1), (2, 1), (1, 1),
     ]  # fmt: skip
