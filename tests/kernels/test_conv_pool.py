@@ -191,6 +191,15 @@ def test_shapes_of_two_layers_in_one() -> None:
         replace(conv, pool=(2, 2, 1))
 
 
+@pytest.mark.parametrize("fin", [1, 16])
+def test_direct_sums_that_overflow_are_counted_before_they_are_pooled(fin: int) -> None:
+    shape = pooled(1, (fin, 3), (4, 4, 4), (3, 3, 3), (2, 2, 2), "relu")
+    x, weights = random_input(shape), random_weights(shape)
+    weights.bias[2] = -np.inf  # a maximum with 0 would hide it
+    with pytest.raises(ValuesOverflowError, match=r"\d+ of \d+ values .* became infinite or not a number"):
+        run(find("cpu.conv.first" if fin <= 4 else "cpu.conv.direct_lanes"), shape, x, weights, threads=2)
+
+
 def test_a_stopped_crew_stops_a_step() -> None:
     shape = SHAPES[0]
     variant = LANES.variants(shape, MACHINE)[0]

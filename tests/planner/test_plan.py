@@ -20,6 +20,7 @@ from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.layout import Tensor
+from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
@@ -263,6 +264,14 @@ def test_two_layers_in_one_run_from_where_the_second_one_does() -> None:
         assert [choice.runs for choice in here.choices] == [steps, steps], "none of them ahead of the output"
         here.check_runs(network, MACHINE, table=FAKES)
     assert made.covering(made.output, network, made.memory) == made
+
+
+def test_buffers_of_a_column_that_reads_twice_and_writes_once() -> None:
+    network = Network("two steps", 3, (Conv((2, 1, 1), 2, "relu"), Pool((2, 1, 1)), Conv((1, 1, 1), 2)))
+    made = planned(network, (2, 6, 5), 2**30, columns=True, patch=(2, 6, 5), itemsize_in=2)
+    assert (made.columns, made.cover(network).ahead) == (1, 1)
+    assert made.memory.reading == reading_bytes(3, (2, 6, 5), 2, steps=2) > reading_bytes(3, (2, 6, 5), 2, steps=1)
+    assert made.memory.writing == writing_bytes(2, (2, 6, 5), 4, steps=1) < writing_bytes(2, (2, 6, 5), 4, steps=2)
 
 
 def test_runs_that_were_edited_are_counted_again(column: Plan, network: Network) -> None:
