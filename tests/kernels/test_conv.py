@@ -320,8 +320,8 @@ def test_a_primitive_that_applies_has_a_variant(
 def test_tiles_hold_the_kernel_and_no_tile_is_larger_than_needed() -> None:
     shape = ConvShape(1, 8, 8, (11, 42, 1), (3, 9, 1))
     tiles = {v.size("tile") for v in find("cpu.conv.fft_tiled").variants(shape, MACHINE)}
-    assert {t[0] for t in tiles} == {8, 12}  # two of 8 cover 16; one of 12 holds all
-    assert {t[1] for t in tiles} == {12, 16, 20}  # 9 of 12, 5 of 16, 3 of 20; two of 32 cover more than three of 20
+    assert {t[0] for t in tiles} == {12}  # one of 12 holds all; two of 8 cover 16
+    assert {t[1] for t in tiles} == {20}  # three cover 60; nine of 12 cover 108, five of 16 80, two of 32 64
     assert {t[2] for t in tiles} == {1}
 
 
