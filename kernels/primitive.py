@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from znnpy.kernels.crew import Crew
     from znnpy.machine import Machine
     from znnpy.shapes import Vec3
 
@@ -28,7 +27,28 @@ if TYPE_CHECKING:
 
 Kind = Literal["conv", "pool", "maxfilter", "maxout"]
 # What a rate is measured for.
-Unit = Literal["product", "fft", "copy", "pool", "lane_product", "lane_fft", "lane_stream"]
+Unit = Literal[
+    "product",
+    "fft",
+    "copy",
+    "pool",
+    "lane_product",
+    "lane_fft",
+    "lane_stream",
+    "gpu_fft16",  # transforms of the fused tiled FFT, by the longest side of a tile
+    "gpu_fft24",
+    "gpu_fft32",
+    "gpu_half_product",  # of spectra in float16
+    "gpu_split_product",  # of spectra as two float16 each
+    "gpu_float_product",  # of complex64 matrices
+    "gpu_direct",
+    "gpu_first",
+    "gpu_stream",  # poolings, copies
+    "gpu_cufft",
+    "gpu_cudnn_fp32",
+    "gpu_cudnn_tf32",
+    "gpu_cudnn_fp16",
+]
 
 ALIGNMENT = 64  # bytes, of scratch and of tensors in the arena: one cache line, one AVX-512 register
 
@@ -37,10 +57,10 @@ ALIGNMENT = 64  # bytes, of scratch and of tensors in the arena: one cache line,
 class Variant:
     """What the search may choose inside a primitive: tile size, blocking, splits. Pure data, e.g. tile=(16, 16, 16)."""
 
-    parameters: tuple[tuple[str, int | tuple[int, int, int]], ...] = ()
+    parameters: tuple[tuple[str, int | str | tuple[int, int, int]], ...] = ()
 
     @classmethod
-    def of(cls, **parameters: int | Vec3) -> Variant:
+    def of(cls, **parameters: int | str | Vec3) -> Variant:
         return cls(tuple(sorted(parameters.items())))
 
     def count(self, name: str) -> int:
@@ -51,8 +71,14 @@ class Variant:
 
     def size(self, name: str) -> Vec3:
         value = dict(self.parameters)[name]
-        if isinstance(value, int):
+        if not isinstance(value, tuple):
             raise TypeError(f"{name} is {value}, not a size")
+        return value
+
+    def word(self, name: str) -> str:
+        value = dict(self.parameters)[name]
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value}, not a word")
         return value
 
     def __str__(self) -> str:
@@ -86,6 +112,8 @@ class Footprint:
     stages: int = 1
     scratch: tuple[Scratch, ...] = ()
     reads_carried: bool = False  # its steps are `CarryingStep`s
+    reads_peak: bool = False  # on a GPU: its steps need the largest |x| there is
+    raises_peak: bool = False  # on a GPU: its steps find the largest |out| themselves
     allowance: int = 0  # what the libraries (FFTW, BLAS, numpy) allocate themselves while it runs
 
     def working(self, shape: LayerShape) -> int:
@@ -137,6 +165,31 @@ class CarryingStep(Protocol):
         """
 
 
+class DeviceStep(Protocol):
+    """A primitive bound to one shape on a GPU. Calls return before the work is done: it is queued on `device.stream`."""
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        """Compute the layer as `Step.run` and `CarryingStep.run` do, on arrays in the memory of the device.
+
+        Values are float16 where the shape's precision is fp16, else float32.
+
+        x_peak    address of a float32 in device memory, no smaller than any |x|, `before` included; given where the
+                  footprint says reads_peak.
+        out_peak  address of a float32 in device memory that is raised to the largest |out|, before it is rounded to
+                  float16, if that is larger; infinity and NaN count as larger than every number. 0: nobody asks. Given
+                  only where the footprint says raises_peak.
+        """
+
+
 class Primitive(Protocol):
     """A way to compute one kind of layer on one kind of device."""
 
@@ -172,11 +225,17 @@ class Primitive(Protocol):
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         """What it does, stage by stage: a rate turns it into seconds."""
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> Any:
-        """Transformed weights, made once and shared by every shape that meets them. None for layers without weights."""
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Any, /) -> Any:
+        """Transformed weights, made once and shared by every shape that meets them. None for layers without weights.
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> Step:
-        """A step for this shape. May plan transforms; allocates nothing that lasts but their tables."""
+        crew  who works: a Crew on the CPU, a Device on a GPU.
+        """
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Any, /) -> Any:
+        """A step for this shape: a Step or CarryingStep on the CPU, a DeviceStep on a GPU.
+
+        May plan transforms; allocates nothing that lasts but their tables.
+        """
 
 
 def as_conv(shape: LayerShape) -> ConvShape:
@@ -184,6 +243,11 @@ def as_conv(shape: LayerShape) -> ConvShape:
     if not isinstance(shape, ConvShape):
         raise TypeError(f"a primitive for convolutions was given {shape}; ask why_not first")
     return shape
+
+
+def why_not_fp32(shape: LayerShape) -> str | None:
+    """None if `shape` is in fp32; else what it is, for primitives that compute in nothing else."""
+    return None if shape.precision == "fp32" else f"computes in fp32, not in {shape.precision}"
 
 
 def why_not_plain(shape: LayerShape) -> str | None:

@@ -10,6 +10,7 @@ ZnnpyError
 ├── NoPlanError          no patch size and primitives fit the limits (also a MemoryError)
 ├── ValuesOverflowError  a layer's result is infinite or not a number (also an OverflowError)
 ├── VerifyError          sampled voxels differ from the definition by more than allowed (also an ArithmeticError)
+├── DeviceError          there is no GPU to use, or it refused a call (also a RuntimeError)
 └── MissingExtraError    an optional package is needed for this (also an ImportError)
 
 Each message is one sentence of what happened, with the numbers, and one of what to do. Inner code raises the
@@ -67,6 +68,10 @@ class ValuesOverflowError(ZnnpyError, OverflowError):
 
 class VerifyError(ZnnpyError, ArithmeticError):
     """Sampled voxels differ from the float64 definition by more than allowed."""
+
+
+class DeviceError(ZnnpyError, RuntimeError):
+    """There is no GPU to use, or it refused a call: the message names the call, its code and the bytes."""
 
 
 class MissingExtraError(ZnnpyError, ImportError):

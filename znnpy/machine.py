@@ -23,6 +23,22 @@ _DEFAULT_SHARE = 0.75  # of the machine's memory: the rest stays for the file ca
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A CUDA device, as it says itself."""
+
+    name: str
+    capability: tuple[int, int]  # (9, 0): sm_90
+    multiprocessors: int
+    memory_bytes: int  # of the card, whoever uses it
+    l2_bytes: int
+    shared_block_bytes: int  # shared memory that one block may have
+    shared_multiprocessor_bytes: int
+    bandwidth: float  # bytes per second, from clock and width of its memory
+    driver: int  # version of CUDA that the driver speaks: 13000 is 13.0
+    versions: tuple[tuple[str, str], ...]  # of CuPy, CUDA's libraries, cuDNN's frontend where it is there
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """What fixes which primitives apply and how fast they are."""
 
@@ -32,6 +48,7 @@ class Machine:
     ram_bytes: int  # this process may use (cgroup limit, physical memory)
     blas: str  # kernels BLAS runs, e.g. "openblas SkylakeX"
     versions: tuple[tuple[str, str], ...]  # libraries that decide speed and rounding
+    gpu: Gpu | None = None  # the one that this run may use; None: it was not asked for, or there is none
 
     @property
     def fingerprint(self) -> str:
@@ -54,6 +71,7 @@ class Limits:
 
     ram_bytes: int  # of the whole process
     threads: int
+    vram_bytes: int | None = None  # of the GPU, everything that this process takes there; None: no GPU is used
 
 
 @cache

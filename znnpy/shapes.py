@@ -2,7 +2,8 @@
 
 Conventions, stated once for the whole project:
 
-* Axes are (z, y, x), x fastest. Activations are `(S, z, y, x, f)`: channels last, C order, float32.
+* Axes are (z, y, x), x fastest. Activations are `(S, z, y, x, f)`: channels last, C order, float32
+  (float16 in precision fp16).
 * "Convolution" is cross-correlation: `out[i] = bias + sum over d of in[i + d] * w[d]`. "Valid": no padding.
 * Max-pooling fragments: fragment `o = (oz * py + oy) * px + ox` of image `s` is image `s * P + o` of the output,
   P = pz * py * px; its voxel `i` is the maximum of the window that starts at `i * p + o`.
@@ -24,7 +25,12 @@ Vec3: TypeAlias = tuple[int, int, int]
 Activation = Literal["none", "relu", "tanh", "sigmoid", "softmax"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "tanh", "sigmoid", "softmax")
 
+# What is stored and multiplied: fp32; tf32: stored in float32, rms error <= 1e-3 allowed; fp16: stored in float16 too.
+Precision = Literal["fp32", "tf32", "fp16"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
+
 FLOAT32 = 4  # bytes
+FLOAT16 = 2
 COMPLEX64 = 8  # bytes
 
 
@@ -100,9 +106,10 @@ def _check_positive(shape: object, **counts: int) -> None:
 
 
 class _Sized(ABC):
-    """What follows from `in_shape` and `out_shape` alone."""
+    """What follows from `in_shape`, `out_shape` and `precision` alone."""
 
     __slots__ = ()
+    precision: Precision
 
     @property
     @abstractmethod
@@ -115,12 +122,21 @@ class _Sized(ABC):
         """The output tensor: (S', m_z, m_y, m_x, f')."""
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one value of input and output."""
+        return FLOAT16 if self.precision == "fp16" else FLOAT32
+
+    @property
     def in_bytes(self) -> int:
-        return FLOAT32 * prod(self.in_shape)
+        return self.itemsize * prod(self.in_shape)
 
     @property
     def out_bytes(self) -> int:
-        return FLOAT32 * prod(self.out_shape)
+        return self.itemsize * prod(self.out_shape)
+
+    @property
+    def _in_precision(self) -> str:
+        return "" if self.precision == "fp32" else f" {self.precision}"
 
     @property
     def out(self) -> Vec3:
@@ -143,6 +159,7 @@ class ConvShape(_Sized):
     k: Vec3  # kernel size
     activation: Activation = "none"
     pool: Vec3 = (1, 1, 1)  # window
+    precision: Precision = "fp32"
     kind: Literal["conv"] = "conv"
 
     def __post_init__(self) -> None:
@@ -177,7 +194,7 @@ class ConvShape(_Sized):
 
     def __str__(self) -> str:
         pool = f" p{text(self.pool)}" if self.pools else ""
-        return f"conv {self.batch}x{self.fin}->{self.fout} @{text(self.n)} k{text(self.k)} {self.activation}{pool}"
+        return f"conv {self.batch}x{self.fin}->{self.fout} @{text(self.n)} k{text(self.k)} {self.activation}{pool}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +206,7 @@ class PoolShape(_Sized):
     n: Vec3
     p: Vec3  # window
     fragments: bool = True
+    precision: Precision = "fp32"
     kind: Literal["pool"] = "pool"
 
     def __post_init__(self) -> None:
@@ -206,7 +224,7 @@ class PoolShape(_Sized):
 
     def __str__(self) -> str:
         into = "fragments" if self.fragments else "max"
-        return f"pool {into} {self.batch}x{self.f} @{text(self.n)} p{text(self.p)}"
+        return f"pool {into} {self.batch}x{self.f} @{text(self.n)} p{text(self.p)}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +235,7 @@ class FilterShape(_Sized):
     f: int
     n: Vec3
     p: Vec3  # window
+    precision: Precision = "fp32"
     kind: Literal["maxfilter"] = "maxfilter"
 
     def __post_init__(self) -> None:
@@ -232,7 +251,7 @@ class FilterShape(_Sized):
         return self.batch, *valid(self.n, self.p), self.f
 
     def __str__(self) -> str:
-        return f"maxfilter {self.batch}x{self.f} @{text(self.n)} p{text(self.p)}"
+        return f"maxfilter {self.batch}x{self.f} @{text(self.n)} p{text(self.p)}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +262,7 @@ class MaxoutShape(_Sized):
     f: int
     n: Vec3
     of: int
+    precision: Precision = "fp32"
     kind: Literal["maxout"] = "maxout"
 
     def __post_init__(self) -> None:
@@ -259,7 +279,7 @@ class MaxoutShape(_Sized):
         return self.batch, *self.n, self.f // self.of
 
     def __str__(self) -> str:
-        return f"maxout {self.batch}x{self.f} @{text(self.n)} of {self.of}"
+        return f"maxout {self.batch}x{self.f} @{text(self.n)} of {self.of}{self._in_precision}"
 
 
 LayerShape = ConvShape | PoolShape | FilterShape | MaxoutShape
