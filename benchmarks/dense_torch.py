@@ -22,24 +22,44 @@ from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Pool
 from znnpy.shapes import Activation, Vec3, multiply
 
 Method = Literal["fragments", "dilated"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "tf32", "fp16"]
 Layout = Literal["contiguous", "channels_last_3d"]
 
 Tensor = Any  # torch.Tensor: PyTorch is an extra, and its types are not read
 
-DTYPES: dict[Precision, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: dict[Precision, Any] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,  # on a GPU, as `compute_in` says
+    "fp16": torch.float16,
+}
+ON_THE_CPU: tuple[Precision, ...] = ("fp32", "bf16")
 LAYOUTS: dict[Layout, Any] = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
 
 class DenseTorch:
-    """A network with weights in one precision and memory format; call it on one input patch."""
+    """A network with weights in one precision and memory format; call it on one input patch.
+
+    device  where it runs, "cpu" or "cuda". What a call returns there is overwritten by the next.
+    """
 
     def __init__(
-        self, network: Network, weights: Sequence[ConvWeights], method: Method, precision: Precision, layout: Layout
+        self,
+        network: Network,
+        weights: Sequence[ConvWeights],
+        method: Method,
+        precision: Precision,
+        layout: Layout,
+        device: str = "cpu",
     ) -> None:
         self._network, self._method = network, method
-        self._precision, self._layout = precision, layout
-        self._weights = [(placed(one.weight, precision, layout), as_tensor(one.bias, precision)) for one in weights]
+        self._precision, self._layout, self._device = precision, layout, device
+        self._weights = [
+            (placed(one.weight, precision, layout, device), as_tensor(one.bias, precision, device)) for one in weights
+        ]
+        self._pinned: Tensor = None  # what was downloaded last
+        if device != "cpu":
+            compute_in(precision)
 
     def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """raw (c, z, y, x), grey values as stored -> (maps, z, y, x) float32, field of view - 1 smaller.
@@ -47,7 +67,8 @@ class DenseTorch:
         With fragments the output has to be a multiple of the network's period along every axis.
         """
         with torch.inference_mode():
-            x = placed(self._normalised(raw)[None], self._precision, self._layout)
+            x = self._normalised(raw)[None].to(DTYPES[self._precision])
+            x = in_layout(x, self._layout)
             memory_format = LAYOUTS[self._layout]
             weights = iter(self._weights)
             dilation: Vec3 = (1, 1, 1)
@@ -68,38 +89,55 @@ class DenseTorch:
                         x = x.unflatten(1, (-1, of)).amax(2).contiguous(memory_format=memory_format)
             return self._dense(x)
 
-    def _normalised(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def _normalised(self, raw: npt.NDArray[Any]) -> Tensor:
+        x = torch.from_numpy(np.ascontiguousarray(raw)).to(self._device).float()
         normalise = self._network.normalise
         if normalise is None:
-            return raw.astype(np.float32)
-        mean, std = (np.array(v, np.float32)[:, None, None, None] for v in (normalise.mean, normalise.std))
-        return np.asarray((raw - mean) / std, np.float32)
+            return x
+        mean, std = (torch.tensor(v, device=self._device)[:, None, None, None] for v in (normalise.mean, normalise.std))
+        return (x - mean) / std
 
     def _dense(self, x: Tensor) -> npt.NDArray[np.float32]:
         """(1 or fragments, maps, z, y, x) as one patch (maps, z, y, x)."""
-        out = x.float().numpy()
         windows = [layer.window for layer in self._network.layers if isinstance(layer, Pool)]
-        if self._method == "dilated":
-            return np.ascontiguousarray(out[0])
-        for window in reversed(windows):  # the last pooling's fragments lie innermost in the batch
-            out = out.reshape(-1, *window, *out.shape[1:])  # (S, oz, oy, ox, f, mz, my, mx)
-            out = out.transpose(0, 4, 5, 1, 6, 2, 7, 3)  # (S, f, mz, oz, my, oy, mx, ox)
-            s, f, mz, pz, my, py, mx, px = out.shape
-            out = out.reshape(s, f, mz * pz, my * py, mx * px)
-        return np.ascontiguousarray(out[0])
+        for window in reversed(windows if self._method == "fragments" else []):
+            # the last pooling's fragments lie innermost in the batch: (S, oz, oy, ox, f, mz, my, mx)
+            x = x.unflatten(0, (-1, *window)).permute(0, 4, 5, 1, 6, 2, 7, 3)
+            s, f, mz, pz, my, py, mx, px = x.shape
+            x = x.reshape(s, f, mz * pz, my * py, mx * px)
+        return self._downloaded(x[0].float().contiguous())
+
+    def _downloaded(self, x: Tensor) -> npt.NDArray[np.float32]:
+        if self._device == "cpu":
+            return np.asarray(x.numpy())
+        if self._pinned is None or self._pinned.shape != x.shape:
+            self._pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._pinned.copy_(x)
+        return np.asarray(self._pinned.numpy())
 
 
-def as_tensor(array: npt.NDArray[np.float32], precision: Precision) -> Tensor:
-    return torch.from_numpy(array).to(DTYPES[precision])
+def compute_in(precision: Precision) -> None:
+    """What cuDNN multiplies float32 in; of its algorithms the one that runs fastest is taken."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 
-def placed(array: npt.NDArray[np.float32], precision: Precision, layout: Layout) -> Tensor:
-    """An array (S, f, z, y, x) in this precision and memory format.
+def as_tensor(array: npt.NDArray[np.float32], precision: Precision, device: str = "cpu") -> Tensor:
+    return torch.from_numpy(array).to(device, DTYPES[precision])
+
+
+def placed(array: npt.NDArray[np.float32], precision: Precision, layout: Layout, device: str = "cpu") -> Tensor:
+    """An array (S, f, z, y, x) in this precision and memory format."""
+    return in_layout(as_tensor(array, precision, device), layout)
+
+
+def in_layout(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor (S, f, z, y, x) in this memory format.
 
     With one map PyTorch takes every array for one of either format, so strides are set by hand: else the convolution
     after it answers in the other format.
     """
-    x = as_tensor(array, precision).contiguous(memory_format=LAYOUTS[layout])
+    x = x.contiguous(memory_format=LAYOUTS[layout])
     if x.shape[1] == 1 and layout == "channels_last_3d":
         _, _, nz, ny, nx = x.shape
         return x.as_strided(x.shape, (nz * ny * nx, 1, ny * nx, nx, 1))
@@ -137,9 +175,8 @@ def fragments(x: Tensor, window: Vec3) -> Tensor:
     layout = (
         torch.channels_last_3d if x.is_contiguous(memory_format=torch.channels_last_3d) else torch.contiguous_format
     )
-    out = torch.empty((s * pz * py * px, f, z // pz, y // py, x_size // px), dtype=x.dtype).contiguous(
-        memory_format=layout
-    )
+    size = (s * pz * py * px, f, z // pz, y // py, x_size // px)
+    out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=layout)
     by_offset = out.unflatten(0, (s, pz, py, px))
     for oz, oy, ox in product(range(pz), range(py), range(px)):
         by_offset[:, oz, oy, ox].copy_(x[:, :, oz::pz, oy::py, ox::px])

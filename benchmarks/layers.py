@@ -156,10 +156,10 @@ def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
 def torch_entries(shape: ConvShape, x: Array, weights: ConvWeights, threads: int, limit: float) -> Iterator[Entry]:
     """conv3d with bias, and ReLU in place: both precisions, both memory formats."""
     import torch
-    from dense_torch import DTYPES, LAYOUTS, activated, as_tensor, placed
+    from dense_torch import LAYOUTS, ON_THE_CPU, activated, as_tensor, placed
 
     torch.set_num_threads(threads)  # within the crew, which keeps the libraries of znnpy at one thread
-    for precision in DTYPES:
+    for precision in ON_THE_CPU:
         flops = 2 * prod(shape.out_shape) * shape.fin * prod(shape.k)
         measured = smaller(shape, flops / (threads * TORCH_FLOPS[precision]), limit)
         maps_first = part(x, measured.n).transpose(0, 4, 1, 2, 3)

@@ -105,7 +105,7 @@ import sys; sys.path.insert(0, sys.argv[1])
 from itertools import product
 import numpy as np
 from contestants import random_network
-from dense_torch import DTYPES, LAYOUTS, DenseTorch
+from dense_torch import LAYOUTS, ON_THE_CPU, DenseTorch
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.reference import dense_by_fragments
 network = random_network(sys.argv[2])
@@ -113,7 +113,7 @@ weights = random_weights(network)
 raw = np.random.default_rng(5).integers(0, 256, (2, *network.patch_in((4, 6, 8))), np.uint8)
 exact = dense_by_fragments(network, weights, (np.moveaxis(raw, 0, -1)[None] - 127.5) / 73.9)
 exact = np.moveaxis(exact[0], -1, 0)
-for way in product(("fragments", "dilated"), DTYPES, LAYOUTS):
+for way in product(("fragments", "dilated"), ON_THE_CPU, LAYOUTS):
     out = DenseTorch(network, weights, *way)(raw)
     assert out.shape == exact.shape == (2, 4, 6, 8) and out.dtype == np.float32
     print(way[1], np.abs(out - exact).max() / exact.std())
