@@ -11,7 +11,7 @@ from math import prod
 from znnpy.network import Conv, Network, Pool, extent
 from znnpy.patches import Cover
 from znnpy.planner.layout import aligned
-from znnpy.shapes import LayerShape, Vec3, fused, turned, turned_back
+from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
 
 Span = tuple[int, int]  # the first and the last of the layers that one choice may be made for
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # along z, y, x, largest first
@@ -36,6 +36,7 @@ class Space:
     output: Vec3
     axis: int = 0
     walks: bool = False
+    precision: Precision = "fp32"
     apart: frozenset[int] = frozenset()  # spans that read planes carried from step to step where they are kept
 
     @cached_property
@@ -53,12 +54,12 @@ class Space:
         return tuple(margin[0] for margin in self.network.margins[1:])
 
 
-def all_spaces(network: Network, output: Vec3) -> tuple[Space, ...]:
+def all_spaces(network: Network, output: Vec3, precision: Precision = "fp32") -> tuple[Space, ...]:
     """Patches first, then columns along each axis, but for axes that are like one before."""
-    spaces = [Space(network, output)]
+    spaces = [Space(network, output, precision=precision)]
     seen = set()
     for axis in range(3):
-        space = Space(network.turned(axis), turned(output, axis), axis, walks=True)
+        space = Space(network.turned(axis), turned(output, axis), axis, walks=True, precision=precision)
         beside = sorted(space.output[1:]) if space.alike else space.output[1:]
         key = (space.network.layers, space.output[0], tuple(beside))
         if key not in seen and network.field_of_view[axis] > 1:
@@ -268,7 +269,7 @@ def all_sizes(space: Space, room: int | None = None) -> Sizes:
 
 def candidate(space: Space, patch: Vec3) -> Candidate:
     """Patches of one shape, or columns that write the output along their axis from end to end. Nothing is split."""
-    shapes = space.network.layer_shapes(patch, walks=space.walks)
+    shapes = space.network.layer_shapes(patch, walks=space.walks, precision=space.precision)
     column = -(-space.output[0] // patch[0]) * patch[0] if space.walks else 0
     return Candidate(space, patch, column, shapes, (1,) * len(shapes))
 

@@ -1,20 +1,30 @@
-"""Seconds of a layer: its work, stage by stage, divided by the rates of the machine.
+"""Seconds of a layer: its work, stage by stage, divided by the rates of the machine; or measured there.
 
-The default rates are assumed, not measured on the machine a plan is for: they were fitted on 2 cores of a Zen 5
-processor with AVX-512 and 2 threads (2026-11-20: 27 runs of convolutions, 1 to 80 maps, k = 3 to 9, within 40 %, most
-within 20 %; 20 of poolings, max-filters and maxouts, windows of 2 to 5, within a factor of 1.5), and are scaled by
-threads and by the width of the vector instructions. Ratios between primitives hold better than the seconds do.
+Rates are assumed where nothing was measured. Those of CPUs were fitted on 2 cores of a Zen 5 processor with AVX-512 and
+2 threads (2026-11-20: 27 runs of convolutions, 1 to 80 maps, k = 3 to 9, within 40 %, most within 20 %; 20 of poolings,
+max-filters and maxouts, windows of 2 to 5, within a factor of 1.5), and are scaled by threads and by the width of the
+vector instructions. Those of GPUs are what an H200 reached, scaled by what a card says of itself. Ratios between
+primitives hold better than the seconds do.
+
+What was measured of one layer, at one size, corrects the estimate of that layer at every size: the layer's own speed
+counts there, and the primitive's work says how it grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from znnpy.kernels.primitive import Unit, Work
-from znnpy.machine import Machine
 
-_THREADS = 2  # of the run that the default rates come from
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Primitive, Variant
+    from znnpy.machine import Gpu, Machine
+    from znnpy.planner.memory import DeviceKind
+    from znnpy.shapes import LayerShape
+
+_THREADS = 2  # of the run that the CPU rates come from
 _SHARED = 0.8  # traffic grows with threads to this power: 14 GB/s of copies with 1 thread, 25 with 2
 # 16 lanes, 8, and 4 with no fused multiply-add
 _FLOPS_OF_AVX512 = {"avx512": 1.0, "avx2": 0.5, "other": 0.125}
@@ -27,66 +37,163 @@ class Rate:
     flops: float  # per second
     nbytes: float  # per second, read and written together
 
+    def times(self, flops: float, nbytes: float) -> Rate:
+        return Rate(self.flops * flops, self.nbytes * nbytes)
+
+
+CPU_RATES: Mapping[Unit, Rate] = {
+    "product": Rate(flops=400e9, nbytes=25e9),
+    "fft": Rate(flops=74e9, nbytes=25e9),
+    "copy": Rate(flops=50e9, nbytes=25e9),
+    "pool": Rate(flops=50e9, nbytes=30e9),
+    "lane_product": Rate(flops=450e9, nbytes=28e9),
+    "lane_fft": Rate(flops=300e9, nbytes=40e9),
+    "lane_stream": Rate(flops=500e9, nbytes=42e9),
+}
+CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them
+# Of an H200: 132 multiprocessors, 4.8 TB/s, of which a copy reaches 4.27.
+GPU_RATES: Mapping[Unit, Rate] = {
+    "gpu_fft16": Rate(flops=15e12, nbytes=3.2e12),
+    "gpu_fft24": Rate(flops=15e12, nbytes=2.4e12),
+    "gpu_fft32": Rate(flops=15e12, nbytes=2.4e12),
+    "gpu_half_product": Rate(flops=263e12, nbytes=3.5e12),
+    "gpu_split_product": Rate(flops=90e12, nbytes=3.5e12),
+    "gpu_float_product": Rate(flops=37e12, nbytes=3.5e12),
+    "gpu_direct": Rate(flops=15e12, nbytes=3.0e12),
+    "gpu_first": Rate(flops=25e12, nbytes=3.2e12),
+    "gpu_stream": Rate(flops=25e12, nbytes=3.5e12),
+    "gpu_cufft": Rate(flops=8e12, nbytes=2.5e12),
+    "gpu_cudnn_fp32": Rate(flops=28e12, nbytes=3.0e12),
+    "gpu_cudnn_tf32": Rate(flops=180e12, nbytes=3.0e12),
+    "gpu_cudnn_fp16": Rate(flops=280e12, nbytes=3.0e12),
+}
+GPU_STAGE_SECONDS = 5e-6  # between one kernel and the next, and the last blocks of it that run alone
+_H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
+# Of one multiprocessor against one of an H200, by capability: arithmetic in float32, and on tensor cores.
+_FLOPS_OF_H200: Mapping[tuple[int, int], tuple[float, float]] = {
+    (8, 0): (0.40, 0.38),
+    (8, 6): (0.75, 0.11),
+    (8, 9): (1.10, 0.23),
+    (9, 0): (1.0, 1.0),
+    (12, 0): (1.10, 0.25),
+}
+_TENSOR: frozenset[Unit] = frozenset({"gpu_half_product", "gpu_split_product", "gpu_cudnn_tf32", "gpu_cudnn_fp16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One layer of one network as measured: what fixes its speed but for its size. Axes may be turned."""
+
+    primitive: str
+    version: int
+    variant: Variant
+    kind: str
+    maps: tuple[int, int]  # in and out
+    window: tuple[int, ...]  # kernel, or pooling window, or size of a group of maps; axes in the order of their sizes
+    pool: tuple[int, ...]  # window of a pooling in one with a convolution, likewise
+    activation: str
+    precision: str
+
+
+def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
+    """What a measurement of `primitive` on `shape` says something of."""
+    pool: tuple[int, ...] = ()
+    activation = ""
+    window: tuple[int, ...]
+    match shape.kind:
+        case "conv":
+            window, pool, activation = shape.k, shape.pool, shape.activation
+        case "pool" | "maxfilter":
+            window = shape.p
+        case "maxout":
+            window = (shape.of,)
+    maps = shape.in_shape[4], shape.out_shape[4]
+    return Case(
+        primitive.name,
+        primitive.version,
+        variant,
+        shape.kind,
+        maps,
+        tuple(sorted(window)),
+        tuple(sorted(pool)),
+        activation,
+        shape.precision,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed of a machine with a given number of threads, per kind of unit."""
+    """Speed of a machine with a given number of threads, or of a GPU: per kind of unit, and of layers measured there.
 
-    product: Rate = Rate(flops=400e9, nbytes=25e9)
-    fft: Rate = Rate(flops=74e9, nbytes=25e9)
-    copy: Rate = Rate(flops=50e9, nbytes=25e9)
-    pool: Rate = Rate(flops=50e9, nbytes=30e9)
-    lane_product: Rate = Rate(flops=450e9, nbytes=28e9)
-    lane_fft: Rate = Rate(flops=300e9, nbytes=40e9)
-    lane_stream: Rate = Rate(flops=500e9, nbytes=42e9)
-    stage_seconds: float = 5e-5  # to hand one stage to the threads and to wait for the last of them
+    measured  seconds of a run over those that the rates give it, of one size of each layer
+    """
+
+    units: Mapping[Unit, Rate] = field(default_factory=lambda: CPU_RATES)
+    stage_seconds: float = CPU_STAGE_SECONDS
+    measured: Mapping[Case, float] = field(default_factory=dict)
 
     def of(self, unit: Unit) -> Rate:
-        match unit:
-            case "product":
-                return self.product
-            case "fft":
-                return self.fft
-            case "copy":
-                return self.copy
-            case "pool":
-                return self.pool
-            case "lane_product":
-                return self.lane_product
-            case "lane_fft":
-                return self.lane_fft
-            case "lane_stream":
-                return self.lane_stream
+        return self.units[unit]
+
+    @property
+    def carrying(self) -> float:
+        """Bytes per second, read and written together, of planes that are kept from step to step."""
+        return self.of("gpu_stream" if "gpu_stream" in self.units else "copy").nbytes
 
     def scaled(self, flops: float, nbytes: float) -> Rates:
         """All rates multiplied."""
+        return replace(self, units={unit: rate.times(flops, nbytes) for unit, rate in self.units.items()})
 
-        def times(rate: Rate) -> Rate:
-            return Rate(rate.flops * flops, rate.nbytes * nbytes)
+    def replaced(self, **units: Rate) -> Rates:
+        """With other rates for some units."""
+        return replace(self, units={unit: units.get(unit, rate) for unit, rate in self.units.items()})
 
-        return Rates(
-            times(self.product),
-            times(self.fft),
-            times(self.copy),
-            times(self.pool),
-            times(self.lane_product),
-            times(self.lane_fft),
-            times(self.lane_stream),
-            self.stage_seconds,
-        )
+    def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+        """Of one run of `shape`: as measured where that was done, else as the rates have it."""
+        work = primitive.work(shape, variant)
+        estimate = seconds(work, self)
+        factor = self.measured.get(case(primitive, shape, variant)) if self.measured else None
+        if factor is None:
+            return estimate
+        between = len(work) * self.stage_seconds
+        return between + factor * (estimate - between)
+
+    def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
+        """`seconds` come from a measurement."""
+        return case(primitive, shape, variant) in self.measured
+
+    def learnt(self, primitive: Primitive, shape: LayerShape, variant: Variant, spent: float) -> Rates:
+        """With a measurement: `spent` seconds for one run of `shape`."""
+        work = primitive.work(shape, variant)
+        between = len(work) * self.stage_seconds
+        factor = max(spent - between, 0.1 * spent) / (seconds(work, self) - between)
+        return replace(self, measured={**self.measured, case(primitive, shape, variant): factor})
 
 
-def assumed_rates(machine: Machine, threads: int) -> Rates:
-    """The default rates for a machine that was not measured.
+def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") -> Rates:
+    """Rates of a machine, or of its GPU, that was not measured.
 
-    Arithmetic grows with the threads, up to the cores; memory traffic less, as cores share the memory.
+    On a CPU arithmetic grows with the threads, up to the cores; memory traffic less, as cores share the memory.
     """
+    if device == "gpu" and machine.gpu is not None:
+        return _gpu_rates(machine.gpu)
     workers = min(threads, machine.cores) / _THREADS
-    rates = Rates().scaled(flops=workers * _FLOPS_OF_AVX512[machine.simd], nbytes=workers**_SHARED)
+    flops, nbytes = workers * _FLOPS_OF_AVX512[machine.simd], workers**_SHARED
+    rates = Rates().scaled(flops, nbytes)
     if machine.blas_warning is None:
         return rates
-    slow = Rate(rates.product.flops * _FLOPS_OF_AVX512["avx2"], rates.product.nbytes)
-    return replace(rates, product=slow)
+    return rates.replaced(product=rates.of("product").times(_FLOPS_OF_AVX512["avx2"], 1.0))
+
+
+def _gpu_rates(gpu: Gpu) -> Rates:
+    """By multiprocessors and what one of them does, and by the bandwidth of the memory."""
+    size, nbytes = gpu.multiprocessors / _H200_MULTIPROCESSORS, gpu.bandwidth / _H200_BANDWIDTH
+    older = [capability for capability in _FLOPS_OF_H200 if capability <= gpu.capability]
+    plain, tensor = _FLOPS_OF_H200[max(older, default=(8, 0))]
+    return Rates(
+        {unit: rate.times(size * (tensor if unit in _TENSOR else plain), nbytes) for unit, rate in GPU_RATES.items()},
+        GPU_STAGE_SECONDS,
+    )
 
 
 def seconds(work: Sequence[Work], rates: Rates) -> float:

@@ -1,22 +1,82 @@
-"""What a run needs beside arena and weights: the process itself, and patches on their way in and out."""
+"""What a run takes of the process and of a GPU, and what it needs beside arena and weights to begin with."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
-from znnpy.machine import process_bytes
+from znnpy.machine import Limits, process_bytes
+from znnpy.planner.layout import Count, aligned
 from znnpy.shapes import Vec3
+
+DeviceKind = Literal["cpu", "gpu"]
 
 MIB = 2**20
 BUFFERS = 2  # patches on their way in, and as many on their way out: one is filled while the other is used
+PINNED = 3  # the same for a GPU: a third one is copied to it or from it meanwhile
+STAGED = 2  # of each on a GPU
 READER_BYTES = 16 * MIB  # chunk cache of the volume, decompression, one chunk at a time
 WRITER_BYTES = 6 * MIB  # buffers of the output
 MARGIN_BYTES = 8 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
+CONTEXT_BYTES = 1024 * MIB  # of a GPU: CUDA's context, kernels, the handles and tables of its libraries
 _GRAIN = 4 * MIB  # the baseline is rounded up to it, so that equal runs make equal plans
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes as promised: of the whole process, and of all it takes on a GPU where layers run there."""
+
+    device: DeviceKind  # where the layers run: there lie arena, carried planes, weights and what libraries allocate
+    baseline: Count  # interpreter and libraries, measured
+    arena: Count
+    carries: Count  # planes that a column keeps from step to step
+    residents: Count  # prepared weights
+    reading: Count  # patches on their way in: queue and reader
+    writing: Count  # patches on their way out
+    allowance: Count  # what the libraries allocate themselves while a layer runs or its weights are prepared
+    staging: Count  # of a GPU: patches on their way in and out
+    context: Count  # of a GPU: what CUDA and its libraries take whatever runs
+
+    @property
+    def layers(self) -> int:
+        """Where the layers run, what the layers take."""
+        return self.arena + self.carries + self.residents + self.allowance
+
+    @property
+    def peak(self) -> int:
+        """Of the whole process."""
+        around = self.baseline + self.reading + self.writing
+        return around + self.layers if self.device == "cpu" else around
+
+    @property
+    def vram(self) -> int:
+        """Of the GPU; 0 where none is used."""
+        return self.layers + self.staging + self.context if self.device == "gpu" else 0
+
+    @property
+    def held(self) -> int:
+        """Where the layers run: of the process, or of the GPU."""
+        return self.peak if self.device == "cpu" else self.vram
+
+    def over(self, limits: Limits) -> tuple[int, int]:
+        """Bytes above the limits, of the process and of the GPU."""
+        return max(0, self.peak - limits.ram_bytes), max(0, self.vram - (limits.vram_bytes or 0))
+
+
+def buffers(device: DeviceKind) -> int:
+    """Patches in the memory of the process that are on their way in, and as many that are on their way out."""
+    return BUFFERS if device == "cpu" else PINNED
+
+
 def reading_bytes(
-    channels: int, patch_in: Vec3, itemsize: int, *, steps: int = BUFFERS, seen: Vec3 | None = None
+    channels: int,
+    patch_in: Vec3,
+    itemsize: int,
+    *,
+    steps: int = PINNED,
+    seen: Vec3 | None = None,
+    device: DeviceKind = "cpu",
 ) -> int:
     """Raw input patches (c, z, y, x) of the volume's dtype, and the reader.
 
@@ -25,16 +85,25 @@ def reading_bytes(
            where they are counted: one for each patch on its way out, and one that a column keeps where it is more than
            `patch_in`. Each patch on its way in has one of its own size.
     """
-    buffers = min(BUFFERS, steps)
+    count = min(buffers(device), steps)
     masks = 0
     if seen is not None:
-        masks = buffers * (prod(patch_in) + prod(seen)) + (prod(seen) if seen != patch_in else 0)
-    return buffers * channels * prod(patch_in) * itemsize + masks + READER_BYTES
+        masks = count * (prod(patch_in) + prod(seen)) + (prod(seen) if seen != patch_in else 0)
+    return count * channels * prod(patch_in) * itemsize + masks + READER_BYTES
 
 
-def writing_bytes(maps: int, patch_out: Vec3, itemsize: int, *, steps: int = BUFFERS) -> int:
+def writing_bytes(maps: int, patch_out: Vec3, itemsize: int, *, steps: int = PINNED, device: DeviceKind = "cpu") -> int:
     """Dense output patches (maps, z, y, x) of the output's dtype, and the writer; `steps` give output in all."""
-    return min(BUFFERS, steps) * maps * prod(patch_out) * itemsize + WRITER_BYTES
+    return min(buffers(device), steps) * maps * prod(patch_out) * itemsize + WRITER_BYTES
+
+
+def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes: int = STAGED) -> int:
+    """On a GPU, patches as the volume stores them and as the output does, each on an alignment of its own.
+
+    raw_bytes, out_bytes  of one patch
+    reads, writes         steps that read and that give output, in all
+    """
+    return min(STAGED, reads) * aligned(raw_bytes) + min(STAGED, writes) * aligned(out_bytes)
 
 
 def baseline_bytes() -> int:

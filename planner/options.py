@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from znnpy.kernels.primitive import Primitive
 from znnpy.machine import Machine
 from znnpy.planner.candidates import kept_bytes
-from znnpy.planner.cost import Rates, seconds
+from znnpy.planner.cost import Rates
 from znnpy.planner.layout import Fullest, aligned, fullest
 from znnpy.planner.trade import Front, Option, Way, front, in_turn
 from znnpy.shapes import LayerShape, fused
@@ -101,7 +101,7 @@ class Options:
     def _placed(self, shape: LayerShape, names: frozenset[str], place: Place, steps: int) -> Iterator[Option]:
         """Every way to run a shape by the primitives of these names, at a place."""
         carried = place.parts * kept_bytes(shape) if place.walks else 0
-        once = carried / self.rates.copy.nbytes / place.parts
+        once = carried / self.rates.carrying / place.parts
         for alone in self._variants(shape, names):
             way = alone.way
             apart = way.footprint.reads_carried
@@ -124,7 +124,7 @@ class Options:
                     continue
                 for variant in primitive.variants(shape, self.machine):
                     footprint = primitive.footprint(shape, variant, self.threads)
-                    spent = seconds(primitive.work(shape, variant), self.rates)
+                    spent = self.rates.seconds(primitive, shape, variant)
                     found.append(_Alone(Way(shape, primitive, variant, footprint, spent), fullest(footprint)))
             kept: list[_Alone] = []
             for alone in sorted(found, key=lambda alone: (alone.way.seconds, alone.way.footprint.resident)):

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -19,25 +19,30 @@ from znnpy.machine import Limits
 from znnpy.patches import Cover
 from znnpy.planner.layout import ALIGNMENT, Count, aligned, carried_bytes, chain, loops
 from znnpy.planner.layout import Tensor as Tensor
-from znnpy.shapes import LayerShape, Vec3, fused, text, turned
+from znnpy.planner.memory import DeviceKind
+from znnpy.planner.memory import Memory as Memory
+from znnpy.shapes import LayerShape, Precision, Vec3, fused, text, turned
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 3  # version of plan.json
+FORMAT = 4  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Positive = Annotated[int, Field(ge=1)]
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
+Rigor = Literal["estimate", "measure", "mixed"]  # what the seconds of layers come from: rates, measurements, both
 Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 30,000 years
 
 
 def _checked_limits(limits: Limits) -> Limits:
     if limits.ram_bytes < 1 or limits.threads < 1:
         raise ValueError(f"{limits.ram_bytes} bytes and {limits.threads} threads are no limits to run within")
+    if limits.vram_bytes is not None and limits.vram_bytes < 1:
+        raise ValueError(f"{limits.vram_bytes} bytes of a GPU are no limit to run within")
     return limits
 
 
@@ -49,7 +54,7 @@ class Choice:
     shape: Annotated[LayerShape, Field(discriminator="kind")]  # of the images run at a time, the plan's axis first
     primitive: str
     version: int  # of the primitive
-    device: str
+    device: DeviceKind
     variant: Variant
     seconds: Seconds  # of one run, with what it carries from step to step
     runs: Positive  # for the whole output
@@ -65,23 +70,6 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of the whole process, as promised. Their sum is the peak."""
-
-    baseline: Count  # interpreter and libraries, measured
-    arena: Count
-    carries: Count  # planes that a column keeps from step to step
-    residents: Count  # prepared weights
-    reading: Count  # patches on their way in: queue and reader
-    writing: Count  # patches on their way out
-    allowance: Count  # what the libraries allocate themselves while a layer runs or its weights are prepared
-
-    @property
-    def peak(self) -> int:
-        return self.baseline + self.arena + self.carries + self.residents + self.reading + self.writing + self.allowance
-
-
-@dataclass(frozen=True, slots=True)
 class RunnerUp:
     """The best that another patch shape offers, or another way to cover the output."""
 
@@ -91,7 +79,8 @@ class RunnerUp:
     parts: tuple[Positive, ...]  # as `Plan.parts`
     voxels_per_second: Seconds
     waste: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # work done over the work that no border would need
-    over_bytes: Count  # above the limit; 0: it fits and is slower
+    over_bytes: Count  # of the process above its limit; 0 here and of the GPU: it fits and is slower
+    over_vram_bytes: Count  # of the GPU above its limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +106,23 @@ class Plan:
     itemsize_in: Positive  # bytes per voxel of the volume as stored
     itemsize_out: Positive
     columns: Positive  # that cover the output; a patch is a column of one step
-    rigor: str
+    rigor: Rigor
     other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
     runners_up: tuple[RunnerUp, ...]
+
+    def __post_init__(self) -> None:
+        if self.device == "gpu" and self.limits.vram_bytes is None:
+            raise ValueError("its layers run on a GPU, and it has no limit for the memory there")
+
+    @property
+    def device(self) -> DeviceKind:
+        """Where all layers run."""
+        return self.memory.device
+
+    @property
+    def precision(self) -> Precision:
+        """Of all layers."""
+        return self.choices[0].shape.precision
 
     @property
     def walks(self) -> bool:
@@ -219,13 +222,14 @@ class Plan:
         machine: Machine,
         *,
         ram_bytes: int | None = None,
+        vram_bytes: int | None = None,
         table: Sequence[Primitive] | None = None,
     ) -> None:
         """PlanFileError unless this plan, which may have been made elsewhere or edited, runs here as it stands.
 
-        It must be of this network; its primitives must be here, in the same version, and apply; its peak must fit
-        this machine and `ram_bytes`; and tensors must have the sizes and lifetimes that the primitives ask for, at
-        offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
+        It must be of this network; its primitives must be here, in the same version, and apply; its bytes must fit
+        this machine, its GPU, `ram_bytes` and `vram_bytes`; and tensors must have the sizes and lifetimes that the
+        primitives ask for, at offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
         """
         if table is None:
             from znnpy.kernels.table import TABLE  # here, because it loads numpy and plans are readable without
@@ -236,15 +240,29 @@ class Plan:
                 f"the plan is of another network ({self.network_name}, {self.network[:12]}) than the one given "
                 f"({network.name}, {network.sha256[:12]}); make a plan of this network with `znnpy plan`"
             )
+        if self.device == "gpu" and machine.gpu is None:
+            raise PlanFileError(
+                "the plan's layers run on a GPU, and there is none here; make one for this machine with "
+                "`znnpy plan NETWORK --device cpu`"
+            )
         self._check_shapes(network)
-        footprints = [_footprint(choice, self.limits.threads, machine, table) for choice in self.choices]
+        footprints = [_footprint(choice, self, machine, table) for choice in self.choices]
         self._check_memory(footprints)
-        for limit, what in ((machine.ram_bytes, "this process may use"), (ram_bytes, "the limit allows")):
-            if limit is not None and self.memory.peak > limit:
+        self._check_limits(machine, ram_bytes, vram_bytes)
+
+    def _check_limits(self, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
+        card = None if machine.gpu is None else machine.gpu.memory_bytes
+        for limit, what, needed, kind, word in (
+            (machine.ram_bytes, "this process may use", self.memory.peak, "RAM", "ram"),
+            (ram_bytes, "the limit allows", self.memory.peak, "RAM", "ram"),
+            (card, "the GPU has", self.memory.vram, "VRAM", "vram"),
+            (vram_bytes, "the limit allows", self.memory.vram, "VRAM", "vram"),
+        ):
+            if limit is not None and needed > limit:
                 raise PlanFileError(
-                    f"the plan needs {self.memory.peak:,} bytes of RAM, {self.memory.peak - limit:,} more than {what} "
-                    f"({limit:,}); make one for this network and volume with "
-                    f"`znnpy plan NETWORK --volume VOLUME --ram {limit // 2**20}M`"
+                    f"the plan needs {needed:,} bytes of {kind}, {needed - limit:,} more than {what} ({limit:,}); "
+                    "make one for this network and volume with "
+                    f"`znnpy plan NETWORK --volume VOLUME --{word} {limit // 2**20}M`"
                 )
 
     def _check_shapes(self, network: Network) -> None:
@@ -252,7 +270,9 @@ class Plan:
         batches = [c.shape.batch for c in self.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
         batches += [self.choices[-1].shape.batch] * len(network.layers)  # where layers are missing: told below
         try:
-            shapes = along.layer_shapes(turned(self.patch_out, self.axis), batches=batches, walks=self.walks)
+            shapes = along.layer_shapes(
+                turned(self.patch_out, self.axis), batches=batches, walks=self.walks, precision=self.precision
+            )
         except ShapeError as error:
             raise PlanFileError(f"the plan does not fit its network: {error}") from None
         if self.column % self.patch_out[self.axis]:
@@ -343,6 +363,11 @@ def patch_in(network: Network, out: Vec3, axis: int, *, walks: bool) -> Vec3:
     return z, y, x
 
 
+def device_of(primitive: str) -> str:
+    """Where a primitive runs, `cpu` or `gpu`: the first part of its name."""
+    return primitive.partition(".")[0]
+
+
 def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape | None:
     """What one choice computes that spans layers first..last; None where no choice may."""
     if last >= len(shapes) or last - first not in (0, 1):
@@ -350,10 +375,15 @@ def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape
     return shapes[first] if first == last else fused(shapes[first], shapes[last])
 
 
-def _footprint(choice: Choice, threads: int, machine: Machine, table: Sequence[Primitive]) -> Footprint:
+def _footprint(choice: Choice, plan: Plan, machine: Machine, table: Sequence[Primitive]) -> Footprint:
     """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
     primitive = next((p for p in table if p.name == choice.primitive), None)
     where = f"{choice.where} of the plan"
+    if {choice.device, device_of(choice.primitive)} != {plan.device}:
+        raise PlanFileError(
+            f"{where} runs {choice.primitive} on the {choice.device.upper()}, and all layers of the plan run on the "
+            f"{plan.device.upper()}; {AGAIN}"
+        )
     if primitive is None:
         raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {AGAIN}")
     if primitive.version != choice.version:
@@ -367,7 +397,7 @@ def _footprint(choice: Choice, threads: int, machine: Machine, table: Sequence[P
         raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {AGAIN}")
     if choice.variant not in primitive.variants(choice.shape, machine):
         raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {AGAIN}")
-    return primitive.footprint(choice.shape, choice.variant, threads)
+    return primitive.footprint(choice.shape, choice.variant, plan.limits.threads)
 
 
 def _check_format(text: str) -> None:

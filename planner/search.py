@@ -16,11 +16,11 @@ from znnpy.network import Network
 from znnpy.planner.candidates import all_spaces, candidate, splits
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.layout import fullest
-from znnpy.planner.memory import baseline_bytes
+from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
 from znnpy.planner.options import Options
-from znnpy.planner.plan import FORMAT, Choice, Plan, patch_in
+from znnpy.planner.plan import FORMAT, Choice, Plan, Rigor, device_of, patch_in
 from znnpy.planner.space_search import RUNNERS_UP, Found, SpaceSearch
-from znnpy.shapes import Vec3, text, turned, turned_back
+from znnpy.shapes import Precision, Vec3, text, turned, turned_back
 
 
 def make_plan(
@@ -36,6 +36,9 @@ def make_plan(
     table: tuple[Primitive, ...] = TABLE,
     rates: Rates | None = None,
     baseline: int | None = None,
+    device: DeviceKind = "cpu",
+    precision: Precision = "fp32",
+    context: int = CONTEXT_BYTES,
     masks: bool = False,
     columns: bool | None = None,
     depth_first: bool = True,
@@ -48,6 +51,9 @@ def make_plan(
     only          name or names of primitives; where one of them applies to a layer no other is considered
     rates         speeds of the machine; assumed from `machine` when not given
     baseline      bytes of the process without the run; measured now when not given
+    device        where all layers run; "gpu" needs a machine with one, and limits for its memory
+    precision     the least that will do: on a CPU everything is computed in fp32, which is more than enough
+    context       bytes of the GPU that CUDA and its libraries take
     masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
     columns       True: columns only, False: patches only
     depth_first   False: all fragments of a pooling go through each layer before any goes through the next
@@ -56,7 +62,12 @@ def make_plan(
     """
     only = (only,) if isinstance(only, str) else tuple(only)
     _check_wishes(network, output, limits, patch, only, table)
-    options = Options(table, machine, limits.threads, rates or assumed_rates(machine, limits.threads), frozenset(only))
+    _check_device(machine, limits, device, only)
+    if device == "cpu":
+        precision, context = "fp32", 0
+    rates = rates or assumed_rates(machine, limits.threads, device)
+    there = tuple(primitive for primitive in table if device_of(primitive.name) == device)
+    options = Options(there, machine, limits.threads, rates, frozenset(only))
     held = baseline_bytes() if baseline is None else baseline
     searches = [
         SpaceSearch(
@@ -66,11 +77,13 @@ def make_plan(
             itemsize_out=itemsize_out,
             patch=None if patch is None else turned(patch, space.axis),
             options=options,
+            device=device,
             baseline=held,
+            context=context,
             masks=masks,
             splits=splits(space.network) if depth_first else splits(space.network)[:1],
         )
-        for space in all_spaces(network, output)
+        for space in all_spaces(network, output, precision)
         if columns is None or space.walks == columns
     ]
     if not searches:
@@ -117,6 +130,20 @@ def _check_wishes(
         network.layer_shapes(patch)  # ShapeError when it is none
 
 
+def _check_device(machine: Machine, limits: Limits, device: DeviceKind, only: Sequence[str]) -> None:
+    if device == "gpu" and machine.gpu is None:
+        raise NoPlanError("layers are to run on a GPU, and there is none; drop --device, or choose --device cpu")
+    if device == "gpu" and not limits.vram_bytes:
+        raise NoPlanError(
+            f"a run on a GPU needs memory there, not {limits.vram_bytes or 'no limit at all'} bytes; raise --vram"
+        )
+    for name in only:
+        if device_of(name) != device:
+            raise NoPlanError(
+                f"{name} does not run on the {device.upper()}; drop --only {name}, or choose another --device"
+            )
+
+
 def _narrowing(
     patch: Vec3 | None, only: Sequence[str], columns: bool | None, depth_first: bool
 ) -> tuple[tuple[str, bool], ...]:
@@ -140,11 +167,11 @@ def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch
             shape=way.shape,
             primitive=way.primitive.name,
             version=way.primitive.version,
-            device=way.primitive.name.partition(".")[0],
+            device=search.device,
             variant=way.variant,
             seconds=way.seconds,
             runs=way.runs,
-            measured=False,
+            measured=search.options.rates.knows(way.primitive, way.shape, way.variant),
             resident_bytes=way.footprint.resident,
             working_bytes=way.footprint.working(way.shape),
         )
@@ -170,7 +197,7 @@ def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,
         columns=len(shape.cover),
-        rigor="estimate",
+        rigor=_rigor(choices),
         other=others[0] if others else None,
         runners_up=tuple([*search.next_larger(best.seconds), *slower][:RUNNERS_UP]),
     )
@@ -188,8 +215,13 @@ def _no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> N
             f"no primitive runs layer {layer} ({network.layers[layer]}) here: "
             f"{search.options.why_none(refused)}; `znnpy primitives` lists them all"
         )
-    least, search = min(needs, key=lambda need: need[0].memory.peak)
-    needed, shape = least.memory.peak, least.candidate
+    least, search = min(needs, key=lambda need: (sum(need[0].memory.over(need[1].limits)), need[0].memory.held))
+    return NoPlanError(_nearest_miss(network, search, least) + words)
+
+
+def _nearest_miss(network: Network, search: SpaceSearch, least: Found) -> str:
+    """What `least`, the smallest need there is, lacks; and what to allow."""
+    memory, limits, shape = least.memory, search.limits, least.candidate
     most, layer, name = max(
         (
             fullest(way.footprint).live(way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
@@ -198,11 +230,34 @@ def _no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> N
         )
         for (first, _), way in least.ways
     )
-    limit = search.limits.ram_bytes
     kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.walks else "output patches of"
-    return NoPlanError(
-        f"nothing fits in {limit:,} bytes of RAM: the smallest need is {needed:,}, "
-        f"{needed - limit:,} more, with {kind} {text(shape.patch_out)}; the process itself "
-        f"takes {search.baseline:,}, and layer {layer} ({network.layers[layer]}) the most of what is left, "
-        f"{most:,} with {name}; allow at least --ram {-(-needed // 2**20)}M{words}"
+    lacking = [
+        (what, limit, need, f"--{what.lower()} {-(-need // 2**20)}M")
+        for what, limit, need, over in zip(
+            ("RAM", "VRAM"),
+            (limits.ram_bytes, limits.vram_bytes or 0),
+            (memory.peak, memory.vram),
+            memory.over(limits),
+            strict=True,
+        )
+        if over
+    ]
+    inside = " and in ".join(f"{limit:,} bytes of {what}" for what, limit, _, _ in lacking)
+    needs = " and ".join(
+        f"{need:,}{f' of {what}' if len(lacking) > 1 else ''}, {need - limit:,} more"
+        for what, limit, need, _ in lacking
     )
+    taken = f"the process itself takes {search.baseline:,}"
+    if search.device == "gpu":
+        taken += f" of RAM, CUDA {memory.context:,} of VRAM, patches on their way {memory.staging:,}"
+    return (
+        f"nothing fits in {inside}: the smallest need is {needs}, with {kind} {text(shape.patch_out)}; {taken}, "
+        f"and layer {layer} ({network.layers[layer]}) the most of what is left, "
+        f"{most:,} with {name}; allow at least {' and '.join(word for _, _, _, word in lacking)}"
+    )
+
+
+def _rigor(choices: Sequence[Choice]) -> Rigor:
+    """Where the seconds come from."""
+    measured = {choice.measured for choice in choices}
+    return "mixed" if len(measured) > 1 else "measure" if True in measured else "estimate"

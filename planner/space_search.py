@@ -26,9 +26,9 @@ from znnpy.planner.candidates import (
     thinned,
 )
 from znnpy.planner.layout import Tensor, carried_bytes, chain, place
-from znnpy.planner.memory import reading_bytes, writing_bytes
+from znnpy.planner.memory import DeviceKind, Memory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
-from znnpy.planner.plan import Memory, RunnerUp, patch_in, waste
+from znnpy.planner.plan import RunnerUp, patch_in, waste
 from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
 from znnpy.shapes import Vec3
 
@@ -85,7 +85,9 @@ class SpaceSearch:
     itemsize_out: int
     patch: Vec3 | None
     options: Options
+    device: DeviceKind
     baseline: int
+    context: int
     masks: bool
     splits: Sequence[tuple[int, ...]]
     lost: list[Candidate] = field(default_factory=list)  # shapes that do not fit, or not with their fastest options
@@ -106,11 +108,11 @@ class SpaceSearch:
         In networks that treat all axes alike patches that are turned to other axes cost nearly the same: one of them is
         looked at, and of the best all are.
         """
-        sizes = self._sizes(self.limits.ram_bytes - self.baseline)
+        sizes = self._sizes(self._within - (self.baseline if self.device == "cpu" else self.context))
         best = self._among(sizes) if all(sizes) else []
         if not best:  # what bounds and estimates leave out may still fit
             least = self.least()
-            return [least] if isinstance(least, Found) and least.memory.peak <= self.limits.ram_bytes else []
+            return [least] if isinstance(least, Found) and self._fits(least) else []
         patch = best[0].candidate.patch
         z, y, x = ([size for size in along if size in patch] for along in sizes)
         turned = [shape for shape in candidates(self.space, (z, y, x)) if shape.patch != patch]
@@ -171,7 +173,7 @@ class SpaceSearch:
             if found is None:
                 self.lost.append(shape)
             else:
-                best = self._distinct(sorted([*best, found], key=lambda found: (found.seconds, found.memory.peak)))
+                best = self._distinct(sorted([*best, found], key=lambda found: (found.seconds, found.memory.held)))
                 best = best[: RUNNERS_UP + 1]
         return best
 
@@ -211,26 +213,45 @@ class SpaceSearch:
 
     def around(self, shape: Candidate) -> Memory:
         """What a run needs whatever the primitives are."""
-        network, walks = self.space.network, self.space.walks
+        network = self.space.network
+        new = patch_in(network, shape.patch, 0, walks=self.space.walks)
+        maps_in, maps_out = network.input_channels, network.output_channels
+        reads, writes = shape.cover.steps(shape.cover.margin), shape.cover.steps(0)
+        seen = network.patch_in(shape.patch) if self.masks else None
+        staging = 0
+        if self.device == "gpu":
+            raw, out = maps_in * prod(new) * self.itemsize_in, maps_out * prod(shape.patch) * self.itemsize_out
+            staging = staging_bytes(raw, out, reads=reads, writes=writes)
         return Memory(
+            device=self.device,
             baseline=self.baseline,
             arena=0,
             carries=0,
             residents=0,
-            reading=reading_bytes(
-                network.input_channels,
-                patch_in(network, shape.patch, 0, walks=walks),
-                self.itemsize_in,
-                steps=shape.cover.steps(shape.cover.margin),
-                seen=network.patch_in(shape.patch) if self.masks else None,
-            ),
-            writing=writing_bytes(network.output_channels, shape.patch, self.itemsize_out, steps=shape.cover.steps(0)),
+            reading=reading_bytes(maps_in, new, self.itemsize_in, steps=reads, seen=seen, device=self.device),
+            writing=writing_bytes(maps_out, shape.patch, self.itemsize_out, steps=writes, device=self.device),
             allowance=0,
+            staging=staging,
+            context=self.context,
         )
 
+    @property
+    def _within(self) -> int:
+        """The limit of where the layers run."""
+        return self.limits.ram_bytes if self.device == "cpu" else self.limits.vram_bytes or 0
+
+    def _fits(self, found: Found) -> bool:
+        return found.memory.over(self.limits) == (0, 0)
+
+    def _need(self, memory: Memory, more: int = 0) -> tuple[int, int]:
+        """Bytes above the limits, and bytes held, if its layers took `more` bytes more: the least first."""
+        grown = replace(memory, arena=memory.arena + more)
+        return sum(grown.over(self.limits)), grown.held
+
     def _room(self, shape: Candidate) -> int:
-        """Bytes for arena, weights, carried planes and allowance."""
-        return self.limits.ram_bytes - self.around(shape).peak
+        """Bytes for arena, weights, carried planes and allowance; -1 where all else is too much already."""
+        around = self.around(shape)
+        return self._within - around.held if around.over(self.limits) == (0, 0) else -1
 
     def _best_of(self, shape: Candidate, below: float) -> Found | None:
         """The fastest primitives for one shape that fit; None unless below `below` seconds for the output."""
@@ -243,13 +264,13 @@ class SpaceSearch:
             return None
         while options is not None:
             found = self._laid_out(shape, options)
-            if found.memory.peak <= self.limits.ram_bytes:
+            if self._fits(found):
                 return found
             lost = found.memory.arena - max(option.live for option in options)  # by the layout
-            room -= max(lost, found.memory.peak - self.limits.ram_bytes)
+            room -= max(lost, *found.memory.over(self.limits))
             options = fastest_within(fronts, room, below)
         found = self._laid_out(shape, smallest(fronts))
-        return found if found.memory.peak <= self.limits.ram_bytes and found.seconds < below else None
+        return found if self._fits(found) and found.seconds < below else None
 
     def _promising_fronts(self, shape: Candidate, below: float) -> list[Front] | None:
         """Options of every span; None as soon as it is plain that they do not fit, or not below `below` seconds.
@@ -289,14 +310,11 @@ class SpaceSearch:
         steps = [(way.shape, way.footprint) for option in options for way in option.ways]
         new = patch_in(self.space.network, shape.patch, 0, walks=self.space.walks)[0]
         tensors, arena = place(chain(steps, new))
-        around = self.around(shape)
-        memory = Memory(
-            baseline=around.baseline,
+        memory = replace(
+            self.around(shape),
             arena=arena,
             carries=carried_bytes([shape for shape, _ in steps], new),
             residents=sum(footprint.resident for _, footprint in steps),
-            reading=around.reading,
-            writing=around.writing,
             allowance=max(option.allowance for option in options),
         )
         return Found(shape, options, tensors, memory)
@@ -308,7 +326,7 @@ class SpaceSearch:
         for shape in sorted(
             (c.split(at_once) for c in few for at_once in self.splits), key=lambda shape: shape.largest
         ):
-            if least is not None and self.around(shape).peak + shape.largest >= least.memory.peak:
+            if least is not None and self._need(self.around(shape), shape.largest) >= self._need(least.memory):
                 continue
             fronts = self._fronts(shape)
             if not all(fronts):
@@ -319,11 +337,11 @@ class SpaceSearch:
                     if not self.options.of(shape.shapes[layer : layer + 1], Place())
                 )
             found = self._laid_out(shape, smallest(fronts))
-            if least is None or found.memory.peak < least.memory.peak:
+            if least is None or self._need(found.memory) < self._need(least.memory):
                 least = found
         return least
 
-    def runner_up(self, found: Found, over: int = 0) -> RunnerUp:
+    def runner_up(self, found: Found, over: tuple[int, int] = (0, 0)) -> RunnerUp:
         shape = found.candidate
         return RunnerUp(
             patch_out=shape.patch_out,
@@ -332,7 +350,8 @@ class SpaceSearch:
             parts=tuple(way.parts for _, way in found.ways),
             voxels_per_second=prod(self.space.output) / found.seconds,
             waste=found.waste,
-            over_bytes=over,
+            over_bytes=over[0],
+            over_vram_bytes=over[1],
         )
 
     def next_larger(self, seconds: float) -> list[RunnerUp]:
@@ -340,14 +359,14 @@ class SpaceSearch:
         faster = []
         for lost in self.lost:
             guesses = [(self._bounds.fastest(shape), shape) for shape in map(lost.split, self.splits)]
-            needs = [(need + self.around(s).peak, s) for (ideal, need), s in guesses if ideal < 0.95 * seconds]
+            needs = [(need + self.around(s).held, s) for (ideal, need), s in guesses if ideal < 0.95 * seconds]
             faster.extend(sorted(needs, key=lambda need: need[0])[:1])
         for _, shape in sorted(faster, key=lambda need: need[0])[:RUNNERS_UP]:
             fronts = self._fronts(shape)
             if all(fronts):
                 found = self._laid_out(shape, fastest(fronts))
-                over = found.memory.peak - self.limits.ram_bytes
-                if found.seconds < 0.95 * seconds and over > 0:
+                over = found.memory.over(self.limits)
+                if found.seconds < 0.95 * seconds and over != (0, 0):
                     return [self.runner_up(found, over)]
         return []
 

@@ -18,6 +18,7 @@ from znnpy.shapes import (
     LayerShape,
     MaxoutShape,
     PoolShape,
+    Precision,
     Vec3,
     add,
     ceil_divide,
@@ -210,13 +211,14 @@ class Network:
         return multiply(ceil_divide(out, self.period), self.period)
 
     def layer_shapes(
-        self, out: Vec3, *, batches: Sequence[int] | None = None, walks: bool = False
+        self, out: Vec3, *, batches: Sequence[int] | None = None, walks: bool = False, precision: Precision = "fp32"
     ) -> tuple[LayerShape, ...]:
         """Shape of every layer when a patch gives `out` dense output voxels, all poolings as fragments.
 
-        batches  images that each layer takes at a time: parts of what the layer before it makes; default: all.
-        walks    `out` is one step along z: a layer's input is what is new since the last step and, before it, the
-                 last planes of what was new then: kernel - 1, or window - 1.
+        batches    images that each layer takes at a time: parts of what the layer before it makes; default: all.
+        walks      `out` is one step along z: a layer's input is what is new since the last step and, before it, the
+                   last planes of what was new then: kernel - 1, or window - 1.
+        precision  of every layer.
 
         ShapeError when `out` is not a multiple of the fragment period, or batches do not divide.
         """
@@ -234,7 +236,7 @@ class Network:
             batch = images if batches is None else batches[index]
             if batch < 1 or images % batch:
                 raise ShapeError(f"layer {index} ({layer}) gets {images} images, which are no multiple of {batch}")
-            shape = layer_shape(layer, batch, maps, n)
+            shape = layer_shape(layer, batch, maps, n, precision)
             shapes.append(shape)
             n, images = shape.out, shape.out_shape[0]
         return tuple(shapes)
@@ -259,17 +261,17 @@ def _turned(layer: Layer, axis: int) -> Layer:
             return layer
 
 
-def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3) -> LayerShape:
+def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3, precision: Precision = "fp32") -> LayerShape:
     """The shape of one layer for `batch` images of `maps` maps and size `n`."""
     match layer:
         case Conv():
-            return ConvShape(batch, maps, layer.out, n, layer.kernel, layer.activation)
+            return ConvShape(batch, maps, layer.out, n, layer.kernel, layer.activation, precision=precision)
         case Pool():
-            return PoolShape(batch, maps, n, layer.window)
+            return PoolShape(batch, maps, n, layer.window, precision=precision)
         case MaxFilter():
-            return FilterShape(batch, maps, n, layer.window)
+            return FilterShape(batch, maps, n, layer.window, precision)
         case Maxout():
-            return MaxoutShape(batch, maps, n, layer.of)
+            return MaxoutShape(batch, maps, n, layer.of, precision)
 
 
 def _maps_after(layer: Layer, maps: int) -> int:

@@ -119,7 +119,7 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], *, split: bool) -
     for run, times, kept in zip(runs, loops(shapes), carried_planes(shapes, new[0]), strict=True):
         times_moved = 2 if run.footprint.reads_carried else 4  # read and written to be kept, and to be put in front
         moved = times_moved * kept * run.shape.in_bytes / run.shape.in_shape[1]
-        once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.copy.nbytes
+        once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.carrying
         spent += run.steps * times * once
     assumed = max(arena, live_peak(widened(tensors, shapes)))
     return Known(around + beside + arena, around, around + beside + assumed, spent, space.walks, split, len(runs))

@@ -11,7 +11,8 @@ from znnpy.kernels.primitive import Unit, Work
 from znnpy.planner.cost import Rate, Rates, assumed_rates, seconds
 
 ROUND = Rates(
-    product=Rate(100.0, 10.0), fft=Rate(50.0, 10.0), copy=Rate(1.0, 20.0), pool=Rate(2.0, 5.0), stage_seconds=0.0
+    {"product": Rate(100.0, 10.0), "fft": Rate(50.0, 10.0), "copy": Rate(1.0, 20.0), "pool": Rate(2.0, 5.0)},
+    stage_seconds=0.0,
 )
 
 
@@ -40,7 +41,11 @@ def test_threads_beyond_the_cores_bring_nothing() -> None:
 
 
 def test_narrow_registers_and_slow_blas_kernels_halve_arithmetic() -> None:
-    full = assumed_rates(MACHINE, 2).product
-    assert assumed_rates(replace(MACHINE, simd="avx2", blas="openblas Haswell"), 2).product.flops == full.flops / 2
-    assert assumed_rates(replace(MACHINE, simd="other"), 2).product.flops == full.flops / 8
-    assert assumed_rates(replace(MACHINE, blas="openblas Haswell"), 2).product == Rate(full.flops / 2, full.nbytes)
+    full = assumed_rates(MACHINE, 2).of("product")
+    assert (
+        assumed_rates(replace(MACHINE, simd="avx2", blas="openblas Haswell"), 2).of("product").flops == full.flops / 2
+    )
+    assert assumed_rates(replace(MACHINE, simd="other"), 2).of("product").flops == full.flops / 8
+    assert assumed_rates(replace(MACHINE, blas="openblas Haswell"), 2).of("product") == Rate(
+        full.flops / 2, full.nbytes
+    )

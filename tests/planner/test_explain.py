@@ -44,7 +44,7 @@ def runner_up(patch: Vec3, speed: float, over: int = 0, **words: Any) -> RunnerU
     """Of patches, unless `words` say more."""
     return RunnerUp(
         patch,
-        **{"axis": 0, "column": 0, "parts": (1, 1, 1), "waste": 2.0, **words},
+        **{"axis": 0, "column": 0, "parts": (1, 1, 1), "waste": 2.0, "over_vram_bytes": 0, **words},
         voxels_per_second=speed,
         over_bytes=over,
     )

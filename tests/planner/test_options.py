@@ -13,7 +13,7 @@ from znnpy.planner.trade import Option
 from znnpy.shapes import ConvShape, LayerShape, PoolShape
 
 READS = replace(SLOW, name="cpu.conv.reads", reads_carried=True)
-RATES = Rates(stage_seconds=0.0, copy=Rate(flops=1.0, nbytes=1e6))
+RATES = Rates(stage_seconds=0.0).replaced(copy=Rate(flops=1.0, nbytes=1e6))
 CONV = ConvShape(2, 3, 4, (6, 5, 7), (3, 2, 2))
 KEPT = 4 * 2 * 2 * 5 * 7 * 3  # bytes of two planes of two images
 WALKING = Place(under=1000, x=192, out=128, parts=5, steps=(7,), walks=True, joined=5 * KEPT)

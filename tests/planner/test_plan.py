@@ -43,12 +43,23 @@ VARIANTS = st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(COUNT, SIZ
 SECONDS = st.floats(1e-9, 1e9)
 SPANS = st.tuples(COUNT, COUNT)
 CHOICES = st.builds(
-    Choice, SPANS, SHAPES, st.text(), COUNT, st.just("cpu"), VARIANTS, SECONDS, COUNT, st.booleans(), BYTES, BYTES
+    Choice,
+    SPANS,
+    SHAPES,
+    st.text(),
+    COUNT,
+    st.sampled_from(["cpu", "gpu"]),
+    VARIANTS,
+    SECONDS,
+    COUNT,
+    st.booleans(),
+    BYTES,
+    BYTES,
 )
 AXES = st.integers(0, 2)
 COLUMNS = st.integers(0, 9999)
 PARTS = st.lists(COUNT, max_size=4).map(tuple)
-RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES)
+RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES, BYTES)
 PLANS = st.builds(
     Plan,
     format=st.just(FORMAT),
@@ -56,7 +67,7 @@ PLANS = st.builds(
     network=st.text(),
     network_name=st.text(),
     machine=st.text(),
-    limits=st.builds(Limits, st.integers(1, 2**50), COUNT),
+    limits=st.builds(Limits, st.integers(1, 2**50), COUNT, st.integers(1, 2**50)),
     output=LARGE,
     patch_out=SIZE,
     patch_in=SIZE,
@@ -64,11 +75,11 @@ PLANS = st.builds(
     column=COLUMNS,
     choices=st.lists(CHOICES, min_size=1, max_size=4).map(tuple),
     tensors=st.lists(st.builds(Tensor, st.text(), BYTES, COUNT, COUNT, BYTES), max_size=4).map(tuple),
-    memory=st.builds(Memory, *[BYTES] * 7),
+    memory=st.builds(Memory, st.sampled_from(["cpu", "gpu"]), *[BYTES] * 9),
     itemsize_in=COUNT,
     itemsize_out=COUNT,
     columns=COUNT,
-    rigor=st.just("estimate"),
+    rigor=st.sampled_from(["estimate", "measure", "mixed"]),
     other=st.none() | RUNNERS_UP,
     runners_up=st.lists(RUNNERS_UP, max_size=3).map(tuple),
 )
@@ -175,12 +186,12 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan, and this version reads format 3"),
+        ("[]", "this is no plan, and this version reads format 4"),
         ("{}", "this is no plan"),
-        ('{"format": 2}', "this is a plan of format 2, and this version reads format 3"),
-        ('{"format": 4}', "this is a plan of format 4, and this version reads format 3"),
+        ('{"format": 2}', "this is a plan of format 2, and this version reads format 4"),
+        ('{"format": 5}', "this is a plan of format 5, and this version reads format 4"),
         ("[" * 100_000, "nested too deeply"),
-        (f'{{"format": 3, "column": 1{"0" * 5000}}}', "a number of thousands of digits"),
+        (f'{{"format": 4, "column": 1{"0" * 5000}}}', "a number of thousands of digits"),
     ],
     ids=["a list", "empty", "from the past", "from the future", "deep", "long"],
 )

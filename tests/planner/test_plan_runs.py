@@ -74,7 +74,7 @@ def test_memory_that_is_not_here(plan: Plan, network: Network) -> None:
 
 EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "offset outside": (("tensors", 0, "offset"), 2**40, "lays x0 at bytes 1,099,511,627,776 to .* outside the arena"),
-    "offset not aligned": (("tensors", 0, "offset"), 32, "not aligned to 64"),
+    "offset not aligned": (("tensors", 0, "offset"), 32, "not aligned to 256"),
     "smaller tensor": (("tensors", 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
     "shorter life": (("tensors", 3, "last"), 0, "bytes in ticks 0 to 0, and it needs"),
     "no such tensor": (("tensors", 0, "name"), "x99", r"lacks, repeats or invents tensors \(x0, x99\)"),

@@ -85,7 +85,7 @@ def test_the_plan_adds_up(
         moved = choice.shape.in_bytes // choice.shape.in_shape[1] * kept
         once = (
             seconds(by_name[choice.primitive].work(choice.shape, choice.variant), CARRYING)
-            + 4 * moved / CARRYING.copy.nbytes
+            + 4 * moved / CARRYING.carrying
         )
         assert choice.seconds == pytest.approx(once, rel=1e-12)
         assert choice.runs == parts * steps_of(columns, ahead)
@@ -289,6 +289,7 @@ def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
             voxels_per_second=losing.voxels_per_second,
             waste=plan.other.waste if plan.other else 0.0,
             over_bytes=0,
+            over_vram_bytes=0,
         )
         assert plan.other.waste == pytest.approx(losing.waste, rel=1e-12)
         assert plan.seconds <= losing.seconds

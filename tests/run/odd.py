@@ -156,6 +156,7 @@ def planned(
     steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
     tensors, nbytes = place(chain(steps, step[axis]))
     memory = Memory(
+        device="cpu",
         baseline=0,
         arena=nbytes,
         carries=carried_bytes([shape for _, shape, _, _ in chosen], step[axis]),
@@ -163,6 +164,8 @@ def planned(
         reading=0,
         writing=0,
         allowance=max(footprint.allowance for footprint in footprints),
+        staging=0,
+        context=0,
     )
     plan = Plan(
         format=FORMAT,
