@@ -1,0 +1,228 @@
+"""What a GPU session moves beside running its layers: patches in and out, carried planes, peaks.
+
+Signatures, fixed (arrays in device memory; addresses are integers, 0: nobody asks; all calls are queued on
+`device.stream` and return at once):
+
+    Moves(device, raw=, values=, out=, windows=, normalise=)   compiles, uploads its tables: `moves.nbytes` bytes
+    moves.load(raw, x, peak)                     a raw patch -> normalised activations
+    moves.store(first, fragments, out, peak)     a part of the last fragments -> their places in the dense patch
+    moves.keep(kept, x, join=)                   the last planes of every image, for the next step of a column
+    moves.clear(x)                               zeros
+    moves.peak(x, peak)                          the largest |x|
+
+Bound    Memory: everything is read once and written once.
+Tested   tests/gpu/test_moves.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.shapes import FLOAT32, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.network import Normalise
+
+SOURCE = "moves.cu"
+THREADS = 256
+TILE = 1024  # voxels of a tile that is turned in shared memory
+NARROW = 32  # voxels along each side of a tile whose two sides are contiguous along different axes
+CHANNELS, MAPS = 4, 8  # moves.cu
+WAVES = 16  # blocks a multiprocessor: enough to hide each other's latency
+
+C_NAMES = {
+    "uint8": "unsigned char",
+    "int8": "signed char",
+    "uint16": "unsigned short",
+    "int16": "short",
+    "uint32": "unsigned int",
+    "int32": "int",
+    "uint64": "unsigned long long",
+    "int64": "long long",
+    "float16": "half",
+    "float32": "float",
+    "float64": "double",
+}
+WORDS = {2: "unsigned short", 4: "unsigned int", 8: "uint2", 16: "uint4"}  # what planes are moved in, by bytes
+
+
+def kernel_names(raw: str, values: str, out: str) -> list[str]:
+    """C++ names of all that `Moves` runs, of numpy's names of the types."""
+    raw, values, out = C_NAMES[raw], C_NAMES[values], C_NAMES[out]
+    words = [f"{kernel}<{word}>" for kernel in ("keep", "clear") for word in WORDS.values()]
+    return [
+        f"convert<{raw}, {values}>",
+        f"load<{raw}, {values}>",
+        f"store<{values}, {out}>",
+        *words,
+        *(f"peak_of<{values}, {width}>" for width in (1, 4)),
+    ]
+
+
+class Moves:
+    """The kernels of one session, compiled for its types.
+
+    raw        what the volume stores: any real dtype
+    values     float32, or float16 in precision fp16
+    out        float32, float16 or uint8
+    windows    of the network's poolings, in its order, turned as the session's axes are
+    normalise  of the network; None: values enter as they are
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        raw: npt.DTypeLike,
+        values: npt.DTypeLike,
+        out: npt.DTypeLike,
+        windows: Sequence[Vec3] = (),
+        normalise: Normalise | None = None,
+    ) -> None:
+        self._device = device
+        names = (np.dtype(raw).name, np.dtype(values).name, np.dtype(out).name)
+        self._raw, self._values, self._out = (C_NAMES[name] for name in names)
+        self._kernels = device.kernels(SOURCE, kernel_names(*names))
+        self._period, fragment_of = _fragment_of(windows)
+        self._fragment_of = device.put(fragment_of, "the places of fragments")
+        self._mean = self._std = None
+        self.nbytes = fragment_of.nbytes  # that it holds in device memory
+        if normalise is not None:
+            mean, std = np.array(normalise.mean, np.float64), np.array(normalise.std, np.float32)
+            self._mean, self._std = device.put(mean, "the mean of the volume"), device.put(std, "its deviation")
+            self.nbytes += mean.nbytes + std.nbytes
+
+    def load(self, raw: Any, x: Any, peak: int = 0) -> None:
+        """Normalise a patch into activations, rounded as on the CPU: wide types lose their mean in float64.
+
+        raw   (c, z, y, x) as the volume stores it, any strides that are multiples of its itemsize; read only.
+        x     (z, y, x, c), C order; overwritten.
+        peak  address of a float32, raised to the largest |x| before it is rounded to float16; infinity and NaN count
+              as larger than every number.
+        """
+        channels, nz, ny, nx = raw.shape
+        d, itemsize = self._device, raw.dtype.itemsize
+        tables = (self._mean, self._std, peak)
+        dense = raw.strides[1:] == (ny * nx * itemsize, nx * itemsize, itemsize)
+        if channels == 1 and dense and d.address(raw) % (4 * itemsize) == 0 and d.address(x) % (4 * x.itemsize) == 0:
+            kernel = self._kernels[f"convert<{self._raw}, {self._values}>"]
+            kernel((self._blocks(raw.size // 4),), (THREADS,), raw, x, int(raw.size), *tables)
+            return
+        sc, sz, sy, sx = (stride // itemsize for stride in raw.strides)
+        o, r = _nearest(sz, sy)
+        n, steps, lines = (nz, ny, nx), (sz, sy, sx), (ny * nx * channels, nx * channels)
+        across = abs(steps[o]) < abs(sx)
+        to, tx = (NARROW, NARROW) if across else (4, TILE // 4)
+        self._kernels[f"load<{self._raw}, {self._values}>"](
+            (n[r] * -(-n[o] // to) * -(-nx // tx),),
+            (THREADS,),
+            *(raw, sc, steps[r], steps[o], sx),
+            *(x, lines[r], lines[o]),
+            *(channels, n[o], nx, to, tx, int(across)),
+            *tables,
+            shared=FLOAT32 * min(channels, CHANNELS) * to * (tx + 1),
+        )
+
+    def store(self, first: int, fragments: Any, out: Any, peak: int = 0) -> None:
+        """Put a part of the last layer's fragments in their places in the dense patch; other voxels are left alone.
+
+        first      what the first of `fragments` is, counted from all.
+        fragments  (S, z, y, x, f), C order within an image; read only.
+        out        (f, z, y, x) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`, half to even), any strides.
+        peak       address of a float32, raised to the largest |value| before it is converted: beyond 65520 it does not
+                   fit a float16.
+        """
+        itemsize, (images, *m, maps), (pz, py, px) = out.dtype.itemsize, fragments.shape, self._period
+        sf, sz, sy, sx = (stride // itemsize for stride in out.strides)
+        o, r = _nearest(sz, sy)
+        n, period, steps = (m[0] * pz, m[1] * py, m[2] * px), (pz, py, px), (sz, sy, sx)
+        lines = (m[1] * m[2] * maps, m[2] * maps)
+        across = abs(steps[o]) < abs(sx)
+        to, tx = (NARROW, px * -(-NARROW // px)) if across else (4, px * -(-TILE // (4 * px)))
+        table = (py * px, px)
+        self._kernels[f"store<{self._values}, {self._out}>"](
+            (n[r] * -(-n[o] // to) * -(-n[2] // tx),),
+            (THREADS,),
+            *(fragments, fragments.strides[0] // fragments.dtype.itemsize, lines[r], lines[o]),
+            *(self._fragment_of, table[r], table[o], first, images),
+            *(out, sf, steps[r], steps[o], sx),
+            *(maps, n[o], n[2], period[r], period[o], px, to, tx, int(across), peak),
+            shared=FLOAT32 * min(maps, MAPS) * to * (tx + 1),
+        )
+
+    def keep(self, kept: Any, x: Any, *, join: bool) -> None:
+        """Keep the last planes of every image for the next step of a column.
+
+        kept  (S, carried, y, x, f), those of the step before, C order within an image; overwritten.
+        x     (S, new, y, x, f), strides as `kept`. If `join`, (S, carried + new, ..), and first `kept` goes into its
+              first planes; else read only.
+        """
+        images, carried = kept.shape[:2]
+        word = self._word(kept, x, prod(kept.shape[2:]) * kept.dtype.itemsize)
+        plane = prod(kept.shape[2:]) * kept.dtype.itemsize // word
+        self._kernels[f"keep<{WORDS[word]}>"](
+            (self._blocks(images * plane),),
+            (THREADS,),
+            *(kept, kept.strides[0] // word, x, x.strides[0] // word),
+            *(images, carried, x.shape[1], plane, int(join)),
+        )
+
+    def clear(self, x: Any) -> None:
+        """Zeros in every image of x (S, ..), C order within an image."""
+        image = prod(x.shape[1:]) * x.dtype.itemsize
+        word = self._word(x, x, image)
+        count = image // word
+        self._kernels[f"clear<{WORDS[word]}>"](
+            (self._blocks(len(x) * count),), (THREADS,), x, x.strides[0] // word, len(x), count
+        )
+
+    def peak(self, x: Any, peak: int) -> None:
+        """Raise the float32 at address `peak` to the largest |x|; infinity and NaN count as larger than every number.
+
+        x  (S, ..) float32 or float16, C order within an image; read only.
+        """
+        count, itemsize = prod(x.shape[1:]), x.dtype.itemsize
+        width = 4 if self._word(x, x, count * itemsize) >= 4 * itemsize else 1
+        self._kernels[f"peak_of<{self._values}, {width}>"](
+            (self._blocks(len(x) * count // width),),
+            (THREADS,),
+            *(x, x.strides[0] // itemsize, len(x), count, peak),
+        )
+
+    def _blocks(self, threads: int) -> int:
+        """Blocks for so many threads: their loops take what is left when the device is full."""
+        return max(1, min(-(-threads // THREADS), WAVES * self._device.gpu.multiprocessors))
+
+    def _word(self, a: Any, b: Any, nbytes: int) -> int:
+        """Bytes of the widest word that pieces of `nbytes` of both and their images consist of, and begin on."""
+        meets = (nbytes, a.strides[0], b.strides[0], self._device.address(a), self._device.address(b))
+        return max(word for word in WORDS if all(number % word == 0 for number in meets))
+
+
+def _nearest(sz: int, sy: int) -> tuple[int, int]:
+    """Of the axes z and y, the one along which neighbours lie nearer to each other, and the other."""
+    return (0, 1) if abs(sz) < abs(sy) else (1, 0)
+
+
+def _fragment_of(windows: Sequence[Vec3]) -> tuple[Vec3, npt.NDArray[np.int32]]:
+    """The product of all windows, and which fragment has the voxels at each offset within it: (z, y, x), flat.
+
+    Voxel i of fragment o1 of the first pooling, o2 of the second, .. is voxel o1 + p1 * (o2 + p2 * (.. + i)), and the
+    last pooling's offset counts fastest.
+    """
+    place = np.zeros((1, 3), np.int64)  # of each fragment
+    period = np.ones(3, np.int64)
+    for window in windows:
+        offsets = np.indices(window).reshape(3, -1).T
+        place = (place[:, None] + period * offsets).reshape(-1, 3)
+        period *= window
+    z, y, x = period.tolist()
+    fragment_of = np.empty((z, y, x), np.int32)
+    fragment_of[tuple(place.T)] = np.arange(len(place))
+    return (z, y, x), fragment_of.reshape(-1)
