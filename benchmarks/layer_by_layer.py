@@ -64,15 +64,15 @@ class Descent(Session):
     def once(self, raw: npt.NDArray[Any], out: npt.NDArray[Any]) -> Seconds:
         """The first part of the images through every layer; raw and out as for `run`."""
         axes = (0, *(1 + axis for axis in turn(self.plan.axis)))
-        load = timed(lambda: self._load(raw.transpose(axes)))
+        load = timed(lambda: self._shop.load(raw.transpose(axes), self._input))
         layers = []
         for index, bound in enumerate(self._bound):
             join = 0.0
             if bound.carry is not None and not bound.apart:
-                join = timed(partial(self._keep, bound.carry[: len(bound.x)], bound.x, join=True))
+                join = timed(partial(self._shop.keep, bound.carry[: len(bound.x)], bound.x, join=True))
             run = timed(partial(self._compute, index, 0, bound.x[: bound.batch]))
             layers.append(run + join * bound.batch / len(bound.x))  # planes are joined for all images at once
-        store = timed(lambda: self._store(0, out.transpose(axes)))
+        store = timed(lambda: self._shop.store(self._bound[-1].out, 0, out.transpose(axes)))
         return Seconds(load, tuple(layers), store)
 
 

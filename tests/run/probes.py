@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,8 @@ class Session:
     In columns it keeps what it has read; planes that it has not are NaN.
     """
 
+    under_way = 0
+
     def __init__(self, hook: Hook, crew: Crew, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS) -> None:
         self.network = network
         self._axis = columns.axis if isinstance(columns, Cover) else 0
@@ -50,6 +53,19 @@ class Session:
         )
         self._read = np.full((2, *network.patch_in(patch)), np.nan)
         self._hook, self._crew, self._count = hook, crew, 0
+
+    def buffers(self, raw: np.dtype[Any], out: np.dtype[Any], steps: int) -> tuple[list[Any], list[Any]]:
+        raws = [np.empty((2, *self.plan.patch_in), raw) for _ in range(2 + self.under_way)]
+        return raws, [np.empty((3, *self.plan.patch_out), out) for _ in range(2 + self.under_way)]
+
+    def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
+        """Computes at once, or, where steps may be under way, when it is waited for."""
+        work = partial(self.run, raw, out, begins=begins)
+        return work if self.under_way else work()
+
+    def wait(self, ticket: Any) -> None:
+        if ticket is not None:
+            ticket()
 
     def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
         self._crew.check()

@@ -36,7 +36,7 @@ from znnpy.patches import Column
 from znnpy.planner import search
 from znnpy.planner.candidates import Space, splits
 from znnpy.planner.search import make_plan
-from znnpy.run import session as session_module
+from znnpy.run import host
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3, multiply, turned, turned_back
 from znnpy.volume.array import ArrayVolume
@@ -262,7 +262,7 @@ def test_the_search_makes_columns_and_parts_that_run(axis: int, monkeypatch: pyt
     net, volume = trained(network), some_volume(network, seed=30, more=(14, 9, 15))
     output = network.dense_size(volume.shape[1:])
     space = Space(network.turned(axis), turned(output, axis), axis, walks=True)
-    monkeypatch.setattr(search, "all_spaces", lambda network, output: (space,))
+    monkeypatch.setattr(search, "all_spaces", lambda *of: (space,))
     monkeypatch.setattr(search, "splits", lambda network: [splits(network)[-1]])
     for patch in (network.period, multiply(network.period, (1, 3, 2))):
         plan = make_plan(network, output, MACHINE, Limits(2**32, 2), patch=patch, columns=True)
@@ -306,6 +306,6 @@ def test_a_column_keeps_as_much_as_its_plan_says(monkeypatch: pytest.MonkeyPatch
         kept.append(nbytes)
         return aligned_bytes(nbytes)
 
-    monkeypatch.setattr(session_module, "aligned_bytes", keeping)
+    monkeypatch.setattr(host, "aligned_bytes", keeping)
     with poisoned_session(plan, trained(network)):
         assert sum(kept) == plan.memory.carries

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,23 +12,39 @@ from znnpy.kernels.aligned import aligned_bytes
 from znnpy.planner.plan import Tensor
 
 
+class View(Protocol):
+    """C-ordered arrays in one block of memory."""
+
+    def __call__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
+        """The one that begins `offset` bytes into the block."""
+
+
 class Arena:
-    """`nbytes` bytes of host memory, aligned; pages are touched when first written."""
+    """The tensors of a step by name."""
 
-    def __init__(self, nbytes: int, tensors: tuple[Tensor, ...]) -> None:
-        self._bytes = aligned_bytes(nbytes)
+    def __init__(self, tensors: Sequence[Tensor], view: View) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._view = view
 
-    def bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor called `name` as bytes."""
-        tensor = self._tensors[name]
-        return self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """The tensor called `name` as a C-ordered array."""
+        return self._view(shape, dtype, self._tensors[name].offset)
 
-    def floats(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-        """The tensor called `name` as a C-ordered float32 array of `shape`."""
-        return self.bytes(name)[: 4 * prod(shape)].view(np.float32).reshape(shape)
-
-    def scratch(self, step: int) -> dict[str, npt.NDArray[np.uint8]]:
-        """The scratch buffers of one step by the names its primitive gave them."""
+    def scratch(self, step: int) -> dict[str, Any]:
+        """The scratch buffers of one step by the names its primitive gave them, as bytes."""
         prefix = f"step{step}."
-        return {name.removeprefix(prefix): self.bytes(name) for name in self._tensors if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): self._view((tensor.nbytes,), np.uint8, tensor.offset)
+            for name, tensor in self._tensors.items()
+            if name.startswith(prefix)
+        }
+
+
+def host_arena(nbytes: int, tensors: Sequence[Tensor]) -> Arena:
+    """In `nbytes` bytes of host memory, aligned; pages are touched when first written."""
+    block = aligned_bytes(nbytes)
+
+    def view(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
+        return np.ndarray(shape, dtype, buffer=block, offset=offset)
+
+    return Arena(tensors, view)

@@ -1,13 +1,15 @@
 """Patches on their way: a reader thread, the computation in the calling thread, a writer thread, and nothing unbounded.
 
-Two buffers for input patches and two for output patches go round; a queue holds at most both. Each queue has one
-consumer, so one None in it wakes whoever waits there: that is how a run is told to stop.
+A few buffers for input patches and as many for output patches go round, those that the session gives; a queue holds at
+most all of them. Each queue has one consumer, so one None in it wakes whoever waits there: that is how a run is told to
+stop. Steps are submitted to the session and waited for: one that computes on a GPU is given the next before that.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,6 @@ import numpy.typing as npt
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
-from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3, add, subtract, valid
 
@@ -40,7 +41,18 @@ class Computes(Protocol):
     @property
     def network(self) -> Network: ...
 
-    def run(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> None: ...
+    @property
+    def under_way(self) -> int:
+        """How many steps may be submitted and not waited for when the next is; 0: each is waited for at once."""
+
+    def buffers(
+        self, raw: np.dtype[Any], out: np.dtype[Any], steps: int
+    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]: ...
+
+    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
+        """A ticket to `wait` with, in the order of submission; until then the arrays belong to the session."""
+
+    def wait(self, ticket: Any) -> None: ...
 
 
 class Stops(Protocol):
@@ -136,6 +148,17 @@ class _Turn:
         return self.patch.write.voxels > 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was submitted, and its buffers."""
+
+    turn: _Turn
+    ticket: Any  # of the session
+    raw: int
+    out: int | None
+    hidden: Mask | None
+
+
 @dataclass(slots=True)
 class _Tally:
     """Steps, and the work in them."""
@@ -191,15 +214,10 @@ class _Run:
         self._session, self._crew, self._source, self._output = session, crew, source, output
         self._columns, self._done = columns, output.done
         self._progress = progress
-        self._raw = [np.empty((network.input_channels, *plan.patch_in), source.dtype) for _ in range(BUFFERS)]
-        self._out = [np.empty((network.output_channels, *plan.patch_out), output.dtype) for _ in range(BUFFERS)]
         self._raw_free: SimpleQueue[int | None] = SimpleQueue()
         self._raw_full: SimpleQueue[tuple[int, Mask | None] | None] = SimpleQueue()
         self._out_free: SimpleQueue[int | None] = SimpleQueue()
         self._out_full: SimpleQueue[tuple[int, Mask | None] | None] = SimpleQueue()
-        for buffer in range(BUFFERS):
-            self._raw_free.put(buffer)
-            self._out_free.put(buffer)
         self._stopping = threading.Event()
         self._errors: list[BaseException] = []  # of the two threads; the first is the cause
         self._seconds = dict.fromkeys(("reading", "computing", "writing", "waiting"), 0.0)
@@ -215,6 +233,11 @@ class _Run:
             if index in output.done:
                 self._before += column.voxels
                 self._early.add(work, steps)
+        self._raw, self._out = session.buffers(source.dtype, output.dtype, self._all.steps - self._early.steps)
+        for free, buffers in ((self._raw_free, self._raw), (self._out_free, self._out)):
+            for buffer in range(len(buffers)):
+                free.put(buffer)
+        self._flights: deque[_Flight] = deque()
         self._voxel_bytes = network.output_channels * output.dtype.itemsize
         self._unseen = _Unseen(plan, network.field_of_view)
         self._written = 0  # voxels, by this run
@@ -252,20 +275,28 @@ class _Run:
                 raw, bad = self._take(self._raw_full)
                 out = self._take(self._out_free) if turn.writes else None
             with self._timed("computing"):
-                try:
-                    self._session.run(self._raw[raw], None if out is None else self._out[out], begins=turn.begins)
-                except ValuesOverflowError as error:
-                    lo, hi = turn.output.lo, turn.output.hi
-                    raise error.with_context(f"output voxels (z, y, x) = {lo} to {hi}") from None
+                with _where(turn):
+                    voxels = None if out is None else self._out[out]
+                    ticket = self._session.submit(self._raw[raw], voxels, begins=turn.begins)
                 hidden = self._unseen.after(bad, writes=turn.writes)
-            del bad  # masks go where their buffers go, so that there are no more of them
-            self._raw_free.put(raw)
-            if out is not None:
-                self._out_full.put((out, hidden))
-            else:
-                self._computed.add(turn.work)
-            del hidden
-            self._report()
+            self._flights.append(_Flight(turn, ticket, raw, out, hidden))
+            del bad, hidden  # masks go where their buffers go, so that there are no more of them
+            while len(self._flights) > self._session.under_way:
+                self._land(self._flights.popleft())
+        while self._flights:
+            self._land(self._flights.popleft())
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for the step that was submitted first, and let its buffers go."""
+        with self._timed("computing"), _where(flight.turn):
+            self._session.wait(flight.ticket)
+        self._raw_free.put(flight.raw)
+        if flight.out is not None:
+            self._out_full.put((flight.out, flight.hidden))
+        else:
+            self._computed.add(flight.turn.work)
+        del flight  # its mask too
+        self._report()
 
     def _read(self) -> None:
         for turn in self._patches():
@@ -360,6 +391,16 @@ class _Run:
                 sum(tally.work for tally in tallies) / self._all.work if steps < self._all.steps else 1.0,
             )
         )
+
+
+@contextmanager
+def _where(turn: _Turn) -> Iterator[None]:
+    """A result that overflows names the output voxels of its step."""
+    try:
+        yield
+    except ValuesOverflowError as error:
+        lo, hi = turn.output.lo, turn.output.hi
+        raise error.with_context(f"output voxels (z, y, x) = {lo} to {hi}") from None
 
 
 def seen(bad: Mask, field_of_view: Vec3) -> Mask:

@@ -1,0 +1,145 @@
+"""A session's workshop on the processor: arrays of numpy, and a crew. Steps are done when they are submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import ValuesOverflowError
+from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.crew import Crew
+from znnpy.network import Network, Pool
+from znnpy.planner.memory import BUFFERS
+from znnpy.planner.plan import Plan, Tensor
+from znnpy.run.arena import host_arena
+from znnpy.run.workshop import Voxels, corners, input_overflow, layer_of, output_overflow
+
+NOTHING = host_arena(0, ())
+
+
+class HostWorkshop:
+    """See `Workshop`."""
+
+    under_way = 0
+
+    def __init__(self, plan: Plan, network: Network, crew: Crew) -> None:
+        self.hands = crew
+        self._plan, self._network = plan, network
+        along = network.turned(plan.axis)
+        self._windows = [layer.window for layer in along.layers if isinstance(layer, Pool)]
+        self._period = along.period
+        self._arena = NOTHING
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *cause: Any) -> None:
+        self._arena = NOTHING
+
+    def lay_out(self, nbytes: int, tensors: Sequence[Tensor]) -> None:
+        self._arena = host_arena(nbytes, tensors)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        return self._arena.tensor(name, shape, dtype)
+
+    def scratch(self, step: int) -> dict[str, Any]:
+        return self._arena.scratch(step)
+
+    def room(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        itemsize = np.dtype(dtype).itemsize
+        return aligned_bytes(itemsize * prod(shape)).view(dtype).reshape(shape)
+
+    def buffers(self, raw: np.dtype[Any], out: np.dtype[Any], steps: int) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
+        del steps  # pages that nobody writes to cost nothing
+        plan, network = self._plan, self._network
+        raws = [np.empty((network.input_channels, *plan.patch_in), raw) for _ in range(BUFFERS)]
+        return raws, [np.empty((network.output_channels, *plan.patch_out), out) for _ in range(BUFFERS)]
+
+    def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Voxels, Voxels | None]:
+        del begins
+        return raw, out
+
+    def give(self) -> None:
+        """Nothing is under way."""
+
+    def wait(self, ticket: Any) -> None:
+        del ticket
+
+    def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
+        carried = () if before is None else (before,)
+        try:
+            step.run(x, out, scratch, *carried)
+        except ValuesOverflowError as error:
+            raise error.with_context(layer_of(self._plan, self._network, index)) from None
+
+    def clear(self, kept: Any) -> None:
+        """Gigabytes, so all threads write them."""
+        flat = kept.reshape(-1)
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            flat[lo:hi] = 0
+
+        self.hands.each(piece, flat.size)
+
+    def keep(self, kept: Any, x: Any, *, join: bool) -> None:
+        carried, planes = kept.shape[1], x.shape[1]
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            for old, image in zip(kept[:, :, lo:hi], x[:, :, lo:hi], strict=True):
+                if join:
+                    image[:carried] = old
+                    old[:] = image[planes - carried :]
+                    continue
+                for plane in range(carried):  # ascending: each moves to where nothing is needed any more
+                    later = plane + planes
+                    old[plane] = old[later] if later < carried else image[later - carried]
+
+        self.hands.each(piece, x.shape[2])
+
+    def load(self, raw: Voxels, x: Any) -> None:
+        normalise = self._network.normalise
+        wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is gone
+        dtype = np.float64 if wide else np.float32
+
+        @np.errstate(over="raise")
+        def piece(lo: int, hi: int, worker: int) -> None:
+            for channel in range(raw.shape[0]):
+                target = x[lo:hi, ..., channel]
+                if normalise is None:
+                    np.copyto(target, raw[channel, lo:hi], casting="unsafe")
+                    continue
+                mean, std = dtype(normalise.mean[channel]), dtype(normalise.std[channel])
+                np.subtract(raw[channel, lo:hi], mean, out=target, dtype=dtype, casting="unsafe")
+                np.divide(target, np.float32(std), out=target)
+
+        try:
+            self.hands.each(piece, x.shape[0])
+        except FloatingPointError:
+            raise input_overflow(raw) from None
+
+    def store(self, fragments: Any, first: int, out: Voxels) -> None:
+        period = self._period
+        places = corners(self._windows, range(first, first + len(fragments))).tolist()
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del worker
+            part = fragments[:, lo:hi]
+            if out.dtype == np.uint8:
+                np.clip(part, 0, 1, out=part)
+                np.multiply(part, np.float32(255), out=part)
+                np.rint(part, out=part)
+            try:
+                with np.errstate(over="raise"):
+                    for image, (z, y, x) in zip(part, places, strict=True):
+                        target = out[:, z :: period[0], y :: period[1], x :: period[2]]
+                        np.copyto(target[:, lo:hi], np.moveaxis(image, 3, 0), casting="unsafe")
+            except FloatingPointError:
+                raise output_overflow(float(np.abs(part).max()), out.dtype) from None
+
+        self.hands.each(piece, fragments.shape[1])
