@@ -19,8 +19,10 @@ STAGED = 2  # of each on a GPU
 READER_BYTES = 16 * MIB  # chunk cache of the volume, decompression, one chunk at a time
 WRITER_BYTES = 6 * MIB  # buffers of the output
 MARGIN_BYTES = 8 * MIB  # threads, allocators that keep what was freed, modules that are loaded later
-CONTEXT_BYTES = 1024 * MIB  # of a GPU: CUDA's context, kernels, the handles and tables of its libraries
+CONTEXT_BYTES = 512 * MIB  # of a GPU: what CUDA takes there as soon as it is asked for
+LIBRARIES_BYTES = 256 * MIB  # and later: kernels, handles and tables of its libraries
 _GRAIN = 4 * MIB  # the baseline is rounded up to it, so that equal runs make equal plans
+_GPU_GRAIN = 32 * MIB  # and so is what CUDA takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,11 @@ def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes
     reads, writes         steps that read and that give output, in all
     """
     return min(STAGED, reads) * aligned(raw_bytes) + min(STAGED, writes) * aligned(out_bytes)
+
+
+def context_bytes(taken: int) -> int:
+    """What CUDA and its libraries will take of a GPU when CUDA took `taken` bytes as it was asked for."""
+    return -(-(taken + LIBRARIES_BYTES) // _GPU_GRAIN) * _GPU_GRAIN
 
 
 def baseline_bytes() -> int:

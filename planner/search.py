@@ -16,7 +16,7 @@ from znnpy.network import Network
 from znnpy.planner.candidates import all_spaces, candidate, splits
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.layout import fullest
-from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
+from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.options import Options
 from znnpy.planner.plan import FORMAT, Choice, Plan, Rigor, device_of, patch_in
 from znnpy.planner.space_search import RUNNERS_UP, Found, SpaceSearch
@@ -53,7 +53,7 @@ def make_plan(
     baseline      bytes of the process without the run; measured now when not given
     device        where all layers run; "gpu" needs a machine with one, and limits for its memory
     precision     the least that will do: on a CPU everything is computed in fp32, which is more than enough
-    context       bytes of the GPU that CUDA and its libraries take
+    context       bytes of the GPU that CUDA took when it was opened; a margin for its libraries is added
     masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
     columns       True: columns only, False: patches only
     depth_first   False: all fragments of a pooling go through each layer before any goes through the next
@@ -64,7 +64,7 @@ def make_plan(
     _check_wishes(network, output, limits, patch, only, table)
     _check_device(machine, limits, device, only)
     if device == "cpu":
-        precision, context = "fp32", 0
+        precision = "fp32"
     rates = rates or assumed_rates(machine, limits.threads, device)
     there = tuple(primitive for primitive in table if device_of(primitive.name) == device)
     options = Options(there, machine, limits.threads, rates, frozenset(only))
@@ -79,7 +79,7 @@ def make_plan(
             options=options,
             device=device,
             baseline=held,
-            context=context,
+            context=context_bytes(context) if device == "gpu" else 0,
             masks=masks,
             splits=splits(space.network) if depth_first else splits(space.network)[:1],
         )
