@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,14 @@ def without_forced_blas_kernels() -> None:
     if forced:
         environment = {name: value for name, value in os.environ.items() if name not in forced}
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+
+
+def taken_device(given: Sequence[str] | None = None) -> tuple[str, list[str]]:
+    """`cpu` or `gpu`, as `--device` says, and the other words."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    known, words = parser.parse_known_args(given)
+    return str(known.device), words
 
 
 def machine_header() -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from znnpy.shapes import ConvShape, Vec3
+
+LEAST_OUT = 8  # output voxels along an axis of a volume that was made smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,15 @@ SETS = {
     "anisotropic": ANISOTROPIC,
 }
 QUICK = Case("quick", layer((4, 5), (12, 13, 14), (3, 2, 3), 2), "that the script works")
+
+
+def smaller(shape: ConvShape, run_seconds: float, limit: float) -> ConvShape:
+    """The shape, or one with a volume that takes about `limit` of the `run_seconds` this one takes."""
+    if run_seconds <= limit:
+        return shape
+    factor = (limit / run_seconds) ** (1 / 3)
+    z, y, x = (
+        min(n, max(k - 1 + LEAST_OUT, round(k - 1 + factor * (n - k + 1))))
+        for n, k in zip(shape.n, shape.k, strict=True)
+    )
+    return replace(shape, n=(z, y, x))

@@ -10,6 +10,8 @@ fastest takes part. Kernel spectra and weights in PyTorch's formats are made bef
 What would take longer than `--slow-seconds` a run, as the cost model has it, runs on a smaller volume; `measured` says
 which, and a star in the table. Per voxel a direct convolution costs the same there; a whole-image FFT, which transforms
 its kernels for every image, costs more.
+
+With `--device gpu` everything is another: see layers_gpu.py, and `--device gpu --help` for its words.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import bars
 import numpy as np
-from header import machine_header, without_forced_blas_kernels
-from layer_cases import QUICK, SETS, Case
+from header import machine_header, taken_device, without_forced_blas_kernels
+from layer_cases import QUICK, SETS, Case, smaller
 
 from znnpy.errors import MissingExtraError
 from znnpy.kernels.aligned import aligned_bytes
@@ -48,7 +50,6 @@ SLOW = 4.0  # seconds: what takes longer runs in `--slow-rounds` of the rounds
 HOPELESS = 1.5  # times the best variant's time: no second try
 TORCH_FLOPS = {"fp32": 200e9, "bf16": 400e9}  # per second and thread, to tell beforehand what is slow
 PAUSE = 0.02  # seconds before a run: OpenMP's threads spin for a while when their work is done
-LEAST_OUT = 8  # output voxels along an axis of a volume that was made smaller
 
 
 @dataclass(slots=True)
@@ -90,18 +91,6 @@ class Row:
     def ns(self) -> tuple[float, ...]:
         """Nanoseconds per output voxel of every run."""
         return tuple(1e9 * s / self.voxels for s in self.seconds)
-
-
-def smaller(shape: ConvShape, run_seconds: float, limit: float) -> ConvShape:
-    """The shape, or one with a volume that takes about `limit` of the `run_seconds` this one takes."""
-    if run_seconds <= limit:
-        return shape
-    factor = (limit / run_seconds) ** (1 / 3)
-    z, y, x = (
-        min(n, max(k - 1 + LEAST_OUT, round(k - 1 + factor * (n - k + 1))))
-        for n, k in zip(shape.n, shape.k, strict=True)
-    )
-    return replace(shape, n=(z, y, x))
 
 
 def part(x: Array, size: Vec3) -> Array:
@@ -333,9 +322,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny case, to see that everything works")
     parser.add_argument("--out", type=Path, help="default: results/layers-MACHINE-DATE.json; none with --quick")
     options = parser.parse_args(arguments)
-    if options.torch and find_spec("torch") is None:
-        raise MissingExtraError("the comparison needs PyTorch; pip install 'znnpy[bench]', or give --no-torch")
+    if options.torch:
+        require_torch()
     return options
+
+
+def require_torch() -> None:
+    if find_spec("torch") is None:
+        raise MissingExtraError("the comparison needs PyTorch; pip install 'znnpy[bench]', or give --no-torch")
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
@@ -369,4 +363,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     without_forced_blas_kernels()
-    main()
+    device, words = taken_device()
+    if device == "gpu":
+        import layers_gpu
+
+        layers_gpu.main(words)
+    else:
+        main(words)

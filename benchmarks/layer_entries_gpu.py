@@ -1,0 +1,314 @@
+"""Who competes in `layers.py --device gpu`: znnpy's primitives, and PyTorch's conv3d, on one input on the device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from gpu_card import Clock, Device, TorchClock, WallClock
+from layer_cases import smaller
+
+from znnpy.errors import DeviceError
+from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.table import of_kind
+from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision, Vec3, subtract
+
+if TYPE_CHECKING:
+    from dense_torch import Layout
+    from dense_torch import Precision as PeerPrecision
+
+    from znnpy.kernels.primitive import Array, Primitive, Variant, Work
+    from znnpy.machine import Machine
+
+SEED = 20261121
+VALUES = 2**26 - 5  # random ones; longer inputs repeat them, and a prime number of them meets no axis
+ALIGNMENT = 256  # of scratch, bytes
+HOPELESS = 1.6  # times the best variant's time: no second try
+OF_A_TILE = 3  # variants of each size of tile that are tried
+ROOM = 2**30  # bytes that are left to what libraries allocate
+PEERS: dict[Precision, tuple[PeerPrecision, ...]] = {"fp32": ("fp32",), "tf32": ("tf32",), "fp16": ("fp16", "bf16")}
+LAYOUTS: dict[str, tuple[Layout, ...]] = {"fp32": ("contiguous", "channels_last_3d")}
+LAYOUT_OF_OTHERS: tuple[Layout, ...] = ("channels_last_3d",)  # contiguous, cuDNN transposes for tensor cores
+TORCH_FLOPS = {"fp32": 15e12, "tf32": 100e12, "fp16": 150e12, "bf16": 150e12}  # per second, to tell what is slow
+CORNER = 5  # output voxels along an axis of the boxes that are compared with the definition
+
+
+class Times(Protocol):
+    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float: ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """A competitor. `run` queues the layer, `crop` gives a box of what it computed, (S, z, y, x, f) float32."""
+
+    name: str
+    precision: str
+    variant: str
+    measured: LayerShape
+    run: Callable[[], Any]
+    crop: Callable[[Vec3], Array]  # of CORNER voxels or less from this corner on
+    clock: Times
+    work: Sequence[Work] = ()  # of a primitive
+    predicted: float = 0.0  # seconds
+    scratch_bytes: int = 0
+    resident_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Input:
+    """The input of a case, on the host and on the device, and weights.
+
+    host    (S, z, y, x, f) float32: ReLU of normal numbers, as after a layer
+    device  the same in the precision's type
+    """
+
+    shape: LayerShape
+    host: Array
+    device: Any
+    weights: ConvWeights | None
+
+    @property
+    def largest(self) -> float:
+        return float(self.host.reshape(-1)[:VALUES].max())
+
+
+def random_input(shape: LayerShape, device: Device) -> Input:
+    rng = np.random.default_rng(SEED)
+    count = prod(shape.in_shape)
+    some = np.maximum(rng.standard_normal(min(VALUES, count), np.float32), 0)
+    host = np.resize(some, count).reshape(shape.in_shape)
+    there = host if shape.itemsize == 4 else np.resize(some.astype(np.float16), count).reshape(shape.in_shape)
+    weights = None
+    if isinstance(shape, ConvShape):
+        scale = np.float32(np.sqrt(2 / (shape.fin * prod(shape.k))))
+        weight = rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale
+        weights = ConvWeights(weight, rng.standard_normal(shape.fout, np.float32))
+    return Input(shape, host, device.put(there, "the input"), weights)
+
+
+class Ours:
+    """znnpy's primitives, with one output and one room for scratch that all of them share."""
+
+    def __init__(self, given: Input, device: Device, machine: Machine, options: argparse.Namespace) -> None:
+        self._given, self._device, self._machine, self._options = given, device, machine, options
+        self._rates = assumed_rates(machine, machine.cores)
+        shape = given.shape
+        out = device.allocate(shape.out_bytes, "the output")
+        self._out = device.view(out, shape.out_shape, np.float16 if shape.itemsize == 2 else np.float32)
+        self._peaks = device.put(np.array([given.largest, 0], np.float32), "the largest values")
+        self._scratch: Any = None
+        self._clock = Clock(device)
+
+    def entries(self, void: list[str]) -> Iterator[Entry]:
+        """Each primitive that applies, with the variant that ran fastest; variants that failed are added to `void`."""
+        shape = self._given.shape
+        for primitive in of_kind(shape.kind):
+            if not primitive.name.startswith("gpu.") or (
+                self._options.only and primitive.name not in self._options.only
+            ):
+                continue
+            if reason := primitive.why_not(shape, self._machine):
+                print(f"  {primitive.name} does not apply to {shape}: {reason}")
+                continue
+            if entry := self._fastest(primitive, void):
+                yield entry
+
+    def _fastest(self, primitive: Primitive, void: list[str]) -> Entry | None:
+        shape = self._given.shape
+        best: tuple[float, Variant | None] = (float("inf"), None)
+        tried = []
+        for variant in self._tried(primitive):
+            try:
+                run = self._entry(primitive, variant).run
+                self._clock.seconds(run)
+            except DeviceError as error:  # told, and the others are measured
+                void.append(f"{primitive.name} {variant} on {shape}: {error}")
+                print(f"  VOID {void[-1]}", flush=True)
+                continue
+            spent = self._clock.seconds(run)
+            if spent <= HOPELESS * best[0]:
+                spent = min(spent, self._clock.seconds(run, 2))
+            tried.append(f"{variant or 'plain'} {1e3 * spent:.2f}")
+            best = min(best, (spent, variant), key=lambda found: found[0])
+        if best[1] is None:
+            print(f"  {primitive.name}: no variant fits into the memory that is free")
+            return None
+        if len(tried) > 1:
+            print(f"  {primitive.name}, ms: {'; '.join(tried)}")
+        return self._entry(primitive, best[1])
+
+    def _tried(self, primitive: Primitive) -> list[Variant]:
+        """Those that fit and that the cost model likes best, some of each size of tile."""
+        shape = self._given.shape
+
+        def predicted(variant: Variant) -> float:
+            return seconds(primitive.work(shape, variant), self._rates)
+
+        def tile(variant: Variant) -> str:
+            return str(dict(variant.parameters).get("tile"))
+
+        fitting = [v for v in primitive.variants(shape, self._machine) if self._fits(primitive, v)]
+        fitting.sort(key=predicted)
+        kept, of_tile = [], dict.fromkeys(map(tile, fitting), 0)
+        for variant in fitting:
+            of_tile[tile(variant)] += 1
+            if of_tile[tile(variant)] <= OF_A_TILE:
+                kept.append(variant)
+        return kept[: self._options.variants]
+
+    def _fits(self, primitive: Primitive, variant: Variant) -> bool:
+        footprint = primitive.footprint(self._given.shape, variant, 1)
+        held = 0 if self._scratch is None else self._scratch.nbytes
+        needed = max(held, _scratch_bytes(footprint.scratch)) - held + 2 * footprint.resident + footprint.allowance
+        return bool(needed + ROOM <= self._device.free_bytes())
+
+    def _entry(self, primitive: Primitive, variant: Variant) -> Entry:
+        shape, device = self._given.shape, self._device
+        footprint = primitive.footprint(shape, variant, 1)
+        step = primitive.bind(primitive.prepare(self._given.weights, variant, device), shape, variant, device)
+        nbytes = _scratch_bytes(footprint.scratch)
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = device.allocate(max(nbytes, 1), "scratch")
+        names = [buffer.name for buffer in footprint.scratch]
+        sizes = [buffer.nbytes for buffer in footprint.scratch]
+        starts = np.cumsum([0, *(_rounded(size) for size in sizes)]).tolist()
+        peak = device.address(self._peaks)
+        words: dict[str, int] = {}
+        if footprint.reads_peak:
+            words["x_peak"] = peak
+        if footprint.raises_peak:
+            words["out_peak"] = peak + 4
+
+        views: dict[str, Any] = {}
+        viewed: list[Any] = [None]
+
+        def run() -> None:
+            if viewed[0] is not self._scratch:  # a primitive that came later asked for a larger one
+                viewed[0] = room = self._scratch
+                for name, start, size in zip(names, starts, sizes, strict=False):
+                    views[name] = device.view(room, (size,), np.uint8, offset=start)
+            step.run(self._given.device, self._out, views, **words)
+
+        return Entry(
+            primitive.name,
+            shape.precision,
+            str(variant),
+            shape,
+            run,
+            self._crop,
+            self._clock,
+            primitive.work(shape, variant),
+            seconds(primitive.work(shape, variant), self._rates),
+            nbytes,
+            footprint.resident,
+        )
+
+    def poison(self) -> None:
+        """What is not written is seen."""
+        self._out.fill(np.nan)
+        self._device.synchronize()
+
+    def _crop(self, corner: Vec3) -> Array:
+        return np.asarray(self._device.get(self._out[_box(corner)]), np.float32)
+
+
+def torch_entries(given: Input, slow_seconds: float, where: str) -> Iterator[Entry]:
+    """conv3d with bias, and ReLU in place; in float16 bfloat16 too. What would take longer gets a smaller volume.
+
+    where  "cuda", or "cpu" to see that it works
+    """
+    import torch
+    from dense_torch import activated, as_tensor, compute_in, placed
+
+    shape = given.shape
+    if not isinstance(shape, ConvShape) or given.weights is None:
+        return
+    for precision in PEERS[shape.precision]:
+        flops = 2 * prod(shape.out_shape) * shape.fin * prod(shape.k)
+        measured = smaller(shape, flops / TORCH_FLOPS[precision], slow_seconds)
+        z, y, x = measured.n
+        maps_first = given.host[:, :z, :y, :x].transpose(0, 4, 1, 2, 3)
+        bias = as_tensor(given.weights.bias, precision, where)
+        for layout in LAYOUTS.get(precision, LAYOUT_OF_OTHERS):
+            image = placed(maps_first, precision, layout, where)
+            weight = placed(given.weights.weight, precision, layout, where)
+            found: list[Any] = [None]
+
+            def run(
+                image: Any = image,
+                weight: Any = weight,
+                bias: Any = bias,
+                found: list[Any] = found,
+                how: PeerPrecision = precision,
+            ) -> None:
+                compute_in(how)
+                with torch.inference_mode():
+                    found[0] = None  # the memory of the run before is free for this one
+                    found[0] = activated(torch.nn.functional.conv3d(image, weight, bias), shape.activation)
+
+            def crop(corner: Vec3, found: list[Any] = found) -> Array:
+                box = found[0].permute(0, 2, 3, 4, 1)[_box(corner)]
+                return np.asarray(box.float().cpu().numpy())
+
+            clock: Times = TorchClock() if where == "cuda" else WallClock()
+            yield Entry(f"PyTorch conv3d, {layout}", precision, "", measured, run, crop, clock)
+
+
+def corners(out: Vec3) -> list[Vec3]:
+    """Of boxes at the beginning, in the middle and at the end of an output."""
+    size: Vec3 = min(CORNER, out[0]), min(CORNER, out[1]), min(CORNER, out[2])
+    last = subtract(out, size)
+    middle: Vec3 = last[0] // 2, last[1] // 3, 2 * last[2] // 3
+    return list(dict.fromkeys([(0, 0, 0), middle, last]))
+
+
+def exact(given: Input, corner: Vec3, out: Vec3) -> Array:
+    """The box of the layer's definition in float64 that begins at `corner`, of the first and last image."""
+    from znnpy.kernels.reference import convolve, fragments
+
+    shape = given.shape
+    z, y, x = corner
+    dz, dy, dx = (min(CORNER, size) for size in out)
+    images = given.host[:: max(1, shape.in_shape[0] - 1)][:2]
+    if isinstance(shape, PoolShape):
+        pz, py, px = shape.p
+        part = images[:, z * pz : (z + dz + 1) * pz - 1, y * py : (y + dy + 1) * py - 1, x * px : (x + dx + 1) * px - 1]
+        return np.asarray(fragments(part, shape.p), np.float32)
+    assert isinstance(shape, ConvShape)
+    assert given.weights is not None
+    kz, ky, kx = shape.k
+    part = images[:, z : z + dz + kz - 1, y : y + dy + ky - 1, x : x + dx + kx - 1]
+    return convolve(part, given.weights.weight, given.weights.bias, shape.activation)  # type: ignore[return-value]
+
+
+def rms_error(entry: Entry, given: Input) -> float:
+    """Of boxes of the output, over the rms of the exact values; of the input as it was before it was rounded."""
+    wrong = right = 0.0
+    shape = entry.measured
+    images = shape.in_shape[0]
+    for corner in corners(shape.out):
+        expected = exact(replace(given, shape=shape), corner, shape.out)
+        found = entry.crop(corner)
+        parts = found.shape[0] // images
+        picked = np.concatenate([found[i * parts : (i + 1) * parts] for i in sorted({0, images - 1})])
+        wrong += float(np.square(picked.astype(np.float64) - expected).sum())
+        right += float(np.square(expected.astype(np.float64)).sum())
+    return float(np.sqrt(wrong / right))
+
+
+def _box(corner: Vec3) -> tuple[slice, ...]:
+    return (slice(None), *(slice(at, at + CORNER) for at in corner))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _scratch_bytes(scratch: Sequence[Any]) -> int:
+    return sum(_rounded(buffer.nbytes) for buffer in scratch)
