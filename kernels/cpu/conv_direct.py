@@ -22,7 +22,7 @@ import numpy as np
 
 from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.finish import Finish, quiet
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ConvDirect:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return why_not_plain(shape)
+        return why_not_fp32(shape) or why_not_plain(shape)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine

@@ -28,7 +28,7 @@ import numpy as np
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu.finish import overflow, squash_whole
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, streams, why_not
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
@@ -181,7 +181,7 @@ def _why_neither(shape: LayerShape) -> str | None:
         return f"computes convolutions, not {shape.kind}"
     if shape.pools and shape.activation == "softmax":
         return "softmax looks at all maps of a voxel and cannot wait for the maxima of their windows"
-    return None
+    return why_not_fp32(shape)
 
 
 class _Windows(NamedTuple):

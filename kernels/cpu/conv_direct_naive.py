@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ConvDirectNaive:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return why_not_plain(shape)
+        return why_not_fp32(shape) or why_not_plain(shape)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine

@@ -28,7 +28,7 @@ from znnpy.kernels.cpu.blas import product_bytes
 from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
 from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ConvFftData:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        if reason := why_not_plain(shape):
+        if reason := why_not_fp32(shape) or why_not_plain(shape):
             return reason
         shape = as_conv(shape)
         return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct" if shape.k == (1, 1, 1) else None

@@ -35,7 +35,7 @@ from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu.finish import overflow, squash_whole
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import tiles_worth
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3, add, ceil_divide, subtract, valid
 
@@ -160,7 +160,7 @@ class ConvFftLanes:
             return "softmax looks at all maps of a voxel and cannot wait for the maxima of their windows"
         if max(_reach(shape)) > SIDES[-1]:
             return f"kernel and window reach {max(_reach(shape))}, beyond the largest tile of {SIDES[-1]}"
-        return why_not(machine)
+        return why_not_fp32(shape) or why_not(machine)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine

@@ -36,7 +36,7 @@ from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
 from znnpy.kernels.cpu.seats import pinned, seating
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import WIDTHS, Block, Sizes, bounds, sizes
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ConvFftTasks:
     source: str = "ZNNi IV-A.3 (algorithm 3) with the pruned transforms of III"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if reason := why_not_plain(shape):
+        if reason := why_not_fp32(shape) or why_not_plain(shape):
             return reason
         shape = as_conv(shape)
         if shape.k == (1, 1, 1):

@@ -31,7 +31,17 @@ from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.tiles import tiles_worth
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import (
+    ALIGNMENT,
+    Footprint,
+    Kind,
+    Scratch,
+    Variant,
+    Work,
+    as_conv,
+    why_not_fp32,
+    why_not_plain,
+)
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -126,7 +136,7 @@ class ConvFftTiled:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        if reason := why_not_plain(shape):
+        if reason := why_not_fp32(shape) or why_not_plain(shape):
             return reason
         shape = as_conv(shape)
         if shape.k == (1, 1, 1):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, why_not_fp32
 from znnpy.shapes import FLOAT32, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class PoolMax(_Maxima):
         del machine
         if not isinstance(shape, PoolShape):
             return f"computes poolings, not {shape.kind}"
-        return "dense output needs every offset: see cpu.pool.fragments" if shape.fragments else None
+        return "dense output needs every offset: see cpu.pool.fragments" if shape.fragments else why_not_fp32(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class PoolFragments(_Maxima):
         del machine
         if not isinstance(shape, PoolShape):
             return f"computes poolings, not {shape.kind}"
-        return None if shape.fragments else "plain pooling has no fragments: see cpu.pool.max"
+        return why_not_fp32(shape) if shape.fragments else "plain pooling has no fragments: see cpu.pool.max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class MaxFilter(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return None if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+        return why_not_fp32(shape) if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
 
 
 class _Step:
@@ -245,7 +245,7 @@ class MaxoutDirect:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return None if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
+        return why_not_fp32(shape) if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine

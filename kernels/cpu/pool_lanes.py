@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
 from znnpy.kernels.cpu.pool import Windowed, windowed
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work
+from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, FilterShape, LayerShape, PoolShape, Vec3
 
@@ -137,7 +137,9 @@ class PoolMaxLanes(_Maxima):
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if not isinstance(shape, PoolShape):
             return f"computes poolings, not {shape.kind}"
-        return "dense output needs every offset: see cpu.pool.fragments_lanes" if shape.fragments else why_not(machine)
+        if shape.fragments:
+            return "dense output needs every offset: see cpu.pool.fragments_lanes"
+        return why_not_fp32(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,9 @@ class PoolFragmentsLanes(_Maxima):
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if not isinstance(shape, PoolShape):
             return f"computes poolings, not {shape.kind}"
-        return why_not(machine) if shape.fragments else "plain pooling has no fragments: see cpu.pool.max_lanes"
+        if not shape.fragments:
+            return "plain pooling has no fragments: see cpu.pool.max_lanes"
+        return why_not_fp32(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,9 @@ class MaxFilterLanes(_Maxima):
     source: str = "definition, separable"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        return why_not(machine) if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+        if not isinstance(shape, FilterShape):
+            return f"computes max-filters, not {shape.kind}"
+        return why_not_fp32(shape) or why_not(machine)
 
 
 class _Step:
