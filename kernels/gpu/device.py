@@ -1,0 +1,454 @@
+"""One CUDA device: memory, streams, copies and kernels, and the only file that imports CuPy, when it is needed.
+
+Primitives and sessions know nothing but `Device` and `Kernel`. Arrays are cupy.ndarray; callers use of them what numpy's
+have too (shape, strides, dtype, slices, views) and methods of `Device`, so that the tests' emulator, whose arrays are
+numpy's, runs the same code. Every refusal of CUDA becomes a DeviceError with the call, its code and the bytes.
+
+Tested  tests/gpu/test_device.py, on the emulator and on a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from znnpy.errors import DeviceError
+from znnpy.kernels.gpu.libraries import CudaLibraries, Libraries
+from znnpy.kernels.gpu.modules import compiler_options, kernel_words, source_text
+from znnpy.machine import Gpu
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = Any  # cupy.ndarray, or numpy.ndarray under the emulator
+
+INSTALL = "pip install 'znnpy[gpu]'"
+ALIGNMENT = 256  # bytes, of what is allocated
+_STATIC_SHARED = 48 << 10  # bytes of dynamic shared memory a kernel may have without asking
+_NO_DEVICE = 100  # cudaErrorNoDevice
+_OLD_DRIVER = 35  # cudaErrorInsufficientDriver: also where there is no driver at all
+_LOG_LINES = 12  # of a compiler's complaint
+
+
+def find_gpu() -> Gpu:
+    """The first CUDA device that this process may see (CUDA_VISIBLE_DEVICES decides), as it describes itself.
+
+    Raises DeviceError, one sentence: CuPy is not installed, there is no driver, the driver is older than CuPy's CUDA,
+    or there is no device.
+    """
+    cupy = _cupy()
+    runtime = cupy.cuda.runtime
+    driver, library = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if driver == 0:
+        raise DeviceError("this machine has no NVIDIA driver: install one, or run on the CPU")
+    if driver // 1000 < library // 1000:  # within one major version, any driver runs any library
+        raise DeviceError(
+            f"the NVIDIA driver speaks CUDA {_dotted(driver)} and CuPy needs CUDA {library // 1000}: "
+            "install a newer driver, or run on the CPU"
+        )
+    try:
+        devices = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        if error.status not in (_NO_DEVICE, _OLD_DRIVER):
+            raise refusal("cudaGetDeviceCount", error) from error
+        devices = 0
+    if devices == 0:
+        raise DeviceError(
+            "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES, "
+            "or run on the CPU"
+        )
+    return _describe(cupy, driver, library)
+
+
+def refusal(call: str, code: object, nbytes: int | None = None, free: int | None = None) -> DeviceError:
+    """The error for a call that CUDA refused.
+
+    code    what CUDA answered, e.g. "cudaErrorMemoryAllocation: out of memory".
+    nbytes  asked for; None where the call is about no memory.
+    free    bytes that the device has left.
+    """
+    sizes = "" if nbytes is None else f" of {nbytes} bytes"
+    left = "" if free is None else f"; {free} bytes are free, so lower --vram or stop other programs on the GPU"
+    return DeviceError(f"{call}{sizes} was refused: {code}{left}")
+
+
+def kernel_arguments(name: str, arguments: Sequence[Any], address: Callable[[Any], int]) -> tuple[np.generic, ...]:
+    """Arguments as a kernel's parameters take them.
+
+    Arrays become pointers, int becomes `long long`, float becomes `float`, None the null pointer; numpy scalars stay what
+    they are. TypeError for anything else, and for bool: its size differs between languages.
+    """
+    ready: list[np.generic] = []
+    for place, value in enumerate(arguments):
+        if isinstance(value, np.generic):
+            ready.append(value)
+        elif value is None:
+            ready.append(np.uint64(0))
+        elif isinstance(value, bool):
+            raise TypeError(f"argument {place} of {name} is a bool: pass an int, or numpy.bool_ for a C++ bool")
+        elif isinstance(value, int):
+            ready.append(np.int64(value))
+        elif isinstance(value, float):
+            ready.append(np.float32(value))
+        elif hasattr(value, "strides"):
+            ready.append(np.uint64(address(value)))
+        else:
+            raise TypeError(f"argument {place} of {name} is a {type(value).__name__}, which kernels do not take")
+    return tuple(ready)
+
+
+def check_view(available: int, shape: Sequence[int], itemsize: int, offset: int, strides: Sequence[int] | None) -> None:
+    """ValueError unless an array of `shape` at `offset` lies within `available` bytes."""
+    steps = _c_strides(shape, itemsize) if strides is None else tuple(strides)
+    if len(steps) != len(shape) or offset < 0 or any(step < 0 for step in steps):
+        raise ValueError(f"shape {tuple(shape)}, strides {steps} and offset {offset} describe no array")
+    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True)) + itemsize if prod(shape) else 0
+    if offset + last > available:
+        raise ValueError(
+            f"an array of {tuple(shape)} with strides {steps} at {offset} ends {offset + last - available} bytes "
+            f"behind the {available} that it is a view of"
+        )
+
+
+def copy_rows(target: Any, source: Any) -> tuple[int, int, int, int]:
+    """Rows, bytes of each, and bytes from one to the next in target and in source, for a copy between two arrays.
+
+    ValueError unless shapes and dtypes are equal and each array is in C order, its first axis apart.
+    """
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(
+            f"a copy of {source.shape} {source.dtype} into {target.shape} {target.dtype}: they must be equal"
+        )
+    whole = target.flags.c_contiguous and source.flags.c_contiguous
+    if whole or target.nbytes == 0:
+        return 1, target.nbytes, target.nbytes, target.nbytes
+    rows = target.shape[0]
+    for array in (target, source):
+        if not array[0].flags.c_contiguous:
+            raise ValueError(
+                f"a copy of {array.shape} with strides {array.strides}: all but the first must be in C order"
+            )
+    width = target[0].nbytes
+    steps = [width if rows == 1 else array.strides[0] for array in (target, source)]
+    return rows, width, steps[0], steps[1]
+
+
+class Kernel:
+    """One compiled kernel of one device."""
+
+    def __init__(self, device: Device, name: str, raw: Any) -> None:
+        self.name = name
+        self._device = device
+        self._raw = raw
+        self._shared = _STATIC_SHARED  # the most dynamic shared memory it may have now
+
+    @property
+    def registers(self) -> int:
+        """Of one thread."""
+        return int(self._raw.num_regs)
+
+    @property
+    def local_bytes(self) -> int:
+        """Local memory of one thread: spilled registers and arrays with run-time indices."""
+        return int(self._raw.local_size_bytes)
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], *arguments: Any, shared: int = 0, stream: Any = None
+    ) -> None:
+        """Queue the kernel; `kernel_arguments` says what arguments may be.
+
+        grid, block  up to three sizes, x first.
+        shared       bytes of dynamic shared memory.
+        stream       None: the device's `stream`.
+
+        Raises DeviceError when the launch is refused; what goes wrong later is told by the next call that waits.
+        """
+        ready = kernel_arguments(self.name, arguments, self._device.address)
+        call = f"launch of {self.name} on grid {grid} of blocks {block}"
+        with self._device.calling(call, shared):
+            if shared > self._shared:
+                self._raw.max_dynamic_shared_size_bytes = shared
+                self._shared = shared
+            self._raw(grid, block, ready, shared_mem=shared, stream=self._device.stream if stream is None else stream)
+
+
+class Device:
+    """An open device. Closing it waits for its work and frees everything it allocated, whoever still holds arrays.
+
+    stream     kernels run here unless told otherwise; neither it nor the others wait for CUDA's default stream
+    uploads    for copies to the device beside it
+    downloads  for copies from the device
+    libraries  cuFFT and cuDNN on it
+    allocated  bytes that `allocate` and `put` gave and that are still held
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._cupy = _cupy()
+        runtime = self._cupy.cuda.runtime
+        self._refusals = (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
+        self._modules: dict[tuple[Any, ...], dict[str, Kernel]] = {}
+        self._held: dict[int, int] = {}  # address -> bytes
+        self._lock = threading.Lock()
+        self.libraries: Libraries = CudaLibraries(self)
+        with self.calling("opening the device"):
+            self._cupy.cuda.Device(0).use()
+            self.stream, self.uploads, self.downloads = (self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for all work, then free all memory. May be called twice."""
+        with self.calling("cudaDeviceSynchronize at the end"):
+            self._cupy.cuda.runtime.deviceSynchronize()
+        self._modules.clear()
+        for address in list(self._held):
+            self._free(address)
+        self._cupy.get_default_memory_pool().free_all_blocks()  # what libraries took through CuPy
+
+    @property
+    def allocated(self) -> int:
+        with self._lock:
+            return sum(self._held.values())
+
+    @contextmanager
+    def calling(self, call: str, nbytes: int | None = None) -> Iterator[None]:
+        """What CUDA refuses in this block becomes a DeviceError that names `call`."""
+        try:
+            yield
+        except self._refusals as error:
+            raise refusal(call, error, nbytes) from error
+
+    def allocate(self, nbytes: int, what: str) -> Array:
+        """`nbytes` uint8 on ALIGNMENT; no assumption on what they hold. Freed with the last array that views them.
+
+        what  it is for, in messages.
+
+        Raises DeviceError when the device has less.
+        """
+        cuda = self._cupy.cuda
+        try:
+            address = cuda.runtime.malloc(max(1, nbytes))
+        except self._refusals as error:
+            raise refusal(f"cudaMalloc for {what}", error, nbytes, self.free_bytes()) from error
+        with self._lock:
+            self._held[address] = nbytes
+        owner = _Owner()
+        weakref.finalize(owner, self._free, address).atexit = False  # the process gives everything back
+        memory = cuda.UnownedMemory(address, max(1, nbytes), owner)
+        return self._cupy.ndarray((nbytes,), np.uint8, memptr=cuda.MemoryPointer(memory, 0))
+
+    def view(
+        self,
+        data: Array,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike,
+        *,
+        offset: int = 0,
+        strides: Sequence[int] | None = None,
+    ) -> Array:
+        """An array in memory that `allocate` gave; ValueError if it would lie outside of `data`.
+
+        offset, strides  bytes; None: C order.
+        """
+        kind = np.dtype(dtype)
+        check_view(data.nbytes, shape, kind.itemsize, offset, strides)
+        steps = _c_strides(shape, kind.itemsize) if strides is None else tuple(strides)
+        return self._cupy.ndarray(tuple(shape), kind, memptr=data.data + offset, strides=steps)
+
+    def put(self, host: npt.NDArray[Any], what: str) -> Array:
+        """A copy of `host` in memory of its own, there when this returns. DeviceError as `allocate`."""
+        ready = np.ascontiguousarray(host)
+        array = self.view(self.allocate(ready.nbytes, what), host.shape, ready.dtype)
+        self.copy_async(array, ready.reshape(host.shape), self.stream)
+        self.synchronize(self.stream)
+        return array
+
+    def get(self, array: Array) -> npt.NDArray[Any]:
+        """A copy of `array` on the host, of when all work queued on `stream` so far is done."""
+        with self.calling("copying to the host", array.nbytes), self.stream:
+            host: npt.NDArray[Any] = array.get(stream=self.stream)
+            self.stream.synchronize()
+        return host
+
+    def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array of the host that copies to and from the device need not stage; freed as any array. Holds anything."""
+        count, kind = prod(shape), np.dtype(dtype)
+        nbytes = max(1, count * kind.itemsize)
+        with self.calling("cudaHostAlloc", nbytes):
+            memory = self._cupy.cuda.PinnedMemory(nbytes)
+        pointer = self._cupy.cuda.PinnedMemoryPointer(memory, 0)
+        return np.frombuffer(pointer, kind, count).reshape(tuple(shape))
+
+    def kernels(self, source: str, names: Sequence[str], **defines: int | str) -> dict[str, Kernel]:
+        """Kernels of kernels/gpu/`source`, compiled for this device once and kept, on disk too (CuPy's cache).
+
+        names    C++ name expressions: "whole", "forward<16, 8, half>".
+        defines  macros the source is compiled with.
+
+        Raises DeviceError with the compiler's words.
+        """
+        key = (source, tuple(names), tuple(sorted(defines.items())))
+        with self._lock:
+            found = self._modules.get(key)
+        if found is None:
+            found = self._compile(source, names, defines)
+            with self._lock:
+                self._modules[key] = found
+        return found
+
+    def address(self, array: Array) -> int:
+        """Of its first element on the device."""
+        return int(array.data.ptr)
+
+    def copy_async(self, target: Array, source: Array, stream: Any) -> None:
+        """Queue a copy on `stream`: between host and device or within the device; only pinned memory copies alongside.
+
+        Equal shapes and dtypes, each in C order but for the stride of the first axis (ValueError). Both must live until
+        it is done.
+        """
+        rows, width, to_step, from_step = copy_rows(target, source)
+        runtime = self._cupy.cuda.runtime
+        to_host, from_host = isinstance(target, np.ndarray), isinstance(source, np.ndarray)
+        kind = runtime.memcpyDeviceToDevice if not to_host and not from_host else None
+        kind = runtime.memcpyDeviceToHost if to_host and not from_host else kind
+        kind = runtime.memcpyHostToDevice if from_host and not to_host else kind
+        if kind is None:
+            raise ValueError("a copy from host to host is no work for a device")
+        to = target.ctypes.data if to_host else self.address(target)
+        origin = source.ctypes.data if from_host else self.address(source)
+        with self.calling("cudaMemcpyAsync", rows * width):
+            if rows == 1:
+                runtime.memcpyAsync(to, origin, width, kind, stream.ptr)
+            else:
+                runtime.memcpy2DAsync(to, to_step, origin, from_step, width, rows, kind, stream.ptr)
+
+    def clear(self, array: Array, stream: Any = None) -> None:
+        """Queue zeros in all bytes of `array`, which is in C order (ValueError)."""
+        if not array.flags.c_contiguous:
+            raise ValueError(f"clearing {array.shape} with strides {array.strides}: only arrays in C order")
+        with self.calling("cudaMemsetAsync", array.nbytes):
+            self._cupy.cuda.runtime.memsetAsync(
+                self.address(array), 0, array.nbytes, (self.stream if stream is None else stream).ptr
+            )
+
+    def event(self, *, timing: bool = False) -> Any:
+        """A mark in a stream: `stream.record(event)`, `other.wait_event(event)`, `event.synchronize()`, `event.done`."""
+        with self.calling("cudaEventCreate"):
+            return self._cupy.cuda.Event(block=True, disable_timing=not timing)
+
+    def elapsed(self, work: Callable[[], object], repeats: int = 1) -> list[float]:
+        """Seconds on `stream` that each of `repeats` calls of `work` took, by events of the device."""
+        marks = [self.event(timing=True) for _ in range(repeats + 1)]
+        self.stream.record(marks[0])
+        for mark in marks[1:]:
+            work()
+            self.stream.record(mark)
+        self.synchronize(self.stream)
+        between = self._cupy.cuda.get_elapsed_time
+        return [between(start, end) / 1e3 for start, end in zip(marks, marks[1:], strict=False)]
+
+    def synchronize(self, stream: Any = None) -> None:
+        """Wait for the work queued on `stream`; None: for all there is. DeviceError if some of it failed."""
+        if stream is None:
+            with self.calling("cudaDeviceSynchronize"):
+                self._cupy.cuda.runtime.deviceSynchronize()
+        else:
+            with self.calling("cudaStreamSynchronize"):
+                stream.synchronize()
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody holds now, other programs counted."""
+        with self.calling("cudaMemGetInfo"):
+            return int(self._cupy.cuda.runtime.memGetInfo()[0])
+
+    def _compile(self, source: str, names: Sequence[str], defines: dict[str, int | str]) -> dict[str, Kernel]:
+        words = kernel_words(source, names, defines)
+        module = self._cupy.RawModule(
+            code=source_text(source), options=compiler_options(defines), name_expressions=tuple(names)
+        )
+        try:
+            with self.calling(f"loading {words}"):
+                return {name: Kernel(self, name, module.get_function(name)) for name in names}
+        except self._cupy.cuda.compiler.CompileException as error:
+            log = [line for line in str(error).splitlines() if line.strip()]
+            told = "\n".join(log[:_LOG_LINES])
+            raise DeviceError(f"the CUDA compiler refused {words}:\n{told}") from error
+
+    def _free(self, address: int) -> None:
+        with self._lock:
+            if self._held.pop(address, None) is None:
+                return
+        with self.calling("cudaFree"):
+            self._cupy.cuda.runtime.free(address)
+
+
+class _Owner:
+    """Lives as long as an array views the memory it stands for."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(f"a GPU is driven through CuPy, which cannot be imported ({error}): {INSTALL}") from error
+    return cupy
+
+
+def _describe(cupy: Any, driver: int, library: int) -> Gpu:
+    runtime = cupy.cuda.runtime
+
+    def attribute(name: str) -> int:
+        return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), 0))
+
+    try:
+        properties = runtime.getDeviceProperties(0)
+        return Gpu(
+            name=properties["name"].decode(),
+            capability=(properties["major"], properties["minor"]),
+            multiprocessors=properties["multiProcessorCount"],
+            memory_bytes=properties["totalGlobalMem"],
+            l2_bytes=properties["l2CacheSize"],
+            shared_block_bytes=attribute("MaxSharedMemoryPerBlockOptin"),
+            shared_multiprocessor_bytes=attribute("MaxSharedMemoryPerMultiprocessor"),
+            bandwidth=2e3 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8,  # two a clock, in kHz
+            driver=driver,
+            versions=_versions(cupy, library),
+        )
+    except runtime.CUDARuntimeError as error:
+        raise refusal("cudaGetDeviceProperties", error) from error
+
+
+def _versions(cupy: Any, library: int) -> tuple[tuple[str, str], ...]:
+    compiler = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    found = [("cupy", cupy.__version__), ("cuda", _dotted(library)), ("nvrtc", compiler)]
+    for package in ("nvidia-cublas", "nvidia-cufft", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"):
+        try:
+            found.append((package.removeprefix("nvidia-"), version(package)))
+        except PackageNotFoundError:
+            continue  # not every installation has it as a package
+    return tuple(found)
+
+
+def _dotted(cuda: int) -> str:
+    return f"{cuda // 1000}.{cuda % 1000 // 10}"
+
+
+def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    steps = [itemsize]
+    for size in reversed(tuple(shape)[1:]):
+        steps.append(steps[-1] * size)
+    return tuple(reversed(steps))[: len(shape)] if shape else ()

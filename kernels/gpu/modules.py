@@ -1,0 +1,77 @@
+"""The text of kernels as a compiler gets it: our own headers inlined, so that a hash of the text covers all of them.
+
+CuPy keeps compiled kernels on disk by source text, options and compiler version, but does not look into included files:
+a changed header would go unnoticed. CUDA's own headers stay includes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+KERNELS = Path(__file__).parent
+STANDARD = "--std=c++17"
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"')
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One compiled kernel that a primitive may launch, and what it may take: tests compile it for every architecture."""
+
+    source: str  # in kernels/gpu, e.g. "pool.cu"
+    name: str  # a C++ name expression, e.g. "forward<16, 8, half>"
+    registers: int  # a thread's, at most: what the number of resident threads was planned with
+    defines: tuple[tuple[str, int | str], ...] = ()
+    stack_bytes: int = 0  # local memory a thread may have beside spills: arrays with run-time indices
+
+
+def source_text(source: str) -> str:
+    """The text of kernels/gpu/`source` with every file it includes by `"name"`, each once.
+
+    Names are relative to kernels/gpu or to the including file; an absolute `source` lies elsewhere. `#line` keeps compilers' messages on the real lines.
+    FileNotFoundError names a header that is in neither.
+    """
+    return "\n".join(_inlined(KERNELS / source, set())) + "\n"
+
+
+def source_hash(source: str) -> str:
+    """Digest of all our text behind `source`: a change in any header changes it."""
+    return hashlib.sha256(source_text(source).encode()).hexdigest()[:16]
+
+
+def compiler_options(defines: Mapping[str, int | str]) -> tuple[str, ...]:
+    """What NVRTC is told beside the architecture."""
+    return (STANDARD, "--generate-line-info", *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+
+
+def kernel_words(source: str, names: Sequence[str], defines: Mapping[str, int | str]) -> str:
+    """`pool.cu: forward<2>, backward (TILE=16)`, for messages."""
+    told = ", ".join(f"{name}={value}" for name, value in sorted(defines.items()))
+    return f"{source}: {', '.join(names)}" + (f" ({told})" if told else "")
+
+
+def _inlined(path: Path, seen: set[Path]) -> list[str]:
+    seen.add(path.resolve())
+    name = path.relative_to(KERNELS).as_posix() if path.is_relative_to(KERNELS) else path.name
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append("" if _ONCE.match(line) else line)
+            continue
+        header = _find(include[1], path)
+        if header.resolve() not in seen:
+            lines += _inlined(header, seen)
+        lines.append(f'#line {number + 1} "{name}"')
+    return lines
+
+
+def _find(name: str, including: Path) -> Path:
+    for folder in (including.parent, KERNELS):
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f'{including.name} includes "{name}", which is neither beside it nor in {KERNELS}')
