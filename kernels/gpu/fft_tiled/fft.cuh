@@ -1,0 +1,119 @@
+// Transforms of 8, 16, 24 or 32 complex numbers that one thread holds in registers.
+//
+// N = 4 M: M transforms of 4, twiddle factors, 4 transforms of M. All loops unroll, so every index is a constant and
+// nothing goes to local memory. Sign -1: forward, e^(-2 pi i n k / N); +1: inverse, not divided by N.
+#pragma once
+#include "device_ops.cuh"
+
+struct Complex {
+  float re, im;
+};
+
+DEVICE Complex operator+(Complex a, Complex b) { return {a.re + b.re, a.im + b.im}; }
+DEVICE Complex operator-(Complex a, Complex b) { return {a.re - b.re, a.im - b.im}; }
+DEVICE Complex operator*(Complex a, Complex b) { return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re}; }
+
+template <int Sign>
+DEVICE Complex times_i(Complex a) {  // a * (Sign i)
+  return {-Sign * a.im, Sign * a.re};
+}
+
+// cos(2 pi e / 96), 0 <= e: a constant once loops are unrolled.
+DEVICE constexpr float cosine96(int e) {
+  constexpr float quarter[25] = {
+      1.0f, 0.99785892323860348f, 0.99144486137381038f, 0.98078528040323043f, 0.96592582628906831f,
+      0.94693012949510569f, 0.92387953251128674f, 0.89687274153268837f, 0.86602540378443871f, 0.83146961230254524f,
+      0.79335334029123517f, 0.75183980747897738f, 0.70710678118654757f, 0.65934581510006884f, 0.60876142900872066f,
+      0.5555702330196024f, 0.50000000000000011f, 0.44228869021900125f, 0.38268343236508984f, 0.3214394653031617f,
+      0.25881904510252074f, 0.19509032201612833f, 0.13052619222005171f, 0.06540312923014327f, 0.0f,
+  };
+  e %= 96;
+  if (e > 48) e = 96 - e;
+  return e <= 24 ? quarter[e] : -quarter[48 - e];
+}
+
+// e^(Sign 2 pi i e / N)
+template <int N, int Sign>
+DEVICE constexpr Complex root(int e) {
+  static_assert(96 % N == 0, "roots are tabulated for divisors of 96");
+  return {cosine96(96 / N * e), Sign * cosine96(96 / N * e + 72)};  // sin(a) = cos(a - pi / 2)
+}
+
+template <int M, int Sign>
+struct SmallTransform;
+
+template <int Sign>
+struct SmallTransform<2, Sign> {
+  static DEVICE void run(Complex (&v)[2]) {
+    Complex a = v[0], b = v[1];
+    v[0] = a + b;
+    v[1] = a - b;
+  }
+};
+
+template <int Sign>
+struct SmallTransform<3, Sign> {
+  static DEVICE void run(Complex (&v)[3]) {
+    const float h = 0.86602540378443864676f;
+    Complex s = v[1] + v[2], d = v[1] - v[2];
+    Complex m = {v[0].re - 0.5f * s.re, v[0].im - 0.5f * s.im};
+    Complex e = {-Sign * h * d.im, Sign * h * d.re};
+    v[0] = v[0] + s;
+    v[1] = m + e;
+    v[2] = m - e;
+  }
+};
+
+template <int Sign>
+struct SmallTransform<4, Sign> {
+  static DEVICE void run(Complex (&v)[4]) {
+    Complex s0 = v[0] + v[2], s1 = v[0] - v[2], s2 = v[1] + v[3], s3 = times_i<Sign>(v[1] - v[3]);
+    v[0] = s0 + s2;
+    v[1] = s1 + s3;
+    v[2] = s0 - s2;
+    v[3] = s1 - s3;
+  }
+};
+
+// M = 2 H: two transforms of H, then butterflies.
+template <int M, int Sign>
+struct SmallTransform {
+  static DEVICE void run(Complex (&v)[M]) {
+    constexpr int H = M / 2;
+    Complex even[H], odd[H];
+#pragma unroll
+    for (int n = 0; n < H; n++) {
+      even[n] = v[2 * n];
+      odd[n] = v[2 * n + 1];
+    }
+    SmallTransform<H, Sign>::run(even);
+    SmallTransform<H, Sign>::run(odd);
+#pragma unroll
+    for (int k = 0; k < H; k++) {
+      Complex t = k == 0 ? odd[0] : 4 * k == M ? times_i<Sign>(odd[k]) : odd[k] * root<M, Sign>(k);
+      v[k] = even[k] + t;
+      v[k + H] = even[k] - t;
+    }
+  }
+};
+
+// Transform of N in place; the result is in natural order.
+template <int N, int Sign>
+DEVICE void transform(Complex (&x)[N]) {
+  constexpr int M = N / 4;
+  Complex a[4][M];
+#pragma unroll
+  for (int n = 0; n < M; n++) {
+    Complex v[4] = {x[n], x[n + M], x[n + 2 * M], x[n + 3 * M]};
+    SmallTransform<4, Sign>::run(v);
+    a[0][n] = v[0];
+#pragma unroll
+    for (int k = 1; k < 4; k++) a[k][n] = n == 0 ? v[k] : v[k] * root<N, Sign>(n * k);
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    SmallTransform<M, Sign>::run(a[k]);
+#pragma unroll
+    for (int m = 0; m < M; m++) x[k + 4 * m] = a[k][m];
+  }
+}

@@ -1,0 +1,210 @@
+// Y = X W for every frequency: the matrix product of the fused tiled FFT, on tensor cores of sm_80 and newer.
+//
+// A complex product is a real one of twice the width: [re, im] x [[Wr, Wi], [-Wi, Wr]]. A block keeps the W of one
+// frequency, or a slice of its columns, in shared memory and streams the rows of X, one for each tile, past it.
+//
+// Halves  X and W in float16, sums in float32, Y in float16.
+// Split   X and W as two float16 each, x = h + l: h H + l H + h L leaves out less than 2^-22 of a product. Y in float32.
+#include "tile.cuh"
+
+template <class Spectrum>
+struct Words;  // how many float16 a number's real or imaginary part takes
+template <>
+struct Words<Halves> {
+  static constexpr int COUNT = 1;
+};
+template <>
+struct Words<Split> {
+  static constexpr int COUNT = 2;
+};
+
+template <class Spectrum, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES>
+struct Product {
+  static constexpr int WORDS = Words<Spectrum>::COUNT;
+  static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
+  static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
+
+  const half* X;  // of this frequency: rows of `row` float16
+  const half* W;  // [column][k], then the same again of what the first leaves out (Split), `apart` further
+  int rows, columns, depth;  // tiles, 2 * maps out, 2 * maps in
+  long long apart;
+  int chunk, chunks;  // of depth, a multiple of 16 but for the last's end, which is padded with zeros
+  half *a, *b;        // shared: STAGES x BM x a_row, WORDS x BN x b_row
+  int a_row, b_row;
+
+  DEVICE void load_b(int column0, int c) const {
+    const int pieces = chunk / 8;
+    for (int i = threadIdx.x; i < WORDS * BN * pieces; i += THREADS) {
+      const int piece = i % pieces, n = i / pieces % BN, word = i / (pieces * BN);
+      const int k = c * chunk + piece * 8;
+      const bool valid = column0 + n < columns && k < depth;
+      const half* from = W + word * apart + (valid ? (long long)(column0 + n) * depth + k : 0);
+      cp_async<16>(b + (word * BN + n) * b_row + piece * 8, from, valid);
+    }
+  }
+
+  DEVICE void load_a(int row0, int c, int stage) const {
+    const int pieces = WORDS * chunk / 8;
+    for (int i = threadIdx.x; i < BM * pieces; i += THREADS) {
+      const int piece = i % pieces, m = i / pieces;
+      const int k = WORDS * c * chunk + piece * 8;
+      const bool valid = row0 + m < rows && k < WORDS * depth;
+      const half* from = X + (valid ? (long long)(row0 + m) * (WORDS * depth) + k : 0);
+      cp_async<16>(a + (stage * BM + m) * a_row + piece * 8, from, valid);
+    }
+  }
+
+  DEVICE void multiply(float (&sum)[MT][NT][4], int stage) const {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int m0 = warp / WARPS_N * MT * 16, n0 = warp % WARPS_N * NT * 8;
+    // Rows of the matrices that this lane points at.
+    const half* a_at = a + (stage * BM + m0 + lane % 16) * a_row + lane / 16 * 8 * WORDS;
+    const half* b_at = b + (n0 + lane / 16 * 8 + lane % 8) * b_row + lane / 8 % 2 * 8;
+    for (int k = 0; k < chunk; k += 16) {
+      unsigned x[WORDS][MT][4];
+#pragma unroll
+      for (int word = 0; word < WORDS; word++)
+#pragma unroll
+        for (int i = 0; i < MT; i++) ldmatrix(x[word][i], a_at + i * 16 * a_row + k * WORDS + word * 8);
+#pragma unroll
+      for (int j = 0; j < NT; j += 2) {
+        unsigned w[WORDS][4];
+#pragma unroll
+        for (int word = 0; word < WORDS; word++) {
+          const half* at = b_at + (word * BN + j * 8) * b_row + k;
+          if (j + 1 < NT) {
+            ldmatrix(w[word], at);
+          } else {
+            unsigned two[2];
+            ldmatrix(two, at);
+            w[word][0] = two[0];
+            w[word][1] = two[1];
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+          for (int n = 0; n < 2; n++) {
+            if (j + n >= NT) continue;
+            if (WORDS == 2) {  // the small ones first
+              mma_half(sum[i][j + n], x[WORDS - 1][i], {w[0][2 * n], w[0][2 * n + 1]});
+              mma_half(sum[i][j + n], x[0][i], {w[WORDS - 1][2 * n], w[WORDS - 1][2 * n + 1]});
+            }
+            mma_half(sum[i][j + n], x[0][i], {w[0][2 * n], w[0][2 * n + 1]});
+          }
+      }
+    }
+  }
+
+  // Whole sectors of 32 bytes leave together: float32 pairs do of themselves, of float16 two tiles' lanes trade.
+  DEVICE void store(half* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha) const {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int m0 = row0 + warp / WARPS_N * MT * 16, n0 = column0 + warp % WARPS_N * NT * 8;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int m = m0 + i * 16 + h * 8 + g;
+        half* target = Y + (long long)m * columns;
+#pragma unroll
+        for (int j = 0; j < NT; j += 2) {
+          const unsigned low = bits_of(to_half2(alpha * sum[i][j][2 * h], alpha * sum[i][j][2 * h + 1]));
+          if (j + 1 < NT) {
+            const unsigned high = bits_of(to_half2(alpha * sum[i][j + 1][2 * h], alpha * sum[i][j + 1][2 * h + 1]));
+            const bool odd = t % 2 == 1;
+            const unsigned other = shuffle_xor(odd ? low : high, 1);
+            const int n = n0 + (j + odd) * 8 + t / 2 * 4;
+            if (m < rows && n < columns) *(uint2*)(target + n) = odd ? make_uint2(other, high) : make_uint2(low, other);
+          } else {
+            const int n = n0 + j * 8 + 2 * t;
+            if (m < rows && n < columns) *(unsigned*)(target + n) = low;
+          }
+        }
+      }
+  }
+
+  DEVICE void store(float* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha) const {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int m0 = row0 + warp / WARPS_N * MT * 16, n0 = column0 + warp % WARPS_N * NT * 8;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int m = m0 + i * 16 + h * 8 + g;
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+          const int n = n0 + j * 8 + 2 * t;
+          if (m < rows && n < columns)
+            *(float2*)(Y + (long long)m * columns + n) =
+                make_float2(alpha * sum[i][j][2 * h], alpha * sum[i][j][2 * h + 1]);
+        }
+      }
+  }
+
+  // All rows, for the columns from `column0`.
+  template <class Value>
+  DEVICE void run(Value* Y, int column0, float alpha) const {
+    const int steps = (rows + BM - 1) / BM * chunks;
+    float sum[MT][NT][4] = {};
+    load_b(column0, 0);
+    load_a(0, 0, 0);
+    cp_async_commit();
+    for (int s = 0; s < steps; s++) {
+      const int stage = STAGES > 1 && chunks == 1 ? s % STAGES : 0, row0 = s / chunks * BM;
+      const bool ahead = STAGES > 1 && chunks == 1;
+      if (ahead) {
+        if (s + 1 < steps) load_a(row0 + BM, 0, (s + 1) % STAGES);
+        cp_async_commit();
+        cp_async_wait<1>();
+      } else {
+        cp_async_wait<0>();
+      }
+      sync_block();
+      multiply(sum, stage);
+      sync_block();
+      if (!ahead && s + 1 < steps) {
+        const int c = (s + 1) % chunks;
+        if (chunks > 1) load_b(column0, c);
+        load_a((s + 1) / chunks * BM, c, 0);
+        cp_async_commit();
+      }
+      if ((s + 1) % chunks == 0) {
+        store(Y, sum, row0, column0, alpha);
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+          for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[i][j][e] = 0.0f;
+      }
+    }
+  }
+};
+
+// X      [frequency][tile][depth] float16, in pairs of words by 8 (Split); depth = 2 * maps in, padded
+// W      [word][frequency][columns][depth] float16; `apart` from word to word
+// Y      [frequency][tile][columns] float16 (Halves) or float32 (Split), columns = 2 * maps out, padded; times alpha
+// Blocks: slices of BN columns, times frequencies.
+template <class Spectrum, class Value, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES>
+__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, 2)
+    product(const half* X, const half* W, Value* Y, long long rows, long long columns, long long depth, long long apart,
+            long long chunk, float alpha) {
+  using P = Product<Spectrum, WARPS_M, WARPS_N, MT, NT, STAGES>;
+  EXTERN_SHARED(half, shared);
+  const int slices = int((columns + P::BN - 1) / P::BN), slice = blockIdx.x % slices;
+  const long long frequency = blockIdx.x / slices;
+  const int a_row = P::WORDS * int(chunk) + 8, b_row = int(chunk) + 8;
+  const P p = {X + frequency * rows * depth * P::WORDS,
+               W + frequency * columns * depth,
+               int(rows),
+               int(columns),
+               int(depth),
+               apart,
+               int(chunk),
+               int((depth + chunk - 1) / chunk),
+               shared,
+               shared + STAGES * P::BM * a_row,
+               a_row,
+               b_row};
+  p.run(Y + frequency * rows * columns, slice * P::BN, alpha);
+}
