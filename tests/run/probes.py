@@ -54,14 +54,20 @@ class Session:
         self._read = np.full((2, *network.patch_in(patch)), np.nan)
         self._hook, self._crew, self._count = hook, crew, 0
 
-    def buffers(self, raw: np.dtype[Any], out: np.dtype[Any], steps: int) -> tuple[list[Any], list[Any]]:
-        raws = [np.empty((2, *self.plan.patch_in), raw) for _ in range(2 + self.under_way)]
-        return raws, [np.empty((3, *self.plan.patch_out), out) for _ in range(2 + self.under_way)]
+    def buffers(
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
+    ) -> tuple[list[Any], list[Any]]:
+        count = 2 + self.under_way
+        raws = [np.empty((2, *self.plan.patch_in), raw) for _ in range(min(reads, count))]
+        return raws, [np.empty((3, *self.plan.patch_out), out) for _ in range(min(writes, count))]
 
     def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
         """Computes at once, or, where steps may be under way, when it is waited for."""
         work = partial(self.run, raw, out, begins=begins)
         return work if self.under_way else work()
+
+    def done(self, ticket: Any) -> bool:
+        return True
 
     def wait(self, ticket: Any) -> None:
         if ticket is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Plan, Tensor
 from znnpy.run.arena import host_arena
 from znnpy.run.workshop import Voxels, corners, input_overflow, layer_of, output_overflow
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Footprint
 
 NOTHING = host_arena(0, ())
 
@@ -40,7 +43,8 @@ class HostWorkshop:
     def __exit__(self, *cause: Any) -> None:
         self._arena = NOTHING
 
-    def lay_out(self, nbytes: int, tensors: Sequence[Tensor]) -> None:
+    def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
+        del footprints
         self._arena = host_arena(nbytes, tensors)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
@@ -53,8 +57,10 @@ class HostWorkshop:
         itemsize = np.dtype(dtype).itemsize
         return aligned_bytes(itemsize * prod(shape)).view(dtype).reshape(shape)
 
-    def buffers(self, raw: np.dtype[Any], out: np.dtype[Any], steps: int) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
-        del steps  # pages that nobody writes to cost nothing
+    def buffers(
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
+    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
+        del reads, writes  # pages that nobody writes to cost nothing
         plan, network = self._plan, self._network
         raws = [np.empty((network.input_channels, *plan.patch_in), raw) for _ in range(BUFFERS)]
         return raws, [np.empty((network.output_channels, *plan.patch_out), out) for _ in range(BUFFERS)]
@@ -65,6 +71,10 @@ class HostWorkshop:
 
     def give(self) -> None:
         """Nothing is under way."""
+
+    def done(self, ticket: Any) -> bool:
+        del ticket
+        return True
 
     def wait(self, ticket: Any) -> None:
         del ticket

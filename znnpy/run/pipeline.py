@@ -25,6 +25,7 @@ from znnpy.patches import Box, Column, Patch
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3, add, subtract, valid
 
+LOOK_SECONDS = 0.0002  # between looks at what is under way
 SEEN_BYTES = 2**20  # of a mask that are copied at once
 
 Voxels = npt.NDArray[Any]
@@ -46,11 +47,13 @@ class Computes(Protocol):
         """How many steps may be submitted and not waited for when the next is; 0: each is waited for at once."""
 
     def buffers(
-        self, raw: np.dtype[Any], out: np.dtype[Any], steps: int
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Sequence[Voxels], Sequence[Voxels]]: ...
 
     def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
         """A ticket to `wait` with, in the order of submission; until then the arrays belong to the session."""
+
+    def done(self, ticket: Any) -> bool: ...
 
     def wait(self, ticket: Any) -> None: ...
 
@@ -226,6 +229,7 @@ class _Run:
         self._before = 0  # voxels, by earlier runs
         self._voxels = 0
         self._all, self._early = _Tally(), _Tally()  # steps of all columns, and of earlier runs
+        writes = 0  # steps of this run that give output
         for index, column in enumerate(columns):
             steps, work = len(column.steps), sum(self._work(number) for number in range(len(column.steps)))
             self._voxels += column.voxels
@@ -233,7 +237,10 @@ class _Run:
             if index in output.done:
                 self._before += column.voxels
                 self._early.add(work, steps)
-        self._raw, self._out = session.buffers(source.dtype, output.dtype, self._all.steps - self._early.steps)
+            else:
+                writes += sum(step.write.voxels > 0 for step in column.steps)
+        reads = self._all.steps - self._early.steps
+        self._raw, self._out = session.buffers(source.dtype, output.dtype, reads=reads, writes=writes)
         for free, buffers in ((self._raw_free, self._raw), (self._out_free, self._out)):
             for buffer in range(len(buffers)):
                 free.put(buffer)
@@ -271,9 +278,14 @@ class _Run:
     def _compute(self) -> None:
         self._report()
         for turn in self._patches():
+            self._land_before(self._raw_full)
             with self._timed("waiting"):
                 raw, bad = self._take(self._raw_full)
-                out = self._take(self._out_free) if turn.writes else None
+            out = None
+            if turn.writes:
+                self._land_before(self._out_free)
+                with self._timed("waiting"):
+                    out = self._take(self._out_free)
             with self._timed("computing"):
                 with _where(turn):
                     voxels = None if out is None else self._out[out]
@@ -285,6 +297,15 @@ class _Run:
                 self._land(self._flights.popleft())
         while self._flights:
             self._land(self._flights.popleft())
+
+    def _land_before(self, queue: SimpleQueue[Any]) -> None:
+        """While nothing comes from `queue`, let go of what is under way as soon as it is done."""
+        while self._flights and queue.empty():
+            if self._session.done(self._flights[0].ticket):
+                self._land(self._flights.popleft())
+            else:
+                with self._timed("computing"):
+                    time.sleep(LOOK_SECONDS)
 
     def _land(self, flight: _Flight) -> None:
         """Wait for the step that was submitted first, and let its buffers go."""

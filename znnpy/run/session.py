@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
+from traceback import clear_frames
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.errors import VramError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE, find
@@ -85,7 +87,11 @@ class Session:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._shop)
-            self._bind()
+            try:
+                self._bind()
+            except VramError as error:
+                clear_frames(error.__traceback__)  # who plans again with less needs what they refer to
+                raise
             self._open = stack.pop_all()
         return self
 
@@ -101,13 +107,14 @@ class Session:
             weights = self._weights.get(choice.layers[0])
             resident = primitive.prepare(_turned(weights, plan.axis), choice.variant, shop.hands)
             steps.append(primitive.bind(resident, choice.shape, choice.variant, shop.hands))
-        shop.lay_out(plan.memory.arena, plan.tensors)
+        footprints = [
+            primitive.footprint(choice.shape, choice.variant, self.crew.threads)
+            for primitive, choice in zip(primitives, plan.choices, strict=True)
+        ]
+        shop.lay_out(plan.memory.arena, plan.tensors, footprints)
         shapes = [choice.shape for choice in plan.choices]
         carried = carried_planes(shapes, plan.patch_in[plan.axis])
-        apart = [
-            reads_apart(primitive.footprint(choice.shape, choice.variant, self.crew.threads), planes)
-            for primitive, choice, planes in zip(primitives, plan.choices, carried, strict=True)
-        ]
+        apart = [reads_apart(footprint, planes) for footprint, planes in zip(footprints, carried, strict=True)]
         xs, news, images = [], [], 1
         for i, shape in enumerate(shapes):
             joined = 0 if apart[i] else carried[i]
@@ -141,13 +148,15 @@ class Session:
         return self._shop.room((self.plan.parts[index] * images, planes, y, x, f), dtype_of(shape))
 
     def buffers(
-        self, raw: np.dtype[Any], out: np.dtype[Any], steps: int
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]]]:
-        """Arrays for `submit` of these types: as many as keep a run of `steps` steps going, and the plan counts.
+        """Arrays for `submit` of these types: as many as keep a run going, and the plan counts.
+
+        reads, writes  steps of the run, and those with output
 
         On a GPU they are pinned: only then do uploads and downloads go on beside the computation.
         """
-        return self._shop.buffers(raw, out, steps)
+        return self._shop.buffers(raw, out, reads=reads, writes=writes)
 
     def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
         """Compute one step of a column, or one patch: `submit` it and `wait`."""
@@ -175,6 +184,10 @@ class Session:
         self._advance(0, 0, None if target is None else target.transpose(axes))
         self._step += 1
         return self._shop.give()
+
+    def done(self, ticket: Any) -> bool:
+        """`wait` would return at once."""
+        return self._shop.done(ticket)
 
     def wait(self, ticket: Any) -> None:
         """Until the output of a step is there."""
@@ -212,7 +225,11 @@ class Session:
 
 def _workshop(plan: Plan, network: Network, crew: Crew, device: Device | None) -> Workshop:
     """Where a plan runs."""
-    return HostWorkshop(plan, network, crew)
+    if plan.device == "cpu":
+        return HostWorkshop(plan, network, crew)
+    from znnpy.run.gpu import GpuWorkshop  # here: runs on the CPU need none of it
+
+    return GpuWorkshop(plan, network, crew, device)
 
 
 def _turned(weights: ConvWeights | None, axis: int) -> ConvWeights | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.network import Network
 from znnpy.planner.plan import Plan, Tensor
 from znnpy.shapes import LayerShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Footprint
 
 Voxels = npt.NDArray[Any]
 
@@ -34,8 +37,11 @@ class Workshop(Protocol):
 
     def __exit__(self, *cause: Any) -> None: ...
 
-    def lay_out(self, nbytes: int, tensors: Sequence[Tensor]) -> None:
-        """Take the arena. After weights are prepared: that needs room which the arena takes only when written to."""
+    def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
+        """Take the arena; the footprints are those of the steps that will `run`.
+
+        After weights are prepared: that needs room which the arena takes only when written to.
+        """
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """That one of the arena, C order."""
@@ -69,14 +75,19 @@ class Workshop(Protocol):
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
         """Run the step of choice `index`; `before` as for a CarryingStep. ValuesOverflowError here, or from `wait`."""
 
-    def buffers(self, raw: np.dtype[Any], out: np.dtype[Any], steps: int) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
-        """Arrays for `take` in the memory of the host, as many as are of use to so many steps."""
+    def buffers(
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
+    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
+        """Arrays for `take` in the memory of the host, as many as are of use to so many steps, all and with output."""
 
     def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
         """Begin a step: `raw` and `out` where `load` reads and `store` writes; `begins` a column."""
 
     def give(self) -> Any:
         """End the step that `take` began; a ticket for `wait`."""
+
+    def done(self, ticket: Any) -> bool:
+        """`wait` would not wait."""
 
     def wait(self, ticket: Any) -> None:
         """Until the step's output is where it belongs. ValuesOverflowError names the layer."""

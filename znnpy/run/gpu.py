@@ -1,0 +1,299 @@
+"""A session's workshop on a GPU: one arena there, and three streams, so that patches come and go while others compute.
+
+A step is uploaded into a slot on the device, loaded from it, computed, stored into another slot, and downloaded. There
+are two slots of each kind: while one step computes, the next one's patch comes and the last one's goes. Events between
+the streams keep their order; the host waits for nothing but the end of a step, and never longer than it takes to notice
+Ctrl-C.
+
+Peaks  Every activation has a word on the device, the largest |value| in the column so far: steps that need it are given
+       its address, and what overflowed is found where the words come down with the step's output. Poolings pass their
+       input's word on. Each step under way has words of its own, which begin as those of the step before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import DeviceError, ValuesOverflowError
+from znnpy.kernels.gpu.device import Device, find_gpu
+from znnpy.kernels.gpu.moves import Moves
+from znnpy.network import Network, Pool
+from znnpy.planner.memory import PINNED, STAGED
+from znnpy.planner.plan import Plan, Tensor
+from znnpy.run.arena import Arena
+from znnpy.run.workshop import Voxels, dtype_of, input_overflow, layer_of, output_overflow
+from znnpy.shapes import FLOAT32
+
+if TYPE_CHECKING:
+    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.primitive import Footprint
+
+LOOK_SECONDS = 0.0002  # between looks at an event: a wait in CUDA would not notice Ctrl-C
+QUEUED_SECONDS = 0.2  # of layers, as predicted, that are queued at most: what Ctrl-C waits for before memory is freed
+FLOAT16_END = 65520.0  # what is larger, or as large, rounds to infinity
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A step under way, and what it holds until its wait."""
+
+    raw: Voxels  # on the host
+    out: Voxels | None  # on the host, as it was given
+    landing: Voxels | None  # `out`, or an array in C order in its stead
+    raw_slot: Any
+    out_slot: Any | None
+    words: Any  # peaks on the device
+    peaks: npt.NDArray[np.float32]  # on the host, pinned
+    done: Any  # event: everything is downloaded
+
+
+class GpuWorkshop:
+    """See `Workshop`. It opens a device of its own where it is given none.
+
+    VramError where the device has less memory than the plan says.
+    """
+
+    under_way = 1
+
+    def __init__(self, plan: Plan, network: Network, crew: Crew, device: Device | None = None) -> None:
+        self._plan, self._network, self._crew, self._device = plan, network, crew, device
+        self._windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
+        self._convolutions = [index for index, choice in enumerate(plan.choices) if choice.shape.kind == "conv"]
+        self._release()
+
+    def _release(self) -> None:
+        """Forget every array: what nobody refers to is given back."""
+        self.hands: Any = None
+        self._arena = Arena((), _no_view)
+        self._moves: Moves | None = None
+        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and the output, for `_moves`
+        self._footprints: Sequence[Footprint] = ()
+        self._raw_slots: list[Any] = []  # that are free
+        self._out_slots: list[Any] = []
+        self._words: list[tuple[Any, npt.NDArray[np.float32]]] = []  # free, on the device and on the host
+        self._last_words: Any = None  # on the device, of the step before
+        self._step: _Ticket | None = None  # that was begun and is not yet queued to its end
+        self._tickets = 0  # that nobody has waited for
+        self._queued: deque[tuple[Any, float]] = deque()  # layers: event of the end, predicted seconds
+        self._queued_seconds = 0.0
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.hands = self._device or self._open.enter_context(Device(find_gpu()))
+        return self
+
+    def __exit__(self, *cause: Any) -> None:
+        try:
+            for stream in (self.hands.uploads, self.hands.stream, self.hands.downloads):
+                self._await(self._mark(stream))
+        except DeviceError:
+            if cause[0] is None:
+                raise  # else it is most likely what is on its way up
+        finally:
+            with self._open:
+                self._release()
+
+    def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
+        device, plan, network = self.hands, self._plan, self._network
+        block = device.allocate(nbytes, "the arena")
+
+        def view(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
+            return device.view(block, shape, dtype, offset=offset)
+
+        self._arena = Arena(tensors, view)
+        self._footprints = footprints
+        cover = plan.cover(network)
+        reads, writes = min(STAGED, cover.steps(cover.margin)), min(STAGED, cover.steps(0))
+        raw_bytes = network.input_channels * prod(plan.patch_in) * plan.itemsize_in
+        out_bytes = network.output_channels * prod(plan.patch_out) * plan.itemsize_out
+        self._raw_slots = [device.allocate(raw_bytes, "patches on their way in") for _ in range(reads)]
+        self._out_slots = [device.allocate(out_bytes, "patches on their way out") for _ in range(writes)]
+        count = len(self._convolutions) + 2  # one for the input, the last for the output
+        for _ in range(STAGED):
+            words = device.view(device.allocate(FLOAT32 * count, "peaks"), (count,), np.float32)
+            self._words.append((words, device.pinned((count,), np.float32)))
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        return self._arena.tensor(name, shape, dtype)
+
+    def scratch(self, step: int) -> dict[str, Any]:
+        return self._arena.scratch(step)
+
+    def room(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        nbytes = np.dtype(dtype).itemsize * prod(shape)
+        return self.hands.view(self.hands.allocate(nbytes, "carried planes"), shape, dtype)
+
+    def buffers(
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
+    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
+        plan, network, pinned = self._plan, self._network, self.hands.pinned
+        raw_shape, out_shape = (network.input_channels, *plan.patch_in), (network.output_channels, *plan.patch_out)
+        raws = [pinned(raw_shape, raw.newbyteorder("=")) for _ in range(min(PINNED, reads))]
+        return raws, [pinned(out_shape, out) for _ in range(min(PINNED, writes))]
+
+    def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
+        if self._tickets > self.under_way:
+            raise RuntimeError(f"{self._tickets} steps are under way: wait for the first before another is submitted")
+        self._crew.check()
+        device = self.hands
+        raw = np.ascontiguousarray(raw, raw.dtype.newbyteorder("="))
+        self._compile(raw.dtype, None if out is None else out.dtype)
+        landing = out if out is None or out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        raw_slot = self._slot(self._raw_slots, raw.nbytes, "patches on their way in")
+        out_slot = None if out is None else self._slot(self._out_slots, out.nbytes, "patches on their way out")
+        words, peaks = self._words.pop(0)
+        self._step = _Ticket(raw, out, landing, raw_slot, out_slot, words, peaks, device.event())
+        self._tickets += 1
+        staged = device.view(raw_slot, raw.shape, raw.dtype)
+        device.copy_async(staged, raw, device.uploads)
+        device.stream.wait_event(self._mark(device.uploads))
+        if begins or self._last_words is None:
+            device.clear(words)
+        else:
+            device.copy_async(words, self._last_words, device.stream)
+        self._last_words = words
+        return staged, None if out is None else device.view(out_slot, out.shape, out.dtype)
+
+    def give(self) -> _Ticket:
+        device, step = self.hands, self._begun()
+        device.downloads.wait_event(self._mark(device.stream))
+        device.copy_async(step.peaks, step.words, device.downloads)
+        if step.landing is not None:
+            landed = device.view(step.out_slot, step.landing.shape, step.landing.dtype)
+            device.copy_async(step.landing, landed, device.downloads)
+        device.downloads.record(step.done)
+        self._step = None
+        return step
+
+    def done(self, ticket: _Ticket) -> bool:
+        with self.hands.calling("the step before"):
+            return bool(ticket.done.done)
+
+    def wait(self, ticket: _Ticket) -> None:
+        self._await(ticket.done, self._crew)
+        self._tickets -= 1
+        self._raw_slots.append(ticket.raw_slot)
+        if ticket.out_slot is not None:
+            self._out_slots.append(ticket.out_slot)
+        self._words.append((ticket.words, ticket.peaks))
+        self._check(ticket)
+        if ticket.out is not None and ticket.landing is not None and ticket.landing is not ticket.out:
+            ticket.out[...] = ticket.landing
+
+    def clear(self, kept: Any) -> None:
+        self._moving.clear(kept)
+
+    def keep(self, kept: Any, x: Any, *, join: bool) -> None:
+        self._moving.keep(kept, x, join=join)
+
+    def load(self, raw: Any, x: Any) -> None:
+        self._moving.load(raw, x, self._word(0))
+
+    def store(self, fragments: Any, first: int, out: Any) -> None:
+        self._moving.store(first, fragments, out, self._word(len(self._convolutions) + 1))
+
+    def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
+        footprint, choice = self._footprints[index], self._plan.choices[index]
+        convolves = choice.shape.kind == "conv"
+        entering = sum(convolution < index for convolution in self._convolutions)  # which word holds the input's peak
+        x_peak = self._word(entering) if footprint.reads_peak else 0
+        out_peak = self._word(entering + 1) if convolves else 0
+        step.run(x, out, scratch, before, x_peak=x_peak, out_peak=out_peak if footprint.raises_peak else 0)
+        if convolves and not footprint.raises_peak:
+            self._moving.peak(out, out_peak)
+        self._queued.append((self._mark(self.hands.stream), choice.seconds))
+        self._queued_seconds += choice.seconds
+        while self._queued_seconds > QUEUED_SECONDS:
+            event, seconds = self._queued.popleft()
+            self._await(event, self._crew)
+            self._queued_seconds -= seconds
+
+    @property
+    def _moving(self) -> Moves:
+        if self._moves is None:
+            raise RuntimeError("nothing is moved before the first step begins")
+        return self._moves
+
+    def _begun(self) -> _Ticket:
+        if self._step is None:
+            raise RuntimeError("no step was begun")
+        return self._step
+
+    def _word(self, index: int) -> int:
+        """Address of a peak of the step that is being queued."""
+        return int(self.hands.address(self._begun().words)) + FLOAT32 * index
+
+    def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
+        """Kernels for these types; the first steps of a column know nothing of their output's."""
+        known = self._types
+        wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
+        if wanted != known:
+            values = dtype_of(self._plan.choices[0].shape)
+            self._moves = Moves(
+                self.hands,
+                raw=wanted[0],
+                values=values,
+                out=wanted[1],
+                windows=self._windows,
+                normalise=self._network.normalise,
+            )
+            self._types = wanted
+
+    def _slot(self, free: list[Any], nbytes: int, what: str) -> Any:
+        """One that holds so many bytes; another one where the plan counted with smaller voxels."""
+        slot = free.pop(0) if free else None
+        return slot if slot is not None and slot.nbytes >= nbytes else self.hands.allocate(nbytes, what)
+
+    def _mark(self, stream: Any) -> Any:
+        """An event at the end of what is queued on a stream."""
+        event = self.hands.event()
+        stream.record(event)
+        return event
+
+    def _await(self, event: Any, crew: Crew | None = None) -> None:
+        """Until an event has happened, and no longer than until the crew is stopped."""
+        with self.hands.calling("a step of the run"):
+            while not event.done:
+                if crew is not None:
+                    crew.check()
+                time.sleep(LOOK_SECONDS)
+
+    def _check(self, ticket: _Ticket) -> None:
+        """ValuesOverflowError if a peak of the column so far is beyond what its values are stored in."""
+        plan, network = self._plan, self._network
+        kept = dtype_of(plan.choices[0].shape)
+        end = FLOAT16_END if kept == np.float16 else np.inf
+        entering, *layers, leaving = ticket.peaks.tolist()
+        if not entering < end:
+            raise input_overflow(ticket.raw, kept)
+        for index, peak in zip(self._convolutions, layers, strict=True):
+            if not peak < end:
+                raise _layer_overflow(peak, kept).with_context(layer_of(plan, network, index))
+        if ticket.out is not None and ticket.out.dtype == np.float16 and not leaving < FLOAT16_END:
+            raise output_overflow(leaving, ticket.out.dtype)
+
+
+def _layer_overflow(peak: float, kept: np.dtype[Any]) -> ValuesOverflowError:
+    if kept == np.float16 and np.isfinite(peak):
+        return ValuesOverflowError(
+            f"its largest result is {peak:.6g}, beyond float16's largest number {np.finfo(kept).max:.6g}; "
+            "choose --precision tf32"
+        )
+    wider = "choose --precision tf32, or " if kept == np.float16 else ""
+    return ValuesOverflowError(
+        f"a result became {'not a number' if np.isnan(peak) else 'infinite'} in {kept}; "
+        f"{wider}check the weights and that the input is normalised as in training"
+    )
+
+
+def _no_view(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
+    raise RuntimeError(f"no arena holds {shape} {dtype} at {offset}")
