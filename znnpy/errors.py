@@ -11,6 +11,7 @@ ZnnpyError
 ├── ValuesOverflowError  a layer's result is infinite or not a number (also an OverflowError)
 ├── VerifyError          sampled voxels differ from the definition by more than allowed (also an ArithmeticError)
 ├── DeviceError          there is no GPU to use, or it refused a call (also a RuntimeError)
+│   └── VramError        it refused memory (also a MemoryError)
 └── MissingExtraError    an optional package is needed for this (also an ImportError)
 
 Each message is one sentence of what happened, with the numbers, and one of what to do. Inner code raises the
@@ -72,6 +73,10 @@ class VerifyError(ZnnpyError, ArithmeticError):
 
 class DeviceError(ZnnpyError, RuntimeError):
     """There is no GPU to use, or it refused a call: the message names the call, its code and the bytes."""
+
+
+class VramError(DeviceError, MemoryError):
+    """The GPU refused memory: the message names the bytes asked for and those that are free."""
 
 
 class MissingExtraError(ZnnpyError, ImportError):
