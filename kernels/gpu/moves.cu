@@ -31,7 +31,7 @@ template <class Raw> DEVICE float normalised(Raw value, const double* mean, cons
     return mean == nullptr ? plain(value) : centred(value, mean[channel]) / std[channel];
 }
 
-template <class Raw> struct alignas(4 * sizeof(Raw)) Four {
+template <class Raw> struct alignas(4 * sizeof(Raw)) Quad {
     Raw values[4];
 };
 
@@ -41,7 +41,7 @@ __global__ void convert(const Raw* raw, T* x, long long count, const double* mea
     float largest = 0.0f;
     for (long long i = 4 * global_thread(); i < count; i += 4 * global_threads()) {
         if (i + 4 <= count) {
-            const Four<Raw> in = *reinterpret_cast<const Four<Raw>*>(raw + i);
+            const Quad<Raw> in = *reinterpret_cast<const Quad<Raw>*>(raw + i);
             float out[4];
             for (int j = 0; j < 4; ++j) {
                 out[j] = normalised(in.values[j], mean, std, 0);
@@ -164,36 +164,41 @@ template <class V> DEVICE void shift(V* old, const V* from, long long planes, lo
 template <class V>
 __global__ void keep(V* kept, long long kept_image, V* x, long long x_image, long long images, long long carried,
                      long long planes, long long plane, long long join) {
-    for (long long i = global_thread(); i < images * plane; i += global_threads()) {
-        V* const old = kept + i / plane * kept_image + i % plane;
-        V* const fresh = x + i / plane * x_image + i % plane;
-        if (join) {
-            shift(fresh, old, carried, plane);
-            shift(old, fresh + (planes - carried) * plane, carried, plane);
-        } else {
-            const long long stay = max(carried - planes, 0LL);
-            shift(old, old + planes * plane, stay, plane);
-            shift(old + stay * plane, fresh + (stay + planes - carried) * plane, carried - stay, plane);
+    const long long stay = max(carried - planes, 0LL);  // that were kept and still are
+    for (long long s = blockIdx.y; s < images; s += gridDim.y) {
+        for (long long i = global_thread(); i < plane; i += global_threads()) {
+            V* const old = kept + s * kept_image + i;
+            V* const fresh = x + s * x_image + i;
+            if (join) {
+                shift(fresh, old, carried, plane);
+                shift(old, fresh + (planes - carried) * plane, carried, plane);
+            } else {
+                shift(old, old + planes * plane, stay, plane);
+                shift(old + stay * plane, fresh + (stay + planes - carried) * plane, carried - stay, plane);
+            }
         }
     }
 }
 
 template <class V> __global__ void clear(V* x, long long image, long long images, long long count) {
-    for (long long i = global_thread(); i < images * count; i += global_threads()) x[i / count * image + i % count] = V{};
+    for (long long s = blockIdx.y; s < images; s += gridDim.y)
+        for (long long i = global_thread(); i < count; i += global_threads()) x[s * image + i] = V{};
 }
 
 /* V: values that a thread reads at once, 1 or 4; `image` and `count` are multiples of it, in values. */
 template <class T, int V>
 __global__ void peak_of(const T* x, long long image, long long images, long long count, float* peak) {
     float largest = 0.0f;
-    const long long pieces = count / V;
-    for (long long i = global_thread(); i < images * pieces; i += global_threads()) {
-        const T* const at = x + i / pieces * image + i % pieces * V;
-        if constexpr (V == 4) {
-            const float4 v = load_activation4(at);
-            largest = larger_magnitude(larger_magnitude(larger_magnitude(larger_magnitude(largest, v.x), v.y), v.z), v.w);
-        } else {
-            largest = larger_magnitude(largest, load_activation(at));
+    for (long long s = blockIdx.y; s < images; s += gridDim.y) {
+        for (long long i = V * global_thread(); i < count; i += V * global_threads()) {
+            const T* const at = x + s * image + i;
+            if constexpr (V == 4) {
+                const float4 v = load_activation4(at);
+                const float low = larger_magnitude(larger_magnitude(largest, v.x), v.y);
+                largest = larger_magnitude(larger_magnitude(low, v.z), v.w);
+            } else {
+                largest = larger_magnitude(largest, load_activation(at));
+            }
         }
     }
     raise_peak_by_warp(peak, largest);

@@ -112,7 +112,7 @@ class Moves:
         dense = raw.strides[1:] == (ny * nx * itemsize, nx * itemsize, itemsize)
         if channels == 1 and dense and d.address(raw) % (4 * itemsize) == 0 and d.address(x) % (4 * x.itemsize) == 0:
             kernel = self._kernels[f"convert<{self._raw}, {self._values}>"]
-            kernel((self._blocks(raw.size // 4),), (THREADS,), raw, x, int(raw.size), *tables)
+            kernel(self._grid(1, raw.size // 4), (THREADS,), raw, x, int(raw.size), *tables)
             return
         sc, sz, sy, sx = (stride // itemsize for stride in raw.strides)
         o, r = _nearest(sz, sy)
@@ -167,7 +167,7 @@ class Moves:
         word = self._word(kept, x, prod(kept.shape[2:]) * kept.dtype.itemsize)
         plane = prod(kept.shape[2:]) * kept.dtype.itemsize // word
         self._kernels[f"keep<{WORDS[word]}>"](
-            (self._blocks(images * plane),),
+            self._grid(images, plane),
             (THREADS,),
             *(kept, kept.strides[0] // word, x, x.strides[0] // word),
             *(images, carried, x.shape[1], plane, int(join)),
@@ -179,7 +179,7 @@ class Moves:
         word = self._word(x, x, image)
         count = image // word
         self._kernels[f"clear<{WORDS[word]}>"](
-            (self._blocks(len(x) * count),), (THREADS,), x, x.strides[0] // word, len(x), count
+            self._grid(len(x), count), (THREADS,), x, x.strides[0] // word, len(x), count
         )
 
     def peak(self, x: Any, peak: int) -> None:
@@ -190,14 +190,16 @@ class Moves:
         count, itemsize = prod(x.shape[1:]), x.dtype.itemsize
         width = 4 if self._word(x, x, count * itemsize) >= 4 * itemsize else 1
         self._kernels[f"peak_of<{self._values}, {width}>"](
-            (self._blocks(len(x) * count // width),),
+            self._grid(len(x), count // width),
             (THREADS,),
             *(x, x.strides[0] // itemsize, len(x), count, peak),
         )
 
-    def _blocks(self, threads: int) -> int:
-        """Blocks for so many threads: their loops take what is left when the device is full."""
-        return max(1, min(-(-threads // THREADS), WAVES * self._device.gpu.multiprocessors))
+    def _grid(self, images: int, threads: int) -> tuple[int, int]:
+        """Blocks for so many threads an image: their loops take what is left when the device is full."""
+        most = WAVES * self._device.gpu.multiprocessors
+        along = max(1, min(-(-threads // THREADS), most))
+        return along, max(1, min(images, -(-most // along)))
 
     def _word(self, a: Any, b: Any, nbytes: int) -> int:
         """Bytes of the widest word that pieces of `nbytes` of both and their images consist of, and begin on."""
