@@ -82,6 +82,11 @@ DEVICE void store_activation4(half* to, float4 v) {
     *reinterpret_cast<uint2*>(to) = make_uint2(bits_of(to_half2(v.x, v.y)), bits_of(to_half2(v.z, v.w)));
 }
 
+/* The larger of two, of each pair; NaN if one of them is. */
+DEVICE float maximum(float a, float b);
+DEVICE half2 maximum(half2 a, half2 b) { return __hmax2_nan(a, b); }
+DEVICE half maximum(half a, half b);
+
 /* Peaks: *peak = max(*peak, |value|), whatever order threads come in. Bits of |x| grow with |x|, and those of infinity
  * and NaN lie above all numbers, so they win and stay. A null peak: nobody asks.
  */
@@ -136,6 +141,13 @@ DEVICE void cp_async_commit();
 template <int N> DEVICE void cp_async_wait();
 
 #ifndef ZNNPY_EMULATOR
+
+DEVICE float maximum(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+DEVICE half maximum(half a, half b) { return __hmax_nan(a, b); }
 
 DEVICE unsigned shared_address(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
 
@@ -251,6 +263,9 @@ DEVICE void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[
         d[i] = sum;
     }
 }
+
+DEVICE float maximum(float a, float b) { return a != a || a > b ? a : b; }
+DEVICE half maximum(half a, half b) { return to_half(maximum(to_float(a), to_float(b))); }
 
 DEVICE unsigned to_tf32(float value) {
     const unsigned bits = bits_of(value);
