@@ -1,8 +1,9 @@
 """One CUDA device: memory, streams, copies and kernels, and the only file that imports CuPy, when it is needed.
 
-Primitives and sessions know nothing but `Device` and `Kernel`. Arrays are cupy.ndarray; callers use of them what numpy's
-have too (shape, strides, dtype, slices, views) and methods of `Device`, so that the tests' emulator, whose arrays are
-numpy's, runs the same code. Every refusal of CUDA becomes a DeviceError with the call, its code and the bytes.
+Primitives and sessions know nothing but `Device` and `Kernel`. Arrays are cupy.ndarray; callers use of them what
+numpy's have too (shape, strides, dtype, slices, views) and methods of `Device`, so that the tests' emulator, whose
+arrays are numpy's, runs the same code. Every refusal of CUDA becomes a DeviceError with the call, its code and the
+bytes.
 
 Tested  tests/gpu/test_device.py, on the emulator and on a device.
 """
@@ -14,12 +15,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from znnpy.errors import DeviceError
+from znnpy.errors import DeviceError, VramError
+from znnpy.kernels.gpu.arrays import c_strides, check_view, copy_rows, kernel_arguments
 from znnpy.kernels.gpu.libraries import CudaLibraries, Libraries
 from znnpy.kernels.gpu.modules import compiler_options, kernel_words, source_text
 from znnpy.machine import Gpu
@@ -72,72 +75,11 @@ def refusal(call: str, code: object, nbytes: int | None = None, free: int | None
 
     code    what CUDA answered, e.g. "cudaErrorMemoryAllocation: out of memory".
     nbytes  asked for; None where the call is about no memory.
-    free    bytes that the device has left.
+    free    bytes that the device has left, where it refused memory: the error is a VramError.
     """
     sizes = "" if nbytes is None else f" of {nbytes} bytes"
     left = "" if free is None else f"; {free} bytes are free, so lower --vram or stop other programs on the GPU"
-    return DeviceError(f"{call}{sizes} was refused: {code}{left}")
-
-
-def kernel_arguments(name: str, arguments: Sequence[Any], address: Callable[[Any], int]) -> tuple[np.generic, ...]:
-    """Arguments as a kernel's parameters take them.
-
-    Arrays become pointers, int becomes `long long`, float becomes `float`, None the null pointer; numpy scalars stay what
-    they are. TypeError for anything else, and for bool: its size differs between languages.
-    """
-    ready: list[np.generic] = []
-    for place, value in enumerate(arguments):
-        if isinstance(value, np.generic):
-            ready.append(value)
-        elif value is None:
-            ready.append(np.uint64(0))
-        elif isinstance(value, bool):
-            raise TypeError(f"argument {place} of {name} is a bool: pass an int, or numpy.bool_ for a C++ bool")
-        elif isinstance(value, int):
-            ready.append(np.int64(value))
-        elif isinstance(value, float):
-            ready.append(np.float32(value))
-        elif hasattr(value, "strides"):
-            ready.append(np.uint64(address(value)))
-        else:
-            raise TypeError(f"argument {place} of {name} is a {type(value).__name__}, which kernels do not take")
-    return tuple(ready)
-
-
-def check_view(available: int, shape: Sequence[int], itemsize: int, offset: int, strides: Sequence[int] | None) -> None:
-    """ValueError unless an array of `shape` at `offset` lies within `available` bytes."""
-    steps = _c_strides(shape, itemsize) if strides is None else tuple(strides)
-    if len(steps) != len(shape) or offset < 0 or any(step < 0 for step in steps):
-        raise ValueError(f"shape {tuple(shape)}, strides {steps} and offset {offset} describe no array")
-    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True)) + itemsize if prod(shape) else 0
-    if offset + last > available:
-        raise ValueError(
-            f"an array of {tuple(shape)} with strides {steps} at {offset} ends {offset + last - available} bytes "
-            f"behind the {available} that it is a view of"
-        )
-
-
-def copy_rows(target: Any, source: Any) -> tuple[int, int, int, int]:
-    """Rows, bytes of each, and bytes from one to the next in target and in source, for a copy between two arrays.
-
-    ValueError unless shapes and dtypes are equal and each array is in C order, its first axis apart.
-    """
-    if target.shape != source.shape or target.dtype != source.dtype:
-        raise ValueError(
-            f"a copy of {source.shape} {source.dtype} into {target.shape} {target.dtype}: they must be equal"
-        )
-    whole = target.flags.c_contiguous and source.flags.c_contiguous
-    if whole or target.nbytes == 0:
-        return 1, target.nbytes, target.nbytes, target.nbytes
-    rows = target.shape[0]
-    for array in (target, source):
-        if not array[0].flags.c_contiguous:
-            raise ValueError(
-                f"a copy of {array.shape} with strides {array.strides}: all but the first must be in C order"
-            )
-    width = target[0].nbytes
-    steps = [width if rows == 1 else array.strides[0] for array in (target, source)]
-    return rows, width, steps[0], steps[1]
+    return (DeviceError if free is None else VramError)(f"{call}{sizes} was refused: {code}{left}")
 
 
 class Kernel:
@@ -264,7 +206,7 @@ class Device:
         """
         kind = np.dtype(dtype)
         check_view(data.nbytes, shape, kind.itemsize, offset, strides)
-        steps = _c_strides(shape, kind.itemsize) if strides is None else tuple(strides)
+        steps = c_strides(shape, kind.itemsize) if strides is None else tuple(strides)
         return self._cupy.ndarray(tuple(shape), kind, memptr=data.data + offset, strides=steps)
 
     def put(self, host: npt.NDArray[Any], what: str) -> Array:
@@ -283,7 +225,7 @@ class Device:
         return host
 
     def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array of the host that copies to and from the device need not stage; freed as any array. Holds anything."""
+        """An array of the host that copies to and from the device need not stage; it may hold anything."""
         count, kind = prod(shape), np.dtype(dtype)
         nbytes = max(1, count * kind.itemsize)
         with self.calling("cudaHostAlloc", nbytes):
@@ -344,7 +286,7 @@ class Device:
             )
 
     def event(self, *, timing: bool = False) -> Any:
-        """A mark in a stream: `stream.record(event)`, `other.wait_event(event)`, `event.synchronize()`, `event.done`."""
+        """A mark: `stream.record(event)`, then `other.wait_event(event)`, `event.synchronize()` or `event.done`."""
         with self.calling("cudaEventCreate"):
             return self._cupy.cuda.Event(block=True, disable_timing=not timing)
 
@@ -357,7 +299,7 @@ class Device:
             self.stream.record(mark)
         self.synchronize(self.stream)
         between = self._cupy.cuda.get_elapsed_time
-        return [between(start, end) / 1e3 for start, end in zip(marks, marks[1:], strict=False)]
+        return [between(start, end) / 1e3 for start, end in pairwise(marks)]
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the work queued on `stream`; None: for all there is. DeviceError if some of it failed."""
@@ -445,10 +387,3 @@ def _versions(cupy: Any, library: int) -> tuple[tuple[str, str], ...]:
 
 def _dotted(cuda: int) -> str:
     return f"{cuda // 1000}.{cuda % 1000 // 10}"
-
-
-def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    steps = [itemsize]
-    for size in reversed(tuple(shape)[1:]):
-        steps.append(steps[-1] * size)
-    return tuple(reversed(steps))[: len(shape)] if shape else ()

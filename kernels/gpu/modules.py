@@ -20,7 +20,7 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One compiled kernel that a primitive may launch, and what it may take: tests compile it for every architecture."""
+    """One compiled kernel that a primitive may launch, and what it may take; tests compile it for all architectures."""
 
     source: str  # in kernels/gpu, e.g. "pool.cu"
     name: str  # a C++ name expression, e.g. "forward<16, 8, half>"
@@ -32,7 +32,8 @@ class Instance:
 def source_text(source: str) -> str:
     """The text of kernels/gpu/`source` with every file it includes by `"name"`, each once.
 
-    Names are relative to kernels/gpu or to the including file; an absolute `source` lies elsewhere. `#line` keeps compilers' messages on the real lines.
+    Names are relative to kernels/gpu or to the including file; an absolute `source` lies elsewhere. `#line` keeps the
+    compiler's messages on the real lines.
     FileNotFoundError names a header that is in neither.
     """
     return "\n".join(_inlined(KERNELS / source, set())) + "\n"

@@ -1,8 +1,8 @@
 """A device that is not there: kernels compiled as C++ (emulator.hpp) over arrays of numpy, with the API of `Device`.
 
-Work on a stream is done only when somebody waits for it, as late as a real device might: an event that nobody waits for,
-or an array that is looked at without `get`, shows. Memory holds NaN when it is allocated; a page that nobody may touch
-follows each array, and bytes between the two are watched.
+Work on a stream is done only when somebody waits for it, as late as a real device might: an event that nobody waits
+for, or an array that is looked at without `get`, shows. Memory holds NaN when it is allocated; a page that nobody may
+touch follows each array, and bytes between the two are watched.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 from libraries import NumpyLibraries
 
-from znnpy.errors import DeviceError
-from znnpy.kernels.gpu.device import ALIGNMENT, check_view, copy_rows, kernel_arguments, refusal
+from znnpy.kernels.gpu.arrays import check_view, copy_rows, kernel_arguments
+from znnpy.kernels.gpu.device import ALIGNMENT, refusal
 from znnpy.kernels.gpu.modules import kernel_words, source_text
 from znnpy.machine import Gpu
 
@@ -197,7 +197,7 @@ class EmulatedKernel:
             if not fits[kind] or value.dtype.itemsize != nbytes:
                 words = {"p": "a pointer", "i": "an integer", "f": "a floating-point number", "v": "a value"}
                 raise TypeError(
-                    f"argument {place} of {self.name} is {value.dtype}, and its parameter {words[kind]} of {nbytes} bytes"
+                    f"argument {place} of {self.name} is {value.dtype}; it takes {words[kind]} of {nbytes} bytes"
                 )
 
 
@@ -407,7 +407,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _folder() -> Path:
-    """Where compiled kernels are: ZNNPY_EMULATOR_CACHE keeps them between runs of the tests; else a folder of this one."""
+    """Where compiled kernels are: ZNNPY_EMULATOR_CACHE keeps them between runs of the tests."""
     kept = os.environ.get("ZNNPY_EMULATOR_CACHE")
     if kept:
         Path(kept).mkdir(parents=True, exist_ok=True)
