@@ -104,22 +104,37 @@ def _input(plan: Plan, choice: Choice) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    memory, what = plan.memory, "steps" if plan.walks else "patches"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("memory")
-    table.add_column("bytes", justify="right")
-    for row, nbytes in (
+    """What the process takes, and below it what a GPU does where the layers run there."""
+    memory, limits, what = plan.memory, plan.limits, "steps" if plan.walks else "patches"
+    around = [
         ("the process itself, measured", memory.baseline),
+        (f"{what} on their way in", memory.reading),
+        (f"{what} on their way out", memory.writing),
+    ]
+    layers = [
         ("arena: activations and scratch", memory.arena),
         *((("planes kept from step to step", memory.carries),) if memory.carries else ()),
         ("prepared weights", memory.residents),
-        (f"{what} on their way in", memory.reading),
-        (f"{what} on their way out", memory.writing),
         ("allowance for libraries", memory.allowance),
-    ):
+    ]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("memory")
+    table.add_column("bytes", justify="right")
+    for row, nbytes in around if plan.device == "gpu" else (around[0], *layers[:-1], *around[1:], layers[-1]):
         table.add_row(row, human_bytes(nbytes))
     table.add_section()
-    table.add_row(f"peak, of the limit of {human_bytes(plan.limits.ram_bytes)}", f"{human_bytes(memory.peak)}")
+    table.add_row(f"peak, of the limit of {human_bytes(limits.ram_bytes)}", human_bytes(memory.peak))
+    if plan.device == "gpu":
+        table.add_section()
+        rows = (
+            *layers[:-1],
+            (f"{what} on their way in and out", memory.staging),
+            ("CUDA and its libraries", memory.context + memory.allowance),
+        )
+        for row, nbytes in rows:
+            table.add_row(f"GPU: {row}", human_bytes(nbytes))
+        table.add_section()
+        table.add_row(f"GPU: all, of the limit of {human_bytes(limits.vram_bytes or 0)}", human_bytes(memory.vram))
     return table
 
 
@@ -131,7 +146,11 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
         each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
     lines = [
         f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(plan.seconds)} in all, "
-        f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
+        + (
+            f"on the GPU in {plan.precision}"
+            if plan.device == "gpu"
+            else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
+        )
     ]
     layers = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices)
     measured = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices if choice.measured)
@@ -149,7 +168,7 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
             f"the limit of {human_bytes(plan.limits.ram_bytes)} is above the {human_bytes(machine.ram_bytes)} of this "
             "machine" + ("; the plan does not run here" if plan.memory.peak > machine.ram_bytes else "")
         )
-    if plan.limits.threads > machine.cores:
+    if plan.device == "cpu" and plan.limits.threads > machine.cores:
         lines.append(f"{plan.limits.threads} threads are planned and this machine has {machine.cores} cores for them")
     return lines
 
@@ -178,13 +197,18 @@ def _warning(plan: Plan) -> list[str]:
     waste = plan.waste
     if waste < MUCH_WASTE:
         return []
-    more = max((r for r in plan.runners_up if r.over_bytes), key=lambda r: r.voxels_per_second, default=None)
+    more = max((r for r in plan.runners_up if _over(r)), key=lambda r: r.voxels_per_second, default=None)
     these = "columns this narrow" if plan.walks else "patches this small"
-    advice = f"give larger {'steps' if plan.walks else 'patches'} (--patch) or more memory (--ram)"
+    word = "vram" if plan.device == "gpu" else "ram"
+    advice = f"give larger {'steps' if plan.walks else 'patches'} (--patch) or more memory (--{word})"
     if more is not None:
         ratio = more.voxels_per_second / plan.voxels_per_second
-        megabytes = -(-(plan.limits.ram_bytes + more.over_bytes) // 2**20)
-        advice = f"already with --ram {megabytes}M {_kind(more)} would be {ratio:.1f} times as fast"
+        limits = (
+            ("ram", plan.limits.ram_bytes, more.over_bytes),
+            ("vram", plan.limits.vram_bytes or 0, more.over_vram_bytes),
+        )
+        needed = " ".join(f"--{name} {-(-(limit + over) // 2**20)}M" for name, limit, over in limits if over)
+        advice = f"already with {needed} {_kind(more)} would be {ratio:.1f} times as fast"
     return [f"warning: {these} do {waste:.0f} times the work that the output needs; {advice}"]
 
 
@@ -193,11 +217,18 @@ def _runners_up(plan: Plan) -> list[str]:
     for runner_up in plan.runners_up:
         ratio = runner_up.voxels_per_second / plan.voxels_per_second
         why = (
-            f"{ratio:.2f} times as fast, {human_bytes(runner_up.over_bytes)} over the limit"
-            if runner_up.over_bytes
+            f"{ratio:.2f} times as fast, {_over(runner_up)} over the limit"
+            if _over(runner_up)
             else f"{1 - ratio:.0%} slower"
             if ratio < 0.995
             else "as fast"
         )
         lines.append(f"runner-up: {_kind(runner_up)}, {runner_up.voxels_per_second:,.0f} voxels/s: {why}")
     return lines
+
+
+def _over(runner_up: RunnerUp) -> str:
+    """How far it is above the limits, in words; empty where it fits."""
+    parts = [human_bytes(runner_up.over_bytes)] * (runner_up.over_bytes > 0)
+    parts += [f"{human_bytes(runner_up.over_vram_bytes)} of VRAM"] * (runner_up.over_vram_bytes > 0)
+    return " and ".join(parts)

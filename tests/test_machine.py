@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from znnpy import machine as machine_module
-from znnpy.machine import Machine, cgroup_bytes, cgroup_cpus, limits_of, parse_bytes, process_bytes, this_machine
+from znnpy.errors import DeviceError
+from znnpy.machine import Gpu, Machine, cgroup_bytes, cgroup_cpus, limits_of, parse_bytes, process_bytes, this_machine
 
+GPU = Gpu("a card", (9, 0), 132, 80 * 2**30, 50 * 2**20, 232448, 233472, 3.3e12, 13000, (("cupy", "14.2"),))
 MACHINE = Machine("a processor", "avx512", 8, 2**34, "openblas SkylakeX", (("numpy", "2.1"), ("pyfftw", "0.15")))
 
 
@@ -56,6 +58,27 @@ def test_limits() -> None:
         limits_of(MACHINE, 0)
     with pytest.raises(ValueError, match="a run needs at least one thread, not 0"):
         limits_of(MACHINE, None, 0)
+
+
+def test_limits_of_a_gpus_memory() -> None:
+    """Nine tenths of what is free, or what is asked for and free; no limit where no GPU is used."""
+    with_gpu = replace(MACHINE, gpu=GPU)
+    assert limits_of(MACHINE).vram_bytes is None
+    assert limits_of(with_gpu).vram_bytes is None
+    assert limits_of(with_gpu, free_bytes=10**9).vram_bytes == 9 * 10**8
+    assert limits_of(with_gpu, vram="600M", free_bytes=10**9).vram_bytes == 600 * 2**20
+    assert limits_of(with_gpu, vram=10**9, free_bytes=10**9).vram_bytes == 10**9
+    with pytest.raises(ValueError, match="a VRAM limit must be positive, not 0 bytes"):
+        limits_of(with_gpu, vram=0, free_bytes=10**9)
+
+
+def test_memory_that_other_programs_hold_is_not_promised() -> None:
+    with pytest.raises(DeviceError) as caught:
+        limits_of(replace(MACHINE, gpu=GPU), vram="60G", free_bytes=20 * 2**30)
+    assert str(caught.value) == (
+        "--vram allows 64,424,509,440 bytes, and of the 85,899,345,920 bytes of the a card only 21,474,836,480 are free "
+        "(other programs and the driver hold the rest); end those programs, or give at most --vram 20480M"
+    )
 
 
 def cgroups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -166,10 +189,13 @@ def test_the_fingerprint_is_stable_and_tells_every_field() -> None:
         "ram_bytes": 2**33,
         "blas": "openblas Zen",
         "versions": (("numpy", "2.2"), ("pyfftw", "0.15")),
+        "gpu": GPU,
     }
     assert others.keys() == {field.name for field in fields(Machine)}
     prints = {replace(MACHINE, **{name: value}).fingerprint for name, value in others.items()}
-    assert len(prints | {MACHINE.fingerprint}) == 7
+    assert len(prints | {MACHINE.fingerprint}) == 8
+    newer = replace(MACHINE, gpu=replace(GPU, driver=13010))
+    assert newer.fingerprint != replace(MACHINE, gpu=GPU).fingerprint
 
 
 def test_blas_kernels_below_the_processor_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_t
 from znnpy.errors import OutputError, ResumeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import parse_bytes, processor
-from znnpy.shapes import Vec3
+from znnpy.shapes import PRECISIONS, Vec3
 from znnpy.volume.journal import default_output, journal_path, read_header
 
 MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
@@ -136,6 +136,24 @@ _limits = _together(
         help="Run each layer on all fragments before the next layer runs on any; needs more memory.",
     ),
     click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "gpu"]),
+        default="auto",
+        show_default=True,
+        help="Where layers run; auto: on the GPU if one works, else on the CPU.",
+    ),
+    click.option(
+        "--vram",
+        metavar="SIZE",
+        callback=_size,
+        help="Memory of the GPU, everything counted, e.g. 12G [default: 90 % of what is free].",
+    ),
+    click.option(
+        "--precision",
+        type=click.Choice(PRECISIONS),
+        help="On the GPU: fp32; tf32, a thousandth; fp16, half the memory and less exact [default: fp32].",
+    ),
 )
 _region = _together(
     click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),
@@ -185,23 +203,28 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
             raise click.UsageError(f"--{needs_volume} is a part of a volume: give --volume too")
     if overwrite and out is None:
         raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
-    _check_primitives(words["only"])
+    _check_primitives(words)
     import znnpy.inference
     from znnpy.kernels.cpu.native.library import why_not
-    from znnpy.machine import this_machine
     from znnpy.planner.explain import explain
+    from znnpy.run.devices import machine_of
 
     target = None if out is None else _regular_file(out, overwrite)
-    chosen = znnpy.inference.plan(network, **words)
+    notes: list[str] = []
+    chosen = znnpy.inference.plan(network, **words, tell=notes.append)
     if target is not None:
         _write_text(target, chosen.to_json())
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
-        print_json({**predicted, "peak_bytes": chosen.memory.peak, "plan": json.loads(chosen.to_json())})
+        promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
+        print_json({**predicted, **promised, "notes": notes, "plan": json.loads(chosen.to_json())})
     else:
-        print_table(explain(chosen, read_network(network).network, this_machine()))
-        if lacking := why_not(this_machine()):
-            click.echo(f"the fastest methods do not run here: {lacking}")
+        machine = machine_of(chosen)
+        print_table(explain(chosen, read_network(network).network, machine))
+        if chosen.device == "cpu" and (lacking := why_not(machine)):
+            notes.append(f"the fastest methods do not run here: {lacking}")
+        if notes:
+            print_lines(notes)
 
 
 @main.command(cls=Resumable)
@@ -220,15 +243,16 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     """Predict every position of VOLUME."""
     if words["overwrite"] and words["resume"]:
         raise click.UsageError("--overwrite starts again and --resume goes on: give one of them")
-    fixed = {word: bool(words[word]) for word in ("ram", "threads", "patch", "only", "cover")}
-    for word, is_given in {**fixed, "no-depth-first": not words["depth_first"]}.items():
+    fixed = {word: bool(words[word]) for word in ("ram", "threads", "patch", "only", "cover", "vram", "precision")}
+    others = {"no-depth-first": not words["depth_first"], "device": words["device"] != "auto"}
+    for word, is_given in {**fixed, **others}.items():
         if plan_file is not None and is_given:
             raise click.UsageError(f"--{word} is fixed by the plan: leave it out, or leave --plan out")
     if out is None and not volume.name:
         raise click.UsageError(f"{str(volume)!r} has no name to make the output's of: give --out")
     if words["resume"]:
         _ask_for_same_kernels(out or default_output(volume, read_network(network).network.name))
-    _check_primitives(words["only"])
+    _check_primitives(words)
     import znnpy.inference
     from znnpy.progress import show
 
@@ -350,15 +374,20 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
     _write_text(target, picture(maps, batch, out.suffix.lower()))
 
 
-def _check_primitives(names: tuple[str, ...]) -> None:
-    """A name that is no primitive's is a usage error."""
+def _check_primitives(words: dict[str, Any]) -> None:
+    """A name that is no primitive's is a usage error, and so are names and limits of a device that is not wanted."""
     from znnpy.kernels.table import find
+    from znnpy.run.devices import check_device_words
 
-    for name in names:
+    for name in words["only"]:
         try:
             find(name)
         except KeyError as error:
             raise click.BadParameter(f"{error.args[0]} (`znnpy primitives` lists them)", param_hint="--only") from None
+    try:
+        check_device_words(words["device"], words["vram"], words["precision"], words["only"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _ask_for_same_kernels(out: Path) -> None:

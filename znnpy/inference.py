@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,23 @@ from typing import Any
 import numpy as np
 
 import znnpy
-from znnpy.errors import OutputError, ShapeError
+from znnpy.errors import NoPlanError, OutputError, ShapeError, VramError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
+from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.crew import Crew
-from znnpy.machine import Machine, limits_of, this_machine
+from znnpy.machine import Machine, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box
+from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
 from znnpy.run import pipeline
-from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, plan_begun, plan_finished
+from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, device_begun, plan_begun, plan_finished
+from znnpy.run.devices import Site, check_device_words, site_for
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
@@ -40,6 +45,8 @@ from znnpy.volume.output import Mode, Output
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
 from znnpy.volume.volume import Volume
+
+_log = logging.getLogger(__name__)
 
 OUTPUT_DTYPES = ("float32", "float16", "uint8")
 BORDERS = ("valid", "reflect")
@@ -61,20 +68,24 @@ def plan(
     only: str | Sequence[str] = (),
     cover: str | None = None,
     depth_first: bool = True,
+    device: str = "auto",
+    vram: int | str | None = None,
+    precision: str | None = None,
+    tell: Callable[[str], None] = _log.info,
 ) -> Plan:
     """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
 
     Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first.
-    NoPlanError names the nearest miss when nothing fits.
+    `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact.
+    NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
     """
     _check_words(border, output_dtype, cover)
+    meant = check_device_words(device, vram, precision, (only,) if isinstance(only, str) else only)
     if shape is not None and len(shape) != 3:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
     file = read_network(network)
-    machine = this_machine()
-    limits = limits_of(machine, ram, threads)
     if volume is not None:
         with open_volume(Path(volume), dataset) as opened:
             region = parse_roi(roi, opened.size) if roi else None
@@ -86,19 +97,27 @@ def plan(
             size = parse_roi(roi, size).size
         output = size if border == "reflect" else file.network.dense_size(size)
         itemsize_in, extra_bytes = 1, 0
-    return make_plan(
-        file.network,
-        output,
-        machine,
-        limits,
-        itemsize_in=itemsize_in,
-        itemsize_out=np.dtype(output_dtype).itemsize,
-        patch=patch,
-        only=only,
-        columns=columns_only(cover),
-        depth_first=depth_first,
-        baseline=baseline_bytes() + extra_bytes + FLOAT32 * file.network.parameters,  # a run holds the weights too
-    )
+
+    def make(site: Site) -> Plan:
+        return make_plan(
+            file.network,
+            output,
+            site.machine,
+            site.limits(ram, threads, vram),
+            itemsize_in=itemsize_in,
+            itemsize_out=np.dtype(output_dtype).itemsize,
+            patch=patch,
+            only=only,
+            columns=columns_only(cover),
+            depth_first=depth_first,
+            baseline=baseline_bytes() + extra_bytes + FLOAT32 * file.network.parameters,  # a run holds the weights too
+            **site.words(),
+        )
+
+    with site_for(make, meant, vram, precision) as (site, made):
+        for sentence in site.sentences:
+            tell(sentence)
+        return made
 
 
 def infer(
@@ -121,6 +140,9 @@ def infer(
     only: str | Sequence[str] = (),
     cover: str | None = None,
     depth_first: bool = True,
+    device: str = "auto",
+    vram: int | str | None = None,
+    precision: str | None = None,
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> Report:
     """Predict a volume, column by column or patch by patch, within the limits; the output is whole or it is not there.
@@ -138,9 +160,10 @@ def infer(
         raise OutputError(
             "uint8 has no NaN to write where the volume holds one; choose --output-dtype float32 or float16"
         )
+    wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision)
+    meant = check_device_words(device, vram, precision, only)
     trained = load_trained(read_network(network), weights)
     target = Path(out) if out is not None else default_output(Path(volume), trained.network.name)
-    machine = this_machine()
     with ExitStack() as stack:
         opened = stack.enter_context(open_volume(Path(volume), dataset))
         region = parse_roi(roi, opened.size) if roi else None
@@ -153,26 +176,109 @@ def infer(
         )
         if output.finished:
             made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
-            return _report(target, started, made, machine)
-        settings = _settings(only, machine)
-        begun = output.header
-        wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first)
+            return _report(target, started, made, this_machine())
+        run = _Run(trained, source, output, job, wishes, progress)
+        with site_for(run.plan, run.meant(meant), vram, precision) as (site, chosen):
+            done = run.compute(site, chosen)
+    return _report(target, started, done.plan, site.machine, done, site.sentences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a run did."""
+
+    plan: Plan
+    timings: pipeline.Timings
+    vram_bytes: int | None  # that the process took of the GPU
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One job, its files open."""
+
+    trained: TrainedNetwork
+    source: Source
+    output: Output
+    job: dict[str, Any]
+    wishes: Wishes
+    progress: Callable[[pipeline.Event], None] | None
+
+    @property
+    def masks(self) -> bool:
+        """Voxels that are not finite are allowed, and there may be some."""
+        return bool(self.job["allow_nan"]) and self.source.dtype.kind == "f"
+
+    def meant(self, asked: str) -> str:
+        """The device of the plan that there is, or the one that is asked for; ResumeError where a GPU is gone."""
+        begun, given = self.output.header, self.wishes.given_plan()
+        if begun is not None:
+            return device_begun(begun)
+        return asked if given is None else given.device
+
+    def plan(self, site: Site) -> Plan:
+        """The plan that the run began with, the one that was given, or the fastest."""
+        begun, network = self.output.header, self.trained.network
         if begun is None:
-            masks = allow_nan and source.dtype.kind == "f"
-            chosen = choose(wishes, trained.network, source, np.dtype(output_dtype), masks=masks, machine=machine)
-        else:
-            chosen = plan_begun(begun, settings, trained.network, machine)
-            check_wishes(wishes, begun, chosen)
-        columns = chosen.cover(trained.network)
-        crew = stack.enter_context(Crew(chosen.limits.threads))
-        with wisdom_begun(begun.wisdom) if begun else wisdom_kept(machine, chosen.seconds) as wisdom:
-            session = stack.enter_context(Session(chosen, trained.network, trained.weights, crew))
-        if begun is None:
-            header = JournalHeader(job, settings, chosen.to_json(), machine.blas, len(columns), wisdom=wisdom.used)
-            output.begin(header, _attributes(trained.network, source, job, chosen))
-        timings = pipeline.run(session, crew, source, output, columns, progress)
-        output.complete()
-    return _report(target, started, chosen, machine, timings, wisdom.sentences)
+            return choose(self.wishes, network, self.source, self.output.dtype, masks=self.masks, site=site)
+        made = plan_begun(begun, _settings(self.wishes.only, site.machine), network, site.machine)
+        check_wishes(self.wishes, begun, made)
+        return made
+
+    def compute(self, site: Site, plan: Plan) -> _Done:
+        """Run the plan, or a leaner one where the GPU refuses what the first was promised."""
+        network, begun, sentences = self.trained.network, self.output.header, []
+        with ExitStack() as stack:
+            crew = stack.enter_context(Crew(plan.limits.threads))
+            try:
+                session, wisdom = stack.enter_context(self._awake(site, plan, crew))
+            except VramError as refused:
+                plan = self._leaner(site, plan, refused)
+                sentences.append(f"planned anew within {human_bytes(plan.limits.vram_bytes or 0)} of VRAM: {refused}")
+                session, wisdom = stack.enter_context(self._awake(site, plan, crew))
+            columns = plan.cover(network)
+            if begun is None:
+                settings = _settings(self.wishes.only, site.machine)
+                header = JournalHeader(
+                    self.job, settings, plan.to_json(), site.machine.blas, len(columns), wisdom=wisdom.used
+                )
+                self.output.begin(header, _attributes(network, self.source, self.job, plan))
+            timings = pipeline.run(session, crew, self.source, self.output, columns, self.progress)
+            vram_bytes = site.taken_bytes()
+        self.output.complete()
+        return _Done(plan, timings, vram_bytes, (*sentences, *wisdom.sentences))
+
+    @contextmanager
+    def _awake(self, site: Site, plan: Plan, crew: Crew) -> Iterator[tuple[Session, Wisdom]]:
+        network, weights, begun = self.trained.network, self.trained.weights, self.output.header
+        with ExitStack() as stack:
+            with wisdom_begun(begun.wisdom) if begun else wisdom_kept(site.machine, plan.seconds) as wisdom:
+                session = stack.enter_context(Session(plan, network, weights, crew, device=site.gpu))
+            yield session, wisdom
+
+    def _leaner(self, site: Site, plan: Plan, refused: VramError) -> Plan:
+        """The fastest plan within what the GPU has now; of the same patches where some of them are on disk."""
+        begun, network = self.output.header, self.trained.network
+        if self.wishes.plan is not None:
+            raise refused
+        wishes = replace(self.wishes, vram=site.less_than(plan), threads=plan.limits.threads)
+        if begun is not None:
+            only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"
+            wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision)
+        try:
+            leaner = choose(
+                wishes,
+                network,
+                self.source,
+                self.output.dtype,
+                masks=self.masks,
+                site=replace(site, precision=plan.precision),
+            )
+        except NoPlanError as error:
+            raise VramError(f"{refused}; and {error}") from None
+        if begun is not None and (leaner.axis, leaner.column) != (plan.axis, plan.column):
+            raise refused
+        return leaner
 
 
 def _job(
@@ -192,10 +298,12 @@ def _job(
 
 def _settings(only: Sequence[str], machine: Machine) -> dict[str, Any]:
     """What else decides the bytes of a run beside its plan."""
+    gpu = machine.gpu
     return {
         "only": sorted(only),
         "processor": machine.processor,  # numpy and FFTW choose their instructions by it
         "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
+        "gpu": None if gpu is None else {"name": gpu.name, "driver": gpu.driver, **dict(gpu.versions)},
     }
 
 
@@ -211,10 +319,11 @@ def _report(
     started: float,
     plan: Plan,
     machine: Machine,
-    timings: pipeline.Timings | None = None,
-    sentences: Sequence[str] = (),
+    done: _Done | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Report:
-    """`timings` is None where nothing was left to do; `sentences` are what else there is to warn of."""
+    """`done` is None where nothing was left to do; `notes` say why the device is not another."""
+    timings = done.timings if done else None
     return Report(
         output=target,
         voxels=prod(plan.output),
@@ -224,7 +333,10 @@ def _report(
         peak_bytes=peak_bytes(),
         plan=plan,
         blas=machine.blas,
-        warnings=(*_lacking(machine), *sentences),
+        gpu=machine.gpu.name if machine.gpu else None,
+        vram_bytes=done.vram_bytes if done else None,
+        notes=notes,
+        warnings=(*(() if machine.gpu else _lacking(machine)), *(done.sentences if done else ())),
     )
 
 
@@ -240,6 +352,7 @@ def _attributes(network: Network, source: Source, job: dict[str, Any], plan: Pla
         "roi": job["roi"],
         "border": job["border"],
         "plan": plan.to_json(),
+        "precision": plan.precision,
         "znnpy_version": znnpy.__version__,
     }
 

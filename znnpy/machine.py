@@ -14,12 +14,15 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from znnpy.errors import DeviceError
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 _LARGEST = 2.0**60  # bytes: longer numbers are mistakes
 _DEFAULT_SHARE = 0.75  # of the machine's memory: the rest stays for the file cache and everybody else
+_DEFAULT_VRAM_SHARE = 0.9  # of what is free on the card: the rest stays for who draws the screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,9 @@ class Machine:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all fields: plans and measured costs belong to one fingerprint."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Digest of all fields: plans and measured costs belong to one fingerprint. Without a GPU it says none."""
+        said = {name: value for name, value in asdict(self).items() if name != "gpu" or value is not None}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def blas_warning(self) -> str | None:
@@ -109,15 +113,45 @@ def parse_bytes(size: int | str) -> int:
     return int(size_bytes)
 
 
-def limits_of(machine: Machine, ram: int | str | None = None, threads: int | None = None) -> Limits:
-    """Limits as asked for; by default three quarters of the memory and every core this process may use."""
+def limits_of(
+    machine: Machine,
+    ram: int | str | None = None,
+    threads: int | None = None,
+    vram: int | str | None = None,
+    *,
+    free_bytes: int | None = None,
+) -> Limits:
+    """Limits as asked for; by default three quarters of the memory and every core this process may use.
+
+    free_bytes  of the GPU's memory, counting what this process holds of it already: `vram` may be no more, and is nine
+                tenths of it by default. None where no GPU is used: then there is no limit on its memory.
+
+    DeviceError where other programs hold so much of the GPU's memory that `vram` is not free.
+    """
     ram_bytes = int(_DEFAULT_SHARE * machine.ram_bytes) if ram is None else parse_bytes(ram)
     count = machine.cores if threads is None else threads
     if ram_bytes < 1:
         raise ValueError(f"a RAM limit must be positive, not {ram_bytes} bytes")
     if count < 1:
         raise ValueError(f"a run needs at least one thread, not {count}")
-    return Limits(ram_bytes, count)
+    return Limits(ram_bytes, count, None if free_bytes is None else _vram_bytes(machine, vram, free_bytes))
+
+
+def _vram_bytes(machine: Machine, vram: int | str | None, free_bytes: int) -> int:
+    if machine.gpu is None:
+        raise ValueError("memory of a GPU is free on a machine that has none")
+    if vram is None:
+        return int(_DEFAULT_VRAM_SHARE * free_bytes)
+    vram_bytes = parse_bytes(vram)
+    if vram_bytes < 1:
+        raise ValueError(f"a VRAM limit must be positive, not {vram_bytes} bytes")
+    if vram_bytes > free_bytes:
+        raise DeviceError(
+            f"--vram allows {vram_bytes:,} bytes, and of the {machine.gpu.memory_bytes:,} bytes of the "
+            f"{machine.gpu.name} only {free_bytes:,} are free (other programs and the driver hold the rest); end those "
+            f"programs, or give at most --vram {free_bytes // 2**20}M"
+        )
+    return vram_bytes
 
 
 def blas_kernels() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -10,7 +11,7 @@ from typing import Any
 
 from znnpy.planner.explain import AXES, human_bytes, human_seconds
 from znnpy.planner.plan import Plan
-from znnpy.shapes import text
+from znnpy.shapes import Precision, text
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,14 @@ class Report:
     plan: Plan
     blas: str  # kernels of the matrix products, e.g. `openblas SkylakeX`
     warnings: tuple[str, ...]
-    precision: str = "fp32"
+    gpu: str | None = None  # name of the one that the layers ran on; None: the CPU
+    vram_bytes: int | None = None  # that the process took of it in the end
+    notes: tuple[str, ...] = ()  # why it is not another device or precision
+
+    @property
+    def precision(self) -> Precision:
+        """What was stored and multiplied."""
+        return self.plan.precision
 
     @property
     def voxels_per_second(self) -> float:
@@ -56,11 +64,28 @@ class Report:
             f"time       {human_seconds(self.seconds)} (plan: {human_seconds(self.predicted_seconds)})",
             f"memory     {human_bytes(self.peak_bytes)} at the peak (plan: {human_bytes(self.plan.memory.peak)}, "
             f"limit: {human_bytes(self.plan.limits.ram_bytes)})",
+            *self._vram(),
             f"stages     {stages} (side by side)",
             f"{self._cover()}, {self.plan.limits.threads} threads",
-            f"precision  {self.precision}, BLAS kernels {self.blas}",
+            f"methods    {self._methods()}",
+            f"device     {'; '.join((self.gpu or 'CPU', *self.notes))}",
+            f"precision  {self.precision}" + ("" if self.gpu else f", BLAS kernels {self.blas}"),
             *(f"warning: {warning}" for warning in self.warnings),
         ]
+
+    def _vram(self) -> list[str]:
+        limit = self.plan.limits.vram_bytes
+        if self.vram_bytes is None or limit is None:
+            return []
+        promised = human_bytes(self.plan.memory.vram)
+        return [f"VRAM       {human_bytes(self.vram_bytes)} (plan: {promised}, limit: {human_bytes(limit)})"]
+
+    def _methods(self) -> str:
+        """Primitives in the order in which they first run, and how many layers each ran."""
+        layers = Counter[str]()
+        for choice in self.plan.choices:
+            layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]
+        return ", ".join(f"{name} ({count})" for name, count in layers.items())
 
     def _cover(self) -> str:
         plan = self.plan
@@ -83,10 +108,12 @@ class Report:
             "voxels_per_second": self.voxels_per_second,
             "stage_seconds": dict(self.stage_seconds),
             "peak_bytes": self.peak_bytes,
+            "vram_bytes": self.vram_bytes,
             "predicted": {
                 "seconds": self.predicted_seconds,
                 "voxels_per_second": self.predicted_speed,
                 "peak_bytes": self.plan.memory.peak,
+                "vram_bytes": self.plan.memory.vram,
             },
             "ram_bytes": self.plan.limits.ram_bytes,
             "threads": self.plan.limits.threads,
@@ -95,6 +122,9 @@ class Report:
             "axis": self.plan.axis,
             "column": self.plan.column,
             "primitives": [choice.primitive for choice in self.plan.choices],
+            "device": self.plan.device,
+            "gpu": self.gpu,
+            "notes": list(self.notes),
             "precision": self.precision,
             "blas": self.blas,
             "warnings": list(self.warnings),

@@ -17,13 +17,14 @@ from znnpy.errors import NetworkFileError
 from znnpy.formats.networks import NetworkFile, read_network
 from znnpy.formats.weights import read_weights
 from znnpy.kernels.crew import Crew
-from znnpy.machine import limits_of, this_machine
 from znnpy.network import ConvWeights, Network
 from znnpy.patches import Box
 from znnpy.planner.memory import baseline_bytes
+from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
 from znnpy.run.choice import columns_only
+from znnpy.run.devices import Site, check_device_words, site_for
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
@@ -69,40 +70,48 @@ class TrainedNetwork:
         only: str | Sequence[str] = (),
         cover: str | None = None,
         depth_first: bool = True,
+        device: str = "auto",
+        vram: int | str | None = None,
+        precision: str | None = None,
     ) -> npt.NDArray[np.float32]:
         """Dense prediction of a volume that fits into memory.
 
         array    (z, y, x) or (c, z, y, x), any integer or float dtype: grey values, before the network's `normalise`.
         border   "valid": the output is field of view - 1 smaller; "reflect": as large as the input.
         ram      limit for the whole process, bytes or "2G"; threads, patch, only, cover,
-                 depth_first: as for `znnpy.infer`.
+                 depth_first, device, vram, precision: as for `znnpy.infer`.
         Returns  (maps, z, y, x) float32.
 
         ShapeError when the array is smaller than the field of view, VolumeError for a dtype or values that cannot be
-        used, NoPlanError when nothing fits into `ram`.
+        used, NoPlanError when nothing fits into `ram` or `vram`, DeviceError when there is no GPU for device "gpu".
         """
-        machine = this_machine()
-        limits = limits_of(machine, ram, threads)
+        meant = check_device_words(device, vram, precision, (only,) if isinstance(only, str) else only)
         volume = ArrayVolume(array)
         source = Source(volume, roi=None, border=border, network=self.network, allow_nan=False)
-        plan = make_plan(
-            self.network,
-            source.output,
-            machine,
-            limits,
-            itemsize_in=volume.dtype.itemsize,
-            itemsize_out=4,
-            patch=patch,
-            only=only,
-            columns=columns_only(cover),
-            depth_first=depth_first,
-            baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
-        )
-        result = _Result(np.empty((self.network.output_channels, *source.output), np.float32))
-        with Crew(limits.threads) as crew, ExitStack() as stack:
-            with wisdom_kept(machine, plan.seconds) as wisdom:
-                session = stack.enter_context(Session(plan, self.network, self.weights, crew))
-            for sentence in wisdom.sentences:
+
+        def make(site: Site) -> Plan:
+            return make_plan(
+                self.network,
+                source.output,
+                site.machine,
+                site.limits(ram, threads, vram),
+                itemsize_in=volume.dtype.itemsize,
+                itemsize_out=4,
+                patch=patch,
+                only=only,
+                columns=columns_only(cover),
+                depth_first=depth_first,
+                baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
+                **site.words(),
+            )
+
+        with ExitStack() as stack:
+            site, plan = stack.enter_context(site_for(make, meant, vram, precision))
+            result = _Result(np.empty((self.network.output_channels, *source.output), np.float32))
+            crew = stack.enter_context(Crew(plan.limits.threads))
+            with wisdom_kept(site.machine, plan.seconds) as wisdom:
+                session = stack.enter_context(Session(plan, self.network, self.weights, crew, device=site.gpu))
+            for sentence in (*site.sentences, *wisdom.sentences):
                 _log.info("%s", sentence)
             pipeline.run(session, crew, source, result, plan.cover(self.network))
         return result.array

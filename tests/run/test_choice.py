@@ -18,6 +18,7 @@ from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import choice
+from znnpy.run.devices import Site
 from znnpy.shapes import Vec3
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.journal import JournalHeader
@@ -40,7 +41,7 @@ def chosen(
     source = Source(volume, roi=None, border="valid", network=place.network, allow_nan=masks)
     patch, threads = (None, None) if plan else ((4, 4, 4), 2)
     wishes = choice.Wishes(plan, None if plan else 16 * GIB, threads, patch, (), cover)
-    return choice.choose(wishes, place.network, source, np.dtype(out), masks=masks, machine=this_machine())
+    return choice.choose(wishes, place.network, source, np.dtype(out), masks=masks, site=Site(this_machine()))
 
 
 def test_masks_are_charged_where_nan_is_allowed(place: Place) -> None:
@@ -142,7 +143,7 @@ def test_a_given_plan_takes_no_other_words(place: Place, words: dict[str, Any], 
         ArrayVolume(np.zeros((20, 23, 25), "u1")), roi=None, border="valid", network=place.network, allow_nan=False
     )
     with pytest.raises(PlanFileError, match=said):
-        choice.choose(wishes, place.network, source, np.dtype("f4"), masks=False, machine=this_machine())
+        choice.choose(wishes, place.network, source, np.dtype("f4"), masks=False, site=Site(this_machine()))
 
 
 def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from znnpy.errors import NoPlanError, PlanFileError, ResumeError
-from znnpy.machine import Machine, limits_of, parse_bytes
+from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
+from znnpy.kernels.gpu.device import find_gpu
+from znnpy.machine import Machine, parse_bytes
 from znnpy.network import Network
-from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, reading_bytes, writing_bytes
+from znnpy.planner.memory import (
+    MARGIN_BYTES,
+    DeviceKind,
+    baseline_bytes,
+    context_bytes,
+    reading_bytes,
+    staging_bytes,
+    writing_bytes,
+)
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
+from znnpy.run.devices import Site
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
@@ -33,6 +44,9 @@ class Wishes:
     only: tuple[str, ...]
     cover: str | None = None  # one of COVERS
     depth_first: bool = True  # fragments may go through several layers in parts
+    device: str = "auto"  # one of DEVICES
+    vram: int | str | None = None
+    precision: str | None = None  # one of PRECISIONS; None: fp32, or that of the plan
 
     def given_plan(self) -> Plan | None:
         return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.load(Path(self.plan))
@@ -46,7 +60,7 @@ def columns_only(cover: str | None) -> bool | None:
 
 
 def choose(
-    wishes: Wishes, network: Network, source: Source, output_dtype: np.dtype[Any], *, masks: bool, machine: Machine
+    wishes: Wishes, network: Network, source: Source, output_dtype: np.dtype[Any], *, masks: bool, site: Site
 ) -> Plan:
     """The plan that was given, once it is known to run here; else the fastest one.
 
@@ -54,14 +68,14 @@ def choose(
     """
     given = wishes.given_plan()
     if given is not None:
-        return _known_to_run(given, wishes, network, source, output_dtype, masks=masks, machine=machine)
+        return _known_to_run(given, wishes, network, source, output_dtype, masks=masks, site=site)
     unpacking = source.volume.extra_bytes
     try:
         return make_plan(
             network,
             source.output,
-            machine,
-            limits_of(machine, wishes.ram, wishes.threads),
+            site.machine,
+            site.limits(wishes.ram, wishes.threads, wishes.vram),
             itemsize_in=source.dtype.itemsize,
             itemsize_out=output_dtype.itemsize,
             patch=wishes.patch,
@@ -70,6 +84,7 @@ def choose(
             depth_first=wishes.depth_first,
             masks=masks,
             baseline=baseline_bytes() + unpacking,
+            **site.words(),
         )
     except NoPlanError as error:
         if not unpacking:
@@ -88,7 +103,7 @@ def _known_to_run(
     output_dtype: np.dtype[Any],
     *,
     masks: bool,
-    machine: Machine,
+    site: Site,
 ) -> Plan:
     """`plan`, charged with what this process, volume and output take where that is more; PlanFileError if too much."""
     words = (
@@ -97,34 +112,49 @@ def _known_to_run(
         ("only", bool(wishes.only)),
         ("cover", wishes.cover is not None),
         ("no-depth-first", not wishes.depth_first),
+        ("device", wishes.device not in ("auto", plan.device)),
+        ("precision", plan.device == "gpu" and wishes.precision not in (None, plan.precision)),
     )
     if given := [f"--{word}" for word, is_given in words if is_given]:
         raise PlanFileError(
-            "a plan fixes threads, primitives, and patches or columns already; "
+            "a plan fixes device, precision, threads, primitives, and patches or columns already; "
             f"leave out {' and '.join(given)}, or leave out --plan"
         )
-    plan.check_runs(network, machine)  # before its layers and columns are counted for this output
+    plan.check_runs(network, site.machine)  # before its layers and columns are counted for this output
     held = baseline_bytes() + source.volume.extra_bytes
     seen = network.patch_in(plan.patch_out) if masks else None
     cover = replace(plan, output=source.output).cover(network)
     steps, itemsize = cover.steps(cover.margin), source.dtype.itemsize
-    reading = reading_bytes(network.input_channels, plan.patch_in, itemsize, steps=steps, seen=seen)
-    writing = writing_bytes(network.output_channels, plan.patch_out, output_dtype.itemsize, steps=cover.steps(0))
+    channels, maps, writes = network.input_channels, network.output_channels, cover.steps(0)
+    reading = reading_bytes(channels, plan.patch_in, itemsize, steps=steps, seen=seen, device=plan.device)
+    writing = writing_bytes(maps, plan.patch_out, output_dtype.itemsize, steps=writes, device=plan.device)
+    staging = context = 0
+    if plan.device == "gpu":
+        raw_bytes, out_bytes = (
+            channels * prod(plan.patch_in) * itemsize,
+            maps * prod(plan.patch_out) * output_dtype.itemsize,
+        )
+        staging = staging_bytes(raw_bytes, out_bytes, reads=steps, writes=writes)
+        context = context_bytes(site.context_bytes)
     memory = replace(
         plan.memory,
         baseline=held if held > plan.memory.baseline + MARGIN_BYTES else plan.memory.baseline,
         reading=max(reading, plan.memory.reading),
         writing=max(writing, plan.memory.writing),
+        staging=max(staging, plan.memory.staging),
+        context=max(context, plan.memory.context),
     )
     here = plan.covering(source.output, network, memory)
-    limit = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
-    here.check_runs(network, machine, ram_bytes=limit)
+    ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
+    vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
+    here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
+    site.check_free(here)
     return here
 
 
 def plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network, machine: Machine) -> Plan:
     """The plan of a run that goes on; ResumeError where this machine or its libraries would round differently."""
-    for name in ("processor", "versions"):
+    for name in ("processor", "versions", "gpu"):
         before, now = begun.settings.get(name), settings[name]
         if before != now:
             raise ResumeError(
@@ -143,6 +173,21 @@ def plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network,
     except PlanFileError as error:
         raise ResumeError(f"the plan that the run began with: {_why(error)}; start again with --overwrite") from None
     return plan
+
+
+def device_begun(begun: JournalHeader) -> DeviceKind:
+    """Where the layers of a run go on; ResumeError where that is a GPU and there is none to use."""
+    gpu = begun.settings.get("gpu")
+    if gpu is None:
+        return "cpu"
+    try:
+        find_gpu()
+    except DeviceError as error:
+        raise ResumeError(
+            f"the run began on a GPU ({json.dumps(gpu)}): {error}; resume where it began, or start again with "
+            "--overwrite"
+        ) from None
+    return "gpu"
 
 
 def plan_finished(path: Path, plan: object) -> Plan:
@@ -169,10 +214,18 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
             f"the run began with a plan that needs {peak} bytes, and --ram allows {parse_bytes(wishes.ram)}; "
             "allow as much, or start again with --overwrite"
         )
+    vram = plan.memory.vram
+    if wishes.vram is not None and parse_bytes(wishes.vram) < vram:
+        raise ResumeError(
+            f"the run began with a plan that needs {vram} bytes of VRAM, and --vram allows {parse_bytes(wishes.vram)}; "
+            "allow as much, or start again with --overwrite"
+        )
     for word, before, now in (
         ("threads", str(plan.limits.threads), str(wishes.threads or "")),
         ("patch", ",".join(map(str, plan.patch_out)), ",".join(map(str, wishes.patch or ()))),
         ("cover", "columns" if plan.walks else "patches", wishes.cover or ""),
+        ("device", plan.device, "" if wishes.device == "auto" else wishes.device),
+        ("precision", plan.precision, wishes.precision or "" if plan.device == "gpu" else ""),
         ("only", " and ".join(begun.settings["only"]) or "every primitive", " and ".join(sorted(wishes.only))),
     ):
         if now and before != now:

@@ -1,0 +1,192 @@
+"""Where a run computes: the caller's words in, a machine with or without its GPU out, and what there is to say."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from znnpy.errors import DeviceError, NoPlanError, PlanFileError
+from znnpy.kernels.gpu.device import Device, find_gpu
+from znnpy.machine import Gpu, Limits, Machine, limits_of, this_machine
+from znnpy.shapes import PRECISIONS, Precision
+
+if TYPE_CHECKING:
+    from znnpy.planner.memory import DeviceKind
+    from znnpy.planner.plan import Plan
+
+DEVICES = ("auto", "cpu", "gpu")
+LESS = 0.9  # of a limit that did not hold
+MOST_CONTEXT_BYTES = 2**30  # that CUDA takes of a GPU as it is opened: what is more is others'
+IDLE_SHARE = 0.9  # of a card's memory that is free where nobody else uses it
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a run computes: on the processors of a machine, or on its GPU, which is open."""
+
+    machine: Machine  # its `gpu` is set where the layers run there
+    precision: Precision = "fp32"
+    sentences: tuple[str, ...] = ()  # what is not as asked for, to be told once
+    gpu: Device | None = None
+    free_bytes: int | None = None  # of the GPU's memory when it was opened, with what CUDA took then
+    context_bytes: int = 0  # that CUDA took then
+
+    @property
+    def device(self) -> DeviceKind:
+        return "cpu" if self.gpu is None else "gpu"
+
+    def limits(self, ram: int | str | None, threads: int | None, vram: int | str | None) -> Limits:
+        """What a run may use here; DeviceError where as much of the GPU's memory is not free."""
+        return limits_of(self.machine, ram, threads, vram, free_bytes=self.free_bytes)
+
+    def words(self) -> dict[str, Any]:
+        """What `make_plan` is told of it beside the machine."""
+        if self.gpu is None:
+            return {}
+        return {"device": "gpu", "precision": self.precision, "context": self.context_bytes}
+
+    def taken_bytes(self) -> int | None:
+        """What this process takes of the GPU now, with what CUDA does; None on the CPU."""
+        if self.gpu is None or self.free_bytes is None:
+            return None
+        return self.free_bytes - self.gpu.free_bytes()
+
+    def less_than(self, plan: Plan) -> int:
+        """A limit for another plan where the GPU refused what `plan` needs, and all that it gave was given back."""
+        free = self.context_bytes + (self.gpu.free_bytes() if self.gpu else 0)
+        return int(LESS * min(free, plan.limits.vram_bytes or free))
+
+    def check_free(self, plan: Plan) -> None:
+        """PlanFileError when other programs hold so much of the GPU's memory that a plan made earlier does not fit."""
+        if self.machine.gpu is None or self.free_bytes is None or plan.memory.vram <= self.free_bytes:
+            return
+        raise PlanFileError(
+            f"the plan needs {plan.memory.vram:,} bytes of VRAM, and of the {self.machine.gpu.memory_bytes:,} bytes of "
+            f"the {self.machine.gpu.name} only {self.free_bytes:,} are free; end the programs that hold the rest, or "
+            f"make a plan with `znnpy plan NETWORK --volume VOLUME --vram {self.free_bytes // 2**20}M`"
+        )
+
+
+def check_device_words(device: str, vram: int | str | None, precision: str | None, only: Sequence[str] = ()) -> str:
+    """Which device is meant: `device`, or the one that all names of `only` are of.
+
+    ValueError for words on the device that there are not, or that contradict each other.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"there is no device {device!r}; choose one of {', '.join(DEVICES)}")
+    word_of(precision)
+    kinds = {name.partition(".")[0] for name in only}
+    meant = kinds.pop() if len(kinds) == 1 else device
+    if device not in ("auto", meant):
+        raise ValueError(
+            f"--only {' and '.join(only)} is of the {meant.upper()}, and --device {device} was asked for: drop one"
+        )
+    if meant == "cpu" and vram is not None:
+        raise ValueError("--vram limits the memory of a GPU, and none is used: drop it")
+    return meant
+
+
+@contextmanager
+def site_for(
+    make: Callable[[Site], Plan],
+    meant: str,
+    vram: int | str | None = None,
+    precision: str | None = None,
+) -> Iterator[tuple[Site, Plan]]:
+    """Inside, what the plan that `make` gives runs on is open.
+
+    meant      "auto": the GPU where there is one that works and `make` finds a plan for it, else the CPU, and a
+               sentence of the site says why. Who limits its memory wants it: then there has to be a plan.
+    precision  None: fp32. The CPU computes in fp32 whatever is asked for, and a sentence says so.
+
+    DeviceError when the GPU is meant and there is none to use.
+    """
+    why: list[str] = []
+    if meant != "cpu":
+        with ExitStack() as stack:
+            found = _found(meant, why)
+            if found is not None:
+                try:
+                    site = stack.enter_context(_opened(found, word_of(precision)))
+                    plan = _explained(make, site)
+                except (DeviceError, NoPlanError) as error:
+                    if meant == "gpu" or vram is not None:
+                        raise
+                    why.append(f"{found.name} is not used: {error}")
+                else:
+                    yield site, plan
+                    return
+    here = Site(this_machine(), sentences=(*why, *_unused(vram, precision)))
+    yield here, make(here)
+
+
+def machine_of(plan: Plan) -> Machine:
+    """This machine, with its GPU where `plan` is for one; DeviceError where there is none."""
+    return this_machine() if plan.device == "cpu" else replace(this_machine(), gpu=find_gpu())
+
+
+def word_of(precision: str | None) -> Precision:
+    """As a Precision, fp32 where there is no word; ValueError when it is none."""
+    for word in PRECISIONS:
+        if word == (precision or "fp32"):
+            return word
+    raise ValueError(f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
+
+
+def _found(meant: str, why: list[str]) -> Gpu | None:
+    """The GPU; None, and the reason added to `why`, where there is none to use and none has to be."""
+    try:
+        return find_gpu()
+    except DeviceError as error:
+        if meant == "gpu":
+            raise
+        why.append(str(error) if find_spec("cupy") or _driver_is_here() else "this machine has no GPU for CUDA")
+        return None
+
+
+def _driver_is_here() -> bool:
+    """Whether NVIDIA's driver can be loaded."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(gpu: Gpu, precision: Precision) -> Iterator[Site]:
+    """CUDA does not say what it took itself: where others use the card too, it is counted with the most."""
+    with Device(gpu) as device:
+        free = device.free_bytes()
+        taken = min(gpu.memory_bytes - free, MOST_CONTEXT_BYTES)
+        yield Site(replace(this_machine(), gpu=gpu), precision, (), device, free + taken, taken)
+
+
+def _explained(make: Callable[[Site], Plan], site: Site) -> Plan:
+    """The plan that `make` gives; NoPlanError names what is free on the GPU where others hold a part of it."""
+    gpu, free = site.machine.gpu, site.free_bytes
+    assert gpu is not None
+    assert free is not None
+    try:
+        return make(site)
+    except NoPlanError as error:
+        if free > IDLE_SHARE * gpu.memory_bytes:
+            raise
+        raise NoPlanError(
+            f"{error}; of the {gpu.memory_bytes:,} bytes of the {gpu.name} {free:,} were free when the run began"
+        ) from None
+
+
+def _unused(vram: int | str | None, precision: str | None) -> list[str]:
+    """What was asked for and does not hold on a CPU."""
+    sentences = []
+    if vram is not None:
+        sentences.append("--vram limits nothing on the CPU")
+    if word_of(precision) != "fp32":
+        sentences.append(f"the CPU computes in fp32, more exactly than the {precision} that is asked for")
+    return sentences
