@@ -1,11 +1,11 @@
-"""What every test may ask for: the shared volumes, a crew of threads, small networks with weights."""
+"""What every test may ask for: the shared volumes, a crew of threads, a GPU, small networks with weights."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from place import Place
 
     from znnpy.kernels.crew import Crew
+    from znnpy.kernels.gpu.device import Device
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +58,36 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
 
     with Crew(request.param) as crew:
         yield crew
+
+
+def has_driver() -> bool:
+    """Whether this machine has an NVIDIA driver: then tests that need a device fail without one, and never skip."""
+    return any(path.exists() for path in DRIVERS)
+
+
+@pytest.fixture(scope="session")
+def cuda_device() -> Iterator[Device]:
+    """The device of this machine."""
+    from znnpy.kernels.gpu.device import Device, find_gpu
+
+    if not has_driver():
+        pytest.skip("this machine has no NVIDIA driver")
+    with Device(find_gpu()) as device:
+        yield device
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A Device; each test that asks for it runs on the emulator and, where there is one, on a CUDA device."""
+    if request.param == "cuda":
+        yield request.getfixturevalue("cuda_device")
+        return
+    from emulated import EmulatedDevice, compiler
+
+    if compiler() is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    with EmulatedDevice() as emulated:
+        yield emulated
 
 
 TINY: tuple[Layer, ...] = (  # field of view 6x8x7, period 2x2x1: no two axes alike
