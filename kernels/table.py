@@ -13,6 +13,7 @@ from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, PoolMaxLanes
+from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.primitive import Kind, Primitive
 
 TABLE: tuple[Primitive, ...] = (
@@ -31,6 +32,7 @@ TABLE: tuple[Primitive, ...] = (
     PoolFragmentsLanes(),
     MaxFilterLanes(),
     MaxoutDirect(),
+    ConvFft(),
 )
 
 

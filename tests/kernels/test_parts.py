@@ -253,7 +253,7 @@ def test_every_primitive_has_a_name_of_its_own() -> None:
     names = [p.name for p in TABLE]
     assert len(set(names)) == len(names)
     for primitive in TABLE:
-        assert primitive.name.startswith(f"cpu.{primitive.kind}.")
+        assert primitive.name.startswith((f"cpu.{primitive.kind}.", f"gpu.{primitive.kind}."))
         assert primitive in of_kind(primitive.kind)
         assert find(primitive.name) is primitive
         assert primitive.version >= 1

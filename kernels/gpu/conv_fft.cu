@@ -1,0 +1,136 @@
+/* Whole-image FFT convolution: what lies between the one-dimensional transforms of cuFFT.
+ *
+ * Computes   gather    maps of an image, channels last, as padded planar lines along x: what R2C transforms in place
+ *            pad       lines of kernels, padded the same way
+ *            turn      matrices turned over, so that the next axis to be transformed lies innermost, and padded or cropped
+ *            multiply  sums[s][g] += sum over maps i of spectra[s][i] * conj(kernels[g][i]), at every frequency
+ *            scatter   planar lines along x back to channels last: scaled, bias, activation, largest |value|
+ * Shapes     T is float or half; complex numbers are float2; a spectrum of `image` complex numbers lies as [x][y][z].
+ * Launch     blocks of 32 x 8 threads on tiles of 32 x 32 values (gather, turn, scatter: 4 to 8 KiB of shared memory);
+ *            blocks of 256 (pad, multiply). One grid axis, so that no size meets a limit of 65535.
+ * Bound      memory.
+ * Source     Zlateski, Lee, Seung, ZNNi (SC16), III-C and algorithm 3.
+ * Tested     tests/gpu/test_conv_fft.py
+ */
+#include "device_ops.cuh"
+#include "activation.cuh"
+
+constexpr int TILE = 32;
+constexpr int ROWS = 8;
+
+/* Where this block's tile lies: 32 columns of 32 maps, of one line. */
+struct Tile {
+    long long column, map, y, z;
+};
+DEVICE Tile tile_of(long long columns, long long maps, long long lines) {
+    const long long across = (columns + TILE - 1) / TILE, groups = (maps + TILE - 1) / TILE;
+    const long long column = blockIdx.x % across, rest = blockIdx.x / across;
+    return {column * TILE, rest % groups * TILE, rest / groups % lines, rest / groups / lines};
+}
+
+/* An image that may begin with planes carried from elsewhere. */
+template <class T> struct Planes {
+    const T *before, *x;
+    long long carried;  // planes in `before`
+    DEVICE const T* plane(long long z, long long values) const {
+        return z < carried ? before + z * values : x + (z - carried) * values;
+    }
+};
+
+/* target[map][z][y][column], `pitch` columns, zero from nx on, for maps first .. first + maps of one image. */
+template <class T>
+__global__ void gather(const T* before, const T* x, float* target, long long carried, long long fin, long long first,
+                       long long maps, long long nz, long long ny, long long nx, long long pitch) {
+    SHARED(float, tile, [TILE][TILE + 1]);
+    const auto [column, map, y, z] = tile_of(pitch, maps, ny);
+    const Planes<T> planes{before, x, carried};
+    const T* line = planes.plane(z, ny * nx * fin) + y * nx * fin + first;
+    const int lane = threadIdx.x;
+    for (int row = threadIdx.y; row < TILE; row += ROWS) {
+        const bool inside = column + row < nx && map + lane < maps;
+        tile[row][lane] = inside ? load_activation(line + (column + row) * fin + map + lane) : 0.0f;
+    }
+    sync_block();
+    for (int row = threadIdx.y; row < TILE; row += ROWS)
+        if (map + row < maps && column + lane < pitch)
+            target[(((map + row) * nz + z) * ny + y) * pitch + column + lane] = tile[lane][row];
+}
+
+/* target[line][column], `pitch` columns, zero from `size` on. */
+extern "C" __global__ void pad(const float* source, float* target, long long lines, long long size,
+                               long long pitch) {
+    const long long values = lines * pitch;
+    for (long long i = global_thread(); i < values; i += global_threads()) {
+        const long long line = i / pitch, column = i % pitch;
+        target[i] = column < size ? source[line * size + column] : 0.0f;
+    }
+}
+
+/* target[b][c][r] = source[b][r][c], zero where r >= rows, for c < wide <= columns and r < deep. */
+extern "C" __global__ void turn(const float2* source, float2* target, long long rows, long long columns, long long wide,
+                                long long deep) {
+    SHARED(float2, tile, [TILE][TILE + 1]);
+    const long long tiles_c = (wide + TILE - 1) / TILE, tiles_r = (deep + TILE - 1) / TILE;
+    long long unit = blockIdx.x;
+    const long long c = unit % tiles_c * TILE;
+    unit /= tiles_c;
+    const long long r = unit % tiles_r * TILE, b = unit / tiles_r;
+    const int lane = threadIdx.x;
+    for (int row = threadIdx.y; row < TILE; row += ROWS) {
+        const bool inside = r + row < rows && c + lane < wide;
+        tile[row][lane] = inside ? source[(b * rows + r + row) * columns + c + lane] : make_float2(0.0f, 0.0f);
+    }
+    sync_block();
+    for (int row = threadIdx.y; row < TILE; row += ROWS)
+        if (c + row < wide && r + lane < deep) target[(b * wide + c + row) * deep + r + lane] = tile[lane][row];
+}
+
+/* For OUTPUTS kernels and IMAGES images. `spectra` and `sums` point at the first of them; strides are complex numbers
+ * from image to image; `count` maps are summed, onto what `sums` holds if `add`.
+ */
+template <int OUTPUTS, int IMAGES>
+__global__ void multiply(const float2* spectra, const float2* kernels, float2* sums, long long image,
+                         long long count, long long kernel_stride, long long spectra_stride, long long sums_stride,
+                         long long add) {
+    const long long at = global_thread();
+    if (at >= image) return;
+    float2 sum[OUTPUTS][IMAGES];
+    for (int g = 0; g < OUTPUTS; ++g)
+        for (int s = 0; s < IMAGES; ++s)
+            sum[g][s] = add ? sums[s * sums_stride + g * image + at] : make_float2(0.0f, 0.0f);
+    for (long long i = 0; i < count; ++i) {
+        float2 value[IMAGES];
+        for (int s = 0; s < IMAGES; ++s) value[s] = spectra[s * spectra_stride + i * image + at];
+        for (int g = 0; g < OUTPUTS; ++g) {
+            const float2 w = kernels[g * kernel_stride + i * image + at];
+            for (int s = 0; s < IMAGES; ++s) {
+                sum[g][s].x += value[s].x * w.x + value[s].y * w.y;
+                sum[g][s].y += value[s].y * w.x - value[s].x * w.y;
+            }
+        }
+    }
+    for (int g = 0; g < OUTPUTS; ++g)
+        for (int s = 0; s < IMAGES; ++s) sums[s * sums_stride + g * image + at] = sum[g][s];
+}
+
+/* out[z][y][column][first + map] = activation(bias + scale * lines[map][z][y][column]) of one image. */
+template <class T>
+__global__ void scatter(const float* lines, T* out, const float* bias, float* peak, float scale, long long activation,
+                        long long fout, long long first, long long maps, long long mz, long long my, long long mx,
+                        long long pitch) {
+    SHARED(float, tile, [TILE][TILE + 1]);
+    const auto [column, map, y, z] = tile_of(mx, maps, my);
+    const int lane = threadIdx.x;
+    for (int row = threadIdx.y; row < TILE; row += ROWS)
+        if (map + row < maps && column + lane < mx)
+            tile[row][lane] = lines[(((map + row) * mz + z) * my + y) * pitch + column + lane];
+    sync_block();
+    float largest = 0.0f;
+    for (int row = threadIdx.y; row < TILE; row += ROWS)
+        if (column + row < mx && map + lane < maps) {
+            const float value = activate(tile[lane][row] * scale + bias[first + map + lane], (int)activation);
+            largest = larger_magnitude(largest, value);
+            store_activation(out + ((z * my + y) * mx + column + row) * fout + first + map + lane, value);
+        }
+    raise_peak_by_warp(peak, largest);
+}

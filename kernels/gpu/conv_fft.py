@@ -1,0 +1,362 @@
+"""Whole-image FFT convolution on cuFFT (ZNNi algorithm 3), with the pruned transforms of III-C.
+
+Method   0  For some maps of an image at a time: lines along x, padded; turned over, lines along y, padded; turned over,
+            lines along z. Lines of padding are never transformed: n_z n_y of them, then n_z h, then h g_y.
+         1  For some kernels at a time, the same with k_z k_y, k_z h, h g_y lines; our kernel multiplies them with the
+            spectra of all images and sums.
+         2  For some maps at a time, back: all lines along z, along y those of planes that are wanted, along x those of
+            lines that are wanted; scale, bias and activation while they go to their places.
+Layout   Spectra planar, [x][y][z]: what is transformed next always lies innermost. Channels last outside.
+Memory   Table II of the paper: input + spectra; spectra in and out + kernels; spectra out + output; beside each, of
+         what is under way, the values before the last turn: a part `n_z / g_z` of a spectrum.
+Bound    Memory: spectra of kernels are written, read and written by the transform along z, and read to multiply.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), III-C and IV-B.2, algorithm 3.
+Tested   tests/gpu/test_conv_fft.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.shapes import ACTIVATIONS, COMPLEX64, ConvShape, LayerShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.machine import Machine
+
+TILE = 32  # conv_fft.cu: values a side of what a block turns
+BLOCK = (TILE, 8, 1)
+THREADS = 256  # of a block that turns nothing
+TOGETHER = 4  # kernels, and images, that one thread multiplies at once at most
+LINES_VALUES = 2**26  # complex numbers of one call of cuFFT: enough to fill a card, far below 2^31
+LONGEST = 2048  # points: what cuFFT's needs are known of (libraries.py)
+WORK_ALIGNMENT = 256  # bytes
+WORK_BYTES = 1024 + WORK_ALIGNMENT  # that cuFFT may use for lines along x beyond what they themselves have
+TABLES_BYTES = 2**20  # of one plan of cuFFT
+PLANS = 12  # of a step at most
+
+
+class _Sizes(NamedTuple):
+    """Of spectra and of what is under way at a time."""
+
+    padded: Vec3  # the transform's size
+    half: int  # frequencies along x
+    image: int  # complex numbers of one map's spectrum
+    maps_in: int  # maps transformed at once
+    kernels: int  # kernels transformed at once
+    maps_out: int  # maps transformed back at once
+
+
+def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
+    gz, gy, gx = good_size(shape.n[0]), good_size(shape.n[1]), good_size(shape.n[2], even=True)
+    half, most = gx // 2 + 1, variant.count("maps")
+    kernels = most // shape.fin * shape.fin or most  # of whole output maps, if of more than one
+    return _Sizes(
+        (gz, gy, gx),
+        half,
+        gz * gy * half,
+        min(most, shape.fin),
+        min(kernels, shape.fin * shape.fout),
+        min(most, shape.fout),
+    )
+
+
+def good_size(n: int, *, even: bool = False) -> int:
+    """The smallest size >= n that cuFFT transforms fast: 2^a 3^b 5^c 7^d (III-D). Real lines want an even one."""
+    while not (_is_smooth(n) and (n % 2 == 0 or not even)):
+        n += 1
+    return n
+
+
+def _is_smooth(n: int) -> bool:
+    for prime in (2, 3, 5, 7):
+        while n % prime == 0:
+            n //= prime
+    return n == 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConvFft:
+    """Whole-image FFT convolution: the paper's; no spectrum of a kernel is kept."""
+
+    name: str = "gpu.conv.fft"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "large kernels on many small images, when spectra of all kernels do not fit the GPU: none is kept"
+    source: str = "ZNNi IV-B.2 (algorithm 3) with the pruned transforms of III-C, on cuFFT"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if reason := why_not_plain(shape):
+            return reason
+        shape = as_conv(shape)
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        if shape.k == (1, 1, 1):
+            return "a 1x1x1 kernel is one matrix product: see gpu.conv.direct"
+        if max(shape.n) > LONGEST:
+            return f"transforms of more than {LONGEST} points are not tried: cuFFT may want memory for them"
+        if shape.activation == "softmax":
+            return "softmax needs all maps of a voxel at once, and they come some at a time: see gpu.conv.direct"
+        return None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        """How many maps, or kernels, are transformed at once: fewer take less memory."""
+        del machine
+        shape = as_conv(shape)
+        pairs = shape.fin * shape.fout
+        most = (TOGETHER * shape.fin, shape.fin, 8)
+        return tuple(Variant.of(maps=maps) for maps in dict.fromkeys(min(maps, pairs) for maps in most))
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del threads
+        shape = as_conv(shape)
+        t = _sizes(shape, variant)
+        rows = COMPLEX64 * t.half * t.padded[1]  # of one plane before its last turn
+        return Footprint(
+            resident=shape.weight_bytes,
+            input_until=0,
+            output_from=2,
+            stages=3,
+            scratch=(
+                Scratch("spectra", COMPLEX64 * shape.batch * shape.fin * t.image, 0, 1),
+                Scratch("lines_in", t.maps_in * shape.n[0] * rows + WORK_BYTES, 0, 0),
+                Scratch("kernels", COMPLEX64 * t.kernels * t.image, 1, 1),
+                Scratch("lines_kernels", t.kernels * shape.k[0] * rows + WORK_BYTES, 1, 1),
+                Scratch("sums", COMPLEX64 * shape.batch * shape.fout * t.image, 1, 2),
+                Scratch("lines_out", t.maps_out * shape.out[0] * rows + WORK_BYTES, 2, 2),
+            ),
+            reads_carried=True,
+            raises_peak=True,
+            allowance=PLANS * TABLES_BYTES,
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        shape = as_conv(shape)
+        t = _sizes(shape, variant)
+        outputs = min(TOGETHER, max(1, t.kernels // shape.fin))
+        images = min(TOGETHER, shape.batch)
+        forward, kernels, back = (_passes(t, size) for size in (shape.n, shape.k, shape.out))
+        pairs = shape.fin * shape.fout
+        flops = 5.0 * t.image * log2(prod(t.padded)) * (shape.batch * (shape.fin + shape.fout) + pairs)
+        nbytes = (
+            shape.in_bytes
+            + shape.out_bytes
+            + COMPLEX64 * (shape.batch * (shape.fin * forward + shape.fout * back) + pairs * kernels)
+            # to multiply: a value of each kernel for `images` images, a value of each image for `outputs` kernels
+            + COMPLEX64 * t.image * pairs * shape.batch * (1 / images + 1 / outputs)
+        )
+        return (Work("gpu_cufft", flops + 8.0 * t.image * pairs * shape.batch, nbytes),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
+        del variant
+        assert weights is not None
+        return _Resident(
+            device.put(np.ascontiguousarray(weights.weight, np.float32), "weights"),
+            device.put(np.ascontiguousarray(weights.bias, np.float32), "biases"),
+        )
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
+        return _Step(resident, as_conv(shape), variant, device)
+
+
+def _passes(t: _Sizes, size: Vec3) -> float:
+    """Complex numbers read and written to transform one map of `size` voxels that are not zero, or wanted.
+
+    A transform reads and writes its lines, a turn reads what there is and writes what it was padded to.
+    """
+    rows, planes = size[0] * size[1] * t.half, size[0] * t.half * t.padded[1]
+    return 3.0 * rows + rows + 3.0 * planes + planes + 3.0 * t.image
+
+
+class _Resident(NamedTuple):
+    weight: Any  # (f', f, k) float32
+    bias: Any  # (f',) float32
+
+
+class _Batches:
+    """Transforms of any number of lines, a bounded number of them at a time."""
+
+    def __init__(self, device: Device, kind: Any, n: int, pitch: int) -> None:
+        self._device, self._kind, self._n, self._pitch = device, kind, n, pitch
+        self._plans: dict[int, Any] = {}
+
+    def plan(self, lines: int) -> None:
+        """Plan what `lines` lines need."""
+        for _, count in self._parts(lines):
+            if count not in self._plans:
+                self._plans[count] = self._device.libraries.lines(self._kind, self._n, count)
+
+    def forward(self, store: Any, offset: int, lines: int, work: Any) -> None:
+        """Transform `lines` lines that begin `offset` complex numbers into `store`; `work` is free meanwhile."""
+        for start, count in self._parts(lines):
+            self._plans[count].forward(self._view(store, offset, start, count), work)
+
+    def backward(self, store: Any, offset: int, lines: int, work: Any) -> None:
+        for start, count in self._parts(lines):
+            self._plans[count].backward(self._view(store, offset, start, count), work)
+
+    def _parts(self, lines: int) -> Iterator[tuple[int, int]]:
+        most = max(1, LINES_VALUES // self._pitch)
+        for start in range(0, lines, most):
+            yield start, min(most, lines - start)
+
+    def _view(self, store: Any, offset: int, start: int, count: int) -> Any:
+        first = COMPLEX64 * (offset + start * self._pitch)
+        return self._device.view(store, (count, self._pitch), np.complex64, offset=first)
+
+
+class _Step:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
+        self._resident, self._shape, self._device = resident, shape, device
+        self._sizes = t = _sizes(shape, variant)
+        self._type = "half" if shape.precision == "fp16" else "float"
+        chunks = {count for _, count in _some(shape.fin * shape.fout, t.kernels)}
+        outputs = {count for chunk in chunks for _, count in _some(chunk // shape.fin or 1, TOGETHER)}
+        images = {count for _, count in _some(shape.batch, TOGETHER)}
+        self._kernels = device.kernels(
+            "conv_fft.cu",
+            [
+                *(f"gather<{self._type}>", f"scatter<{self._type}>", "pad", "turn"),
+                *(f"multiply<{g}, {s}>" for g in sorted(outputs) for s in sorted(images)),
+            ],
+        )
+        gz, gy, gx = t.padded
+        self._along_z = _Batches(device, "complex", gz, gz)
+        self._along_y = _Batches(device, "complex", gy, gy)
+        self._along_x = _Batches(device, "real", gx, t.half)
+        for total, most, (nz, ny, _) in (
+            (shape.fin, t.maps_in, shape.n),
+            (shape.fin * shape.fout, t.kernels, shape.k),
+            (shape.fout, t.maps_out, shape.out),
+        ):
+            for maps in {count for _, count in _some(total, most)}:
+                self._along_x.plan(maps * nz * ny)
+                self._along_y.plan(maps * nz * t.half)
+                self._along_z.plan(maps * t.half * gy)
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        del x_peak  # the footprint does not ask for it
+        shape, t = self._shape, self._sizes
+        for s in range(shape.batch):
+            for first, maps in _some(shape.fin, t.maps_in):
+                self._transform(x[s], None if before is None else before[s], s, first, maps, scratch)
+        for first, kernels in _some(shape.fin * shape.fout, t.kernels):
+            self._transform_kernels(first, kernels, scratch)
+            self._multiply(first, kernels, scratch)
+        for s in range(shape.batch):
+            for first, maps in _some(shape.fout, t.maps_out):
+                self._invert(out[s], s, first, maps, out_peak, scratch)
+
+    def _transform(self, x: Any, before: Any | None, s: int, first: int, maps: int, scratch: Mapping[str, Any]) -> None:
+        """Spectra of `maps` maps of one image (n_z, n_y, n_x, f), in their places."""
+        shape, t = self._shape, self._sizes
+        nz, ny, nx = shape.n
+        at = (s * shape.fin + first) * t.image
+        pitch = 2 * t.half
+        self._kernels[f"gather<{self._type}>"](
+            (-(-pitch // TILE) * -(-maps // TILE) * ny * nz,),
+            BLOCK,
+            before,
+            x,
+            self._from(scratch["spectra"], at),
+            0 if before is None else before.shape[0],
+            *(shape.fin, first, maps, nz, ny, nx, pitch),
+        )
+        self._forward(scratch["spectra"], at, scratch["lines_in"], maps, nz, ny)
+
+    def _transform_kernels(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
+        """Spectra of `kernels` kernels, counted from all (f', f)."""
+        shape, t = self._shape, self._sizes
+        kz, ky, kx = shape.k
+        lines, pitch = kernels * kz * ky, 2 * t.half
+        weights = self._resident.weight.reshape(shape.fout * shape.fin, kz, ky, kx)[first:]
+        self._kernels["pad"]((-(-lines * pitch // THREADS),), (THREADS,), weights, scratch["kernels"], lines, kx, pitch)
+        self._forward(scratch["kernels"], 0, scratch["lines_kernels"], kernels, kz, ky)
+
+    def _forward(self, store: Any, at: int, lines: Any, maps: int, nz: int, ny: int) -> None:
+        """From padded lines along x, `at` complex numbers into `store`, to spectra in the same place."""
+        t = self._sizes
+        gz, gy, _ = t.padded
+        self._along_x.forward(store, at, maps * nz * ny, self._work(lines))
+        self._turn(self._from(store, at), lines, maps * nz, (ny, t.half), (t.half, gy))
+        self._along_y.forward(lines, 0, maps * nz * t.half, lines[:0])
+        self._turn(lines, self._from(store, at), maps, (nz, t.half * gy), (t.half * gy, gz))
+        self._along_z.forward(store, at, maps * t.half * gy, lines[:0])
+
+    def _multiply(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
+        """Add what the `kernels` kernels from `first` on give to the sums of their output maps."""
+        shape, t = self._shape, self._sizes
+        output, i = divmod(first, shape.fin)
+        done = 0
+        while done < kernels:
+            count = min(shape.fin - i, kernels - done)
+            outputs = min(TOGETHER, (kernels - done) // shape.fin) or 1
+            for s, images in _some(shape.batch, TOGETHER):
+                self._kernels[f"multiply<{outputs}, {images}>"](
+                    (-(-t.image // THREADS),),
+                    (THREADS,),
+                    self._from(scratch["spectra"], (s * shape.fin + i) * t.image),
+                    self._from(scratch["kernels"], done * t.image),
+                    self._from(scratch["sums"], (s * shape.fout + output) * t.image),
+                    *(t.image, count, shape.fin * t.image, shape.fin * t.image, shape.fout * t.image, int(i > 0)),
+                )
+            done += outputs * count  # several outputs have all their maps here
+            output, i = output + outputs, 0
+
+    def _invert(self, out: Any, s: int, first: int, maps: int, peak: int, scratch: Mapping[str, Any]) -> None:
+        """Sums of `maps` maps, transformed back, to their places in one image (m_z, m_y, m_x, f')."""
+        shape, t = self._shape, self._sizes
+        gz, gy, gx = t.padded
+        mz, my, mx = shape.out
+        store, lines, at = scratch["sums"], scratch["lines_out"], (s * shape.fout + first) * t.image
+        self._along_z.backward(store, at, maps * t.half * gy, lines[:0])
+        self._turn(self._from(store, at), lines, maps, (t.half * gy, gz), (mz, t.half * gy))
+        self._along_y.backward(lines, 0, maps * mz * t.half, lines[:0])
+        self._turn(lines, self._from(store, at), maps * mz, (t.half, gy), (my, t.half))
+        self._along_x.backward(store, at, maps * mz * my, self._work(lines))
+        self._kernels[f"scatter<{self._type}>"](
+            (-(-mx // TILE) * -(-maps // TILE) * my * mz,),
+            BLOCK,
+            self._from(store, at),
+            out,
+            self._resident.bias,
+            np.uint64(peak),
+            1.0 / (gz * gy * gx),
+            ACTIVATIONS.index(shape.activation),
+            *(shape.fout, first, maps, mz, my, mx, 2 * t.half),
+        )
+
+    def _turn(self, source: Any, target: Any, batch: int, rows_columns: tuple[int, int], to: tuple[int, int]) -> None:
+        """Turn `batch` matrices over, cropped to the first `to[0]` columns, lines padded with zeros to `to[1]`."""
+        blocks = batch * -(-to[0] // TILE) * -(-to[1] // TILE)
+        self._kernels["turn"]((blocks,), BLOCK, source, target, *rows_columns, *to)
+
+    def _work(self, lines: Any) -> Any:
+        """What cuFFT may use while lines along x are transformed, which is before they are turned over, or after."""
+        return lines[-self._device.address(lines) % WORK_ALIGNMENT :]
+
+    def _from(self, store: Any, at: int) -> Any:
+        """`store` from complex number `at` on."""
+        return store[COMPLEX64 * at :]
+
+
+def _some(total: int, most: int) -> Iterator[tuple[int, int]]:
+    """`total` things, `most` at a time: the first, and how many."""
+    for first in range(0, total, most):
+        yield first, min(most, total - first)
