@@ -108,7 +108,7 @@ class Moves:
         """
         channels, nz, ny, nx = raw.shape
         d, itemsize = self._device, raw.dtype.itemsize
-        tables = (self._mean, self._std, peak)
+        tables = (self._mean, self._std, np.uint64(peak))
         dense = raw.strides[1:] == (ny * nx * itemsize, nx * itemsize, itemsize)
         if channels == 1 and dense and d.address(raw) % (4 * itemsize) == 0 and d.address(x) % (4 * x.itemsize) == 0:
             kernel = self._kernels[f"convert<{self._raw}, {self._values}>"]
@@ -152,7 +152,7 @@ class Moves:
             *(fragments, fragments.strides[0] // fragments.dtype.itemsize, lines[r], lines[o]),
             *(self._fragment_of, table[r], table[o], first, images),
             *(out, sf, steps[r], steps[o], sx),
-            *(maps, n[o], n[2], period[r], period[o], px, to, tx, int(across), peak),
+            *(maps, n[o], n[2], period[r], period[o], px, to, tx, int(across), np.uint64(peak)),
             shared=FLOAT32 * min(maps, MAPS) * to * (tx + 1),
         )
 
@@ -192,7 +192,7 @@ class Moves:
         self._kernels[f"peak_of<{self._values}, {width}>"](
             self._grid(len(x), count // width),
             (THREADS,),
-            *(x, x.strides[0] // itemsize, len(x), count, peak),
+            *(x, x.strides[0] // itemsize, len(x), count, np.uint64(peak)),
         )
 
     def _grid(self, images: int, threads: int) -> tuple[int, int]:

@@ -1,0 +1,247 @@
+"""Maxima over windows on a GPU: max-pooling, max-pooling fragments, the max-filter, maxout.
+
+Method   A thread walks along z and keeps the maxima over y and x of the last planes, so that no value is read twice from
+         memory; a position's maximum goes straight to its place in its fragment. pool.cu.
+Shapes   As for the CPU: fragment (oz * py + oy) * px + ox of image s is image s * P + it.
+Bound    Memory: the input is read once, the output written once.
+Exact    A maximum does not round. NaN in, NaN out.
+Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
+Tested   tests/gpu/test_pool.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work
+from znnpy.shapes import FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3, valid
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.machine import Machine
+
+SOURCE = "pool.cu"
+THREADS = 512  # of a block that walks
+LINE = 128  # neighbouring vectors of a line that a block takes at most
+WIDEST = 5  # a window that is no wider along any axis gets a kernel of its own
+WAVES = 4  # blocks a multiprocessor that there should be, cutting z if need be
+OVERLAPS = 8  # a piece of z is at least so many windows: it reads p_z - 1 planes more
+GROUP_THREADS = 256
+MOST_IMAGES = 65535  # of a grid along z: their loop takes what is left
+REGISTERS = 64
+
+Windowed = PoolShape | FilterShape
+
+
+def windowed(shape: LayerShape) -> Windowed:
+    """`shape`, which a primitive for maxima over windows was asked for; TypeError if it is another kind of layer."""
+    if not isinstance(shape, Windowed):
+        raise TypeError(f"maxima over windows are computed here, not {shape}")
+    return shape
+
+
+def elements(itemsize: int, width: int) -> str:
+    """C++ template arguments of a vector of `width` neighbouring maps."""
+    if itemsize == 4:
+        return f"float, {width}"
+    return f"half2, {width // 2}" if width % 2 == 0 else "half, 1"
+
+
+def instances() -> list[Instance]:
+    """Kernels for all vectors, of the commonest window and of any."""
+    vectors = [elements(4, width) for width in (1, 2, 4)] + [elements(2, width) for width in (1, 2, 4, 8)]
+    slides = [f"slide<{e}, {window}>" for e in vectors for window in ("2, 2, 2", "0, 0, 0")]
+    names = [*slides, "groups<float>", "groups<half>"]
+    return [Instance(SOURCE, name, REGISTERS) for name in names]
+
+
+class _OnGpu:
+    """What primitives without weights share."""
+
+    __slots__ = ()
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del shape, machine
+        return (Variant(),)
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        return (Work("gpu_stream", 0.0, shape.in_bytes + shape.out_bytes),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> None:
+        """Nothing to prepare."""
+        del weights, variant, device
+
+
+class _Maxima(_OnGpu):
+    """What the three primitives share; they differ in where windows begin and where their maxima go."""
+
+    __slots__ = ()
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del shape, variant, threads
+        return Footprint(reads_carried=True)
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
+        del resident, variant
+        return _Step(windowed(shape), device)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMax(_Maxima):
+    """Plain max-pooling: one image out per image in."""
+
+    name: str = "gpu.pool.max"
+    kind: Kind = "pool"
+    version: int = 1
+    summary: str = "plain max-pooling: strided output"
+    source: str = "definition"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        if not isinstance(shape, PoolShape):
+            return f"computes poolings, not {shape.kind}"
+        return "dense output needs every offset: see gpu.pool.fragments" if shape.fragments else None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFragments(_Maxima):
+    """Max-pooling fragments: an image out for each offset of the window, so that output stays dense."""
+
+    name: str = "gpu.pool.fragments"
+    kind: Kind = "pool"
+    version: int = 1
+    summary: str = "max-pooling of dense inference: the fragments of all offsets in one pass"
+    source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        if not isinstance(shape, PoolShape):
+            return f"computes poolings, not {shape.kind}"
+        return None if shape.fragments else "plain pooling has no fragments: see gpu.pool.max"
+
+
+@dataclass(frozen=True, slots=True)
+class MaxFilter(_Maxima):
+    """The maximum over a window at every position."""
+
+    name: str = "gpu.maxfilter.direct"
+    kind: Kind = "maxfilter"
+    version: int = 1
+    summary: str = "the maximum over a window at every position"
+    source: str = "definition"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        return None if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+
+
+class _Step:
+    def __init__(self, shape: Windowed, device: Device) -> None:
+        self._shape, self._device = shape, device
+        plain = isinstance(shape, PoolShape) and not shape.fragments
+        fragments = isinstance(shape, PoolShape) and shape.fragments
+        self._step: Vec3 = shape.p if plain else (1, 1, 1)
+        self._split: Vec3 = shape.p if fragments else (1, 1, 1)
+        self._positions: Vec3 = shape.out if plain else valid(shape.n, shape.p)
+        known = shape.p if not plain and max(shape.p) <= WIDEST else (0, 0, 0)
+        widths = [w for w in (4, 2, 1) if shape.f % w == 0]
+        if shape.itemsize == 2:
+            widths = [w for w in (8, 4, 2, 1) if shape.f % w == 0]
+        names = {w: f"slide<{elements(shape.itemsize, w)}, {', '.join(map(str, known))}>" for w in widths}
+        kernels = device.kernels(SOURCE, list(names.values()))
+        self._kernels = {width: kernels[name] for width, name in names.items()}  # widest first
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        del scratch, x_peak, out_peak  # a pooling passes the peak of its input on
+        shape, (mz, my, mx) = self._shape, self._positions
+        old = x if before is None else before
+        width = self._width(x, out, old)
+        vector, maps = width * shape.itemsize, shape.f // width
+        run = mx * maps
+        pieces = -(-run // LINE)
+        along = -(-run // (32 * pieces)) * 32  # equal pieces of a line, in whole warps
+        lines = THREADS // along
+        grid_x, images = -(-run // along) * -(-my // lines), min(len(x), MOST_IMAGES)
+        cuts = max(1, WAVES * self._device.gpu.multiprocessors // (grid_x * images))
+        chunk = max(-(-mz // cuts), OVERLAPS * shape.p[0])
+        self._kernels[width](
+            (grid_x, -(-mz // chunk), images),
+            (along, lines),
+            *(old, old.strides[0] // vector, x, x.strides[0] // vector, out, out.strides[0] // vector),
+            *(len(x), shape.n[0] - x.shape[1], shape.n[1], shape.n[2], maps),
+            *(*self._positions, *shape.p, *self._step, *self._split, chunk),
+        )
+
+    def _width(self, *arrays: Any) -> int:
+        """Maps of the widest vector that all images of `arrays` begin on."""
+        begins = [number for a in arrays for number in (self._device.address(a), a.strides[0])]
+        return next(w for w in self._kernels if all(n % (w * self._shape.itemsize) == 0 for n in begins))
+
+
+@dataclass(frozen=True, slots=True)
+class MaxoutDirect(_OnGpu):
+    """The maximum over groups of neighbouring maps."""
+
+    name: str = "gpu.maxout.direct"
+    kind: Kind = "maxout"
+    version: int = 1
+    summary: str = "the maximum over groups of neighbouring maps"
+    source: str = "Goodfellow et al., Maxout networks, 2013"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        return None if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del shape, variant, threads
+        return Footprint()
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _MaxoutStep:
+        del resident, variant
+        if not isinstance(shape, MaxoutShape):
+            raise TypeError(f"gpu.maxout.direct computes maxouts, not {shape}")
+        return _MaxoutStep(shape, device)
+
+
+class _MaxoutStep:
+    def __init__(self, shape: MaxoutShape, device: Device) -> None:
+        name = "groups<half>" if shape.itemsize == 2 else "groups<float>"
+        self._shape = shape
+        self._kernel = device.kernels(SOURCE, [name])[name]
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        del scratch, x_peak, out_peak
+        assert before is None, "maxout joins no planes"
+        itemsize, count = self._shape.itemsize, self._shape.out_bytes // (self._shape.itemsize * len(out))
+        self._kernel(
+            (-(-count // GROUP_THREADS), min(len(out), MOST_IMAGES)),
+            (GROUP_THREADS,),
+            *(x, x.strides[0] // itemsize, out, out.strides[0] // itemsize, len(out), count, self._shape.of),
+        )
