@@ -7,13 +7,15 @@ vector instructions. Those of GPUs are what an H200 reached, scaled by what a ca
 primitives hold better than the seconds do.
 
 What was measured of one layer, at one size, corrects the estimate of that layer at every size: the layer's own speed
-counts there, and the primitive's work says how it grows.
+counts there, and the primitive's work says how it grows. It corrects the primitive's other variants too, and less
+surely its other layers, as far as these were not measured themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.primitive import Unit, Work
@@ -94,6 +96,11 @@ class Case:
     activation: str
     precision: str
 
+    def is_run_as(self, other: Case) -> bool:
+        """By the same primitive in the same precision."""
+        mine, its = (self.primitive, self.version, self.precision), (other.primitive, other.version, other.precision)
+        return mine == its
+
 
 def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
     """What a measurement of `primitive` on `shape` says something of."""
@@ -149,14 +156,22 @@ class Rates:
         return replace(self, units={unit: units.get(unit, rate) for unit, rate in self.units.items()})
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """Of one run of `shape`: as measured where that was done, else as the rates have it."""
+        """Of one run of `shape`: as measured where that was done, or something like it, else as the rates have it."""
         work = primitive.work(shape, variant)
         estimate = seconds(work, self)
-        factor = self.measured.get(case(primitive, shape, variant)) if self.measured else None
-        if factor is None:
+        if not self.measured:
             return estimate
         between = len(work) * self.stage_seconds
-        return between + factor * (estimate - between)
+        return between + self._factor(case(primitive, shape, variant)) * (estimate - between)
+
+    def _factor(self, wanted: Case) -> float:
+        """That of the case itself, or the mean of those that are most like it; 1 where none is."""
+        exact = self.measured.get(wanted)
+        if exact is not None:
+            return exact
+        of_primitive = [(known, factor) for known, factor in self.measured.items() if known.is_run_as(wanted)]
+        of_layer = [factor for known, factor in of_primitive if replace(known, variant=wanted.variant) == wanted]
+        return geometric_mean(of_layer or [factor for _, factor in of_primitive] or [1.0])
 
     def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """`seconds` come from a measurement."""

@@ -133,10 +133,8 @@ def _check_wishes(
 def _check_device(machine: Machine, limits: Limits, device: DeviceKind, only: Sequence[str]) -> None:
     if device == "gpu" and machine.gpu is None:
         raise NoPlanError("layers are to run on a GPU, and there is none; drop --device, or choose --device cpu")
-    if device == "gpu" and not limits.vram_bytes:
-        raise NoPlanError(
-            f"a run on a GPU needs memory there, not {limits.vram_bytes or 'no limit at all'} bytes; raise --vram"
-        )
+    if device == "gpu" and limits.vram_bytes is None:
+        raise NoPlanError("a run on a GPU needs memory there, and has no limit for it; give --vram")
     for name in only:
         if device_of(name) != device:
             raise NoPlanError(

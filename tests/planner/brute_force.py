@@ -6,17 +6,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
+from math import prod
 from typing import Any
 
-from fakes import CARRYING, FAKES, MACHINE, Fake, limits
+from fakes import CARRYING, FAKES, WITH_GPU, Fake
 
 from znnpy.kernels.primitive import Footprint, Variant
+from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.patches import Cover
 from znnpy.planner.candidates import Candidate, Space, all_sizes, all_spaces, candidates, splits
 from znnpy.planner.cost import seconds
 from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, loops, place
-from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, reading_bytes, writing_bytes
+from znnpy.planner.memory import (
+    LIBRARIES_BYTES,
+    READER_BYTES,
+    WRITER_BYTES,
+    DeviceKind,
+    reading_bytes,
+    staging_bytes,
+    writing_bytes,
+)
 from znnpy.planner.plan import Plan, patch_in
 from znnpy.planner.search import make_plan
 from znnpy.shapes import LayerShape, Vec3, fused
@@ -24,13 +34,20 @@ from znnpy.shapes import LayerShape, Vec3, fused
 SMALL: Vec3 = (4, 4, 3)  # an output
 BASELINE = 1000
 AROUND = READER_BYTES + WRITER_BYTES  # of every plan
+CONTEXT = LIBRARIES_BYTES  # of every plan for a GPU: CUDA itself takes nothing here
 THREADS = 2
 
 
 def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Plan:
     """What the search finds, with fakes and the figures that are known for all plans here."""
     settings: dict[str, Any] = {"table": FAKES, "rates": CARRYING, "baseline": BASELINE} | words
-    return make_plan(network, output, MACHINE, limits(ram_bytes, THREADS), **settings)
+    return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS), **settings)
+
+
+def planned_on_gpu(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> Plan:
+    """The same for a GPU of which CUDA itself takes nothing."""
+    settings: dict[str, Any] = {"rates": CARRYING, "baseline": BASELINE, "context": 0, "device": "gpu"} | words
+    return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS, vram_bytes), **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +68,9 @@ class Run:
 class Known:
     """One plan of all."""
 
-    peak: int  # bytes
-    around: int  # of them for the process, and for patches on their way in and out
+    peak: int  # bytes where the layers run
+    around: int  # of them for the process or for CUDA, and for patches on their way in and out
+    host: int  # bytes of the process
     assumed: int  # the same where the input of a convolution that a pooling follows is as large as for both in one
     seconds: float  # for the whole output
     walks: bool
@@ -61,7 +79,7 @@ class Known:
 
 
 @cache
-def everything(network: Network, output: Vec3, table: tuple[Fake, ...]) -> list[Known]:
+def everything(network: Network, output: Vec3, table: tuple[Fake, ...], device: DeviceKind = "cpu") -> list[Known]:
     """All plans, of patches and of columns along every axis."""
     found: list[Known] = []
     for space in all_spaces(network, output):
@@ -70,7 +88,7 @@ def everything(network: Network, output: Vec3, table: tuple[Fake, ...]) -> list[
                 split = shape.split(at_once)
                 steps = [steps_of(split.cover, ahead) for ahead in space.ahead]
                 runs = ways(split.shapes, steps, table)
-                found.extend(known(space, split, way, split=any(at_once)) for way in runs)
+                found.extend(known(space, split, way, device, split=any(at_once)) for way in runs)
     return found
 
 
@@ -98,18 +116,22 @@ def ways(layers: Sequence[LayerShape], steps: Sequence[int], table: Sequence[Fak
 
 def alone(layer: LayerShape, steps: int, table: Sequence[Fake]) -> list[Run]:
     """Every way to run one layer, or two in one."""
-    applying = (p for p in table if p.kind == layer.kind and p.why_not(layer, MACHINE) is None)
-    return [Run(layer, p, v, steps) for p in applying for v in p.variants(layer, MACHINE)]
+    applying = (p for p in table if p.kind == layer.kind and p.why_not(layer, WITH_GPU) is None)
+    return [Run(layer, p, v, steps) for p in applying for v in p.variants(layer, WITH_GPU)]
 
 
-def known(space: Space, shape: Candidate, runs: Sequence[Run], *, split: bool) -> Known:
+def known(space: Space, shape: Candidate, runs: Sequence[Run], device: DeviceKind, *, split: bool) -> Known:
     """Bytes and seconds of one plan, from the parts it is made of."""
     network = space.network
     new = patch_in(network, shape.patch, 0, walks=space.walks)
     shapes = [run.shape for run in runs]
     tensors, arena = place(chain([(run.shape, run.footprint) for run in runs], new[0]))
-    around = BASELINE + reading_bytes(network.input_channels, new, 1, steps=shape.cover.steps(shape.cover.margin))
-    around += writing_bytes(network.output_channels, shape.patch, 4, steps=shape.cover.steps(0))
+    reads, writes = shape.cover.steps(shape.cover.margin), shape.cover.steps(0)
+    host = BASELINE + reading_bytes(network.input_channels, new, 1, steps=reads, device=device)
+    host += writing_bytes(network.output_channels, shape.patch, 4, steps=writes, device=device)
+    raw_bytes, out_bytes = network.input_channels * prod(new), 4 * network.output_channels * prod(shape.patch)
+    staging = staging_bytes(raw_bytes, out_bytes, reads=reads, writes=writes)
+    around = host if device == "cpu" else CONTEXT + staging
     beside = (
         carried_bytes(shapes, new[0])
         + sum(run.footprint.resident for run in runs)
@@ -122,7 +144,9 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], *, split: bool) -
         once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.carrying
         spent += run.steps * times * once
     assumed = max(arena, live_peak(widened(tensors, shapes)))
-    return Known(around + beside + arena, around, around + beside + assumed, spent, space.walks, split, len(runs))
+    peak = around + beside + arena
+    host = peak if device == "cpu" else host
+    return Known(peak, around, host, around + beside + assumed, spent, space.walks, split, len(runs))
 
 
 def widened(tensors: Sequence[Tensor], shapes: Sequence[LayerShape]) -> list[Tensor]:

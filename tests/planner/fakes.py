@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
-from znnpy.machine import Limits, Machine
+from znnpy.machine import Gpu, Limits, Machine
 from znnpy.network import ConvWeights
 from znnpy.planner.cost import Rate, Rates
 from znnpy.shapes import ConvShape, LayerShape
 
 MACHINE = Machine("fake", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))
+GPU = Gpu("made up", (9, 0), 100, 2**40, 2**25, 2**17, 2**18, 4e12, 13000, (("cupy", "14"),))
+WITH_GPU = replace(MACHINE, gpu=GPU)
 RATES = Rates(stage_seconds=0.0)
 CARRYING = RATES.replaced(copy=Rate(flops=50e9, nbytes=2.5e12))  # beside fakes: columns often pay
 
@@ -83,6 +85,11 @@ FILTER = Fake("cpu.maxfilter.direct", "maxfilter", unit="pool")
 MAXOUT = Fake("cpu.maxout.direct", "maxout", unit="pool")
 
 FAKES: tuple[Fake, ...] = (SLOW, FAST, OVER, BOTH, POOL, FILTER, MAXOUT)
+
+
+def on_gpu(*fakes: Fake) -> tuple[Fake, ...]:
+    """The same on a GPU, for which the same rates are taken."""
+    return tuple(replace(fake, name=fake.name.replace("cpu.", "gpu.", 1)) for fake in fakes)
 
 
 def limits(ram_bytes: int, threads: int = 2) -> Limits:

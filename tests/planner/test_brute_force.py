@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 from brute_force import SMALL, Known, everything, planned
-from fakes import BOTH, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake
+from fakes import BOTH, FAST, FILTER, OVER, POOL, SLOW, WITH_GPU, Fake
 
 from znnpy.errors import NoPlanError
 from znnpy.network import Conv, Layer, MaxFilter, Network, Pool
@@ -68,7 +68,7 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str)
                 assert plan.memory.peak <= ram_bytes
                 assert least * (1 - 1e-12) <= plan.seconds <= sure * (1 + 1e-12), (ram_bytes, columns, depth_first)
                 assert columns is not False or plan.seconds == pytest.approx(least, rel=1e-12)
-                plan.check_runs(network, MACHINE, table=table)
+                plan.check_runs(network, WITH_GPU, table=table)
                 missed += plan.seconds > least * (1 + 1e-12) and sure < inf
                 planned_at += 1
     assert planned_at > 90

@@ -259,7 +259,7 @@ def test_no_plan_needs_less_than_the_largest(
             shape = whole.split(at_once)
             steps = [steps_of(shape.cover, ahead) for ahead in space.ahead]
             for runs in ways(shape.shapes, steps, (SLOW, OVER, BOTH, POOL)):
-                plan = known(space, shape, runs, split=any(at_once))
+                plan = known(space, shape, runs, "cpu", split=any(at_once))
                 assert shape.largest <= plan.assumed - plan.around
                 tried += 1
     assert tried > 500
