@@ -7,13 +7,14 @@ measures, between its other work, so that clocks and temperature are those of th
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from math import ceil
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from header import machine_header
 
@@ -27,6 +28,7 @@ ROUNDS = 5  # of every limit; the median counts
 LEAST_SECONDS = 4e-3  # between two events: shorter work is queued more often
 MOST_REPEATS = 50
 COPIED_BYTES = 2**30
+PAUSE = 2e-3  # seconds between two looks at the memory that is free
 MATRIX = 8192  # rows and columns
 READINGS = (
     "name",
@@ -106,15 +108,8 @@ class Clock:
 
     def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
         """Of one run, when `repeats` are queued one behind the other on an idle device."""
-        device = self._device
-        device.synchronize()
-        begin, end = device.event(timing=True), device.event(timing=True)
-        begin.record(device.stream)
-        for _ in range(repeats):
-            run()
-        end.record(device.stream)
-        device.synchronize()
-        return float(device.elapsed_seconds(begin, end)) / repeats
+        self._device.synchronize()
+        return float(sum(self._device.elapsed(run, repeats))) / repeats
 
 
 class TorchClock:
@@ -141,6 +136,34 @@ class WallClock:
         for _ in range(repeats):
             run()
         return (time.perf_counter() - begin) / repeats
+
+
+class Lowest:
+    """The least memory that was free on the device while this is open: a thread asks every `PAUSE` seconds.
+
+    free_bytes  so far
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.free_bytes = int(device.free_bytes())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *cause: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        self.free_bytes = min(self.free_bytes, int(self._device.free_bytes()))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(PAUSE):
+            self.look()
 
 
 def copy_rate(device: Device, nbytes: int = COPIED_BYTES) -> float:

@@ -30,7 +30,7 @@ VALUES = 2**26 - 5  # random ones; longer inputs repeat them, and a prime number
 ALIGNMENT = 256  # of scratch, bytes
 HOPELESS = 1.6  # times the best variant's time: no second try
 OF_A_TILE = 3  # variants of each size of tile that are tried
-ROOM = 2**30  # bytes that are left to what libraries allocate
+ROOM = 1 / 64  # of the card's memory, left to what libraries allocate
 PEERS: dict[Precision, tuple[PeerPrecision, ...]] = {"fp32": ("fp32",), "tf32": ("tf32",), "fp16": ("fp16", "bf16")}
 LAYOUTS: dict[str, tuple[Layout, ...]] = {"fp32": ("contiguous", "channels_last_3d")}
 LAYOUT_OF_OTHERS: tuple[Layout, ...] = ("channels_last_3d",)  # contiguous, cuDNN transposes for tensor cores
@@ -97,7 +97,7 @@ class Ours:
 
     def __init__(self, given: Input, device: Device, machine: Machine, options: argparse.Namespace) -> None:
         self._given, self._device, self._machine, self._options = given, device, machine, options
-        self._rates = assumed_rates(machine, machine.cores)
+        self._rates = assumed_rates(machine, machine.cores, "gpu")
         shape = given.shape
         out = device.allocate(shape.out_bytes, "the output")
         self._out = device.view(out, shape.out_shape, np.float16 if shape.itemsize == 2 else np.float32)
@@ -166,7 +166,7 @@ class Ours:
         footprint = primitive.footprint(self._given.shape, variant, 1)
         held = 0 if self._scratch is None else self._scratch.nbytes
         needed = max(held, _scratch_bytes(footprint.scratch)) - held + 2 * footprint.resident + footprint.allowance
-        return bool(needed + ROOM <= self._device.free_bytes())
+        return bool(needed + ROOM * self._device.gpu.memory_bytes <= self._device.free_bytes())
 
     def _entry(self, primitive: Primitive, variant: Variant) -> Entry:
         shape, device = self._given.shape, self._device
@@ -211,6 +211,7 @@ class Ours:
 
     def poison(self) -> None:
         """What is not written is seen."""
+        self._device.synchronize()
         self._out.fill(np.nan)
         self._device.synchronize()
 

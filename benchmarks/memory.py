@@ -49,7 +49,8 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.planner.layout import chain, place
-from znnpy.run.arena import Arena
+from znnpy.planner.plan import device_of
+from znnpy.run.arena import host_arena
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
@@ -184,8 +185,9 @@ def run(case: Case, weights: ConvWeights | None) -> None:
     with EvenCrew(case.threads) as crew:
         resident = case.primitive.prepare(weights, case.variant, crew)
         step = case.primitive.bind(resident, case.shape, case.variant, crew)
-        arena = Arena(nbytes, tensors)
-        x, out = arena.floats("x0", case.shape.in_shape), arena.floats("x1", case.shape.out_shape)
+        arena = host_arena(nbytes, tensors)
+        x = arena.tensor("x0", case.shape.in_shape, np.float32)
+        out = arena.tensor("x1", case.shape.out_shape, np.float32)
         x[...] = 0.5
         step.run(x, out, arena.scratch(0))
 
@@ -290,6 +292,8 @@ def primitives(options: argparse.Namespace) -> None:
     rows: list[Row] = []
     most = options.most_mib * MIB
     for primitive in TABLE:
+        if device_of(primitive.name) != "cpu":
+            continue
         if options.only and primitive.name not in options.only:
             continue
         for threads in options.threads:

@@ -11,6 +11,8 @@ output is compared with znnpy's, on the same random volume with the same random 
 `--quick` gives PyTorch small patches, and so not its best figure; the full mode gives it the patches it was fastest
 with when it was measured before; `--largest` adds the largest that fit into 16 GiB, ten minutes each in the worst case.
 What does not fit into `--minutes` is recorded as not run. Results and picture are written after every run.
+
+With `--device gpu` everything is another: see networks_gpu.py, and `--device gpu --help` for its words.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 import bars
 import numpy as np
 from apart import Outcome, run_apart
-from header import machine_header, without_forced_blas_kernels
+from header import machine_header, taken_device, without_forced_blas_kernels
 
 from znnpy.errors import MissingExtraError
 from znnpy.formats.networks import read_network
@@ -343,4 +345,10 @@ def require_torch() -> None:
 
 if __name__ == "__main__":
     without_forced_blas_kernels()
-    main()
+    device, words = taken_device()
+    if device == "gpu":
+        import networks_gpu
+
+        networks_gpu.main(words)
+    else:
+        main(words)

@@ -138,17 +138,18 @@ def test_scaling_counts_what_a_run_does(imported: Callable[[str], Any], columns:
     counts = [0.0] * (len(plan.choices) + 2)
 
     class Counting(layer_by_layer.Descent):  # type: ignore[misc,name-defined]
-        def _load(self, *given: Any) -> None:
-            counts[0] += 1
-
         def _compute(self, index: int, *given: Any) -> None:
             counts[1 + index] += 1
 
-        def _store(self, *given: Any) -> None:
-            counts[-1] += 1
+    def counting(which: int) -> Callable[..., None]:
+        def count(*given: Any) -> None:
+            counts[which] += 1
+
+        return count
 
     raw, out = np.zeros((1, *plan.patch_in), np.uint8), np.zeros((3, *plan.patch_out), np.float32)
     with Crew(1) as crew, Counting(plan, NET, random_weights(NET), crew) as session:
+        session._shop.load, session._shop.store = counting(0), counting(-1)
         for column in cover:
             for step in column.steps:
                 session.run(raw, out if step.write.voxels else None, begins=step is column.steps[0])
