@@ -14,6 +14,10 @@ from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, PoolMaxLanes
 from znnpy.kernels.gpu.conv_fft import ConvFft
+from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
+from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
+from znnpy.kernels.gpu.pool import PoolFragments as GpuPoolFragments
+from znnpy.kernels.gpu.pool import PoolMax as GpuPoolMax
 from znnpy.kernels.primitive import Kind, Primitive
 
 TABLE: tuple[Primitive, ...] = (
@@ -33,6 +37,10 @@ TABLE: tuple[Primitive, ...] = (
     MaxFilterLanes(),
     MaxoutDirect(),
     ConvFft(),
+    GpuPoolMax(),
+    GpuPoolFragments(),
+    GpuMaxFilter(),
+    GpuMaxoutDirect(),
 )
 
 

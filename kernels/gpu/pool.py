@@ -1,7 +1,7 @@
 """Maxima over windows on a GPU: max-pooling, max-pooling fragments, the max-filter, maxout.
 
-Method   A thread walks along z and keeps the maxima over y and x of the last planes, so that no value is read twice from
-         memory; a position's maximum goes straight to its place in its fragment. pool.cu.
+Method   A thread walks along z and keeps the maxima over y and x of the last planes, so that memory gives no
+         value twice; a position's maximum goes straight to its place in its fragment. pool.cu.
 Shapes   As for the CPU: fragment (oz * py + oy) * px + ox of image s is image s * P + it.
 Bound    Memory: the input is read once, the output written once.
 Exact    A maximum does not round. NaN in, NaN out.
