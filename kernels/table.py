@@ -13,6 +13,7 @@ from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, PoolMaxLanes
+from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace
 from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
@@ -37,6 +38,8 @@ TABLE: tuple[Primitive, ...] = (
     MaxFilterLanes(),
     MaxoutDirect(),
     ConvFft(),
+    ConvCudnn(),
+    ConvCudnnWorkspace(),
     GpuPoolMax(),
     GpuPoolFragments(),
     GpuMaxFilter(),

@@ -1,4 +1,4 @@
-"""NVIDIA's libraries behind one seam: batched transforms by cuFFT, convolutions by cuDNN.
+"""NVIDIA's libraries behind one seam: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
 
 A device offers them as `device.libraries`; tests offer the same over numpy (tests/emulator/libraries.py). CuPy and
 cuDNN's frontend are imported when a library is first asked for.
@@ -6,10 +6,13 @@ cuDNN's frontend are imported when a library is first asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from znnpy.errors import DeviceError
-from znnpy.shapes import FLOAT32
+from znnpy.shapes import FLOAT32, Activation, Precision, Vec3, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -32,11 +35,51 @@ class Lines(Protocol):
         """The same with the other sign."""
 
 
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A valid convolution as cuDNN is asked for it: channels last, images any number of values apart."""
+
+    batch: int
+    fin: int
+    fout: int
+    n: Vec3
+    k: Vec3
+    precision: Precision  # of values and arithmetic
+    x_step: int  # values from one image to the next
+    out_step: int
+    finish: Activation | None  # after the bias; None: neither
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.n))
+        return f"{self.batch}x{self.fin}->{self.fout} @{size} k{'x'.join(map(str, self.k))} {self.precision}"
+
+
+class ConvolutionPlan(Protocol):
+    """A way to compute one `Convolution`."""
+
+    name: str  # of the kernel and how it is set: the same for equal ways to compute other sizes
+    workspace_bytes: int
+
+    def run(self, x: Any, kernels: Any, bias: Any, out: Any, workspace: Any) -> None:
+        """Queue it on the device's stream.
+
+        x, out     (S, n, f) and (S, m, f'), float32, or float16 where the precision is fp16; steps as planned.
+        kernels    (f', k, f) of the same type, C order; bias (f',) float32.
+        workspace  bytes; None if none are needed.
+        """
+
+
 class Libraries(Protocol):
     """What a device has beside kernels of ours."""
 
     def lines(self, kind: Kind, n: int, count: int) -> Lines:
         """Transforms of `count` lines of `n` points. DeviceError if the library refuses."""
+
+    def convolutions(self, problem: Convolution) -> Iterator[ConvolutionPlan]:
+        """Plans that can run, as cuDNN recommends them; none if it has none. Each takes time to build."""
+
+    def same(self, problem: Convolution, plan: ConvolutionPlan) -> ConvolutionPlan | None:
+        """What `plan` does, for another problem; None if it cannot."""
 
 
 def work_bytes(kind: Kind, n: int, count: int) -> int:
@@ -49,13 +92,77 @@ def work_bytes(kind: Kind, n: int, count: int) -> int:
 
 
 class CudaLibraries:
-    """cuFFT on one device."""
+    """cuFFT and cuDNN on one device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._handle: Any = None  # of cuDNN, once it is asked for
 
     def lines(self, kind: Kind, n: int, count: int) -> Lines:
         return _CufftLines(self._device, kind, n, count)
+
+    def convolutions(self, problem: Convolution) -> Iterator[ConvolutionPlan]:
+        cudnn = _cudnn()
+        graph = self._graph(problem)
+        try:
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        except cudnn.cudnnGraphNotSupportedError:
+            return
+        graph.deselect_numeric_notes(_forbidden(problem.precision))
+        for index in range(graph.get_execution_plan_count()):
+            if plan := self._built(graph, index):
+                yield plan
+
+    def same(self, problem: Convolution, plan: ConvolutionPlan) -> ConvolutionPlan | None:
+        assert isinstance(plan, _CudnnPlan)
+        graph = self._graph(problem)
+        try:
+            graph.create_execution_plan(*plan.graph.get_engine_and_knobs_at_index(plan.index))
+        except _cudnn().cudnnGraphNotSupportedError:
+            return None
+        return self._built(graph, graph.get_execution_plan_count() - 1)
+
+    def _graph(self, problem: Convolution) -> Any:
+        """cuDNN's words for `problem`; dimensions are (S, f, z, y, x), strides say how they lie."""
+        cudnn = _cudnn()
+        if self._handle is None:
+            self._handle = cudnn.create_handle()
+            cudnn.set_stream(self._handle, self._device.stream.ptr)
+        values = cudnn.data_type.HALF if problem.precision == "fp16" else cudnn.data_type.FLOAT
+        single = cudnn.data_type.FLOAT
+        graph = cudnn.pygraph(
+            handle=self._handle, io_data_type=values, intermediate_data_type=single, compute_data_type=single
+        )
+        p, m = problem, valid(problem.n, problem.k)
+        x = graph.tensor(dim=[p.batch, p.fin, *p.n], stride=_strides(p.x_step, p.fin, p.n), data_type=values, uid=_X)
+        kernels = graph.tensor(
+            dim=[p.fout, p.fin, *p.k], stride=_strides(prod(p.k) * p.fin, p.fin, p.k), data_type=values, uid=_KERNELS
+        )
+        out = graph.conv_fprop(
+            image=x, weight=kernels, pre_padding=[0] * 3, post_padding=[0] * 3, stride=[1] * 3, dilation=[1] * 3,
+            compute_data_type=single,
+        )  # fmt: skip
+        if p.finish is not None:
+            bias = graph.tensor(
+                dim=[1, p.fout, 1, 1, 1], stride=[p.fout, 1, p.fout, p.fout, p.fout], data_type=single, uid=_BIAS
+            )
+            out = graph.bias(input=out, bias=bias)
+            if p.finish != "none":
+                out = getattr(graph, p.finish)(out)
+        out.set_output(True).set_data_type(values).set_uid(_OUT)
+        out.set_dim([p.batch, p.fout, *m]).set_stride(_strides(p.out_step, p.fout, m))
+        graph.validate()
+        graph.build_operation_graph()
+        return graph
+
+    def _built(self, graph: Any, index: int) -> _CudnnPlan | None:
+        """The plan, ready to run; None if cuDNN cannot build it, or it is not what was asked for."""
+        try:
+            graph.build_plan_at_index(index)
+        except (_cudnn().cudnnGraphNotSupportedError, RuntimeError, ValueError):
+            return None  # its heuristics name plans before they know
+        name = graph.get_plan_name_at_index(index)
+        return _CudnnPlan(graph, index, self._handle, name, graph.get_workspace_size_plan_at_index(index), self._device)
 
 
 class _CufftLines:
@@ -116,3 +223,35 @@ class _CufftLines:
         elif work is not None:
             self._plans[back, address] = plan
         return sum(asked)
+
+
+class _CudnnPlan:
+    def __init__(self, graph: Any, index: int, handle: Any, name: str, workspace_bytes: int, device: Device) -> None:
+        self.graph, self.index, self.name, self.workspace_bytes = graph, index, name, workspace_bytes
+        self._handle, self._device = handle, device
+
+    def run(self, x: Any, kernels: Any, bias: Any, out: Any, workspace: Any) -> None:
+        address = self._device.address
+        given = {_X: address(x), _KERNELS: address(kernels), _BIAS: address(bias), _OUT: address(out)}
+        area = 0 if workspace is None else address(workspace)
+        self.graph.execute_plan_at_index(given, area, self.index, self._handle)
+
+
+_X, _KERNELS, _BIAS, _OUT = 1, 2, 3, 4  # names of tensors
+
+
+def _strides(image: int, maps: int, size: Vec3) -> list[int]:
+    """Of (S, f, z, y, x), channels last."""
+    return [image, 1, size[1] * size[2] * maps, size[2] * maps, maps]
+
+
+def _forbidden(precision: Precision) -> list[Any]:
+    """Notes of plans that compute in less than was asked for."""
+    notes = _cudnn().numerical_note
+    return [notes.DOWN_CONVERT_INPUTS, *([notes.TENSOR_CORE] if precision == "fp32" else [])]
+
+
+def _cudnn() -> Any:
+    import cudnn
+
+    return cudnn

@@ -1,15 +1,31 @@
-"""What cuFFT computes, by numpy, over the memory of an emulated device."""
+"""What cuFFT and cuDNN compute, by numpy, over the memory of an emulated device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from znnpy.kernels.gpu.libraries import Kind, work_bytes
+from znnpy.kernels import reference
+from znnpy.kernels.gpu.libraries import Convolution, Kind, work_bytes
+from znnpy.shapes import valid
 
 if TYPE_CHECKING:
     from emulated import EmulatedDevice
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A plan that the emulated cuDNN has."""
+
+    name: str = "plain"
+    workspace_bytes: int = 0
+    finishes: bool = True  # it does bias and activation too
+    fault: float = 0.0  # relative error of its results
+    takes: Callable[[Convolution], bool] = lambda problem: True
 
 
 class NumpyLibraries:
@@ -17,6 +33,18 @@ class NumpyLibraries:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
+        self.offers = [Offer()]
+        self.asked: list[Convolution] = []
+
+    def convolutions(self, problem: Convolution) -> Iterator[NumpyConvolution]:
+        self.asked.append(problem)
+        for offer in self.offers:
+            if (offer.finishes or problem.finish is None) and offer.takes(problem):
+                yield NumpyConvolution(self._device, problem, offer)
+
+    def same(self, problem: Convolution, plan: Any) -> NumpyConvolution | None:
+        offer: Offer = plan.offer
+        return NumpyConvolution(self._device, problem, offer) if offer.takes(problem) else None
 
     def lines(self, kind: Kind, n: int, count: int) -> NumpyLines:
         return NumpyLines(self._device, kind, n, count)
@@ -50,3 +78,28 @@ class NumpyLines:
         assert values.dtype == np.complex64
         assert values.flags.c_contiguous
         return values.view(np.float32)[:, : self._n], values
+
+
+class NumpyConvolution:
+    def __init__(self, device: EmulatedDevice, problem: Convolution, offer: Offer) -> None:
+        self._device, self._problem, self.offer = device, problem, offer
+        self.name, self.workspace_bytes = offer.name, offer.workspace_bytes
+
+    def run(self, x: Any, kernels: Any, bias: Any, out: Any, workspace: Any) -> None:
+        p, m = self._problem, valid(self._problem.n, self._problem.k)
+        assert x.shape == (p.batch, *p.n, p.fin)
+        assert out.shape == (p.batch, *m, p.fout)
+        assert kernels.shape == (p.fout, *p.k, p.fin)
+        assert p.batch == 1 or (x.strides[0], out.strides[0]) == (p.x_step * x.itemsize, p.out_step * out.itemsize)
+        for array in (x, out):  # an image has no gaps
+            assert array[0].flags.c_contiguous
+            assert prod(array.shape) < 2**31
+        assert (0 if workspace is None else workspace.nbytes) >= self.workspace_bytes
+
+        def work() -> None:
+            if self.workspace_bytes:
+                workspace[: self.workspace_bytes].fill(0x7F)
+            sums = reference.convolve(x, kernels.transpose(0, 4, 1, 2, 3), np.zeros_like(bias)) * (1 + self.offer.fault)
+            out[...] = sums if p.finish is None else reference.activate(sums + bias, p.finish)
+
+        self._device.stream.queue(work)

@@ -1,0 +1,17 @@
+/* What follows a convolution of cuDNN that brings no bias and activation along: both, in place.
+ *
+ * Computes   out[i] = activation(out[i] + bias[i % fout]), for images of `size` values, `step` values from one to the next.
+ * Launch     blocks of 256 threads, one value each along x of the grid, images along y.
+ * Bound      memory: reads and writes every value once.
+ * Source     first principles.
+ * Tested     tests/gpu/test_conv_cudnn.py
+ */
+#include "device_ops.cuh"
+#include "activation.cuh"
+
+template <class T>
+__global__ void finish(T* out, const float* bias, long long size, long long step, long long fout, long long activation) {
+    T* const image = out + blockIdx.y * step;
+    for (long long i = global_thread(); i < size; i += global_threads())
+        store_activation(image + i, activate(to_float(image[i]) + bias[i % fout], (int)activation));
+}

@@ -1,0 +1,278 @@
+"""Direct convolution by NVIDIA's cuDNN, channels last: the yardstick, and the one to take where it wins.
+
+Method   cuDNN's implicit matrix product. Of the plans its heuristics propose, the first that needs no more workspace
+         than the variant allows and computes a small layer of the same maps and kernel right; some versions have 3D
+         kernels that do not. Bias and activation within it where a plan can, else by a kernel of ours.
+Layout   As everything: channels last. A layer of 2^31 values or more goes image by image, and in slabs of planes.
+Memory   Input, output, workspace.
+Bound    Arithmetic.
+Source   ZNNi IV-B.1; Chetlur et al., cuDNN (2014); nvidia-cudnn-frontend.
+Tested   tests/gpu/test_conv_cudnn.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.errors import DeviceError
+from znnpy.kernels import reference
+from znnpy.kernels.gpu.libraries import Convolution
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
+from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, ConvShape, LayerShape, Vec3, add, valid
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.gpu.libraries import ConvolutionPlan
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.machine import Gpu, Machine
+    from znnpy.shapes import Precision
+
+MIB = 2**20
+WORKSPACES = (64, 512, 4096, 16384)  # MiB
+TOGETHER = {"fp32": 1, "tf32": 4, "fp16": 8}  # maps: what 16 bytes hold
+OLDEST = (9, 16)  # of cuDNN: 9.8 to 9.15 have 3D kernels that compute something else
+MOST_VALUES = 2**31  # of a tensor that cuDNN is given: beyond it, it is not reliable
+ALLOWED = {"fp32": 3e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
+ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of what is stored
+BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output but one
+THREADS = 256
+UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ConvCudnn:
+    """cuDNN without a workspace."""
+
+    name: str = "gpu.conv.cudnn"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "small kernels in half precision; takes no memory beside input and output"
+    source: str = "ZNNi IV-B.1; NVIDIA cuDNN 9"
+    workspaces: tuple[int, ...] = (0,)  # MiB, one for each variant
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if reason := why_not_plain(shape):
+            return reason
+        shape = as_conv(shape)
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        if reason := _why_no_library(machine.gpu):
+            return reason
+        if shape.activation == "softmax":
+            return "softmax needs all maps of a voxel at once: see gpu.conv.direct"
+        together = TOGETHER[shape.precision]
+        if shape.fin % together or shape.fout % together:
+            return (
+                f"in {shape.precision} cuDNN's kernels read maps {together} at a time, and {shape.fin} or {shape.fout} "
+                f"is no multiple: see gpu.conv.first"
+            )
+        return None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        """The workspace allowed, in MiB, and the precision: it decides what weights are stored as."""
+        del machine
+        return tuple(Variant.of(precision=shape.precision, workspace=mib) for mib in self.workspaces)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del threads
+        shape = as_conv(shape)
+        limit = variant.count("workspace") * MIB
+        kernels = shape.itemsize * shape.fout * shape.fin * prod(shape.k)
+        return Footprint(
+            resident=kernels + FLOAT32 * shape.fout,
+            scratch=(Scratch("workspace", limit),) if limit else (),
+            allowance=_check_bytes(shape),
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        del variant
+        shape = as_conv(shape)
+        flops = 2.0 * prod(shape.out_shape) * shape.fin * prod(shape.k)
+        return (Work(UNITS[shape.precision], flops, float(shape.in_bytes + shape.out_bytes)),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
+        assert weights is not None
+        dtype = np.float16 if variant.word("precision") == "fp16" else np.float32
+        with np.errstate(over="ignore"):  # what float16 cannot hold shows in the result, as any overflow
+            kernels = np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype)
+        return _Resident(
+            device.put(kernels, "weights"), device.put(np.ascontiguousarray(weights.bias, np.float32), "biases")
+        )
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
+        return _Step(resident, as_conv(shape), variant, device)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvCudnnWorkspace(ConvCudnn):
+    """cuDNN with one."""
+
+    name: str = "gpu.conv.cudnn_workspace"
+    summary: str = "as gpu.conv.cudnn, with plans that want memory of their own"
+    workspaces: tuple[int, ...] = WORKSPACES
+
+
+def _why_no_library(gpu: Gpu) -> str | None:
+    versions = dict(gpu.versions)
+    if "cudnn-frontend" not in versions:
+        return "needs NVIDIA's cuDNN and its frontend: pip install 'znnpy[cudnn]'"
+    found = versions.get("cudnn-cu13", "9.16")  # from elsewhere than a package: looked at when it is loaded
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"cuDNN {found} has 3D kernels that compute something else: 9.16 or newer is needed"
+    return None
+
+
+class _Resident(NamedTuple):
+    kernels: Any  # (f', kz, ky, kx, f) float32 or float16
+    bias: Any  # (f',) float32
+
+
+class _Call(NamedTuple):
+    """A part of the layer that is convolved at once."""
+
+    images: slice
+    planes: slice  # of the output
+    plan: ConvolutionPlan
+    finished: bool  # bias and activation are within
+
+
+class _Step:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
+        self._resident, self._shape, self._device = resident, shape, device
+        self._limit = variant.count("workspace") * MIB
+        self._calls: dict[tuple[int, int], tuple[_Call, ...]] = {}
+        kernel = f"finish<{'half' if shape.precision == 'fp16' else 'float'}>"
+        self._finish = device.kernels("conv_cudnn.cu", [kernel])[kernel]
+        self._planned(prod(shape.in_shape[1:]), prod(shape.out_shape[1:]))
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        del x_peak, out_peak  # the footprint asks for neither
+        assert before is None, "the footprint says that planes are joined"
+        shape = self._shape
+        workspace = scratch.get("workspace")
+        for call in self._planned(x.strides[0] // x.dtype.itemsize, out.strides[0] // out.dtype.itemsize):
+            into = out[call.images, call.planes]
+            wanted = slice(call.planes.start, call.planes.stop + shape.k[0] - 1)
+            call.plan.run(x[call.images, wanted], self._resident.kernels, self._resident.bias, into, workspace)
+            if not call.finished:
+                size = prod(into.shape[1:])
+                self._finish(
+                    (-(-size // THREADS), into.shape[0]),
+                    (THREADS,),
+                    into,
+                    self._resident.bias,
+                    *(size, into.strides[0] // into.dtype.itemsize, shape.fout, ACTIVATIONS.index(shape.activation)),
+                )
+
+    def _planned(self, x_step: int, out_step: int) -> tuple[_Call, ...]:
+        """Calls for images that lie so many values apart: planned once."""
+        found = self._calls.get((x_step, out_step))
+        if found is None:
+            found = self._calls[x_step, out_step] = tuple(self._plan(x_step, out_step))
+        return found
+
+    def _plan(self, x_step: int, out_step: int) -> Iterator[_Call]:
+        shape = self._shape
+        chosen: dict[tuple[int, int], tuple[ConvolutionPlan, bool]] = {}
+        for images, planes in parts(shape, x_step, out_step):
+            size = images.stop - images.start, planes.stop - planes.start
+            if size not in chosen:
+                n = (size[1] + shape.k[0] - 1, *shape.n[1:])
+                asked = Convolution(
+                    size[0], shape.fin, shape.fout, n, shape.k, shape.precision, x_step, out_step, shape.activation
+                )
+                chosen[size] = choose(self._device, asked, self._limit, self._resident)
+            yield _Call(images, planes, *chosen[size])
+
+
+def parts(shape: ConvShape, x_step: int, out_step: int) -> Iterator[tuple[slice, slice]]:
+    """Images and planes of the output that go together, so that no tensor has MOST_VALUES or more."""
+    mz, my, mx = shape.out
+    line_in, line_out = shape.n[1] * shape.n[2] * shape.fin, my * mx * shape.fout
+    image_in, image_out = shape.n[0] * line_in, mz * line_out
+    if max(image_in, image_out) < MOST_VALUES:
+        most = min((MOST_VALUES - 1 - image_in) // x_step, (MOST_VALUES - 1 - image_out) // out_step) + 1
+        for first in range(0, shape.batch, most):
+            yield slice(first, min(first + most, shape.batch)), slice(0, mz)
+        return
+    height = min((MOST_VALUES - 1) // line_in - shape.k[0] + 1, (MOST_VALUES - 1) // line_out)
+    if height < 1:
+        raise DeviceError(f"one plane of {shape} is more than cuDNN convolves at once: plan smaller patches")
+    for image in range(shape.batch):
+        for first in range(0, mz, height):
+            yield slice(image, image + 1), slice(first, min(first + height, mz))
+
+
+def choose(device: Device, asked: Convolution, limit: int, resident: Any) -> tuple[ConvolutionPlan, bool]:
+    """The first plan that fits and computes what it should, and whether bias and activation are within it."""
+    wrong = []
+    for problem in (asked, replace(asked, finish=None)):
+        for plan in device.libraries.convolutions(problem):
+            if plan.workspace_bytes <= limit:
+                if is_right(device, problem, plan, resident):
+                    return plan, problem.finish is not None
+                wrong.append(plan.name)
+    told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
+    raise DeviceError(
+        f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; take another primitive with --only"
+    )
+
+
+_RIGHT: dict[tuple[object, ...], bool] = {}  # what this process has checked
+
+
+def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan, resident: Any) -> bool:
+    """Whether the plan computes a small layer of these maps, kernel and weights right; tried once in a process.
+
+    False too where it cannot be tried.
+    """
+    key = (plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish)
+    if key not in _RIGHT:
+        _RIGHT[key] = _computes_right(device, problem, plan, resident)
+    return _RIGHT[key]
+
+
+def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan, resident: Any) -> bool:
+    n = add(problem.k, BEYOND)
+    m = valid(n, problem.k)
+    small = replace(problem, batch=1, n=n, x_step=prod(n) * problem.fin, out_step=prod(m) * problem.fout)
+    same = device.libraries.same(small, plan)
+    if same is None:
+        return False
+    dtype = np.float16 if problem.precision == "fp16" else np.float32
+    x: Any = np.random.default_rng(20261121).standard_normal((1, *n, problem.fin), np.float32).astype(dtype)
+    given = device.put(x, "a small layer")
+    out = device.put(np.full((1, *m, problem.fout), np.nan, dtype), "its result")
+    same.run(given, resident.kernels, resident.bias, out, device.allocate(same.workspace_bytes, "its workspace"))
+    found = device.get(out)
+    weight, bias = device.get(resident.kernels).transpose(0, 4, 1, 2, 3), device.get(resident.bias)
+    plain = reference.convolve(x, weight, np.zeros_like(bias))
+    exact = plain if problem.finish is None else reference.activate(plain + bias, problem.finish)
+    limit = ALLOWED[problem.precision] * _rms(plain) + ROUNDING[problem.precision] * _rms(exact)
+    return bool(_rms(found - exact) <= limit)  # NaN is not
+
+
+def _check_bytes(shape: ConvShape) -> int:
+    """What the small layer takes."""
+    small = add(shape.k, BEYOND)
+    return (FLOAT16 if shape.precision == "fp16" else FLOAT32) * (
+        prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
+    ) + MIB
+
+
+def _rms(values: Any) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))

@@ -1,0 +1,181 @@
+"""cuDNN's convolutions: how a plan is chosen and called, on the emulator; what it computes, on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from closeness import MACHINE, assert_close, random_input, random_weights
+from libraries import Offer
+
+from znnpy.errors import DeviceError
+from znnpy.kernels import reference
+from znnpy.kernels.gpu import conv_cudnn
+from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace, parts
+from znnpy.kernels.primitive import Variant
+from znnpy.machine import Gpu
+from znnpy.shapes import ConvShape, PoolShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.shapes import Activation, Precision
+
+PLAIN, ROOMY = ConvCudnn(), ConvCudnnWorkspace()
+GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, (("cudnn-frontend", "1.28.0"),))
+WITH_GPU = replace(MACHINE, gpu=GPU)
+SHAPE = ConvShape(2, 8, 16, (6, 7, 9), (3, 2, 4), "relu")
+ALLOWED = {"fp32": 3e-6, "tf32": 1e-3, "fp16": 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_checked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_cudnn, "_RIGHT", {})
+
+
+@pytest.fixture
+def offers(device: Any) -> Iterator[list[Offer]]:
+    """Plans that the emulated cuDNN has; tests on them run on the emulator alone."""
+    if not hasattr(device.libraries, "offers"):
+        pytest.skip("what cuDNN offers is not ours to choose")
+    yield device.libraries.offers
+    device.libraries.offers[:] = [Offer()]
+
+
+def run(device: Any, shape: ConvShape, x: Any, weights: ConvWeights, mib: int = 0) -> Any:
+    dtype = np.float16 if shape.precision == "fp16" else np.float32
+    primitive = ROOMY if mib else PLAIN
+    variant = Variant.of(precision=shape.precision, workspace=mib)
+    scratch = {s.name: device.allocate(s.nbytes, s.name) for s in primitive.footprint(shape, variant, 1).scratch}
+    step = primitive.bind(primitive.prepare(weights, variant, device), shape, variant, device)
+    out = device.put(np.full(shape.out_shape, np.nan, dtype), "out")
+    step.run(device.put(x.astype(dtype), "x"), out, scratch)
+    return device.get(out)
+
+
+@pytest.mark.parametrize("mib", [0, 64])
+@pytest.mark.parametrize("activation", ["none", "relu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+def test_equals_the_definition(device: Any, precision: Precision, activation: Activation, mib: int) -> None:
+    shape = replace(SHAPE, precision=precision, activation=activation)
+    weights, x = random_weights(shape), random_input(shape)
+    if precision == "fp16":
+        x = x.astype(np.float16).astype(np.float32)
+    out = run(device, shape, x, weights, mib)
+    exact = reference.convolve(x, weights.weight, weights.bias, activation)
+    assert np.isfinite(out).all()
+    assert np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)) <= ALLOWED[precision]
+
+
+def test_bias_and_activation_follow_where_no_plan_brings_them(device: Any, offers: list[Offer]) -> None:
+    offers[:] = [Offer(finishes=False)]
+    x, weights = random_input(SHAPE), random_weights(SHAPE)
+    assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
+
+
+def test_batches_may_lie_apart(device: Any) -> None:
+    shape, variant = replace(SHAPE, precision="tf32"), Variant.of(precision="tf32", workspace=0)
+    x, weights = random_input(shape), random_weights(shape)
+    wide = np.full((2, 9, 7, 9, 8), np.nan, np.float32)
+    wide[:, 3:] = x
+    out = device.put(np.full((2, 6, *shape.out_shape[2:]), np.nan, np.float32), "out")
+    step = PLAIN.bind(PLAIN.prepare(weights, variant, device), shape, variant, device)
+    step.run(device.put(wide, "x")[:, 3:], out[:, 1:5], {})
+    found = device.get(out)
+    exact = reference.convolve(x, weights.weight, weights.bias, "relu")
+    assert np.sqrt(np.mean((found[:, 1:5] - exact) ** 2) / np.mean(exact**2)) <= 1e-3
+    assert np.isnan(found[:, 0]).all()
+    assert np.isnan(found[:, 5]).all()
+
+
+@pytest.mark.parametrize("most", [1 + 6 * 7 * 9 * 8, 4 * 7 * 9 * 8, 2 * 6 * 7 * 9 * 8])
+def test_large_tensors_go_in_parts(device: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(conv_cudnn, "MOST_VALUES", most)
+    shape = replace(SHAPE, precision="tf32")
+    x, weights = random_input(shape), random_weights(shape)
+    out = run(device, shape, x, weights)
+    exact = reference.convolve(x, weights.weight, weights.bias, "relu")
+    assert np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)) <= 1e-3
+
+
+def test_parts_cover_all_and_none_is_too_large() -> None:
+    shape = ConvShape(3, 80, 80, (372, 372, 372), (5, 5, 5), precision="tf32")
+    found = list(parts(shape, prod(shape.in_shape[1:]), prod(shape.out_shape[1:])))
+    planes = [(image.start, z) for image, planes in found for z in range(planes.start, planes.stop)]
+    assert planes == [(image, z) for image in range(3) for z in range(368)]
+    for images, planes in found:
+        count, height = images.stop - images.start, planes.stop - planes.start
+        assert count * (height + 4) * 372 * 372 * 80 < 2**31
+        assert count * height * 368 * 368 * 80 < 2**31
+
+
+def test_images_far_apart_go_one_by_one() -> None:
+    shape = ConvShape(4, 8, 8, (20, 20, 20), (3, 3, 3))
+    assert len(list(parts(shape, 64000, 46656))) == 1
+    assert [images for images, _ in parts(shape, 2**30, 46656)] == [slice(0, 2), slice(2, 4)]
+    assert len(list(parts(shape, 64000, 2**31))) == 4
+
+
+def test_a_plan_that_wants_too_much_memory_is_passed_over(device: Any, offers: list[Offer]) -> None:
+    offers[:] = [Offer("greedy", 64 * 2**20 + 1, fault=1.0), Offer("modest", 2**20), Offer("never reached", fault=1.0)]
+    x, weights = random_input(SHAPE), random_weights(SHAPE)
+    assert_close(run(device, SHAPE, x, weights, 64), x, weights, SHAPE)
+
+
+def test_a_plan_that_computes_something_else_is_skipped_and_remembered(device: Any, offers: list[Offer]) -> None:
+    offers[:] = [Offer("wrong", fault=0.01), Offer("right")]
+    x, weights = random_input(SHAPE), random_weights(SHAPE)
+    assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
+    assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"wrong": False, "right": True}
+
+
+def test_without_a_plan_it_says_what_it_looked_for(device: Any, offers: list[Offer]) -> None:
+    offers[:] = [Offer("wrong", fault=0.01), Offer("greedy", 1)]
+    with pytest.raises(
+        DeviceError, match=r"no plan for 2x8->16 @6x7x9 k3x2x4 fp32 within 0 bytes.*: wrong, wrong; take"
+    ):
+        run(device, SHAPE, random_input(SHAPE), random_weights(SHAPE))
+
+
+def test_a_plan_that_cannot_be_tried_is_not_taken(device: Any, offers: list[Offer]) -> None:
+    offers[:] = [Offer("picky", takes=lambda problem: problem.n == SHAPE.n, fault=1.0), Offer("right")]
+    x, weights = random_input(SHAPE), random_weights(SHAPE)
+    assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_it_holds_is_what_it_promised(device: Any, precision: Precision) -> None:
+    shape, variant = replace(SHAPE, precision=precision), Variant.of(precision=precision, workspace=0)
+    held = device.allocated
+    resident = PLAIN.prepare(random_weights(shape), variant, device)
+    footprint = PLAIN.footprint(shape, variant, 1)
+    assert device.allocated - held == footprint.resident
+    assert footprint.scratch == ()
+    assert resident is not None
+
+
+def test_says_why_not() -> None:
+    assert PLAIN.why_not(SHAPE, WITH_GPU) is None
+    assert PLAIN.why_not(SHAPE, MACHINE) == "needs a CUDA device"
+    without = replace(MACHINE, gpu=replace(GPU, versions=()))
+    assert "pip install 'znnpy[cudnn]'" in (PLAIN.why_not(SHAPE, without) or "")
+    old = replace(MACHINE, gpu=replace(GPU, versions=(*GPU.versions, ("cudnn-cu13", "9.15.1.7"))))
+    assert "9.15.1.7" in (PLAIN.why_not(SHAPE, old) or "")
+    assert "softmax" in (PLAIN.why_not(replace(SHAPE, activation="softmax"), WITH_GPU) or "")
+    assert "pool" in (PLAIN.why_not(PoolShape(1, 2, (5, 5, 5), (2, 2, 2)), WITH_GPU) or "")
+
+
+@pytest.mark.parametrize(("precision", "fin", "applies"), [("fp32", 1, True), ("tf32", 6, False), ("fp16", 12, False)])
+def test_maps_come_in_the_numbers_its_kernels_read(precision: Precision, fin: int, applies: bool) -> None:
+    shape = replace(SHAPE, fin=fin, precision=precision)
+    assert (PLAIN.why_not(shape, WITH_GPU) is None) == applies
+
+
+def test_variants_differ_in_workspace() -> None:
+    assert [v.count("workspace") for v in PLAIN.variants(SHAPE, WITH_GPU)] == [0]
+    assert [v.count("workspace") for v in ROOMY.variants(SHAPE, WITH_GPU)] == [64, 512, 4096, 16384]
+    footprint = ROOMY.footprint(SHAPE, ROOMY.variants(SHAPE, WITH_GPU)[1], 1)
+    assert [(s.name, s.nbytes) for s in footprint.scratch] == [("workspace", 2**29)]
