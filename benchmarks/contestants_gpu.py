@@ -30,6 +30,7 @@ from znnpy.inference import peak_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
+from znnpy.run.calibration import measured_rates
 from znnpy.run.devices import Site, site_for
 from znnpy.run.session import Session
 from znnpy.shapes import ConvShape, Vec3, add
@@ -115,13 +116,19 @@ def volume_run(request: Request) -> Answer:
     size: Vec3 = (request["side"],) * 3
 
     def make(site: Site) -> Plan:
+        assert site.gpu is not None
+        limits = site.limits(request["ram"], request["threads"], request["vram"])
+        rates = measured_rates(
+            site.gpu, site.machine, network, site.precision, vram_bytes=limits.vram_bytes or site.gpu.free_bytes()
+        )
         return make_plan(
             network,
             network.dense_size(size),
             site.machine,
-            site.limits(request["ram"], request["threads"], request["vram"]),
+            limits,
             patch=request["patch"],
             only=request["only"],
+            rates=rates,
             **site.words(),
         )
 
@@ -132,10 +139,13 @@ def volume_run(request: Request) -> Answer:
         target = Kept(np.full((network.output_channels, *plan.output), np.nan, np.float32))  # its pages are touched
         events: list[pipeline.Event] = []
         before = time.perf_counter()
-        with Lowest(site.gpu) as lowest, Crew(plan.limits.threads) as crew:
-            with Session(plan, network, weights, crew, device=site.gpu) as session:
-                prepared = time.perf_counter()
-                timings = pipeline.run(session, crew, source, target, plan.cover(network), events.append)
+        with (
+            Lowest(site.gpu) as lowest,
+            Crew(plan.limits.threads) as crew,
+            Session(plan, network, weights, crew, device=site.gpu) as session,
+        ):
+            prepared = time.perf_counter()
+            timings = pipeline.run(session, crew, source, target, plan.cover(network), events.append)
         taken = site.free_bytes - lowest.free_bytes if site.free_bytes is not None else 0
     z, y, x = corner_of(plan.output)
     np.save(f"{request['corner']}-{request['precision']}.npy", target.voxels[:, :z, :y, :x])
@@ -146,7 +156,7 @@ def volume_run(request: Request) -> Answer:
         "steady_voxels_per_second": steady_rate(events),
         "seconds": timings.seconds,
         "stage_seconds": dict(timings.stage_seconds),
-        "planning_seconds": planned - began,
+        "planning_seconds": planned - began,  # and measuring layers, where no earlier run did
         "preparing_seconds": prepared - before,
         "not_written": int(np.isnan(target.voxels).sum()),
         "planned_voxels_per_second": plan.voxels_per_second,

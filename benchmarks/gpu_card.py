@@ -28,7 +28,7 @@ ROUNDS = 5  # of every limit; the median counts
 LEAST_SECONDS = 4e-3  # between two events: shorter work is queued more often
 MOST_REPEATS = 50
 COPIED_BYTES = 2**30
-PAUSE = 2e-3  # seconds between two looks at the memory that is free
+PAUSE = 2e-2  # seconds between two looks at the memory that is free
 MATRIX = 8192  # rows and columns
 READINGS = (
     "name",
@@ -139,13 +139,13 @@ class WallClock:
 
 
 class Lowest:
-    """The least memory that was free on the device while this is open: a thread asks every `PAUSE` seconds.
+    """The least memory that was free on the device while this is open: a thread asks every `pause` seconds.
 
     free_bytes  so far
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, pause: float = PAUSE) -> None:
+        self._device, self._pause = device, pause
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.free_bytes = int(device.free_bytes())
@@ -162,7 +162,7 @@ class Lowest:
         self.free_bytes = min(self.free_bytes, int(self._device.free_bytes()))
 
     def _watch(self) -> None:
-        while not self._ended.wait(PAUSE):
+        while not self._ended.wait(self._pause):
             self.look()
 
 

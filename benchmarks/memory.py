@@ -3,7 +3,8 @@
     python benchmarks/memory.py [--shapes 30] [--threads 1 2 16] [--only NAME ...] [--seed N] [--out RESULT.json]
     python benchmarks/memory.py --plans 20 [--threads 2] [--most-seconds 20] [--seed N] [--out RESULT.json]
 
-With `--plans`, whole runs of random plans instead of single primitives: see memory_plans.py.
+With `--plans`, whole runs of random plans instead of single primitives: see memory_plans.py. With `--device gpu` the
+memory of a GPU is measured: see memory_gpu.py, and `--device gpu --help` for its words.
 
 For every primitive of the table, random shapes that it takes, each with a random variant, in a process of its own:
 input, output and scratch lie in an arena as in a run, placed as a plan places them. Measured is how far the resident
@@ -32,7 +33,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import memory_plans
 import numpy as np
-from header import machine_header, without_forced_blas_kernels
+from header import machine_header, taken_device, without_forced_blas_kernels
 
 from znnpy.errors import ShapeError
 from znnpy.kernels.crew import SHARES, Crew, shares
@@ -55,7 +56,8 @@ from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, LayerShape, Maxout
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive, Variant
-    from znnpy.shapes import Vec3
+    from znnpy.machine import Machine
+    from znnpy.shapes import Precision, Vec3
 
 MIB = 2**20
 LEAST_BYTES = 24 * MIB
@@ -192,9 +194,9 @@ def run(case: Case, weights: ConvWeights | None) -> None:
         step.run(x, out, arena.scratch(0))
 
 
-def smallest(primitive: Primitive) -> Case:
+def smallest(primitive: Primitive, machine: Machine | None = None, precision: Precision = "fp32") -> Case:
     """A few voxels."""
-    machine = this_machine()
+    machine = machine or this_machine()
     shapes: tuple[LayerShape, ...] = (
         ConvShape(1, 2, 2, (9, 9, 9), (2, 2, 2), "tanh"),
         ConvShape(1, 32, 32, (12, 12, 12), (3, 3, 3), "tanh"),
@@ -203,6 +205,7 @@ def smallest(primitive: Primitive) -> Case:
         FilterShape(1, 2, (5, 5, 5), (2, 2, 2)),
         MaxoutShape(1, 4, (5, 5, 5), 2),
     )
+    shapes = tuple(replace(shape, precision=precision) for shape in shapes)
     shape = next(shape for shape in shapes if primitive.why_not(shape, machine) is None)
     return Case(primitive, shape, primitive.variants(shape, machine)[0], 1)
 
@@ -323,4 +326,10 @@ def write(options: argparse.Namespace, what: str, rows: Sequence[Row | memory_pl
 
 if __name__ == "__main__":
     without_forced_blas_kernels()
-    main()
+    device, words = taken_device()
+    if device == "gpu":
+        import memory_gpu
+
+        memory_gpu.main(words)
+    else:
+        main(words)
