@@ -1,0 +1,29 @@
+"""What our primitives compile, as one list: tests compile it for every architecture without a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from znnpy.kernels.gpu import conv_fft, moves, pool
+from znnpy.kernels.gpu.modules import Instance
+
+ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H200; RTX 50
+
+
+def instances() -> tuple[Instance, ...]:
+    """Of every source in kernels/gpu: the extremes of what its primitives ask for, and the commonest."""
+    sources: Sequence[Callable[[], Sequence[Instance]]] = (pool.instances, _moves, _conv_fft)
+    return tuple(instance for source in sources for instance in source())
+
+
+def _moves() -> list[Instance]:
+    types = (("uint8", "float32", "float32"), ("float64", "float16", "uint8"), ("int64", "float32", "float16"))
+    names = dict.fromkeys(name for trio in types for name in moves.kernel_names(*trio))
+    return [Instance(moves.SOURCE, name, 80) for name in names]
+
+
+def _conv_fft() -> list[Instance]:
+    most = conv_fft.TOGETHER
+    names = [f"{kernel}<{value}>" for kernel in ("gather", "scatter") for value in ("float", "half")]
+    names += ["pad", "turn", "multiply<1, 1>", f"multiply<{most}, {most}>"]
+    return [Instance("conv_fft.cu", name, 128) for name in names]

@@ -1,0 +1,99 @@
+"""Every kernel of ours compiles for every card people own, spills nothing and keeps to its registers. Needs no card."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+from nvrtc import compile_for
+
+from znnpy.kernels.gpu.instances import ARCHITECTURES, instances
+from znnpy.kernels.gpu.modules import KERNELS, Instance
+
+EVERYTHING = "ZNNPY_COMPILE_EVERYTHING"  # set: all instances for all architectures, minutes
+
+
+def chosen() -> Iterator[tuple[int, Instance]]:
+    """All for the oldest architecture, and each for one of the others in turn, so that these see every source."""
+    oldest, *others = ARCHITECTURES
+    found: dict[str, list[Instance]] = {}
+    for instance in instances():
+        found.setdefault(instance.source, []).append(instance)
+    for kernels in found.values():
+        turns = max(len(kernels), len(others))  # few kernels have several turns
+        pairs = dict.fromkeys((others[turn % len(others)], kernels[turn % len(kernels)]) for turn in range(turns))
+        if os.environ.get(EVERYTHING):
+            pairs = dict.fromkeys(product(others, kernels))
+        yield from ((oldest, kernel) for kernel in kernels)
+        yield from pairs
+
+
+def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[Instance]]:
+    """What is compiled at once."""
+    found: dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[Instance]] = {}
+    for architecture, instance in chosen():
+        found.setdefault((architecture, instance.source, instance.defines), []).append(instance)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "source", "defines", "kernels"),
+    [(*program, kernels) for program, kernels in programs().items()],
+    ids=[f"sm_{architecture} {source}" for architecture, source, _ in programs()],
+)
+def test_kernels_compile_within_their_registers(
+    architecture: int, source: str, defines: tuple[tuple[str, int | str], ...], kernels: list[Instance]
+) -> None:
+    used = compile_for(architecture, source, [kernel.name for kernel in kernels], dict(defines))
+    wrong = []
+    for kernel in kernels:
+        took = used[kernel.name]
+        if took.spilled or took.registers > kernel.registers or took.stack > kernel.stack_bytes:
+            wrong.append(f"{kernel.name}: {took}, and may take {kernel.registers} registers")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_source_is_left_out() -> None:
+    sources = {path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cu")}
+    assert {instance.source for instance in instances()} == sources
+
+
+def test_every_architecture_sees_every_source() -> None:
+    seen: dict[str, set[int]] = {}
+    for architecture, instance in chosen():
+        seen.setdefault(instance.source, set()).add(architecture)
+    assert seen == dict.fromkeys(seen, set(ARCHITECTURES))
+
+
+def test_what_the_assembler_says_is_read(tmp_path: Path) -> None:
+    """A kernel that needs shared memory and a stack, and more registers than it may have."""
+    (tmp_path / "greedy.cu").write_text(
+        """
+        template <int COUNT> __global__ void __launch_bounds__(1024, 2) greedy(const float* in, float* out, int at) {
+            __shared__ float part[96];
+            float values[COUNT];
+            for (int i = 0; i < COUNT; ++i) values[i] = in[i * 1024 + threadIdx.x];
+            part[threadIdx.x % 96] = values[at];
+            __syncthreads();
+            for (int turn = 0; turn < 3; ++turn)
+                for (int i = 0; i < 64; ++i) values[i] = values[i] * values[(i + 7) % 64] + part[i];
+            for (int i = 0; i < COUNT; ++i) out[i * 1024 + threadIdx.x] = values[i];
+        }
+        extern "C" __global__ void modest(float* out) { out[threadIdx.x] = 1.0f; }
+        """
+    )
+    used = compile_for(80, str(tmp_path / "greedy.cu"), ["greedy<64>", "modest"], {})
+    assert used["modest"].registers <= 16
+    assert (used["modest"].stack, used["modest"].spilled, used["modest"].fixed_shared) == (0, 0, 0)
+    assert used["greedy<64>"].fixed_shared == 384
+    assert used["greedy<64>"].stack >= 256  # values, which are indexed at run time
+    assert used["greedy<64>"].registers <= 32
+
+
+def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
+    (tmp_path / "wrong.cu").write_text("__global__ void wrong() { nothing(); }\n")
+    with pytest.raises(AssertionError, match=r'(?s)wrong.cu for sm_90:.*identifier "nothing" is undefined'):
+        compile_for(90, str(tmp_path / "wrong.cu"), ["wrong"], {})
