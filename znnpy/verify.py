@@ -25,6 +25,9 @@ from znnpy.volume import open_volume
 from znnpy.volume.store import store_for
 from znnpy.volume.volume import Volume
 
+# Largest difference of one voxel, by the precision of the prediction: of fp32 its rounding, of the others five times the
+# rms error that a layer may have, which one of a thousand voxels reaches.
+TOLERANCES = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 2.5e-2}
 BLOCK = 2**14  # samples judged at a time: memory does not grow with their number
 BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps: they stay in cache
 
@@ -46,11 +49,13 @@ class VerifyReport:
     tolerance: float
     magnitude: float  # there: the largest of 1, the rms of its map, and |definition|
     dtype: str
+    precision: str  # that it was predicted in
     seconds: float
 
     def lines(self) -> list[str]:
         """In words, one line each."""
         parts = [f"{self.tolerance:.0e} times {self.magnitude:.3g}, the size of the values"] * (self.magnitude > 1)
+        parts += [f"predicted in {self.precision}"] * (self.precision != "fp32")
         parts += [f"half a step of {self.dtype} included"] * (self.dtype != "float32")
         how = f" ({'; '.join(parts)})" if parts else ""
         return [
@@ -72,17 +77,18 @@ def verify(
     weights: str | Path | None = None,
     samples: int = 1000,
     seed: int = 0,
-    tolerance: float = 1e-5,
+    tolerance: float | None = None,
 ) -> VerifyReport:
     """Recompute `samples` voxels of `output`, drawn with `seed`, from the field of view of each in `volume`.
 
     network    file or shipped name; default: the shipped network that the output names.
     weights    default: the file that the network names.
     samples    of more than the output has, each of its voxels is recomputed once.
-    tolerance  largest |written - definition| allowed of values around 1 and smaller. Larger values round in float32 in
-               proportion to their size, so it is multiplied by the largest of 1, |definition|, and the root mean square
-               of the definition over up to 16384 samples of the same map. Outputs of float16 and uint8 may differ by
-               half a step more: 2^-11 of the value, and 1/510.
+    tolerance  largest |written - definition| allowed of values around 1 and smaller; default: that of the precision
+               that the output says it was predicted in (TOLERANCES). Larger values round in proportion to their size,
+               so it is multiplied by the largest of 1, |definition|, and the root mean square of the definition over
+               up to 16384 samples of the same map. Outputs of float16 and uint8 may differ by half a step more: 2^-11
+               of the value, and 1/510.
 
     Returns the voxel nearest to its limit, or furthest beyond. VerifyError when it is beyond, when NaN stands where the
     field of view holds numbers or the other way round, and when network, weights or volume are not those that made the
@@ -90,7 +96,7 @@ def verify(
     """
     if samples < 1:
         raise ValueError(f"{samples} samples show nothing: give 1 or more")
-    if not (isfinite(tolerance) and tolerance > 0):
+    if tolerance is not None and not (isfinite(tolerance) and tolerance > 0):
         raise ValueError(f"a tolerance must be positive and finite, not {tolerance}")
     started = time.perf_counter()
     output = Path(output)
@@ -99,6 +105,10 @@ def verify(
         said = store_for(output).attributes_of(output)
         if not {"job", "network", "offset"} <= said.keys():
             raise VolumeError(f"{output} was not written by znnpy; give what `znnpy infer` wrote")
+        precision = str(said.get("precision", "fp32"))  # outputs of versions without a GPU do not say it
+        if precision not in TOLERANCES:
+            raise VolumeError(f"{output} says it was predicted in {precision!r}, which this version does not know")
+        tolerance = TOLERANCES[precision] if tolerance is None else tolerance
         job = json.loads(said["job"])
         trained = _trained(job, said["network"], output, network, weights)
         to_corner = np.array(said["offset"]) - (np.array(trained.network.field_of_view) - 1) // 2
@@ -123,6 +133,7 @@ def verify(
         tolerance=tolerance,
         magnitude=worst.magnitude,
         dtype=prediction.dtype.name,
+        precision=precision,
         seconds=time.perf_counter() - started,
     )
     if beyond:

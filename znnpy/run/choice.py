@@ -145,6 +145,7 @@ def _known_to_run(
         context=max(context, plan.memory.context),
     )
     here = plan.covering(source.output, network, memory)
+    here = replace(here, itemsize_in=itemsize, itemsize_out=output_dtype.itemsize)
     ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
     vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
     here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)

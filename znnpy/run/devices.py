@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
@@ -20,8 +19,9 @@ if TYPE_CHECKING:
     from znnpy.planner.plan import Plan
 
 DEVICES = ("auto", "cpu", "gpu")
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 LESS = 0.9  # of a limit that did not hold
-MOST_CONTEXT_BYTES = 2**30  # that CUDA takes of a GPU as it is opened: what is more is others'
+MOST_CONTEXT_BYTES = 640 * 2**20  # that CUDA takes of a GPU as it is opened: what is more is others'
 IDLE_SHARE = 0.9  # of a card's memory that is free where nobody else uses it
 
 
@@ -138,6 +138,15 @@ def word_of(precision: str | None) -> Precision:
     raise ValueError(f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
 
 
+def why_no_gpu() -> str | None:
+    """Why no GPU can be used here; None where one can."""
+    try:
+        find_gpu()
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
 def _found(meant: str, why: list[str]) -> Gpu | None:
     """The GPU; None, and the reason added to `why`, where there is none to use and none has to be."""
     try:
@@ -145,17 +154,9 @@ def _found(meant: str, why: list[str]) -> Gpu | None:
     except DeviceError as error:
         if meant == "gpu":
             raise
-        why.append(str(error) if find_spec("cupy") or _driver_is_here() else "this machine has no GPU for CUDA")
+        half_there = find_spec("cupy") is not None or any(path.exists() for path in DRIVERS)
+        why.append(str(error) if half_there else "no GPU for CUDA here")
         return None
-
-
-def _driver_is_here() -> bool:
-    """Whether NVIDIA's driver can be loaded."""
-    try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

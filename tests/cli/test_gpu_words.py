@@ -1,0 +1,263 @@
+"""--device, --vram and --precision: what is said where there is no GPU, and what a run on one promises and prints.
+
+Nothing here needs a GPU: what is asked of CuPy is answered by `Cuda`, and layers run on the emulator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from emulated import EMULATED_GPU, EmulatedDevice
+from place import Place
+
+import znnpy
+from znnpy.errors import DeviceError, PlanFileError, ResumeError
+from znnpy.kernels.gpu import device as device_room
+from znnpy.machine import Gpu
+from znnpy.run import choice, devices
+from znnpy.verify import TOLERANCES, verify
+
+MIB = 2**20
+CARD = replace(EMULATED_GPU, name="a card", memory_bytes=4 * 2**30)
+
+
+class CudaError(Exception):
+    """As CuPy raises them."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+@dataclass
+class Cuda:
+    """What `find_gpu` asks CuPy's runtime, up to the description of the device."""
+
+    driver: int = 13000
+    devices: int = 0
+    CUDARuntimeError = CudaError
+
+    def driverGetVersion(self) -> int:
+        return self.driver
+
+    def runtimeGetVersion(self) -> int:
+        return 13000
+
+    def getDeviceCount(self) -> int:
+        if self.devices == 0:
+            raise CudaError(100)
+        return self.devices
+
+
+def answer(patch: pytest.MonkeyPatch, cuda: Cuda | None) -> None:
+    """CuPy as `cuda` has it, or none that can be imported."""
+
+    def cupy() -> Any:
+        if cuda is None:
+            raise DeviceError("a GPU is driven through CuPy, which cannot be imported: pip install 'znnpy[gpu]'")
+        return SimpleNamespace(cuda=SimpleNamespace(runtime=cuda))
+
+    patch.setattr(device_room, "_cupy", cupy)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with neither driver nor CuPy."""
+    answer(monkeypatch, None)
+    monkeypatch.setattr(devices, "DRIVERS", ())
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`card()` gives the machine one, emulated; `taken` bytes of it are other programs'."""
+
+    def there(gpu: Gpu = CARD, taken: int = 0) -> None:
+        class Card(EmulatedDevice):
+            def free_bytes(self) -> int:
+                return super().free_bytes() - taken
+
+        for room in (devices, choice):
+            monkeypatch.setattr(room, "find_gpu", lambda: gpu)
+        monkeypatch.setattr(devices, "Device", Card)
+
+    return there
+
+
+NO_DRIVER = "this machine has no NVIDIA driver: install one, or run on the CPU"
+OLD_DRIVER = "the NVIDIA driver speaks CUDA 12.4 and CuPy needs CUDA 13: install a newer driver, or run on the CPU"
+NO_DEVICE = (
+    "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES, or run on the CPU"
+)
+NO_CUPY = "a GPU is driven through CuPy, which cannot be imported: pip install 'znnpy[gpu]'"
+MISSING = [
+    pytest.param(Cuda(driver=0), NO_DRIVER, id="no driver"),
+    pytest.param(Cuda(driver=12040, devices=1), OLD_DRIVER, id="driver too old"),
+    pytest.param(Cuda(), NO_DEVICE, id="no device"),
+    pytest.param(None, NO_CUPY, id="no CuPy"),
+]
+
+
+@pytest.mark.parametrize("command", ["plan", "infer"])
+@pytest.mark.parametrize(("cuda", "said"), MISSING)
+def test_a_gpu_that_is_asked_for_and_not_there_is_an_error(
+    place: Place, monkeypatch: pytest.MonkeyPatch, cuda: Cuda | None, said: str, command: str
+) -> None:
+    answer(monkeypatch, cuda)
+    words = (
+        place.words if command == "infer" else ["plan", str(place.folder / "net.yaml"), "--volume", str(place.volume)]
+    )
+    assert place.refusal(*words, "--device", "gpu") == said
+    assert not place.out.exists()
+
+
+@pytest.mark.parametrize(("cuda", "said"), MISSING)
+def test_auto_goes_on_with_the_cpu_and_says_why(
+    place: Place, monkeypatch: pytest.MonkeyPatch, cuda: Cuda | None, said: str
+) -> None:
+    """Where CuPy or a driver is there and the other is not, with what to install."""
+    answer(monkeypatch, cuda)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None if cuda is None else object())
+    monkeypatch.setattr(devices, "DRIVERS", (place.volume,))  # a file that exists
+    result = place.infer()
+    assert result.exit_code == 0
+    assert f"\ndevice     CPU; {said}\n" in result.stdout
+    planned = place.run("plan", place.folder / "net.yaml", "--volume", place.volume)
+    assert planned.exit_code == 0
+    assert said in planned.stdout.splitlines()
+    assert json.loads(place.infer("--overwrite", "--json").stdout)["notes"] == [said]
+
+
+@pytest.mark.usefixtures("without")
+def test_a_machine_without_any_gpu_hears_little_of_it(place: Place) -> None:
+    result = place.infer()
+    assert "\ndevice     CPU; no GPU for CUDA here\n" in result.stdout
+    asked = place.infer("--overwrite", "--device", "cpu")
+    assert "\ndevice     CPU\n" in asked.stdout
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+def test_the_cpu_computes_in_fp32_and_says_so_once(place: Place, precision: str) -> None:
+    said = f"the CPU computes in fp32, more exactly than the {precision} that is asked for"
+    result = place.infer("--precision", precision, "--device", "cpu")
+    assert result.exit_code == 0
+    assert result.stdout.count(said) == 1
+    assert "\nprecision  fp32, BLAS kernels " in result.stdout
+    with h5py.File(place.out) as file:
+        assert file["prediction"].attrs["precision"] == "fp32"
+    assert said in place.run("plan", "--shape", "60,60,60", "--precision", precision).stdout
+
+
+@pytest.mark.usefixtures("without")
+def test_a_limit_for_a_gpu_that_is_not_there_limits_nothing(place: Place) -> None:
+    result = place.infer("--vram", "2G")
+    assert result.exit_code == 0
+    assert "\ndevice     CPU; no GPU for CUDA here; --vram limits nothing on the CPU\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--device", "tpu"), "'tpu' is not one of 'auto', 'cpu', 'gpu'"),
+        (("--precision", "bf16"), "'bf16' is not one of 'fp32', 'tf32', 'fp16'"),
+        (("--vram", "12Q"), "'12Q' is no size: give a number with K, M, G or T"),
+        (("--vram", "0"), "'0' is 0 bytes: give a positive size such as 2G"),
+        (("--device", "cpu", "--vram", "2G"), "--vram limits the memory of a GPU, and none is used: drop it"),
+        (("--only", "cpu.conv.direct", "--vram", "2G"), "--vram limits the memory of a GPU, and none is used: drop it"),
+        (
+            ("--only", "cpu.conv.direct", "--device", "gpu"),
+            "--only cpu.conv.direct is of the CPU, and --device gpu was asked for: drop one",
+        ),
+        (
+            ("--only", "gpu.conv.fft", "--device", "cpu"),
+            "--only gpu.conv.fft is of the GPU, and --device cpu was asked for: drop one",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+@pytest.mark.parametrize("command", ["plan", "infer"])
+def test_usage_errors(place: Place, command: str, words: tuple[str, ...], said: str) -> None:
+    result = place.run(command, *(["v.h5"] if command == "infer" else []), *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("words", [("--device", "gpu"), ("--vram", "2G"), ("--precision", "tf32")])
+def test_a_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
+    result = place.infer("--plan", "p.json", *words)
+    assert result.exit_code == 2
+    assert f"{words[0]} is fixed by the plan: leave it out, or leave --plan out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"device": "GPU"}, "there is no device 'GPU'; choose one of auto, cpu, gpu"),
+        ({"precision": "bf16"}, "there is no precision 'bf16'; choose one of fp32, tf32, fp16"),
+        ({"device": "cpu", "vram": "2G"}, "--vram limits the memory of a GPU, and none is used: drop it"),
+    ],
+)
+def test_wrong_words_are_value_errors_in_the_library(place: Place, words: dict[str, Any], said: str) -> None:
+    network = place.folder / "net.yaml"
+    with pytest.raises(ValueError, match=said):
+        znnpy.infer(place.volume, network, out=place.out, **words)
+    with pytest.raises(ValueError, match=said):
+        znnpy.plan(network, shape=(20, 20, 20), **words)
+    with pytest.raises(ValueError, match=said):
+        znnpy.load_network(network)(np.zeros((20, 20, 20), np.uint8), **words)
+
+
+def plan_words(place: Place, *more: object) -> list[object]:
+    return ["plan", place.folder / "net.yaml", "--volume", place.volume, *more]
+
+
+def test_a_plan_for_a_gpu_promises_its_memory(place: Place, card: Callable[..., None]) -> None:
+    card()
+    result = place.run(*plan_words(place, "--precision", "tf32"))
+    assert result.exit_code == 0, result.stderr
+    assert "GPU: prepared weights" in result.stdout
+    assert "GPU: all, of the limit of 3.60 GiB" in result.stdout
+    assert "on the GPU in tf32" in result.stdout
+    document = json.loads(place.run(*plan_words(place, "--json", "--vram", "1G")).stdout)
+    assert document["plan"]["limits"]["vram_bytes"] == 2**30
+    assert 0 < document["vram_bytes"] <= 2**30
+    assert document["notes"] == []
+
+
+def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]) -> None:
+    """By default nine tenths of what is free; more than that is refused with what is free and what there is."""
+    card(taken=3 * 2**30)
+    limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["limits"]["vram_bytes"]
+    assert limit == int(0.9 * (2**30 + devices.MOST_CONTEXT_BYTES))
+    sentence = place.refusal(*plan_words(place, "--vram", "3G"))
+    assert sentence == (
+        "--vram allows 3,221,225,472 bytes, and of the 4,294,967,296 bytes of the a card only 1,744,830,464 are free "
+        "(other programs and the driver hold the rest); end those programs, or give at most --vram 1664M"
+    )
+
+
+def test_too_little_memory_of_a_gpu_is_the_nearest_miss(place: Place, card: Callable[..., None]) -> None:
+    card()
+    sentence = place.refusal(*plan_words(place, "--vram", "100M"))
+    assert sentence.startswith("nothing fits in ")
+    assert "VRAM" in sentence
+    assert "allow at least --vram " in sentence
+
+
+def test_a_full_gpu_is_named_with_what_is_free(place: Place, card: Callable[..., None]) -> None:
+    """Asked for, it is an error; else the run goes on with the CPU and says why."""
+    card(replace(CARD, memory_bytes=2**30), taken=960 * MIB)
+    sentence = place.refusal(*plan_words(place, "--device", "gpu"))
+    assert sentence.endswith("; of the 1,073,741,824 bytes of the a card 738,197,504 were free when the run began")
+    result = place.infer()
+    assert result.exit_code == 0
+    assert "\ndevice     CPU; a card is not used: nothing fits in " in result.stdout
