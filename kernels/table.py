@@ -14,6 +14,7 @@ from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, PoolMaxLanes
 from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace
+from znnpy.kernels.gpu.conv_direct import ConvDirect as GpuConvDirect
 from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
@@ -40,6 +41,7 @@ TABLE: tuple[Primitive, ...] = (
     ConvFft(),
     ConvCudnn(),
     ConvCudnnWorkspace(),
+    GpuConvDirect(),
     GpuPoolMax(),
     GpuPoolFragments(),
     GpuMaxFilter(),
