@@ -19,15 +19,16 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.kernels.table import TABLE
-from znnpy.machine import Limits, this_machine
+from znnpy.machine import Limits, Machine, this_machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.patches import Box
 from znnpy.planner.candidates import Space, candidate, spans
 from znnpy.planner.layout import carried_bytes, chain, place
+from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, patch_in
 from znnpy.run import arena, pipeline
 from znnpy.run.session import Session
-from znnpy.shapes import LayerShape, Vec3, fused, turned
+from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
@@ -108,18 +109,25 @@ class Ways:
     seed: int = 0
     only: Sequence[str] = ()
     in_one: bool = True  # a convolution and the pooling behind it in one, where a primitive can
+    machine: Machine = MACHINE  # with a GPU: primitives for it, and no others
+    table: tuple[Primitive, ...] = TABLE
     _random: Random = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_random", Random(self.seed))
 
     def of(self, shape: LayerShape) -> tuple[Primitive, Variant] | None:
-        able = [p for p in TABLE if p.kind == shape.kind and p.why_not(shape, MACHINE) is None]
+        able = [p for p in self.table if p.kind == shape.kind and p.name.startswith(self.device)]
+        able = [p for p in able if p.why_not(shape, self.machine) is None]
         able = [p for p in able if p.name in self.only] or able
         if not able:
             return None
         primitive = self._random.choice(able)
-        return primitive, self._random.choice(primitive.variants(shape, MACHINE))
+        return primitive, self._random.choice(primitive.variants(shape, self.machine))
+
+    @property
+    def device(self) -> DeviceKind:
+        return "gpu" if self.machine.gpu else "cpu"
 
 
 def planned(
@@ -132,13 +140,14 @@ def planned(
     at_once: Sequence[int] = (),
     ways: Ways | None = None,
     threads: int = 2,
+    precision: Precision = "fp32",
 ) -> Plan:
     """The plan of just this patch and column, checked as one that is read from a file.
 
     at_once  images that layers take at a time behind each pooling; 0: all there are.
     """
     ways = ways or Ways()
-    space = Space(network.turned(axis), turned(output, axis), axis, walks=column > 0)
+    space = Space(network.turned(axis), turned(output, axis), axis, walks=column > 0, precision=precision)
     shapes = candidate(space, turned(patch, axis)).split(at_once or (0,) * len(network.layers)).shapes
     chosen: list[tuple[tuple[int, int], LayerShape, Primitive, Variant]] = []
     for first, last in spans(space.network):
@@ -156,7 +165,7 @@ def planned(
     steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
     tensors, nbytes = place(chain(steps, step[axis]))
     memory = Memory(
-        device="cpu",
+        device=ways.device,
         baseline=0,
         arena=nbytes,
         carries=carried_bytes([shape for _, shape, _, _ in chosen], step[axis]),
@@ -172,8 +181,8 @@ def planned(
         znnpy_version=znnpy.__version__,
         network=network.sha256,
         network_name=network.name,
-        machine=MACHINE.fingerprint,
-        limits=Limits(2**32, threads),
+        machine=ways.machine.fingerprint,
+        limits=Limits(2**32, threads, 2**32 if ways.machine.gpu else None),
         output=output,
         patch_out=patch,
         patch_in=step,
@@ -189,7 +198,7 @@ def planned(
         other=None,
         runners_up=(),
     ).covering(output, network, memory)
-    plan.check_runs(network, MACHINE)
+    plan.check_runs(network, ways.machine, table=ways.table)
     return plan
 
 
@@ -201,7 +210,7 @@ def _choice(
         shape=shape,
         primitive=primitive.name,
         version=primitive.version,
-        device="cpu",
+        device="gpu" if primitive.name.startswith("gpu") else "cpu",
         variant=variant,
         seconds=1.0,
         runs=1,
@@ -238,11 +247,13 @@ class Poisoned:
 
 
 @contextmanager
-def poisoned_session(plan: Plan, trained: TrainedNetwork, table: tuple[Primitive, ...] = TABLE) -> Iterator[Session]:
-    """A session whose arena holds NaN before it is first written to."""
-    with pytest.MonkeyPatch.context() as patch:
+def poisoned_session(
+    plan: Plan, trained: TrainedNetwork, table: tuple[Primitive, ...] = TABLE, device: Any = None
+) -> Iterator[Session]:
+    """A session whose arena holds NaN before it is first written to; on a GPU that is up to `device`."""
+    with pytest.MonkeyPatch.context() as patch, Crew(plan.limits.threads) as crew:
         patch.setattr(arena, "aligned_bytes", _nan_bytes)
-        with Crew(plan.limits.threads) as crew, Session(plan, trained.network, trained.weights, crew, table) as session:
+        with Session(plan, trained.network, trained.weights, crew, table, device=device) as session:
             yield session
 
 
@@ -253,13 +264,15 @@ def ran(
     *,
     allow_nan: bool = False,
     dtype: npt.DTypeLike = np.float32,
+    table: tuple[Primitive, ...] = TABLE,
+    device: Any = None,
 ) -> npt.NDArray[Any]:
     """What a plan gives, (maps, z, y, x): through the pipeline, from an arena of NaN, every voxel written once."""
     network = trained.network
     source = Source(ArrayVolume(volume), roi=None, border="valid", network=network, allow_nan=allow_nan)
     assert source.output == plan.output
     output = Poisoned.of((network.output_channels, *plan.output), dtype)
-    with poisoned_session(plan, trained) as session:
+    with poisoned_session(plan, trained, table, device) as session:
         pipeline.run(session, session.crew, source, output, plan.cover(network))
     assert (output.times == 1).all()
     assert output.finished == list(range(plan.columns))

@@ -37,23 +37,29 @@ if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Footprint
 
-LOOK_SECONDS = 0.0002  # between looks at an event: a wait in CUDA would not notice Ctrl-C
-QUEUED_SECONDS = 0.2  # of layers, as predicted, that are queued at most: what Ctrl-C waits for before memory is freed
+LOOK_SECONDS = 0.0001  # between looks at an event: a wait in CUDA would not notice Ctrl-C
+QUEUED_SECONDS = 0.2  # of layers, as predicted, behind which no other is queued: Ctrl-C waits for them to free memory
 FLOAT16_END = 65520.0  # what is larger, or as large, rounds to infinity
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A step under way, and what it holds until its wait."""
+    """A step under way, and the arrays of the host that it reads and writes."""
 
-    raw: Voxels  # on the host
-    out: Voxels | None  # on the host, as it was given
+    raw: Voxels
+    out: Voxels | None  # as it was given
     landing: Voxels | None  # `out`, or an array in C order in its stead
-    raw_slot: Any
-    out_slot: Any | None
-    words: Any  # peaks on the device
-    peaks: npt.NDArray[np.float32]  # on the host, pinned
     done: Any  # event: everything is downloaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What a step has of the device until its wait. Tickets do not refer to it: they may outlive the session."""
+
+    raw: Any  # slot
+    out: Any | None
+    words: Any  # peaks
+    peaks: npt.NDArray[np.float32]  # on the host, pinned
 
 
 class GpuWorkshop:
@@ -79,10 +85,10 @@ class GpuWorkshop:
         self._footprints: Sequence[Footprint] = ()
         self._raw_slots: list[Any] = []  # that are free
         self._out_slots: list[Any] = []
-        self._words: list[tuple[Any, npt.NDArray[np.float32]]] = []  # free, on the device and on the host
+        self._words: deque[tuple[Any, npt.NDArray[np.float32]]] = deque()  # free, on the device and on the host
         self._last_words: Any = None  # on the device, of the step before
+        self._lent: deque[_Lent] = deque()  # to the steps that nobody has waited for
         self._step: _Ticket | None = None  # that was begun and is not yet queued to its end
-        self._tickets = 0  # that nobody has waited for
         self._queued: deque[tuple[Any, float]] = deque()  # layers: event of the end, predicted seconds
         self._queued_seconds = 0.0
         self._open = ExitStack()
@@ -141,8 +147,8 @@ class GpuWorkshop:
         return raws, [pinned(out_shape, out) for _ in range(min(PINNED, writes))]
 
     def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
-        if self._tickets > self.under_way:
-            raise RuntimeError(f"{self._tickets} steps are under way: wait for the first before another is submitted")
+        if len(self._lent) > self.under_way:
+            raise RuntimeError(f"{len(self._lent)} steps are under way: wait for the first before another is submitted")
         self._crew.check()
         device = self.hands
         raw = np.ascontiguousarray(raw, raw.dtype.newbyteorder("="))
@@ -150,42 +156,45 @@ class GpuWorkshop:
         landing = out if out is None or out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         raw_slot = self._slot(self._raw_slots, raw.nbytes, "patches on their way in")
         out_slot = None if out is None else self._slot(self._out_slots, out.nbytes, "patches on their way out")
-        words, peaks = self._words.pop(0)
-        self._step = _Ticket(raw, out, landing, raw_slot, out_slot, words, peaks, device.event())
-        self._tickets += 1
+        before = self._lent[-1].words if self._lent else self._last_words
+        words, peaks = self._words.popleft()
+        self._lent.append(_Lent(raw_slot, out_slot, words, peaks))
+        self._step = _Ticket(raw, out, landing, device.event())
         staged = device.view(raw_slot, raw.shape, raw.dtype)
         device.copy_async(staged, raw, device.uploads)
         device.stream.wait_event(self._mark(device.uploads))
-        if begins or self._last_words is None:
+        if begins:
             device.clear(words)
         else:
-            device.copy_async(words, self._last_words, device.stream)
-        self._last_words = words
+            device.copy_async(words, before, device.stream)
         return staged, None if out is None else device.view(out_slot, out.shape, out.dtype)
 
     def give(self) -> _Ticket:
-        device, step = self.hands, self._begun()
+        device, lent = self.hands, self._lent[-1]
+        assert self._step is not None
+        step, self._step = self._step, None
         device.downloads.wait_event(self._mark(device.stream))
-        device.copy_async(step.peaks, step.words, device.downloads)
+        device.copy_async(lent.peaks, lent.words, device.downloads)
         if step.landing is not None:
-            landed = device.view(step.out_slot, step.landing.shape, step.landing.dtype)
+            landed = device.view(lent.out, step.landing.shape, step.landing.dtype)
             device.copy_async(step.landing, landed, device.downloads)
         device.downloads.record(step.done)
-        self._step = None
         return step
 
     def done(self, ticket: _Ticket) -> bool:
-        with self.hands.calling("the step before"):
+        with self.hands.calling("a step of the run"):
             return bool(ticket.done.done)
 
     def wait(self, ticket: _Ticket) -> None:
         self._await(ticket.done, self._crew)
-        self._tickets -= 1
-        self._raw_slots.append(ticket.raw_slot)
-        if ticket.out_slot is not None:
-            self._out_slots.append(ticket.out_slot)
-        self._words.append((ticket.words, ticket.peaks))
-        self._check(ticket)
+        lent = self._lent.popleft()
+        peaks = lent.peaks.tolist()
+        self._raw_slots.append(lent.raw)
+        if lent.out is not None:
+            self._out_slots.append(lent.out)
+        self._words.append((lent.words, lent.peaks))
+        self._last_words = lent.words
+        self._check(ticket, *peaks)
         if ticket.out is not None and ticket.landing is not None and ticket.landing is not ticket.out:
             ticket.out[...] = ticket.landing
 
@@ -203,6 +212,10 @@ class GpuWorkshop:
 
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
         footprint, choice = self._footprints[index], self._plan.choices[index]
+        while self._queued_seconds > QUEUED_SECONDS:
+            event, seconds = self._queued.popleft()
+            self._await(event, self._crew)
+            self._queued_seconds -= seconds
         convolves = choice.shape.kind == "conv"
         entering = sum(convolution < index for convolution in self._convolutions)  # which word holds the input's peak
         x_peak = self._word(entering) if footprint.reads_peak else 0
@@ -212,10 +225,6 @@ class GpuWorkshop:
             self._moving.peak(out, out_peak)
         self._queued.append((self._mark(self.hands.stream), choice.seconds))
         self._queued_seconds += choice.seconds
-        while self._queued_seconds > QUEUED_SECONDS:
-            event, seconds = self._queued.popleft()
-            self._await(event, self._crew)
-            self._queued_seconds -= seconds
 
     @property
     def _moving(self) -> Moves:
@@ -223,14 +232,9 @@ class GpuWorkshop:
             raise RuntimeError("nothing is moved before the first step begins")
         return self._moves
 
-    def _begun(self) -> _Ticket:
-        if self._step is None:
-            raise RuntimeError("no step was begun")
-        return self._step
-
     def _word(self, index: int) -> int:
         """Address of a peak of the step that is being queued."""
-        return int(self.hands.address(self._begun().words)) + FLOAT32 * index
+        return int(self.hands.address(self._lent[-1].words)) + FLOAT32 * index
 
     def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
         """Kernels for these types; the first steps of a column know nothing of their output's."""
@@ -267,12 +271,12 @@ class GpuWorkshop:
                     crew.check()
                 time.sleep(LOOK_SECONDS)
 
-    def _check(self, ticket: _Ticket) -> None:
+    def _check(self, ticket: _Ticket, entering: float, *peaks: float) -> None:
         """ValuesOverflowError if a peak of the column so far is beyond what its values are stored in."""
         plan, network = self._plan, self._network
         kept = dtype_of(plan.choices[0].shape)
         end = FLOAT16_END if kept == np.float16 else np.inf
-        entering, *layers, leaving = ticket.peaks.tolist()
+        *layers, leaving = peaks
         if not entering < end:
             raise input_overflow(ticket.raw, kept)
         for index, peak in zip(self._convolutions, layers, strict=True):

@@ -25,7 +25,7 @@ from znnpy.patches import Box, Column, Patch
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3, add, subtract, valid
 
-LOOK_SECONDS = 0.0002  # between looks at what is under way
+LOOK_SECONDS = 0.0001  # between looks at what is under way
 SEEN_BYTES = 2**20  # of a mask that are copied at once
 
 Voxels = npt.NDArray[Any]

@@ -86,6 +86,7 @@ class Session:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.callback(self._forget)
             stack.enter_context(self._shop)
             try:
                 self._bind()
@@ -96,9 +97,12 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.__exit__(kind, error, at)
+
+    def _forget(self) -> None:
+        """Let go of all arrays."""
         self._bound = ()
         self._input = None
-        self._open.__exit__(kind, error, at)
 
     def _bind(self) -> None:
         plan, shop, steps = self.plan, self._shop, []
@@ -124,20 +128,16 @@ class Session:
             images = shape.out_shape[0]
         news.append(shop.tensor(f"x{len(xs)}", shapes[-1].out_shape, dtype_of(shapes[-1])))
         self._input = news[0][0]
-        self._bound = tuple(
-            _Bound(
-                step=step,
-                x=xs[i],
-                out=news[i + 1],
-                scratch=shop.scratch(i),
-                apart=apart[i],
-                batch=choice.shape.batch,
-                pools=choice.shape.out_shape[0] // choice.shape.batch,
-                from_step=-self._steps_before(self._along.margins[choice.layers[1] + 1][0]),
-                carry=self._carry(i, carried[i]),
-            )
-            for i, (step, choice) in enumerate(zip(steps, plan.choices, strict=True))
-        )
+        bound = []
+        for i, (step, choice) in enumerate(
+            zip(steps, plan.choices, strict=True)
+        ):  # a generator would outlive `clear_frames`
+            x, out, scratch = xs[i], news[i + 1], shop.scratch(i)
+            pools = choice.shape.out_shape[0] // choice.shape.batch
+            from_step = -self._steps_before(self._along.margins[choice.layers[1] + 1][0])
+            carry = self._carry(i, carried[i])
+            bound.append(_Bound(step, x, out, scratch, apart[i], choice.shape.batch, pools, from_step, carry))
+        self._bound = tuple(bound)
 
     def _carry(self, index: int, planes: int) -> Any | None:
         """Room for the last `planes` planes of every image of a choice's input, or None where it needs none."""
