@@ -9,6 +9,7 @@ Kernels  of 3 to 9 a side, padded to 32 to 128, one at a time, one thread, as `c
 Images   padded from n - k + 1 + k - 1 = n0 to n for a layer with 16 maps: lines along x of padding are not transformed,
          nor planes along y, against the plain transform of the padded image.
 Rounds are interleaved in an order that alternates; figures are medians. The paper claims a factor of 5 on average.
+With `--device gpu` everything is another: see pruned_gpu.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pyfftw
-from header import machine_header, without_forced_blas_kernels
+from header import machine_header, taken_device, without_forced_blas_kernels
 
 from znnpy.kernels.aligned import aligned_bytes, odd_lines
 from znnpy.kernels.cpu.pruned import twiddles
@@ -198,4 +199,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     without_forced_blas_kernels()
-    main()
+    device, words = taken_device()
+    if device == "gpu":
+        import pruned_gpu
+
+        pruned_gpu.main(words)
+    else:
+        main(words)

@@ -162,8 +162,8 @@ class ConvFft:
             device.put(np.ascontiguousarray(weights.bias, np.float32), "biases"),
         )
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
-        return _Step(resident, as_conv(shape), variant, device)
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> FftStep:
+        return FftStep(resident, as_conv(shape), variant, device)
 
 
 def _passes(t: _Sizes, size: Vec3) -> float:
@@ -212,7 +212,11 @@ class _Batches:
         return self._device.view(store, (count, self._pitch), np.complex64, offset=first)
 
 
-class _Step:
+class FftStep:
+    """A layer of one shape on one device."""
+
+    """A layer of one shape on one device."""
+
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
         self._sizes = t = _sizes(shape, variant)
@@ -255,15 +259,17 @@ class _Step:
         shape, t = self._shape, self._sizes
         for s in range(shape.batch):
             for first, maps in _some(shape.fin, t.maps_in):
-                self._transform(x[s], None if before is None else before[s], s, first, maps, scratch)
+                self.transform_maps(x[s], None if before is None else before[s], s, first, maps, scratch)
         for first, kernels in _some(shape.fin * shape.fout, t.kernels):
-            self._transform_kernels(first, kernels, scratch)
+            self.transform_kernels(first, kernels, scratch)
             self._multiply(first, kernels, scratch)
         for s in range(shape.batch):
             for first, maps in _some(shape.fout, t.maps_out):
                 self._invert(out[s], s, first, maps, out_peak, scratch)
 
-    def _transform(self, x: Any, before: Any | None, s: int, first: int, maps: int, scratch: Mapping[str, Any]) -> None:
+    def transform_maps(
+        self, x: Any, before: Any | None, s: int, first: int, maps: int, scratch: Mapping[str, Any]
+    ) -> None:
         """Spectra of `maps` maps of one image (n_z, n_y, n_x, f), in their places."""
         shape, t = self._shape, self._sizes
         nz, ny, nx = shape.n
@@ -280,7 +286,7 @@ class _Step:
         )
         self._forward(scratch["spectra"], at, scratch["lines_in"], maps, nz, ny)
 
-    def _transform_kernels(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
+    def transform_kernels(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
         """Spectra of `kernels` kernels, counted from all (f', f)."""
         shape, t = self._shape, self._sizes
         kz, ky, kx = shape.k
