@@ -26,6 +26,11 @@ def packages_on_disk(repository: Path) -> set[str]:
     return found
 
 
+def cuda_sources(repository: Path) -> list[Path]:
+    """Kernels for CUDA devices: compiled where they run, so they are installed as they are."""
+    return [path for ending in ("cu", "cuh") for path in (repository / "kernels").rglob(f"*.{ending}")]
+
+
 def test_packages_listed_are_the_folders_on_disk(repository: Path) -> None:
     """A sub-package that is forgotten in pyproject.toml vanishes from the wheel without a word."""
     settings = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -76,6 +81,9 @@ def test_wheel_holds_every_package_and_network(repository: Path, tmp_path: Path)
     shipped = {path.name for path in (repository / "znnpy" / "networks").iterdir()}
     assert {Path(name).name for name in names if name.startswith("znnpy/networks/")} == shipped
     assert {"fib25_boundary.npz", "fib25_boundary.yaml", "n337.yaml"} <= shipped
+    kernels = {f"znnpy/kernels/{path.relative_to(repository / 'kernels')}" for path in cuda_sources(repository)}
+    assert {name for name in names if name.endswith((".cu", ".cuh"))} == kernels
+    assert "znnpy/kernels/gpu/device_ops.cuh" in kernels
     assert "znnpy/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("kernels", "planner", "tests"))]
