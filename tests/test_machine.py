@@ -76,8 +76,8 @@ def test_memory_that_other_programs_hold_is_not_promised() -> None:
     with pytest.raises(DeviceError) as caught:
         limits_of(replace(MACHINE, gpu=GPU), vram="60G", free_bytes=20 * 2**30)
     assert str(caught.value) == (
-        "--vram allows 64,424,509,440 bytes, and of the 85,899,345,920 bytes of the a card only 21,474,836,480 are free "
-        "(other programs and the driver hold the rest); end those programs, or give at most --vram 20480M"
+        "--vram allows 64,424,509,440 bytes, and of the 85,899,345,920 bytes of the a card only 21,474,836,480 are "
+        "free (other programs and the driver hold the rest); end those programs, or give at most --vram 20480M"
     )
 
 

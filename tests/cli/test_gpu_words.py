@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +18,10 @@ from emulated import EMULATED_GPU, EmulatedDevice
 from place import Place
 
 import znnpy
-from znnpy.errors import DeviceError, PlanFileError, ResumeError
+from znnpy.errors import DeviceError
 from znnpy.kernels.gpu import device as device_room
 from znnpy.machine import Gpu
 from znnpy.run import choice, devices
-from znnpy.verify import TOLERANCES, verify
 
 MIB = 2**20
 CARD = replace(EMULATED_GPU, name="a card", memory_bytes=4 * 2**30)
