@@ -128,7 +128,8 @@ class Match:
             "corner": str(self._folder / f"{Path(name).stem}-reference.npy"),
         }
         end = time.monotonic() + share * self._left()
-        todo = [(*way, options.patches or sides(name)) for way in ways]
+        least = min(read_network(name).network.dense_size((options.side,) * 3))
+        todo = [(*way, [side for side in options.patches or sides(name) if side <= least]) for way in ways]
         while todo and end - time.monotonic() > 1:
             left = end - time.monotonic()
             answers, failure = lines_of(request | {"ways": todo, "seconds": 0.7 * left}, left + 20)
