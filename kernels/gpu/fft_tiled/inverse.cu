@@ -1,144 +1,136 @@
-// Spectra of the result, transformed back, cropped, with bias and activation: the last kernel of the fused tiled FFT.
-//
-// The forward transform's steps in reverse, for the outputs that are kept alone: of TX positions along x only those of
-// the tile's outputs take part in the transforms along y, and of TY in those along z.
+// Spectra of the result, transformed back, cropped, with bias and activation: forward.cu's steps in reverse, for the
+// outputs that are kept alone.
 #include "activation.cuh"
 #include "tile.cuh"
 
-DEVICE Complex read_spectrum(const half2* Y, long long at) { return load_complex(Y[at]); }
-DEVICE Complex read_spectrum(const float2* Y, long long at) { return load_complex(Y[at]); }
+// F = A + i B of one row of plane 0, from kz = 0 and kz = TZ / 2; beyond TX / 2 from the conjugates.
+template <class P, class Number>
+DEVICE void read_edge(Complex (&v)[P::TX], const Number* Y, long long here, long long stride, int planes, int y) {
+  const int mirror = y ? P::TY - y : 0;
+#pragma unroll
+  for (int k = 0; k < P::TX; k++) {
+    const bool direct = k < P::HX;
+    const int row = direct ? y : mirror, kx = direct ? k : P::TX - k;
+    const Complex a = load_complex(Y[frequency_of_edge<P>(planes, 0, row, kx) * stride + here]);
+    const Complex b = load_complex(Y[frequency_of_edge<P>(planes, 1, row, kx) * stride + here]);
+    v[k] = direct ? Complex{a.re - b.im, a.im + b.re} : Complex{a.re + b.im, b.re - a.im};
+  }
+}
 
-DEVICE void store_pair(float* p, int maps, bool aligned, float a, float b) {
-  if (maps > 1 && aligned) {
-    *(float2*)p = make_float2(a, b);
+// A block takes one plane of one tile for CB maps, as in forward_plane.
+template <int TY, int TX, int CB, class Number, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    inverse_plane(const Number* __restrict__ Y, Number* __restrict__ V, long long slabs, long long rows, long long columns,
+                  long long sy, long long sx, long long ny, long long nx, long long padded, long long planes) {
+  using P = Plane<TY, TX, CB>;
+  EXTERN_SHARED(Number, shared);
+  const Group g = {0, int(slabs), int(rows), int(columns), int(sy), int(sx), int(ny), int(nx), int(padded), int(planes)};
+  const int chunks = g.padded / CB, tiles = g.tiles();
+  const int map0 = blockIdx.x % chunks * CB, tile = blockIdx.x / chunks % tiles, plane = blockIdx.x / chunks / tiles;
+  const int x_first = tile % g.columns * g.sx, y_first = tile / g.columns % g.rows * g.sy;
+
+  // Along x: lanes run over maps, then y. Only what is kept goes on.
+  const long long stride = (long long)tiles * g.padded;
+  for (int i = threadIdx.x; i < TY * CB; i += THREADS) {
+    const int map = i % CB, y = i / CB;
+    const long long here = (long long)tile * g.padded + map0 + map;
+    Complex v[TX];
+    if (plane == 0) {
+      read_edge<P>(v, Y, here, stride, g.planes, y);
+    } else {
+      const Number* from = Y + frequency<P>(plane, y, 0) * stride + here;
+#pragma unroll
+      for (int x = 0; x < TX; x++) v[x] = load_complex(from[x * stride]);
+    }
+    transform<TX, 1>(v);
+#pragma unroll
+    for (int x = 0; x < TX; x++)
+      if (x < g.sx) store_complex(shared[P::at(y, x, map)], v[x]);
+  }
+  sync_block();
+
+  // Along y: lanes run over maps, then x.
+  Number* target = V + g.plane_at(tile / (g.columns * g.rows), plane) + map0;
+  const long long row = (long long)g.nx * g.padded;
+  for (int i = threadIdx.x; i < g.sx * CB; i += THREADS) {
+    const int map = i % CB, x = i / CB;
+    if (x_first + x >= g.nx) continue;
+    Complex v[TY];
+#pragma unroll
+    for (int y = 0; y < TY; y++) v[y] = load_complex(shared[P::at(y, x, map)]);
+    transform<TY, 1>(v);
+    Number* to = target + y_first * row + (long long)(x_first + x) * g.padded + map;
+#pragma unroll
+    for (int y = 0; y < TY; y++)
+      if (y < g.sy && y_first + y < g.ny) store_complex(to[y * row], v[y]);
+  }
+}
+
+DEVICE void store_pair(float* p, int maps, bool paired, float a, float b) {
+  if (paired) {
+    store_activation2(p, make_float2(a, b));
     return;
   }
-  if (maps > 0) p[0] = a;
+  p[0] = a;
   if (maps > 1) p[1] = b;
 }
-DEVICE void store_pair(half* p, int maps, bool aligned, float a, float b) {
-  if (maps > 1 && aligned) {
-    *(half2*)p = __floats2half2_rn(a, b);
+DEVICE void store_pair(half* p, int maps, bool paired, float a, float b) {
+  if (paired) {
+    store_activation2(p, make_float2(a, b));
     return;
   }
-  if (maps > 0) p[0] = __float2half_rn(a);
-  if (maps > 1) p[1] = __float2half_rn(b);
+  p[0] = to_half(a);
+  if (maps > 1) p[1] = to_half(b);
 }
 
-// F = A + i B of one row of plane 0, from kz = 0 and kz = TZ / 2; beyond TX / 2 from the conjugates.
-template <class T, class Number>
-DEVICE void read_edge(Complex (&v)[T::TX], const Number* Y, long long here, long long stride, int y) {
-  const int mirror = y ? T::TY - y : 0;
-#pragma unroll
-  for (int k = 0; k < T::TX; k++) {
-    const bool direct = k < T::HX;
-    const int row = direct ? y : mirror, kx = direct ? k : T::TX - k;
-    Complex a = read_spectrum(Y, T::frequency_of_edge(0, row, kx) * stride + here);
-    Complex b = read_spectrum(Y, T::frequency_of_edge(1, row, kx) * stride + here);
-    if (!direct) {
-      a.im = -a.im;
-      b.im = -b.im;
-    }
-    v[k] = {a.re - b.im, a.im + b.re};
-  }
-}
-
-// Y       [frequency][tile][map] of half2 (Halves) or float2, `padded` maps.
-// out     (S, z, y, x, maps) Value; every voxel of every tile that lies inside is written.
+// Two maps of a column along z, as in forward_z; rows y0 .. y0 + ny - 1 of `out` come from V.
+//
+// out     (S, z, y, x, maps) Value, `image` values from image to image.
 // factor  what brings results back to their size, before the scale by `peak` is undone.
-template <class T, class Value>
-DEVICE void inverse_tile(const typename T::Number* Y, Value* out, const float* bias, const float* peak, float* out_peak,
-                         const Grid& g, int padded, int activation, float factor) {
-  using Number = typename T::Number;
-  EXTERN_SHARED(Number, tile);
-  const int groups = padded / T::CB, map0 = blockIdx.x % groups * T::CB, number = blockIdx.x / groups;
-  const long long stride = (long long)g.count * padded;
-  const long long first = (long long)number * padded + map0;
-
-  // Along x: lanes run over maps first.
-  for (int i = threadIdx.x; i < T::CB * T::PLANES * T::TY; i += blockDim.x) {
-    const int map = i % T::CB, y = i / T::CB % T::TY, plane = i / (T::CB * T::TY);
-    const long long here = first + map;
-    Complex v[T::TX];
-    if (plane == 0) {
-      read_edge<T>(v, Y, here, stride, y);
-    } else {
-      const long long source = T::frequency(plane, y, 0) * stride + here;
-#pragma unroll
-      for (int k = 0; k < T::TX; k++) v[k] = read_spectrum(Y, source + k * stride);
-    }
-    transform<T::TX, 1>(v);
-    Number* at = tile + T::at(map, plane, y, 0);
-#pragma unroll
-    for (int k = 0; k < T::TX; k++)
-      if (k < g.sx) store_complex(at[k], v[k]);
-  }
-  sync_block();
-
-  // Along y: lanes run along x.
-  for (int i = threadIdx.x; i < T::CB * T::PLANES * T::TX; i += blockDim.x) {
-    const int x0 = i % T::TX, plane = i / T::TX % T::PLANES, map = i / (T::TX * T::PLANES);
-    if (x0 >= g.sx) continue;
-    Number* at = tile + T::at(map, plane, 0, x0);
-    Complex v[T::TY];
-#pragma unroll
-    for (int y = 0; y < T::TY; y++) v[y] = load_complex(at[y * T::ROW]);
-    transform<T::TY, 1>(v);
-#pragma unroll
-    for (int y = 0; y < T::TY; y++)
-      if (y < g.sy) store_complex(at[y * T::ROW], v[y]);
-  }
-  sync_block();
-
-  // Along z, two maps at a time.
-  const Origin o = origin_of(g, number);
-  const float back = factor / (peak == nullptr ? 1.0f : spectrum_scale<T::VOXELS>(*peak));
-  const long long row = (long long)g.nx * g.maps, plane = row * g.ny;
-  constexpr int PAIRS = (T::CB + 1) / 2, H = T::TZ / 2;
+// Blocks: (x * pairs, y, slab).
+template <int TZ, class Number, class Value>
+__global__ void __launch_bounds__(256, TZ > 16 ? 2 : 3)
+    inverse_z(const Number* __restrict__ V, Value* __restrict__ out, const float* __restrict__ bias, const float* peak,
+              float* out_peak, long long first, long long gz, long long sz, long long nz, long long height, long long y0,
+              long long ny, long long nx, long long maps, long long padded, long long image, long long activation,
+              float factor, long long exponent) {
+  constexpr int H = TZ / 2;
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, pairs = int(padded) / 2;
+  const int column = i / pairs, map = i % pairs * 2, y = blockIdx.y, slab = blockIdx.z;
+  const int there = int(maps) - map;
   float largest = 0.0f;
-  for (int i = threadIdx.x; i < g.sy * g.sx * PAIRS; i += blockDim.x) {
-    const int a = i % PAIRS * 2, column = i / PAIRS, y = column / g.sx, x0 = column % g.sx;
-    const int map = map0 + a, maps = T::CB > 1 ? g.maps - map : g.maps > map;
-    if (maps <= 0 || o.y + y >= g.ny || o.x + x0 >= g.nx) continue;
-    const Number* at = tile + T::at(a, 0, y, x0);
-    Complex v[T::TZ];
-    {
-      const Complex p = load_complex(at[0]);
-      const Complex q = T::CB > 1 ? load_complex(at[T::MAP]) : Complex{0.0f, 0.0f};
-      v[0] = {p.re, q.re};
-      v[H] = {p.im, q.im};
-    }
+  if (column < nx && there > 0) {
+    const long long step = ny * nx * padded;
+    const Number* source = V + slab * H * step + ((long long)y * nx + column) * padded + map;
+    Complex v[TZ];
 #pragma unroll
-    for (int k = 1; k < H; k++) {
-      const Complex p = load_complex(at[k * T::PLANE]);
-      const Complex q = T::CB > 1 ? load_complex(at[T::MAP + k * T::PLANE]) : Complex{0.0f, 0.0f};
-      v[k] = {p.re - q.im, p.im + q.re};
-      v[T::TZ - k] = {p.re + q.im, q.re - p.im};
+    for (int k = 0; k < H; k++) {
+      Complex p, q;
+      load_two(source + k * step, p, q);
+      if (k == 0) {
+        v[0] = {p.re, q.re};
+        v[H] = {p.im, q.im};
+      } else {
+        v[k] = {p.re - q.im, p.im + q.re};
+        v[TZ - k] = {p.re + q.im, q.re - p.im};
+      }
     }
-    transform<T::TZ, 1>(v);
-    const float b0 = bias[map], b1 = maps > 1 ? bias[map + 1] : 0.0f;
-    Value* target = out + o.image * g.image + (long long)o.z * plane + (o.y + y) * row + (long long)(o.x + x0) * g.maps + map;
+    transform<TZ, 1>(v);
+    const float back = factor / spectrum_scale(peak, int(exponent));
+    const float b0 = bias[map], b1 = there > 1 ? bias[map + 1] : 0.0f;
+    const bool paired = there > 1 && maps % 2 == 0;
+    const int number = int(first) + slab, z0 = number % int(gz) * int(sz);
+    const long long plane = height * nx * maps;
+    Value* target = out + number / int(gz) * image + z0 * plane + ((y0 + y) * nx + column) * maps + map;
 #pragma unroll
-    for (int z = 0; z < T::TZ; z++) {
-      if (z < g.sz && o.z + z < g.nz) {
-        const float r0 = activate(back * v[z].re + b0, activation);
-        const float r1 = maps > 1 ? activate(back * v[z].im + b1, activation) : 0.0f;
-        largest = larger_magnitude(largest, larger_magnitude(r0, r1));
-        store_pair(target + z * plane, maps, T::CB > 1 && g.maps % 2 == 0, r0, r1);
+    for (int z = 0; z < TZ; z++) {
+      if (z < sz && z0 + z < nz) {
+        const float a = activate(back * v[z].re + b0, int(activation));
+        const float b = activate(back * v[z].im + b1, int(activation));
+        largest = larger_magnitude(largest, there > 1 ? larger_magnitude(a, b) : a);
+        store_pair(target + z * plane, there, paired, a, b);
       }
     }
   }
   raise_peak_by_warp(out_peak, largest);
-}
-
-template <int TZ, int TY, int TX, int CB, class Spectrum, class Value, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
-    inverse(const void* Y, Value* out, const float* bias, const float* peak, float* out_peak, long long first,
-            long long count, long long gz, long long gy, long long gx, long long sz, long long sy, long long sx, long long nz,
-            long long ny, long long nx, long long maps, long long image, long long padded, long long activation,
-            float factor) {
-  using T = Tile<TZ, TY, TX, CB, Spectrum>;
-  const Grid g = {int(first), int(count), int(gz), int(gy), int(gx), int(sz), int(sy),
-                  int(sx),    int(nz),    int(ny), int(nx), int(maps), image};
-  inverse_tile<T, Value>((const typename T::Number*)Y, out, bias, peak, out_peak, g, int(padded), int(activation), factor);
 }

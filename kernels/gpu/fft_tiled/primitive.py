@@ -1,27 +1,42 @@
-"""Fused tiled FFT convolution on a GPU: three kernels a group of tiles, spectra in float16 or in two of them.
+"""Fused tiled FFT convolution on a GPU: five kernels a group of tiles, spectra in float16 or in two of them.
 
-forward   overlapping tiles of the input, transformed in shared memory: forward.cu
-product   per frequency (tiles x maps in) x (maps in x maps out), on tensor cores: product.cu
-inverse   transformed back, cropped, bias, activation: inverse.cu
+forward_z      columns of the input, transformed along z: registers alone; forward.cu
+forward_plane  overlapping planes of tiles, transformed along y and x in shared memory
+product        per frequency (tiles x maps in) x (maps in x maps out), on tensor cores: product.cu
+inverse_plane  planes transformed back and cropped: inverse.cu
+inverse_z      columns transformed back, bias, activation
 
 half   spectra in float16, scaled by the largest value of the input so that none can overflow; sums in float32. Ten bits
        of mantissa, as tf32: precisions tf32 and fp16.
 split  spectra as two float16, the second what the first leaves out: fp32, at three times the products.
 
 Source   overlap-save; products per frequency after Mathieu, Henaff, LeCun 2014, tiles after Zlateski et al. 2018.
-Bound    Memory: of 80 -> 80 maps, k = 3, half: input, output and four times 304 bytes an output voxel.
+Bound    Memory: of 80 -> 80 maps, k = 3, tiles of 32^3, half: about 2,100 bytes an output voxel, with input and output.
 Tested   tests/gpu/test_conv_fft_tiled.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import log2, prod
 from typing import TYPE_CHECKING, Any
 
 from znnpy.kernels.gpu.fft_tiled.spectra import KernelSpectra, preparing_bytes, resident_bytes, transform_kernels
-from znnpy.kernels.gpu.fft_tiled.tiles import TILES, Block, Cover, Spectra, block_for, frequencies, padded
+from znnpy.kernels.gpu.fft_tiled.tiles import (
+    COLUMN_THREADS,
+    NUMBER,
+    SIDES,
+    SIDES_Z,
+    Cover,
+    Group,
+    PlaneBlock,
+    Spectra,
+    frequencies,
+    padded,
+    plane_block,
+)
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv
 from znnpy.shapes import ACTIVATIONS
 
@@ -30,9 +45,9 @@ if TYPE_CHECKING:
     from znnpy.network import ConvWeights
     from znnpy.shapes import ConvShape, LayerShape, Vec3
 
-GROUPS = (256, 1024, 4096, 16384)  # tiles whose spectra there are at a time
+GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra there are at a time
 EXCESS = 1.3  # times the least volume that tiles cover together: those that cover more are slower
-_FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the longest side
+_FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
 _CHUNK = 160  # of the product's depth that is in shared memory at a time
 _NEEDS_DEVICE = "needs a CUDA device"
 
@@ -82,7 +97,8 @@ class _Product:
     @property
     def shared_bytes(self) -> int:
         words, warps, stages = (1, 4, 2) if self.spectra == "half" else (2, 2, 1)
-        rows = stages * 64 * (words * self.chunk + 8) + words * 8 * warps * self.tiles * (self.chunk + 8)
+        width = 8 * warps * self.tiles
+        rows = stages * 64 * (max(words * self.chunk, width) + 8) + words * width * (self.chunk + 8)
         return 2 * rows
 
 
@@ -127,16 +143,17 @@ class ConvFftTiled:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape, cover, spectra = _of(shape, variant)
-        whole = cover.largest_group == cover.tiles  # the input is read before the output is written
+        whole = len(cover.groups) == 1  # all of the input is read before the output is written
         tile = variant.size("tile")
+        names = ("columns", "spectra", "products", "results")
         return Footprint(
             resident=resident_bytes(shape.fin, shape.fout, tile, spectra),
-            input_until=0,
-            output_from=2 if whole else 0,
-            stages=3 if whole else 1,
-            scratch=(
-                Scratch("spectra", cover.spectrum_bytes(shape.fin, spectra), 0, 1 if whole else 0),
-                Scratch("products", cover.spectrum_bytes(shape.fout, spectra), 1 if whole else 0, 2 if whole else 0),
+            input_until=0 if whole else 4,
+            output_from=4 if whole else 0,
+            stages=5,
+            scratch=tuple(
+                Scratch(name, nbytes, stage, stage + 1)
+                for stage, (name, nbytes) in enumerate(zip(names, cover.most_bytes(spectra), strict=True))
             ),
             reads_carried=True,
             reads_peak=True,
@@ -146,31 +163,33 @@ class ConvFftTiled:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape, cover, spectra = _of(shape, variant)
-        tile = variant.size("tile")
-        number = 4 if spectra == "half" else 8
-        kept = frequencies(tile) * cover.tiles * number  # bytes of one map's spectra
-        # A complex transform of n points is 5 n log2 n flops, and two maps share one.
-        flops = 2.5 * prod(tile) * log2(prod(tile)) * cover.tiles
-        unit = _FFT[max(16, *tile)]
+        tile = cover.tile
         fin, fout = padded(shape.fin), padded(shape.fout)
-        outputs = shape.itemsize * prod(shape.out_shape[:4]) * shape.fout
-        inputs = shape.itemsize * min(cover.tiles * prod(tile), 2 * prod(shape.in_shape[:4])) * shape.fin
-        times = 1 if spectra == "half" else 3
+        kept = frequencies(tile) * cover.tiles * NUMBER[spectra]  # bytes of one map's spectra
+        slabs = shape.batch * cover.grid[0] * tile[0] // 2 * NUMBER[spectra]
+        columns = slabs * prod(shape.n[1:]), slabs * prod(shape.unpooled[1:])  # and of its columns
+        ends = shape.in_bytes, shape.out_bytes
+        # A complex transform of n points is 5 n log2 n flops, and two maps share one.
+        along_z = 2.5 * shape.batch * cover.grid[0] * tile[0] * log2(tile[0])
+        planes = 2.5 * prod(tile) * log2(tile[1] * tile[2]) * cover.tiles
+        unit = _FFT[tile[1]]
+        words = 1 if spectra == "half" else 3
+        moved = kept * (fin + fout) + len(cover.groups) * resident_bytes(shape.fin, shape.fout, tile, spectra)
         return (
-            Work(unit, flops * fin, float(kept * fin + inputs)),
+            Work("gpu_fft16", along_z * prod(shape.n[1:]) * fin, float(ends[0] + columns[0] * fin)),
+            Work(unit, planes * fin, float((columns[0] + kept) * fin)),
             Work(
                 "gpu_half_product" if spectra == "half" else "gpu_split_product",
-                8.0 * times * frequencies(tile) * cover.tiles * fin * fout,
-                float(kept * (fin + fout) + len(cover.groups) * resident_bytes(shape.fin, shape.fout, tile, spectra)),
+                8.0 * words * frequencies(tile) * cover.tiles * fin * fout,
+                float(moved),
             ),
-            Work(unit, flops * fout, float(kept * fout + outputs)),
+            Work(unit, planes * fout, float((columns[1] + kept) * fout)),
+            Work("gpu_fft16", along_z * prod(shape.unpooled[1:]) * fout, float(ends[1] + columns[1] * fout)),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Any) -> KernelSpectra:
         assert weights is not None
-        tile, spectra = variant.size("tile"), _spectra(variant)
-        block = _block(tile, "split", device.gpu.shared_block_bytes)  # tiles of float32 are as wide
-        return transform_kernels(weights, tile, spectra, block, device)
+        return transform_kernels(weights, variant.size("tile"), _spectra(variant), device)
 
     def bind(self, resident: KernelSpectra, shape: LayerShape, variant: Variant, device: Any) -> _Step:
         shape, cover, spectra = _of(shape, variant)
@@ -180,13 +199,14 @@ class ConvFftTiled:
         """Tiles that hold the kernel, fit a block, and do not cover much more than the best do."""
         assert machine.gpu is not None
         shared, spectra = machine.gpu.shared_block_bytes, spectra_for(shape)
-        covered = {}
-        for tile in TILES:
-            here = block_for(tile, spectra, shared) and block_for(tile, "split", shared)
-            if here and all(side >= k for side, k in zip(tile, shape.k, strict=True)):
-                covered[tile] = Cover(shape, tile, 1).tiles * prod(tile)
+        covered: dict[Vec3, int] = {}
+        for z, side in product(SIDES_Z, SIDES):
+            tile = z, side, side
+            fits = all(plane_block(side, spectra, padded(maps), shared) for maps in (shape.fin, shape.fout))
+            if fits and all(length >= k for length, k in zip(tile, shape.k, strict=True)):
+                covered[tile] = Cover(shape, tile, 1).tiles * frequencies(tile)
         least = min(covered.values(), default=0)
-        return tuple(tile for tile, voxels in covered.items() if voxels <= 2 * EXCESS * least)
+        return tuple(tile for tile, numbers in covered.items() if numbers <= EXCESS * least)
 
 
 class _Step:
@@ -194,16 +214,22 @@ class _Step:
 
     def __init__(self, resident: KernelSpectra, shape: ConvShape, cover: Cover, spectra: Spectra, device: Any) -> None:
         self._resident, self._shape, self._cover = resident, shape, cover
-        self._device = device
-        self._block = _block(cover.tile, spectra, device.gpu.shared_block_bytes)
+        shared = device.gpu.shared_block_bytes
         self._maps = padded(shape.fin), padded(shape.fout)
         self._product = _Product(spectra, 2 * self._maps[1], 2 * self._maps[0])
+        self._blocks = [_block(cover.tile[1], spectra, maps, shared) for maps in self._maps]
+        self._exponent = prod(cover.tile).bit_length() - 1
         value = "half" if shape.precision == "fp16" else "float"
-        names = [self._block.instance(kernel, value) for kernel in ("forward", "inverse")]
-        self._forward = device.kernels("fft_tiled/forward.cu", names[:1])[names[0]]
-        self._inverse = device.kernels("fft_tiled/inverse.cu", names[1:])[names[1]]
-        self._multiply = device.kernels("fft_tiled/product.cu", [self._product.name])[self._product.name]
-        self.stages = (self._transform, self._products, self._back)
+        stored, number = ("Halves", "half2") if spectra == "half" else ("Split", "float2")
+        names = (
+            f"forward_z<{cover.tile[0]}, {stored}, {value}>",
+            self._blocks[0].instance("forward_plane", stored),
+            self._product.name,
+            self._blocks[1].instance("inverse_plane", number),
+            f"inverse_z<{cover.tile[0]}, {number}, {value}>",
+        )
+        sources = [f"fft_tiled/{name}.cu" for name in ("forward", "forward", "product", "inverse", "inverse")]
+        self._kernels = [device.kernels(source, [name])[name] for source, name in zip(sources, names, strict=True)]
 
     def run(
         self,
@@ -216,45 +242,90 @@ class _Step:
         out_peak: int = 0,
     ) -> None:
         for group in self._cover.groups:
-            self._transform(group, x, before, scratch, x_peak)
-            self._products(group, scratch)
-            self._back(group, out, scratch, x_peak, out_peak)
+            for stage in self.stages(group, x, out, scratch, before, x_peak=x_peak, out_peak=out_peak):
+                stage()
 
-    def _transform(
-        self, group: tuple[int, int], x: Any, before: Any | None, scratch: Mapping[str, Any], x_peak: int
-    ) -> None:
-        shape, maps = self._shape, self._maps[0]
-        carried = 0 if before is None else before.shape[1]
-        self._forward(
-            (group[1] * maps // self._block.maps,),
-            (self._block.threads,),
-            *(x, before, scratch["spectra"], x_peak),
-            *(*group, *self._cover.grid, *self._cover.step, *shape.n, shape.fin, x.strides[0] // shape.itemsize),
-            *(carried, 0 if before is None else before.strides[0] // shape.itemsize, maps),
-            shared=self._block.shared_bytes,
+    def stages(
+        self,
+        group: Group,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None,
+        *,
+        x_peak: int,
+        out_peak: int,
+    ) -> tuple[Callable[[], None], ...]:
+        """The five kernels of one group, for `run` and for who times them."""
+        return (
+            lambda: self._forward_z(group, x, before, scratch["columns"], x_peak),
+            lambda: self._forward_plane(group, scratch["columns"], scratch["spectra"]),
+            lambda: self._multiply(group, scratch["spectra"], scratch["products"]),
+            lambda: self._inverse_plane(group, scratch["products"], scratch["results"]),
+            lambda: self._inverse_z(group, scratch["results"], out, x_peak, out_peak),
         )
 
-    def _products(self, group: tuple[int, int], scratch: Mapping[str, Any]) -> None:
+    def _forward_z(self, group: Group, x: Any, before: Any | None, columns: Any, x_peak: int) -> None:
+        shape, cover, maps = self._shape, self._cover, self._maps[0]
+        y0, rows = cover.rows_in(group)
+        carried = (0, 0) if before is None else (before.shape[1], before.strides[0] // shape.itemsize)
+        self._kernels[0](
+            (-(-shape.n[2] * maps // 2 // COLUMN_THREADS), rows, group.slabs),
+            (COLUMN_THREADS,),
+            *(x, before, columns, x_peak, group.first, cover.grid[0], cover.step[0], shape.n[0], shape.n[1], y0, rows),
+            *(shape.n[2], shape.fin, maps, x.strides[0] // shape.itemsize, *carried, self._exponent),
+        )
+
+    def _forward_plane(self, group: Group, columns: Any, spectra: Any) -> None:
+        rows = self._cover.rows_in(group)[1]
+        self._plane(1, self._blocks[0], group, columns, spectra, rows, self._shape.n[2], self._maps[0])
+
+    def _multiply(self, group: Group, spectra: Any, products: Any) -> None:
         product, resident = self._product, self._resident
         count = frequencies(self._cover.tile)
-        self._multiply(
+        self._kernels[2](
             (count * product.grid_columns,),
             (256,),
-            *(scratch["spectra"], resident.packed, scratch["products"]),
-            *(group[1], product.columns, product.depth, count * product.columns * product.depth, product.chunk),
-            resident.alpha,
+            *(spectra, resident.packed, products, group.tiles, product.columns, product.depth),
+            *(count * product.columns * product.depth, product.chunk, resident.alpha),
             shared=product.shared_bytes,
         )
 
-    def _back(self, group: tuple[int, int], out: Any, scratch: Mapping[str, Any], x_peak: int, out_peak: int) -> None:
-        shape, maps = self._shape, self._maps[1]
-        self._inverse(
-            (group[1] * maps // self._block.maps,),
-            (self._block.threads,),
-            *(scratch["products"], out, self._resident.bias, x_peak, out_peak),
-            *(*group, *self._cover.grid, *self._cover.step, *shape.out, shape.fout, out.strides[0] // shape.itemsize),
-            *(maps, ACTIVATIONS.index(shape.activation), self._resident.factor),
-            shared=self._block.shared_bytes,
+    def _inverse_plane(self, group: Group, products: Any, results: Any) -> None:
+        rows = self._cover.rows_out(group)[1]
+        self._plane(3, self._blocks[1], group, products, results, rows, self._shape.unpooled[2], self._maps[1])
+
+    def _plane(
+        self, kernel: int, block: PlaneBlock, group: Group, source: Any, target: Any, ny: int, nx: int, maps: int
+    ) -> None:
+        planes = self._cover.tile[0] // 2
+        self._kernels[kernel](
+            (maps // block.maps * group.tiles * planes,),
+            (block.threads,),
+            *(source, target, group.slabs, group.rows, group.columns, *self._cover.step[1:], ny, nx, maps, planes),
+            shared=block.shared_bytes,
+        )
+
+    def _inverse_z(self, group: Group, results: Any, out: Any, x_peak: int, out_peak: int) -> None:
+        shape, cover, maps = self._shape, self._cover, self._maps[1]
+        (nz, height, nx), (y0, rows) = shape.unpooled, cover.rows_out(group)
+        self._kernels[4](
+            (-(-nx * maps // 2 // COLUMN_THREADS), rows, group.slabs),
+            (COLUMN_THREADS,),
+            *(
+                results,
+                out,
+                self._resident.bias,
+                x_peak,
+                out_peak,
+                group.first,
+                cover.grid[0],
+                cover.step[0],
+                nz,
+                height,
+            ),
+            *(y0, rows, nx, shape.fout, maps, out.strides[0] // shape.itemsize, ACTIVATIONS.index(shape.activation)),
+            *(self._resident.factor, self._exponent),
         )
 
 
@@ -267,7 +338,7 @@ def _spectra(variant: Variant) -> Spectra:
     return "half" if variant.word("spectra") == "half" else "split"
 
 
-def _block(tile: Vec3, spectra: Spectra, shared_bytes: int) -> Block:
-    block = block_for(tile, spectra, shared_bytes)
-    assert block is not None, f"why_not lets no {tile} tile of {spectra} spectra through on this GPU"
+def _block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock:
+    block = plane_block(side, spectra, maps, shared_bytes)
+    assert block is not None, f"why_not lets no tiles of {side} with {spectra} spectra through on this GPU"
     return block

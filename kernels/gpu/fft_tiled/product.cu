@@ -96,34 +96,30 @@ struct Product {
     }
   }
 
-  // Whole sectors of 32 bytes leave together: float32 pairs do of themselves, of float16 two tiles' lanes trade.
-  DEVICE void store(half* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha) const {
+  // Sums leave by way of shared memory, where X's rows were, so that whole rows are written.
+  DEVICE void store(half* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha, int stage) const {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const int m0 = row0 + warp / WARPS_N * MT * 16, n0 = column0 + warp % WARPS_N * NT * 8;
+    const int m0 = warp / WARPS_N * MT * 16, n0 = warp % WARPS_N * NT * 8;
+    half* tile = a + stage * BM * a_row;
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int m = m0 + i * 16 + h * 8 + g;
-        half* target = Y + (long long)m * columns;
+      for (int j = 0; j < NT; j++)
 #pragma unroll
-        for (int j = 0; j < NT; j += 2) {
-          const unsigned low = bits_of(to_half2(alpha * sum[i][j][2 * h], alpha * sum[i][j][2 * h + 1]));
-          if (j + 1 < NT) {
-            const unsigned high = bits_of(to_half2(alpha * sum[i][j + 1][2 * h], alpha * sum[i][j + 1][2 * h + 1]));
-            const bool odd = t % 2 == 1;
-            const unsigned other = shuffle_xor(odd ? low : high, 1);
-            const int n = n0 + (j + odd) * 8 + t / 2 * 4;
-            if (m < rows && n < columns) *(uint2*)(target + n) = odd ? make_uint2(other, high) : make_uint2(low, other);
-          } else {
-            const int n = n0 + j * 8 + 2 * t;
-            if (m < rows && n < columns) *(unsigned*)(target + n) = low;
-          }
-        }
-      }
+        for (int h = 0; h < 2; h++)
+          *(half2*)(tile + (m0 + i * 16 + h * 8 + g) * a_row + n0 + j * 8 + 2 * t) =
+              to_half2(alpha * sum[i][j][2 * h], alpha * sum[i][j][2 * h + 1]);
+    sync_block();
+    const int pieces = min(BN, columns - column0) / 8;
+    for (int i = threadIdx.x; i < BM * pieces; i += THREADS) {
+      const int piece = i % pieces, m = i / pieces;
+      if (row0 + m < rows)
+        *(uint4*)(Y + (long long)(row0 + m) * columns + column0 + piece * 8) = *(const uint4*)(tile + m * a_row + piece * 8);
+    }
   }
 
-  DEVICE void store(float* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha) const {
+  // float32 pairs are whole sectors of themselves.
+  DEVICE void store(float* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha, int) const {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const int m0 = row0 + warp / WARPS_N * MT * 16, n0 = column0 + warp % WARPS_N * NT * 8;
 #pragma unroll
@@ -145,37 +141,35 @@ struct Product {
   template <class Value>
   DEVICE void run(Value* Y, int column0, float alpha) const {
     const int steps = (rows + BM - 1) / BM * chunks;
+    const bool ahead = STAGES > 1 && chunks == 1;  // rows are loaded while those before are multiplied
     float sum[MT][NT][4] = {};
     load_b(column0, 0);
     load_a(0, 0, 0);
     cp_async_commit();
     for (int s = 0; s < steps; s++) {
-      const int stage = STAGES > 1 && chunks == 1 ? s % STAGES : 0, row0 = s / chunks * BM;
-      const bool ahead = STAGES > 1 && chunks == 1;
-      if (ahead) {
-        if (s + 1 < steps) load_a(row0 + BM, 0, (s + 1) % STAGES);
-        cp_async_commit();
-        cp_async_wait<1>();
-      } else {
-        cp_async_wait<0>();
-      }
+      const int stage = ahead ? s % STAGES : 0, row0 = s / chunks * BM;
+      cp_async_wait<0>();
       sync_block();
+      if (ahead && s + 1 < steps) {
+        load_a(row0 + BM, 0, (s + 1) % STAGES);
+        cp_async_commit();
+      }
       multiply(sum, stage);
       sync_block();
-      if (!ahead && s + 1 < steps) {
-        const int c = (s + 1) % chunks;
-        if (chunks > 1) load_b(column0, c);
-        load_a((s + 1) / chunks * BM, c, 0);
-        cp_async_commit();
-      }
       if ((s + 1) % chunks == 0) {
-        store(Y, sum, row0, column0, alpha);
+        store(Y, sum, row0, column0, alpha, stage);
 #pragma unroll
         for (int i = 0; i < MT; i++)
 #pragma unroll
           for (int j = 0; j < NT; j++)
 #pragma unroll
             for (int e = 0; e < 4; e++) sum[i][j][e] = 0.0f;
+      }
+      if (!ahead && s + 1 < steps) {
+        sync_block();
+        if (chunks > 1) load_b(column0, (s + 1) % chunks);
+        load_a((s + 1) / chunks * BM, (s + 1) % chunks, 0);
+        cp_async_commit();
       }
     }
   }
@@ -193,7 +187,7 @@ __global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, 2)
   EXTERN_SHARED(half, shared);
   const int slices = int((columns + P::BN - 1) / P::BN), slice = blockIdx.x % slices;
   const long long frequency = blockIdx.x / slices;
-  const int a_row = P::WORDS * int(chunk) + 8, b_row = int(chunk) + 8;
+  const int a_row = max(P::WORDS * int(chunk), P::BN) + 8, b_row = int(chunk) + 8;
   const P p = {X + frequency * rows * depth * P::WORDS,
                W + frequency * columns * depth,
                int(rows),

@@ -1,89 +1,94 @@
-// How a tile lies in shared memory and its spectrum in device memory.
+// Tiles and their spectra: how they are numbered and stored.
 //
-// A tile is TZ x TY x TX voxels of CB maps. Along z it is real, so of TZ frequencies TZ / 2 - 1 are kept as they are, and
-// frequencies 0 and TZ / 2, whose planes are real before the other two transforms, share plane 0 as real and imaginary
-// part: TZ / 2 planes of TY x TX complex numbers, and none twice.
+// A tile is TZ x TY x TX voxels. Along z it is real, so of TZ frequencies TZ / 2 - 1 are kept as they are, and
+// frequencies 0 and TZ / 2, which are real, share plane 0 as real and imaginary part: TZ / 2 planes of complex numbers,
+// none twice. The four kernels (* numbers of maps are padded with zeros):
 //
-// Frequencies of a spectrum: planes p = 1 .. TZ / 2 - 1, (p - 1, ky, kx); then, of kz = 0 and of kz = TZ / 2, those with
-// kx <= TX / 2, (ky, kx): the others are their conjugates.
+//   forward_z      x (S, z, y, x, maps)              -> U [slab][plane][y][x][map*]    nothing in shared memory
+//   forward_plane  U, tiles of TY x TX that overlap  -> X [frequency][tile][map*]
+//   inverse_plane  Y [frequency][tile][map*]         -> V [slab][plane][y][x][map*]    outputs only
+//   inverse_z      V                                 -> out (S, z, y, x, maps)
+//
+// A slab is one row of tiles along z of one image. Frequencies: planes p = 1 .. TZ / 2 - 1, (p - 1, ky, kx); then, of
+// kz = 0 and of kz = TZ / 2, those with kx <= TX / 2, (ky, kx): the others are their conjugates.
 #pragma once
 #include "fft.cuh"
 
-// What a spectrum is stored as, and what a tile is in shared memory.
-struct Halves {};  // float16, scaled; tiles as half2
-struct Split {};   // two float16, the second what the first leaves out; tiles as float2
-struct Floats {};  // float32, not scaled; tiles as float2
-
-template <class Spectrum>
-struct Stored {
-  using Type = float2;
-  static constexpr int BANKS = 16;  // shared memory is read in half warps
+// What spectra are stored as. `Number` is what a complex number is between the kernels.
+struct Halves {  // float16, scaled so that none can overflow
+  using Number = half2;
 };
-template <>
-struct Stored<Halves> {
-  using Type = half2;
-  static constexpr int BANKS = 32;
+struct Split {  // X as two float16, the second what the first leaves out; the others in float32
+  using Number = float2;
+};
+struct Floats {  // float32, not scaled
+  using Number = float2;
 };
 
-DEVICE void store_complex(half2& target, Complex v) { target = __floats2half2_rn(v.re, v.im); }
+DEVICE void store_complex(half2& target, Complex v) { target = to_half2(v.re, v.im); }
 DEVICE void store_complex(float2& target, Complex v) { target = make_float2(v.re, v.im); }
 DEVICE Complex load_complex(half2 v) {
-  float2 f = __half22float2(v);
+  const float2 f = to_float2(v);
   return {f.x, f.y};
 }
 DEVICE Complex load_complex(float2 v) { return {v.x, v.y}; }
 
-template <int TZ_, int TY_, int TX_, int CB_, class Spectrum>
-struct Tile {
-  static constexpr int TZ = TZ_, TY = TY_, TX = TX_, CB = CB_;
-  static constexpr int PLANES = TZ / 2, HX = TX / 2 + 1;
-  static constexpr int VOXELS = TZ * TY * TX;
-  using Number = typename Stored<Spectrum>::Type;
-  // Rows are one number longer than they need be, and maps lie BANKS / CB banks apart, so that no two lanes of an access
-  // meet in a bank: in the passes along y lanes run along x, in those along x over maps first and then y.
-  static constexpr int ROW = TX + 1, PLANE = TY * ROW;
-  static constexpr int BANKS = Stored<Spectrum>::BANKS;
-  static constexpr int MAP = (PLANES * PLANE + BANKS - 1) / BANKS * BANKS + BANKS / CB % BANKS;
-  static constexpr int SHARED = CB * MAP * int(sizeof(Number));
-  static constexpr int FREQUENCIES = (PLANES - 1) * TY * TX + 2 * TY * HX;
+// Numbers of two neighbouring maps, which lie on their own size.
+DEVICE void store_two(half2* target, Complex a, Complex b) {
+  *(uint2*)target = make_uint2(bits_of(to_half2(a.re, a.im)), bits_of(to_half2(b.re, b.im)));
+}
+DEVICE void store_two(float2* target, Complex a, Complex b) { *(float4*)target = make_float4(a.re, a.im, b.re, b.im); }
+DEVICE void load_two(const half2* source, Complex& a, Complex& b) {
+  const uint2 v = *(const uint2*)source;
+  a = load_complex(half2_from_bits(v.x));
+  b = load_complex(half2_from_bits(v.y));
+}
+DEVICE void load_two(const float2* source, Complex& a, Complex& b) {
+  const float4 v = *(const float4*)source;
+  a = {v.x, v.y};
+  b = {v.z, v.w};
+}
 
-  static DEVICE int at(int map, int plane, int y, int x) { return map * MAP + plane * PLANE + y * ROW + x; }
-  static DEVICE long long frequency(int plane, int ky, int kx) { return ((plane - 1) * TY + ky) * TX + kx; }  // plane > 0
-  static DEVICE long long frequency_of_edge(int upper, int ky, int kx) {  // kz = 0, or TZ / 2 if `upper`
-    return (PLANES - 1) * TY * TX + (upper * TY + ky) * HX + kx;
+// A plane of a tile in shared memory: rows along x of CB maps each, one number longer than they need be, so that no two
+// lanes meet in a bank: lanes run over maps, then along x in one pass and along y in the other.
+template <int TY_, int TX_, int CB_>
+struct Plane {
+  static constexpr int TY = TY_, TX = TX_, CB = CB_, ROW = TX + 1, HX = TX / 2 + 1;
+  static constexpr int NUMBERS = TY * ROW * CB;
+  static DEVICE int at(int y, int x, int map) { return (y * ROW + x) * CB + map; }
+};
+
+// Frequency of a plane that is not the first, and of those two that share the first.
+template <class P>
+DEVICE long long frequency(int plane, int ky, int kx) {
+  return ((plane - 1) * P::TY + ky) * P::TX + kx;
+}
+template <class P>
+DEVICE long long frequency_of_edge(int planes, int upper, int ky, int kx) {
+  return (planes - 1) * P::TY * P::TX + (upper * P::TY + ky) * P::HX + kx;
+}
+
+// Tiles of a launch: `slabs` from `first` on, of each the rows of tiles that cover outputs from y0 on.
+struct Group {
+  int first, slabs;  // slabs, counted (image, z)
+  int rows, columns; // tiles along y and x
+  int sy, sx;        // outputs of a tile
+  int ny, nx;        // of U: inputs; of V: outputs
+  int padded;        // maps
+  int planes;        // TZ / 2
+
+  DEVICE int tiles() const { return slabs * rows * columns; }
+  // The first number of a plane of U or V.
+  DEVICE long long plane_at(int slab, int plane) const {
+    return ((long long)slab * planes + plane) * ny * ((long long)nx * padded);
   }
 };
 
-// Tiles of a layer, counted (image, z, y, x), and the tensor that they are read from or written to.
-struct Grid {
-  int first, count;    // tiles of this launch
-  int gz, gy, gx;      // tiles of an image along each axis
-  int sz, sy, sx;      // outputs of a tile along each axis
-  int nz, ny, nx;      // size of an image
-  int maps;            // in device memory
-  long long image;     // values from image to image
-};
-
-struct Origin {
-  int image, z, y, x;
-};
-
-DEVICE Origin origin_of(const Grid& g, int tile) {
-  tile += g.first;
-  int x = tile % g.gx;
-  tile /= g.gx;
-  int y = tile % g.gy;
-  tile /= g.gy;
-  return {tile / g.gz, tile % g.gz * g.sz, y * g.sy, x * g.sx};
-}
-
-constexpr DEVICE int floor_log2(int n) { return n < 2 ? 0 : 1 + floor_log2(n / 2); }
-
 // A power of two that brings the spectrum of values up to `peak` into float16: 2 (|X| + |X'|) <= 4 * voxels * peak, of
 // the two planes in one, becomes less than 65504. 1 where there is no peak, or none that is a number.
-template <int VOXELS>
-DEVICE float spectrum_scale(float peak) {
-  if (!(peak > 0.0f) || peak > 3e38f) return 1.0f;
-  const int e = 12 - ilogbf(peak) - floor_log2(VOXELS);
+// exponent: the largest power of two that is not more than the voxels of a tile, 2^exponent.
+DEVICE float spectrum_scale(const float* peak, int exponent) {
+  if (peak == nullptr || !(*peak > 0.0f) || *peak > 3e38f) return 1.0f;
+  const int e = 12 - ilogbf(*peak) - exponent;
   return scalbnf(1.0f, e < -100 ? -100 : e > 100 ? 100 : e);
 }

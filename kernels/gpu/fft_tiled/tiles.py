@@ -1,12 +1,14 @@
-"""Tiles of the fused tiled FFT: their sizes, how a block takes one, and how many cover a layer. Arithmetic alone.
+"""Tiles of the fused tiled FFT: their sizes, how they cover a layer, and how blocks take them. Arithmetic alone.
 
-Mirrors the constants of tile.cuh; tests compare the two.
+A slab is one row of tiles along z of one image. Tiles are taken in groups: several slabs, or, where one is too large,
+some rows of tiles along y of one slab.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Literal
@@ -16,58 +18,52 @@ from znnpy.shapes import ConvShape, Vec3, ceil_divide, valid
 Spectra = Literal["half", "split"]
 
 MAPS = 8  # maps of a spectrum are padded to a multiple of it: 16 real numbers, a step of the tensor cores
-
-# Maps a block takes, its threads, and how many blocks a multiprocessor of sm_90 holds; fewer maps where shared memory
-# is smaller. Threads divide the lines of a pass evenly.
-_BLOCKS: dict[tuple[Vec3, Spectra], tuple[tuple[int, int, int], ...]] = {
-    ((8, 16, 16), "half"): ((8, 256, 4), (4, 128, 4)),
-    ((8, 16, 16), "split"): ((4, 256, 4),),
-    ((16, 16, 16), "half"): ((8, 256, 3), (4, 256, 2)),
-    ((16, 16, 16), "split"): ((4, 256, 3), (2, 256, 2)),
-    ((24, 24, 24), "half"): ((4, 288, 2), (2, 288, 1)),
-    ((24, 24, 24), "split"): ((2, 288, 2), (1, 288, 1)),
-    ((32, 32, 32), "half"): ((2, 512, 1), (1, 512, 1)),
-    ((32, 32, 32), "split"): ((1, 512, 1),),
-}
-TILES: tuple[Vec3, ...] = tuple(dict.fromkeys(tile for tile, _ in _BLOCKS))
+SIDES_Z = (8, 16, 24, 32)
+SIDES = (16, 24, 32)  # along y and x, which are alike
+COLUMN_THREADS = 256  # of a block of forward_z and inverse_z
+NUMBER = {"half": 4, "split": 8}  # bytes of a complex number
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """How a block of the transform kernels takes a tile."""
+class PlaneBlock:
+    """How a block of forward_plane or inverse_plane takes a plane of a tile."""
 
-    tile: Vec3
+    side: int
     spectra: Spectra
     maps: int
-    threads: int
-    per_multiprocessor: int
+
+    @property
+    def threads(self) -> int:
+        """They divide the lines of a pass evenly."""
+        return {16: 128, 24: 192, 32: 256}[self.side]
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Blocks whose registers there must be room for."""
+        return {16: 5, 24: 3, 32: 2}[self.side]
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, as `Tile::SHARED`."""
-        itemsize, banks = (4, 32) if self.spectra == "half" else (8, 16)
-        planes = self.tile[0] // 2 * self.tile[1] * (self.tile[2] + 1)
-        return self.maps * (-(-planes // banks) * banks + banks // self.maps % banks) * itemsize
+        """Shared memory of a block: `Plane::NUMBERS`."""
+        return self.side * (self.side + 1) * self.maps * NUMBER[self.spectra]
 
-    def instance(self, kernel: str, value: str, spectrum: str | None = None) -> str:
-        """The C++ name of `forward` or `inverse` for activations of type `value`."""
-        stored = spectrum or {"half": "Halves", "split": "Split"}[self.spectra]
-        sizes = ", ".join(map(str, (*self.tile, self.maps)))
-        return f"{kernel}<{sizes}, {stored}, {value}, {self.threads}, {self.per_multiprocessor}>"
+    def instance(self, kernel: str, stored: str) -> str:
+        """The C++ name of `forward_plane` or `inverse_plane`."""
+        sizes = f"{self.side}, {self.side}, {self.maps}"
+        return f"{kernel}<{sizes}, {stored}, {self.threads}, {self.per_multiprocessor}>"
 
 
-@cache
-def block_for(tile: Vec3, spectra: Spectra, shared_bytes: int) -> Block | None:
-    """The block with the most maps that `shared_bytes` of shared memory a block allow; None if none does."""
-    for maps, threads, per_multiprocessor in _BLOCKS[tile, spectra]:
-        block = Block(tile, spectra, maps, threads, per_multiprocessor)
-        if block.shared_bytes <= shared_bytes:
+def plane_block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock | None:
+    """The block with the most maps that divide `maps`, padded, and that shared memory allows; None if none does."""
+    for count in (16, 8) if spectra == "half" else (8,):
+        block = PlaneBlock(side, spectra, count)
+        if maps % count == 0 and block.shared_bytes <= shared_bytes:
             return block
     return None
 
 
 def frequencies(tile: Vec3) -> int:
-    """Complex numbers of a real tile's spectrum that are kept, as `Tile::FREQUENCIES`."""
+    """Complex numbers of a real tile's spectrum that are kept."""
     z, y, x = tile
     return (z // 2 - 1) * y * x + 2 * y * (x // 2 + 1)
 
@@ -78,39 +74,83 @@ def padded(maps: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Tiles whose spectra there are at a time."""
+
+    first: int  # slab
+    slabs: int
+    row: int  # of tiles along y
+    rows: int
+    columns: int
+
+    @property
+    def tiles(self) -> int:
+        return self.slabs * self.rows * self.columns
+
+
+@dataclass(frozen=True)
 class Cover:
-    """The tiles that cover a layer, taken in groups of at most `group`."""
+    """The tiles that cover a layer, in groups of about `group` or fewer; at least one row of them along x."""
 
     shape: ConvShape
     tile: Vec3
     group: int
 
-    @property
+    @cached_property
     def step(self) -> Vec3:
         """Outputs of one tile."""
         return valid(self.tile, self.shape.k)
 
-    @property
+    @cached_property
     def grid(self) -> Vec3:
         """Tiles of one image."""
         return ceil_divide(self.shape.unpooled, self.step)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
-        """Tiles of all images."""
+        """Of all images."""
         return self.shape.batch * prod(self.grid)
 
-    @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """First tile and number of tiles of each group; as equal as may be."""
-        count = -(-self.tiles // self.group)
-        bounds = [self.tiles * i // count for i in range(count + 1)]
-        return tuple((lo, hi - lo) for lo, hi in pairwise(bounds))
+    @cached_property
+    def groups(self) -> Sequence[Group]:
+        """As equal as may be."""
+        z, y, x = self.grid
+        slabs = self.shape.batch * z
+        if self.group >= y * x:
+            return [Group(lo, hi - lo, 0, y, x) for lo, hi in _parts(slabs, max(1, self.group // (y * x)))]
+        rows = list(_parts(y, max(1, self.group // x)))
+        return [Group(slab, 1, lo, hi - lo, x) for slab in range(slabs) for lo, hi in rows]
 
-    @property
-    def largest_group(self) -> int:
-        return max(count for _, count in self.groups)
+    def rows_in(self, group: Group) -> tuple[int, int]:
+        """First row along y of the input that a group reads, and how many."""
+        first = group.row * self.step[1]
+        return first, min(self.shape.n[1] - first, group.rows * self.step[1] + self.shape.k[1] - 1)
 
-    def spectrum_bytes(self, maps: int, spectra: Spectra) -> int:
-        """Of one group's input or output, for so many maps."""
-        return frequencies(self.tile) * self.largest_group * padded(maps) * (4 if spectra == "half" else 8)
+    def rows_out(self, group: Group) -> tuple[int, int]:
+        """First row along y of the output that a group writes, and how many."""
+        first = group.row * self.step[1]
+        return first, min(self.shape.unpooled[1] - first, group.rows * self.step[1])
+
+    def bytes_of(self, group: Group, spectra: Spectra) -> tuple[int, int, int, int]:
+        """Of what is between the kernels: columns transformed along z, spectra, products, columns of the result."""
+        fin, fout = padded(self.shape.fin), padded(self.shape.fout)
+        planes = group.slabs * self.tile[0] // 2
+        numbers = (
+            planes * self.rows_in(group)[1] * self.shape.n[2] * fin,
+            frequencies(self.tile) * group.tiles * fin,
+            frequencies(self.tile) * group.tiles * fout,
+            planes * self.rows_out(group)[1] * self.shape.unpooled[2] * fout,
+        )
+        a, b, c, d = (count * NUMBER[spectra] for count in numbers)
+        return a, b, c, d
+
+    def most_bytes(self, spectra: Spectra) -> tuple[int, int, int, int]:
+        """The largest of any group."""
+        a, b, c, d = (max(sizes) for sizes in zip(*(self.bytes_of(g, spectra) for g in self.groups), strict=True))
+        return a, b, c, d
+
+
+def _parts(count: int, at_most: int) -> Iterator[tuple[int, int]]:
+    """`range(count)` in pieces of at most `at_most`, as equal as may be."""
+    pieces = -(-count // at_most)
+    return pairwise(count * i // pieces for i in range(pieces + 1))
