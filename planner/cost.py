@@ -96,10 +96,13 @@ class Case:
     activation: str
     precision: str
 
-    def is_run_as(self, other: Case) -> bool:
-        """By the same primitive in the same precision."""
+    def likeness(self, other: Case) -> tuple[int, int] | None:
+        """How much a measurement of one says of the other: same layer, equal parameters; None: nothing."""
         mine, its = (self.primitive, self.version, self.precision), (other.primitive, other.version, other.precision)
-        return mine == its
+        if mine != its:
+            return None
+        equal = len(set(self.variant.parameters) & set(other.variant.parameters))
+        return int(replace(self, variant=other.variant) == other), equal
 
 
 def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
@@ -169,9 +172,11 @@ class Rates:
         exact = self.measured.get(wanted)
         if exact is not None:
             return exact
-        of_primitive = [(known, factor) for known, factor in self.measured.items() if known.is_run_as(wanted)]
-        of_layer = [factor for known, factor in of_primitive if replace(known, variant=wanted.variant) == wanted]
-        return geometric_mean(of_layer or [factor for _, factor in of_primitive] or [1.0])
+        alike: dict[tuple[int, int], list[float]] = {}
+        for known, factor in self.measured.items():
+            if (likeness := known.likeness(wanted)) is not None:
+                alike.setdefault(likeness, []).append(factor)
+        return geometric_mean(alike[max(alike)]) if alike else 1.0
 
     def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """`seconds` come from a measurement."""

@@ -1,0 +1,305 @@
+"""Layers measured before a plan is made: what looks the fastest is run, and what was measured is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import GPU, WITH_GPU, Fake
+
+from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.planner.cost import Rate, Rates, assumed_rates
+from znnpy.run import calibration
+from znnpy.run.calibration import measured_rates
+from znnpy.shapes import ConvShape, LayerShape
+
+NETWORK = Network(
+    "four kinds", 1, (Conv((3, 2, 2), 6, "relu"), Pool((2, 1, 2)), Maxout(2), MaxFilter((1, 2, 1)), Conv((1, 2, 2), 2))
+)
+FACTORS = {"gpu.conv.praised": 9.0, "gpu.conv.plain": 1.5, "gpu.conv.counted": 2.0}  # times the estimate
+
+
+@dataclass
+class Card:
+    """A device whose time goes as the layers that it runs say."""
+
+    seconds: float = 0.0
+    runs: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
+    held: int = 0
+    stream: object = None
+
+    def allocate(self, nbytes: int, what: str) -> Any:
+        assert what
+        self.held += nbytes
+        return np.empty(nbytes, np.uint8)
+
+    def view(self, data: Any, shape: Sequence[int], dtype: Any) -> Any:
+        return np.ndarray(shape, dtype, data)
+
+    def put(self, host: Any, what: str) -> Any:
+        assert what
+        return host.copy()
+
+    def address(self, array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def copy_async(self, target: Any, source: Any, stream: object) -> None:
+        target[...] = source
+
+    def synchronize(self, stream: object = None) -> None:
+        assert stream is None
+
+    def elapsed(self, work: Callable[[], object], repeats: int = 1) -> list[float]:
+        found = []
+        for number in range(repeats):
+            self.seconds = 0.0
+            work()
+            found.append(self.seconds * (1.3 if number == 0 else 1.0))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(Fake):
+    """Takes FACTORS times what it is assumed to take."""
+
+    tiles: tuple[tuple[int, int, int], ...] = ((1, 1, 1),)
+    groups: tuple[int, ...] = (1,)
+    same: bool = False  # whatever the group
+
+    def variants(self, shape: LayerShape, machine: Any) -> Sequence[Variant]:
+        return tuple(Variant.of(tile=tile, group=group) for tile in self.tiles for group in self.groups)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        return Footprint(
+            scratch=(Scratch("room", int(self.scratch[0] * shape.out_bytes) if self.scratch else 64),),
+            reads_peak=True,
+            raises_peak=self.kind == "conv",
+        )
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        slower = prod(variant.size("tile")) * (1 if self.same else 1 + 0.01 * variant.count("group"))
+        return (Work("gpu_direct", self.flops * slower * prod(shape.out_shape), 0.0),)
+
+    def prepare(self, weights: Any, variant: Variant, crew: Any) -> Any:
+        assert (weights is None) == (self.kind != "conv")
+        return weights
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Any) -> Any:
+        return _Step(self, resident, shape, variant, crew)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    primitive: Timed
+    weights: Any
+    shape: LayerShape
+    variant: Variant
+    card: Card
+
+    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], before: Any = None, **peaks: int) -> None:
+        assert x.shape == self.shape.in_shape
+        assert out.shape == self.shape.out_shape
+        assert x.dtype == out.dtype == (np.float16 if self.shape.precision == "fp16" else np.float32)
+        assert 0.5 < x.astype(np.float32).std() < 1.5
+        assert len(np.unique(x)) > 0.2 * min(x.size, 1000), "numbers that differ"
+        assert scratch["room"].nbytes
+        assert peaks["x_peak"]
+        assert bool(peaks["out_peak"]) == (self.primitive.kind == "conv")
+        if isinstance(self.shape, ConvShape):
+            assert self.weights.weight.shape == (self.shape.fout, self.shape.fin, *self.shape.k)
+        assumed = assumed_rates(WITH_GPU, 1, "gpu").seconds(self.primitive, self.shape, self.variant)
+        self.card.seconds += FACTORS.get(self.primitive.name, 1.0) * assumed
+        self.card.runs.append((self.primitive.name, self.shape, self.variant))
+
+
+PRAISED = Timed("gpu.conv.praised", "conv", flops=1e6, pools=True)
+PLAIN = Timed("gpu.conv.plain", "conv", flops=3e6)
+LAZY = Timed("gpu.conv.lazy", "conv", flops=9e6)
+REST = tuple(Timed(f"gpu.{kind}.all", kind) for kind in ("pool", "maxfilter", "maxout"))
+ON_CPU = Fake("cpu.conv.slow", "conv")
+TABLE: tuple[Primitive, ...] = (ON_CPU, PRAISED, PLAIN, LAZY, *REST)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(calibration, "SIDES", (10, 8, 6, 4))
+    return tmp_path / "cache"
+
+
+def rates_of(card: Card, table: Sequence[Primitive] = TABLE, **words: Any) -> Rates:
+    settings: dict[str, Any] = {"vram_bytes": 2**30, **words}
+    precision = settings.pop("precision", "tf32")
+    return measured_rates(card, settings.pop("machine", WITH_GPU), NETWORK, precision, table=table, **settings)  # type: ignore[arg-type]
+
+
+def measured(card: Card) -> list[str]:
+    """Names of what ran, once each time it was measured."""
+    names = [(name, str(shape)) for name, shape, _ in card.runs]
+    return [name for i, (name, shape) in enumerate(names) if i == 0 or names[i - 1] != (name, shape)]
+
+
+def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
+    """PRAISED is assumed three times as fast as PLAIN, and is six times as slow as that; nobody would take LAZY."""
+    card = Card()
+    rates = rates_of(card)
+    names = measured(card)
+    assert names.count("gpu.conv.praised") == 3, "two convolutions, and one that pools"
+    assert names.count("gpu.conv.plain") == 2
+    assert names.count("gpu.conv.lazy") == 0
+    assert {name for name in names if "conv" not in name} == {p.name for p in REST}
+    variant = PLAIN.variants(card.runs[0][1], WITH_GPU)[0]
+    for n in (9, 40):
+        shape = ConvShape(3, 1, 6, (n, n, n), (3, 2, 2), "relu", precision="tf32")
+        assumed = assumed_rates(WITH_GPU, 1, "gpu")
+        for primitive in (PRAISED, PLAIN):
+            assert rates.knows(primitive, shape, variant)
+            assert rates.seconds(primitive, shape, variant) == pytest.approx(
+                FACTORS[primitive.name] * assumed.seconds(primitive, shape, variant), rel=1e-2
+            )
+        assert not rates.knows(LAZY, shape, variant)
+        assert rates.seconds(LAZY, shape, variant) == assumed.seconds(LAZY, shape, variant)
+
+
+def test_a_kernel_turned_to_another_axis_is_the_same_layer() -> None:
+    rates = rates_of(Card())
+    turned = ConvShape(3, 1, 6, (9, 9, 9), (2, 3, 2), "relu", precision="tf32")
+    assert rates.knows(PLAIN, turned, Variant.of(tile=(1, 1, 1), group=1))
+    for other in (
+        replace(turned, precision="fp32"),
+        replace(turned, fout=7),
+        replace(turned, k=(3, 3, 2)),
+        replace(turned, activation="none"),
+    ):
+        assert not rates.knows(PLAIN, other, Variant.of(tile=(1, 1, 1), group=1))
+
+
+def test_measured_once_and_kept(folder: Path) -> None:
+    first = rates_of(Card())
+    card = Card()
+    assert rates_of(card) == first
+    assert card.runs == []
+    assert len(list(folder.iterdir())) == 1
+    half = Card()
+    rates_of(half, precision="fp16")
+    assert half.runs, "another precision is another layer"
+    assert rates_of(Card()).measured.keys() > first.measured.keys()
+
+
+def test_what_does_not_hold_here_is_measured_again(folder: Path) -> None:
+    rates_of(Card())
+    newer = [replace(PLAIN, version=2) if p is PLAIN else p for p in TABLE]
+    card = Card()
+    rates_of(card, newer)
+    assert set(measured(card)) == {"gpu.conv.plain"}
+    other = Card()
+    rates_of(other, machine=replace(WITH_GPU, gpu=replace(GPU, driver=13010)))
+    assert other.runs
+    assert len(list(folder.iterdir())) == 2
+    again = Card()
+    rates_of(again)
+    assert set(measured(again)) == {"gpu.conv.plain"}, "the file holds what the newer version needed"
+
+
+@pytest.mark.parametrize("damage", ["cut", "zero", "facts", "not text"])
+def test_a_damaged_file_is_written_anew(folder: Path, damage: str) -> None:
+    first = rates_of(Card())
+    (path,) = folder.iterdir()
+    content = json.loads(path.read_text())
+    if damage == "cut":
+        path.write_text(path.read_text()[:-20])
+    elif damage == "zero":
+        content["measurements"][0]["seconds"] = 0.0
+        path.write_text(json.dumps(content))
+    elif damage == "facts":
+        content["facts"]["gpu"] = "another"
+        path.write_text(json.dumps(content))
+    else:
+        path.write_bytes(b"\x89\xff\x00")
+    card = Card()
+    assert rates_of(card) == first
+    assert card.runs
+    silent = Card()
+    assert rates_of(silent) == first
+    assert silent.runs == []
+
+
+def test_a_cache_that_cannot_be_written(folder: Path) -> None:
+    folder.write_text("no folder")
+    first, second = Card(), Card()
+    assert rates_of(first) == rates_of(second)
+    assert first.runs == second.runs != []
+
+
+def test_no_longer_than_it_may() -> None:
+    few, none = Card(), Card()
+    rates_of(few, seconds=1e-9)
+    assert len(set(measured(few))) == 1, "the first one tells that there is no time left"
+    rates = rates_of(none, vram_bytes=10)
+    assert none.runs == []
+    assert set(rates.measured) == {calibration_case(few)}
+
+
+def calibration_case(card: Card) -> Any:
+    from znnpy.planner.cost import case
+
+    name, shape, variant = card.runs[0]
+    return case(next(p for p in TABLE if p.name == name), shape, variant)
+
+
+def test_long_layers_on_small_volumes() -> None:
+    slow = replace(PLAIN, flops=1e12)
+    card = Card()
+    rates_of(card, (slow, *REST), seconds=1e9)
+    sides = {max(shape.out) for name, shape, _ in card.runs if name == slow.name}
+    assert sides == {4}
+    others = {max(shape.in_shape[1:4]) for name, shape, _ in card.runs if name == "gpu.maxout.all"}
+    assert others == {10}
+
+
+def test_variants_that_differ_in_how_much_they_do_at_a_time() -> None:
+    """One of them tells of the others; where their work is the same, each is measured."""
+    tiles = ((1, 1, 1), (1, 2, 1), (5, 5, 5))
+    counted = Timed("gpu.conv.counted", "conv", flops=1e6, tiles=tiles, groups=(1, 8, 64))
+    card = Card()
+    rates = rates_of(card, (counted, *REST))
+    one = [variant for name, shape, variant in card.runs if name == counted.name and shape.in_shape[4] == 1]
+    assert {str(v) for v in one} == {"group=1 tile=1x1x1", "group=1 tile=1x2x1"}, "2 is twice as slow as assumed"
+    shape = ConvShape(1, 1, 6, (99, 9, 9), (3, 2, 2), "relu", precision="tf32")
+    assumed = assumed_rates(WITH_GPU, 1, "gpu")
+    for variant in counted.variants(shape, WITH_GPU):
+        assert rates.seconds(counted, shape, variant) == pytest.approx(
+            2.0 * assumed.seconds(counted, shape, variant), rel=1e-2
+        )
+    blind = Timed("gpu.conv.counted", "conv", version=2, flops=1e6, groups=(1, 8, 64), same=True)
+    card = Card()
+    rates_of(card, (blind, *REST))
+    one = [variant for name, shape, variant in card.runs if name == blind.name and shape.in_shape[4] == 1]
+    assert {v.count("group") for v in one} == {1, 8, 64}
+
+
+def test_likeness_of_what_was_not_measured() -> None:
+    """The same layer counts before others, equal parameters before unequal ones."""
+    shape = ConvShape(1, 4, 4, (20, 20, 20), (3, 3, 3), precision="tf32")
+    many = Timed("gpu.conv.many", "conv", flops=1e6, tiles=((1, 1, 1), (2, 2, 2)), groups=(1, 8))
+    rates = Rates({"gpu_direct": Rate(1e12, 1e12)}, stage_seconds=0.0)
+    small, large = (Variant.of(tile=(n, n, n), group=1) for n in (1, 2))
+
+    def factor(of: Rates, shape: ConvShape, variant: Variant) -> float:
+        return of.seconds(many, shape, variant) / rates.seconds(many, shape, variant)
+
+    taught = rates.learnt(many, shape, small, 3 * rates.seconds(many, shape, small))
+    taught = taught.learnt(many, shape, large, 12 * rates.seconds(many, shape, large))
+    assert factor(taught, shape, small) == pytest.approx(3)
+    assert factor(taught, shape, Variant.of(tile=(1, 1, 1), group=8)) == pytest.approx(3)
+    assert factor(taught, shape, Variant.of(tile=(3, 3, 3), group=1)) == pytest.approx(6), "of both with group=1"
+    wide = replace(shape, fin=8)
+    assert factor(taught, wide, large) == pytest.approx(12)
+    assert factor(taught, replace(wide, precision="fp16"), large) == 1

@@ -1,0 +1,300 @@
+"""How fast the layers of a network run on this GPU: measured before a plan is made, and kept between runs.
+
+For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a volume of
+moderate size, until what looks the fastest is something that was measured. The planner takes the layer's own speed from
+there (`planner.cost.Rates.measured`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
+from znnpy.kernels.table import TABLE
+from znnpy.machine import Machine
+from znnpy.network import Network, Pool, extent, layer_shape
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.plan import device_of
+from znnpy.run.wisdom import cache_folder
+from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+
+_log = logging.getLogger(__name__)
+
+MOST_SECONDS = 2.0  # of measuring, kernels that are compiled and weights that are prepared not counted
+MOST_TRIED = 8  # per layer
+REPEATS = 4
+SIDES = (96, 64, 48, 32, 24, 16, 8, 4, 2, 1)  # of one image out, in voxels
+MOST_BYTES = 2**30  # of input and output of a layer that is measured
+LONG_SECONDS = 0.02  # a layer that is estimated to take longer is measured on a smaller volume
+FORMAT = 1  # version of the file
+MOST_FILE_BYTES = 2**20
+BLOCK = 2**20  # random numbers that inputs are made of
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Measurement:
+    """Seconds of one run of one layer."""
+
+    primitive: str
+    version: int
+    variant: Variant
+    shape: Annotated[LayerShape, Field(discriminator="kind")]
+    seconds: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class _Remembered:
+    """The file. Facts say what GPU and libraries it is of."""
+
+    facts: dict[str, str]
+    measurements: tuple[Measurement, ...]
+
+
+def measured_rates(
+    device: Device,
+    machine: Machine,
+    network: Network,
+    precision: Precision,
+    *,
+    vram_bytes: int,
+    table: Sequence[Primitive] = TABLE,
+    seconds: float = MOST_SECONDS,
+) -> Rates:
+    """Rates of the GPU of `machine`, with what was measured of the layers of `network`, now or in an earlier run.
+
+    vram_bytes  of the GPU that may be taken meanwhile
+    seconds     after which nothing more is measured
+
+    A file that is damaged, of another GPU or of other libraries is not used but written anew; where none can be
+    written the next run measures again. DeviceError when the GPU refuses to run a primitive that applies.
+    """
+    facts = _facts(machine)
+    path = cache_folder() / f"gpu-{_digest(facts)[:12]}.json"
+    known = {p.name: p for p in table if device_of(p.name) == "gpu"}
+    assumed = rates = assumed_rates(machine, 1, "gpu")
+    measurements = [m for m in _read(path, facts) if m.primitive in known and known[m.primitive].version == m.version]
+    for old in measurements:
+        rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
+    found: list[Measurement] = []
+    for samples in _layers(network, precision):
+        for _ in range(MOST_TRIED):
+            spent = sum((1 + REPEATS) * m.seconds for m in found)
+            best = _fastest(samples, tuple(known.values()), machine, assumed, rates, vram_bytes)
+            if best is None or rates.knows(*best) or spent > seconds:
+                break
+            primitive, shape, variant = best
+            took = measure(device, primitive, shape, variant)
+            found.append(Measurement(primitive.name, primitive.version, variant, shape, took))
+            rates = rates.learnt(primitive, shape, variant, took)
+    if found:
+        _write(path, facts, (*measurements, *found))
+    return rates
+
+
+def measure(device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+    """Seconds that the GPU takes to run a layer: the least of a few runs, after one that does not count."""
+    rng = np.random.default_rng(20261121)
+    dtype = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
+    footprint = primitive.footprint(shape, variant, 1)
+    resident = primitive.prepare(_weights(shape, rng), variant, device)
+    step = primitive.bind(resident, shape, variant, device)
+    x = device.view(device.allocate(shape.in_bytes, "a layer's input"), shape.in_shape, dtype)
+    _fill(device, x, rng)
+    out = device.view(device.allocate(shape.out_bytes, "a layer's output"), shape.out_shape, dtype)
+    scratch = {s.name: device.allocate(s.nbytes, s.name) for s in footprint.scratch}
+    peaks = device.put(np.array([8.0, 0.0], np.float32), "largest values")
+    words = {
+        "x_peak": device.address(peaks) if footprint.reads_peak else 0,
+        "out_peak": device.address(peaks) + peaks.itemsize if footprint.raises_peak else 0,
+    }
+
+    def run() -> None:
+        step.run(x, out, scratch, **words)
+
+    started = time.perf_counter()
+    run()
+    device.synchronize()
+    long = time.perf_counter() - started > 10 * LONG_SECONDS  # unless it was compiled now: then it is run again
+    first = min(device.elapsed(run))
+    return first if long and first > LONG_SECONDS else min(first, *device.elapsed(run, REPEATS - 1))
+
+
+def _layers(network: Network, precision: Precision) -> Iterator[tuple[LayerShape, ...]]:
+    """Every layer that differs from those before, and every convolution in one with the pooling behind it.
+
+    Each on volumes of several sizes, the largest first.
+    """
+    seen = set()
+    for index, (layer, maps) in enumerate(zip(network.layers, network.maps, strict=False)):
+        behind = network.layers[index + 1] if index + 1 < len(network.layers) else None
+        samples = [layer_shape(layer, 1, maps, _sized(layer, side), precision) for side in SIDES]
+        spans = [tuple(samples)]
+        if isinstance(behind, Pool) and isinstance(samples[0], ConvShape):
+            spans.append(tuple(_both(shape, behind) for shape in samples if isinstance(shape, ConvShape)))
+        for span in spans:
+            if span not in seen:
+                seen.add(span)
+                yield span
+
+
+def _sized(layer: Any, side: int) -> Vec3:
+    """Of an input that gives about `side` voxels along each axis; fragments need windows and one less."""
+    z, y, x = (
+        (-(-side // size) + 1) * size - 1 if isinstance(layer, Pool) else side + size - 1 for size in extent(layer)
+    )
+    return z, y, x
+
+
+def _both(conv: ConvShape, pool: Pool) -> ConvShape:
+    """Two layers in one, the convolution larger by as much as the pooling needs to give as many voxels as it."""
+    sizes = (size + k - 1 for size, k in zip(_sized(pool, max(conv.out)), conv.k, strict=True))
+    z, y, x = sizes
+    grown = replace(conv, n=(z, y, x))
+    both = fused(grown, layer_shape(pool, 1, conv.fout, grown.out, conv.precision))
+    assert both is not None
+    return both
+
+
+def _fastest(
+    samples: Sequence[LayerShape],
+    table: Sequence[Primitive],
+    machine: Machine,
+    assumed: Rates,
+    rates: Rates,
+    vram_bytes: int,
+) -> tuple[Primitive, LayerShape, Variant] | None:
+    """What looks the fastest for a layer, on the largest volume that is quick and fits; None where nothing runs it.
+
+    What can be told from no measurement counts as assumed, whatever was measured of its like: it may be better.
+    """
+    for shape in samples:
+        if shape.in_bytes + shape.out_bytes > MOST_BYTES:
+            continue
+        ways = [
+            (rates if _can_be_told(primitive, shape, variant, machine, rates) else assumed, primitive, variant)
+            for primitive in table
+            if primitive.kind == shape.kind and primitive.why_not(shape, machine) is None
+            for variant in primitive.variants(shape, machine)
+            if _needs(primitive, shape, variant) <= vram_bytes
+        ]
+        if not ways:
+            continue
+        spent, _, primitive, variant = min(
+            (by.seconds(primitive, shape, variant), order, primitive, variant)
+            for order, (by, primitive, variant) in enumerate(ways)
+        )
+        if spent <= LONG_SECONDS or shape is samples[-1]:
+            return primitive, shape, variant
+    return None
+
+
+def _can_be_told(primitive: Primitive, shape: LayerShape, variant: Variant, machine: Machine, rates: Rates) -> bool:
+    """It was measured, or one that differs from it in counts only, and in work: in how much is done at a time."""
+
+    def method(of: Variant) -> list[tuple[str, object]]:
+        return [(name, value) for name, value in of.parameters if not isinstance(value, int)]
+
+    return rates.knows(primitive, shape, variant) or any(
+        rates.knows(primitive, shape, other)
+        and method(other) == method(variant)
+        and primitive.work(shape, other) != primitive.work(shape, variant)
+        for other in primitive.variants(shape, machine)
+    )
+
+
+def _needs(primitive: Primitive, shape: LayerShape, variant: Variant) -> int:
+    footprint = primitive.footprint(shape, variant, 1)
+    scratch = sum(s.nbytes for s in footprint.scratch)
+    return shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.allowance
+
+
+def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:
+    """Such that values neither grow nor shrink much."""
+    if not isinstance(shape, ConvShape):
+        return None
+    kernels = rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32)
+    kernels /= np.float32(np.sqrt(kernels[0].size))
+    return ConvWeights(kernels, np.zeros(shape.fout, np.float32))
+
+
+def _fill(device: Device, x: Any, rng: np.random.Generator) -> None:
+    """Random numbers, the same again and again: zeros would be multiplied faster."""
+    flat = x.reshape(-1)
+    block = device.put(rng.standard_normal(min(BLOCK, flat.size), np.float32).astype(flat.dtype), "random numbers")
+    for start in range(0, flat.size, block.size):
+        part = flat[start : start + block.size]
+        device.copy_async(part, block[: part.size], device.stream)
+    device.synchronize(device.stream)
+
+
+def _facts(machine: Machine) -> dict[str, str]:
+    """What decides how fast a kernel runs."""
+    gpu = machine.gpu
+    assert gpu is not None
+    return {
+        "format": str(FORMAT),
+        "gpu": f"{gpu.name} {gpu.capability} {gpu.multiprocessors} {gpu.memory_bytes}",
+        "driver": str(gpu.driver),
+        "versions": str(gpu.versions),
+    }
+
+
+def _digest(of: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path, facts: dict[str, str]) -> tuple[Measurement, ...]:
+    """Of the file; none where there is no file, or none that says what it should: it will be written anew."""
+    try:
+        with path.open("rb") as file:
+            remembered = _adapter().validate_json(file.read(MOST_FILE_BYTES + 1))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValidationError) as error:
+        _log.info("%s is not used: %s", path, error)
+        return ()
+    return remembered.measurements if remembered.facts == facts else ()
+
+
+def _write(path: Path, facts: dict[str, str], measurements: Sequence[Measurement]) -> None:
+    """Replace the file in one step; the oldest are left out when there are too many.
+
+    Where that cannot be done the next run measures again.
+    """
+    while len(text := _adapter().dump_json(_Remembered(facts, tuple(measurements)), indent=1)) > MOST_FILE_BYTES:
+        measurements = measurements[1 + len(measurements) // 8 :]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    except OSError as error:
+        _log.info("what was measured is not kept: %s", error)
+        return
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+        Path(draft).replace(path)
+    except OSError as error:
+        _log.info("what was measured is not kept: %s", error)
+        Path(draft).unlink(missing_ok=True)
+
+
+@cache
+def _adapter() -> TypeAdapter[_Remembered]:
+    return TypeAdapter(_Remembered)
