@@ -106,6 +106,22 @@ extern "C" __global__ void product_half(const half* a, const half* b, float* d) 
     for (int i = 0; i < 4; ++i) d[8 * (g + i / 2 * 8) + 2 * t + i % 2] = sums[i];
 }
 
+/* The words each lane gets of four matrices in[i][row][column] of 16 bits, as they are and transposed; then of two. */
+extern "C" __global__ void matrices(const half* in, unsigned* out) {
+    SHARED(half, part, [4][8][8]);
+    const int lane = threadIdx.x;
+    for (int i = lane; i < 256; i += WARP) part[i / 64][i / 8 % 8][i % 8] = in[i];
+    sync_warp();
+    unsigned four[4], turned[4], two[2], two_turned[2];
+    ldmatrix(four, part[lane / 8][lane % 8]);
+    ldmatrix_transposed(turned, part[lane / 8][lane % 8]);
+    ldmatrix(two, part[lane / 8 % 2][lane % 8]);
+    ldmatrix_transposed(two_turned, part[lane / 8 % 2][lane % 8]);
+    unsigned* const mine = out + 12 * lane;
+    for (int i = 0; i < 4; ++i) mine[i] = four[i], mine[4 + i] = turned[i];
+    for (int i = 0; i < 2; ++i) mine[8 + i] = two[i], mine[10 + i] = two_turned[i];
+}
+
 /* d (16, 8) = a (16, 8) times b (8, 8), in tf32. */
 extern "C" __global__ void product_tf32(const float* a, const float* b, float* d) {
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
