@@ -22,6 +22,7 @@ import numpy as np
 from znnpy.errors import DeviceError
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.libraries import Convolution
+from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, ConvShape, LayerShape, Vec3, add, valid
 
@@ -115,6 +116,11 @@ class ConvCudnnWorkspace(ConvCudnn):
     name: str = "gpu.conv.cudnn_workspace"
     summary: str = "as gpu.conv.cudnn, with plans that want memory of their own"
     workspaces: tuple[int, ...] = WORKSPACES
+
+
+def instances() -> list[Instance]:
+    """All kernels that may be compiled."""
+    return [Instance("conv_cudnn.cu", f"finish<{value}>", 64) for value in ("float", "half")]
 
 
 def _why_no_library(gpu: Gpu) -> str | None:
