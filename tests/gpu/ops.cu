@@ -31,14 +31,17 @@ template <int BARRIERS> __global__ void sum_of_block(const float* in, float* out
     if (threadIdx.x == 0) out[blockIdx.x] = part[0];
 }
 
-/* Dynamic shared memory as it is when a block starts, and one float behind it where BEYOND. */
+/* Shared memory as it is when a block starts: of each block `count` floats of the dynamic, then as many of the fixed one.
+ * BEYOND: writes behind it.
+ */
 template <int BEYOND> __global__ void untouched(float* out, long long count) {
     EXTERN_SHARED(float, part);
-    SHARED(float, fixed, [4]);
-    if (BEYOND)
-        part[count] = 1.0f;
-    else if (threadIdx.x < count)
-        out[threadIdx.x] = part[threadIdx.x] + fixed[threadIdx.x % 4];
+    SHARED(float, fixed, [64]);
+    if (BEYOND) part[count] = 1.0f;
+    float* const mine = out + 2 * count * blockIdx.x;
+    mine[threadIdx.x] = part[threadIdx.x];
+    mine[count + threadIdx.x] = fixed[threadIdx.x];
+    part[threadIdx.x] = fixed[threadIdx.x] = 0.0f;
 }
 
 extern "C" __global__ void half_a_barrier(float* out) {

@@ -215,8 +215,8 @@ def test_softmax_is_over_the_maps_of_a_voxel(device: Any, kernels: dict[str, Any
 
 def test_shared_memory_holds_nothing_when_a_block_starts(emulated: Any) -> None:
     kernel = emulated.kernels(SOURCE, NAMES)["untouched<0>"]
-    out = emulated.put(np.zeros(64, np.float32), "a result")
-    kernel((1,), (64,), out, 64, shared=256)
+    out = emulated.put(np.zeros((3, 2, 64), np.float32), "a result")
+    kernel((3,), (64,), out, 64, shared=256)
     assert np.isnan(emulated.get(out)).all()
 
 
@@ -254,7 +254,7 @@ def test_writes_just_beside_an_array_are_told(emulated: Any, faulty: dict[str, A
 
 
 def test_use_beyond_shared_memory_is_told(emulated: Any, faulty: dict[str, Any]) -> None:
-    faulty["untouched<1>"]((1,), (32,), poisoned(emulated, 64), 64, shared=256)
+    faulty["untouched<1>"]((1,), (64,), poisoned(emulated, 128), 64, shared=256)
     with pytest.raises(DeviceError, match="reaches beyond its 256 bytes of dynamic shared memory"):
         emulated.synchronize()
 
@@ -272,7 +272,7 @@ def test_arguments_of_another_size_than_the_parameter_are_refused(emulated: Any,
 def test_a_small_card_refuses_what_it_lacks() -> None:
     with EmulatedDevice(SMALL_GPU) as device:
         kernel = device.kernels(SOURCE, NAMES)["untouched<0>"]
-        out = poisoned(device, 64)
+        out = poisoned(device, 128)
         kernel((1,), (64,), out, 64, shared=SMALL_GPU.shared_block_bytes)
         with pytest.raises(DeviceError, match=f"of {SMALL_GPU.shared_block_bytes + 1} bytes was refused"):
             kernel((1,), (64,), out, 64, shared=SMALL_GPU.shared_block_bytes + 1)
