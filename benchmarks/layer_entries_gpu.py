@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,7 @@ from layer_cases import smaller
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
-from znnpy.planner.cost import assumed_rates, seconds
+from znnpy.planner.cost import assumed_rates
 from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision, Vec3, subtract
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ SEED = 20261121
 VALUES = 2**26 - 5  # random ones; longer inputs repeat them, and a prime number of them meets no axis
 ALIGNMENT = 256  # of scratch, bytes
 HOPELESS = 1.6  # times the best variant's time: no second try
-OF_A_TILE = 3  # variants of each size of tile that are tried
 ROOM = 1 / 64  # of the card's memory, left to what libraries allocate
 PEERS: dict[Precision, tuple[PeerPrecision, ...]] = {"fp32": ("fp32",), "tf32": ("tf32",), "fp16": ("fp16", "bf16")}
 LAYOUTS: dict[str, tuple[Layout, ...]] = {"fp32": ("contiguous", "channels_last_3d")}
@@ -72,6 +72,7 @@ class Input:
     host: Array
     device: Any
     weights: ConvWeights | None
+    known: dict[tuple[LayerShape, Vec3], Array] = field(default_factory=dict)  # boxes of the definition's output
 
     @property
     def largest(self) -> float:
@@ -79,17 +80,22 @@ class Input:
 
 
 def random_input(shape: LayerShape, device: Device) -> Input:
-    rng = np.random.default_rng(SEED)
-    count = prod(shape.in_shape)
-    some = np.maximum(rng.standard_normal(min(VALUES, count), np.float32), 0)
-    host = np.resize(some, count).reshape(shape.in_shape)
-    there = host if shape.itemsize == 4 else np.resize(some.astype(np.float16), count).reshape(shape.in_shape)
+    some, host = _values(shape.in_shape)
+    there = host if shape.itemsize == 4 else np.resize(some.astype(np.float16), host.size).reshape(host.shape)
     weights = None
     if isinstance(shape, ConvShape):
+        rng = np.random.default_rng(SEED + 1)
         scale = np.float32(np.sqrt(2 / (shape.fin * prod(shape.k))))
         weight = rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale
         weights = ConvWeights(weight, rng.standard_normal(shape.fout, np.float32))
     return Input(shape, host, device.put(there, "the input"), weights)
+
+
+@lru_cache(maxsize=1)  # the precisions of a case follow each other
+def _values(shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Some numbers, and as many of them, repeated, as this shape has."""
+    some = np.maximum(np.random.default_rng(SEED).standard_normal(min(VALUES, prod(shape)), np.float32), 0)
+    return some, np.resize(some, prod(shape)).reshape(shape)
 
 
 class Ours:
@@ -120,47 +126,39 @@ class Ours:
                 yield entry
 
     def _fastest(self, primitive: Primitive, void: list[str]) -> Entry | None:
+        """The variant the cost model likes best of each size of tile, then all others of the size that ran fastest."""
         shape = self._given.shape
-        best: tuple[float, Variant | None] = (float("inf"), None)
-        tried = []
-        for variant in self._tried(primitive):
+        fitting = [v for v in primitive.variants(shape, self._machine) if self._fits(primitive, v)]
+        fitting.sort(key=lambda variant: self._rates.seconds(primitive, shape, variant))
+        firsts = list({_tile(variant): variant for variant in reversed(fitting)}.values())[::-1]
+        spent = self._spent(primitive, firsts[: self._options.variants], void)
+        if spent:
+            tile = _tile(min(spent, key=spent.__getitem__))
+            others = [variant for variant in fitting if variant not in spent and _tile(variant) == tile]
+            spent |= self._spent(primitive, others[: self._options.variants], void)
+        if not spent:
+            print(f"  {primitive.name}: no variant ran, of {len(fitting)} that fit into the memory that is free")
+            return None
+        if len(spent) > 1:
+            figures = "; ".join(f"{variant or 'plain'} {1e3 * seconds:.2f}" for variant, seconds in spent.items())
+            print(f"  {primitive.name}, ms: {figures}")
+        return self._entry(primitive, min(spent, key=spent.__getitem__))
+
+    def _spent(self, primitive: Primitive, variants: Sequence[Variant], void: list[str]) -> dict[Variant, float]:
+        """Seconds of each that runs."""
+        found: dict[Variant, float] = {}
+        for variant in variants:
             try:
                 run = self._entry(primitive, variant).run
                 self._clock.seconds(run)
             except DeviceError as error:  # told, and the others are measured
-                void.append(f"{primitive.name} {variant} on {shape}: {error}")
+                void.append(f"{primitive.name} {variant} on {self._given.shape}: {error}")
                 print(f"  VOID {void[-1]}", flush=True)
                 continue
-            spent = self._clock.seconds(run)
-            if spent <= HOPELESS * best[0]:
-                spent = min(spent, self._clock.seconds(run, 2))
-            tried.append(f"{variant or 'plain'} {1e3 * spent:.2f}")
-            best = min(best, (spent, variant), key=lambda found: found[0])
-        if best[1] is None:
-            print(f"  {primitive.name}: no variant fits into the memory that is free")
-            return None
-        if len(tried) > 1:
-            print(f"  {primitive.name}, ms: {'; '.join(tried)}")
-        return self._entry(primitive, best[1])
-
-    def _tried(self, primitive: Primitive) -> list[Variant]:
-        """Those that fit and that the cost model likes best, some of each size of tile."""
-        shape = self._given.shape
-
-        def predicted(variant: Variant) -> float:
-            return seconds(primitive.work(shape, variant), self._rates)
-
-        def tile(variant: Variant) -> str:
-            return str(dict(variant.parameters).get("tile"))
-
-        fitting = [v for v in primitive.variants(shape, self._machine) if self._fits(primitive, v)]
-        fitting.sort(key=predicted)
-        kept, of_tile = [], dict.fromkeys(map(tile, fitting), 0)
-        for variant in fitting:
-            of_tile[tile(variant)] += 1
-            if of_tile[tile(variant)] <= OF_A_TILE:
-                kept.append(variant)
-        return kept[: self._options.variants]
+            found[variant] = self._clock.seconds(run)
+            if found[variant] <= HOPELESS * min(found.values()):
+                found[variant] = min(found[variant], self._clock.seconds(run, 2))
+        return found
 
     def _fits(self, primitive: Primitive, variant: Variant) -> bool:
         footprint = primitive.footprint(self._given.shape, variant, 1)
@@ -204,7 +202,7 @@ class Ours:
             self._crop,
             self._clock,
             primitive.work(shape, variant),
-            seconds(primitive.work(shape, variant), self._rates),
+            self._rates.seconds(primitive, shape, variant),
             nbytes,
             footprint.resident,
         )
@@ -294,13 +292,19 @@ def rms_error(entry: Entry, given: Input) -> float:
     shape = entry.measured
     images = shape.in_shape[0]
     for corner in corners(shape.out):
-        expected = exact(replace(given, shape=shape), corner, shape.out)
+        if (shape, corner) not in given.known:
+            given.known[shape, corner] = exact(replace(given, shape=shape), corner, shape.out)
+        expected = given.known[shape, corner]
         found = entry.crop(corner)
         parts = found.shape[0] // images
         picked = np.concatenate([found[i * parts : (i + 1) * parts] for i in sorted({0, images - 1})])
         wrong += float(np.square(picked.astype(np.float64) - expected).sum())
         right += float(np.square(expected.astype(np.float64)).sum())
     return float(np.sqrt(wrong / right))
+
+
+def _tile(variant: Variant) -> str:
+    return str(dict(variant.parameters).get("tile"))
 
 
 def _box(corner: Vec3) -> tuple[slice, ...]:

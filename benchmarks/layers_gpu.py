@@ -5,10 +5,10 @@
 
 Rounds are interleaved: each runs every competitor once, in an order that alternates, after a warm run, timed by events
 of the device; work of less than 4 ms is queued several times. Bias and ReLU count on all sides. Of a primitive the
-variant that ran fastest takes part: of each size of tile those that the cost model likes best are tried. cuDNN's
-algorithm is what PyTorch's benchmark mode finds fastest; channels last, in float32 contiguous too. PyTorch runs what
-would take longer than `--slow-seconds` on a smaller volume; `measured` says which, and a star in the table. Kernel
-spectra and weights in PyTorch's formats are made before, as in a run over many patches.
+variant that ran fastest takes part: of each size of tile the one that the cost model likes best is tried, then the
+others of the fastest size. cuDNN's algorithm is what PyTorch's benchmark mode finds fastest; channels last, in float32
+contiguous too. PyTorch runs what would take longer than `--slow-seconds` on a smaller volume; `measured` says which,
+and a star in the table. Kernel spectra and weights in PyTorch's formats are made before, as in a run over many patches.
 
 Errors are rms over the rms of the float64 definition, of boxes at the beginning, in the middle and at the end of the
 output; inputs are ReLUs of normal numbers, and what rounding them to float16 costs counts. A competitor beyond the
@@ -280,7 +280,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["tf32", "fp16", "fp32"])
     parser.add_argument("--size", type=int, help="volumes of this many voxels along every axis, instead of the set's")
     parser.add_argument("--only", nargs="*", help="only these primitives")
-    parser.add_argument("--variants", type=int, default=10, help="of a primitive, that are tried at most")
+    parser.add_argument("--variants", type=int, default=12, help="that are tried at most, twice, of a primitive")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--slow-seconds", type=float, default=0.15, help="of one run of PyTorch")
     parser.add_argument("--minutes", type=float, default=6.0, help="no case begins later")

@@ -209,8 +209,8 @@ def write(out: Path, rows: Sequence[Row], header: dict[str, Any]) -> None:
     out.write_text(json.dumps({"header": header, "rows": found}, indent=1) + "\n")
 
 
-def primitives(device: Device, machine: Machine, options: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
+def primitives(device: Device, machine: Machine, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Of one primitive after the other."""
     most = min(options.most_mib * MIB, device.free_bytes() // 2)
     for primitive in TABLE:
         if device_of(primitive.name) != "gpu" or (options.only and primitive.name not in options.only):
@@ -220,9 +220,7 @@ def primitives(device: Device, machine: Machine, options: argparse.Namespace) ->
         if not cases:
             print(f"{primitive.name:24} takes no shape here")
             continue
-        rows += (of_primitive := [measured(case, device, machine) for case in cases])
-        show(of_primitive)
-    return rows
+        yield [measured(case, device, machine) for case in cases]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -242,11 +240,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     what = "memory_plans" if options.plans else "memory"
     out = options.out or Path(__file__).parent / "results" / f"{what}-{name}-{date.today()}.json"
     header = gpu_header(gpu)
+    rows: list[Row] = []
     if options.plans:
-        rows = list(plans(options))
-        show(rows)
-    else:
-        with Device(gpu) as device:
-            rows = primitives(device, replace(this_machine(), gpu=gpu), options)
-    write(out, rows, header)
-    print(out)
+        for row in plans(options):
+            rows.append(row)
+            sizes = f"{row.promised / MIB:9.1f} / {row.measured / MIB:9.1f} MiB {row.ratio:.3f}"
+            print(f"{row.primitive} {row.variant} {row.shape}: {sizes}{'' if row.kept else '  NOT KEPT'}", flush=True)
+            write(out, rows, header)
+        return
+    with Device(gpu) as device:
+        for of_primitive in primitives(device, replace(this_machine(), gpu=gpu), options):
+            show(of_primitive)
+            rows += of_primitive
+            write(out, rows, header)

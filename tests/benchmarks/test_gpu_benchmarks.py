@@ -265,7 +265,7 @@ def test_memory(imported: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(memory, "LEAST_BYTES", 2**17)
     machine = replace(this_machine(), gpu=device.gpu)
     words = argparse.Namespace(shapes=2, only=["gpu.pool.fragments"], most_mib=1, seed=3)
-    rows = memory.primitives(device, machine, words)
+    (rows,) = memory.primitives(device, machine, words)
     assert len(rows) == 2
     assert all(row.kept and row.promised >= 2**17 for row in rows)
     case = memory.random_case(
