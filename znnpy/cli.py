@@ -330,22 +330,22 @@ def primitives(as_json: bool) -> None:
     """
     from rich.table import Table
 
-    from znnpy.kernels.cpu.native.library import why_not
+    from znnpy.availability import why_not_here
     from znnpy.kernels.table import TABLE
-    from znnpy.machine import this_machine
-    from znnpy.run.devices import why_no_gpu
 
+    lacking = why_not_here()
     if as_json:
         keys = ("name", "kind", "version", "summary", "source")
-        print_json([{key: getattr(primitive, key) for key in keys} for primitive in TABLE])
+        rows = [{key: getattr(primitive, key) for key in keys} for primitive in TABLE]
+        print_json([{**row, "why_not": lacking.get(row["name"])} for row in rows])
         return
     table = Table("primitive", "layer", "when", "source")
     for primitive in TABLE:
         table.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
     print_table(table)
-    for which, why in (("the compiled ones", why_not(this_machine())), ("those of the GPU", why_no_gpu())):
-        if why:
-            click.echo(f"{which} do not run here: {why}")
+    for reason in dict.fromkeys(lacking.values()):
+        names = [name for name, why in lacking.items() if why == reason]
+        print_lines([f"{', '.join(names)} cannot run here: {reason}"])
 
 
 @main.command(cls=Door)

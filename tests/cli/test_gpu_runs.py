@@ -1,4 +1,6 @@
-"""Whole runs on a GPU, here the emulator: the CPU's output, its report, resumed, planned anew when memory is refused."""
+"""Whole runs on a GPU, here the emulator: the CPU's output, the report, stopped runs, plans made anew where memory is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from place import Place
 
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer, plan
-from znnpy.machine import Gpu
+from znnpy.machine import Gpu, Machine
+from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run import choice, devices
@@ -28,6 +31,12 @@ from znnpy.verify import TOLERANCES, verify
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
 LIMIT = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 5e-3}
+
+
+def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """Not measured: an emulator takes long, and what it takes says nothing."""
+    assert device.gpu == machine.gpu
+    return assumed_rates(machine, 1, "gpu")
 
 
 @pytest.fixture
@@ -43,6 +52,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for room in (devices, choice):
             monkeypatch.setattr(room, "find_gpu", found)
         monkeypatch.setattr(devices, "Device", EmulatedDevice)
+        monkeypatch.setattr(devices, "measured_rates", assumed)
 
     return there
 

@@ -18,9 +18,11 @@ from emulated import EMULATED_GPU, EmulatedDevice
 from place import Place
 
 import znnpy
+from znnpy import availability
 from znnpy.errors import DeviceError
 from znnpy.kernels.gpu import device as device_room
-from znnpy.machine import Gpu
+from znnpy.machine import Gpu, Machine
+from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.run import choice, devices
 
 MIB = 2**20
@@ -74,6 +76,12 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
 
 
+def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """Not measured: an emulator takes long, and what it takes says nothing."""
+    assert device.gpu == machine.gpu
+    return assumed_rates(machine, 1, "gpu")
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`card()` gives the machine one, emulated; `taken` bytes of it are other programs'."""
@@ -86,6 +94,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for room in (devices, choice):
             monkeypatch.setattr(room, "find_gpu", lambda: gpu)
         monkeypatch.setattr(devices, "Device", Card)
+        monkeypatch.setattr(devices, "measured_rates", assumed)
 
     return there
 
@@ -259,3 +268,24 @@ def test_a_full_gpu_is_named_with_what_is_free(place: Place, card: Callable[...,
     result = place.infer()
     assert result.exit_code == 0
     assert "\ndevice     CPU; a card is not used: nothing fits in " in result.stdout
+
+
+def test_primitives_of_the_gpu_are_listed_with_why_they_do_not_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, Cuda(driver=0))
+    listed = place.run("primitives").stdout
+    (told,) = (line for line in listed.splitlines() if line.endswith(f" cannot run here: {NO_DRIVER}"))
+    rows = json.loads(place.run("primitives", "--json").stdout)
+    on_gpu = {row["name"] for row in rows if row["name"].startswith("gpu.")}
+    assert {"gpu.conv.fft", "gpu.pool.fragments"} <= on_gpu
+    assert on_gpu == set(told.partition(" cannot")[0].split(", "))
+    assert {row["name"] for row in rows if row["why_not"] == NO_DRIVER} == on_gpu
+    assert all(row["why_not"] is None for row in rows if row["name"] in ("cpu.conv.direct", "cpu.conv.first"))
+
+
+def test_primitives_that_lack_a_library_say_which(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "find_gpu", lambda: CARD)
+    lacking = {row["name"]: row["why_not"] for row in json.loads(place.run("primitives", "--json").stdout)}
+    assert lacking["gpu.conv.fft"] is None
+    assert "pip install 'znnpy[cudnn]'" in lacking["gpu.conv.cudnn"]

@@ -217,7 +217,7 @@ def test_primitives(place: Place) -> None:
     ):
         assert name in result.stdout
     rows = json.loads(place.run("primitives", "--json").stdout)
-    assert {"name", "kind", "version", "summary", "source"} == rows[0].keys()
+    assert {"name", "kind", "version", "summary", "source", "why_not"} == rows[0].keys()
 
 
 def test_out_of_memory_is_a_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

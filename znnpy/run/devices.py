@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.machine import Gpu, Limits, Machine, limits_of, this_machine
+from znnpy.run.calibration import measured_rates
 from znnpy.shapes import PRECISIONS, Precision
 
 if TYPE_CHECKING:
+    from znnpy.network import Network
+    from znnpy.planner.cost import Rates
     from znnpy.planner.memory import DeviceKind
     from znnpy.planner.plan import Plan
 
@@ -43,6 +46,13 @@ class Site:
     def limits(self, ram: int | str | None, threads: int | None, vram: int | str | None) -> Limits:
         """What a run may use here; DeviceError where as much of the GPU's memory is not free."""
         return limits_of(self.machine, ram, threads, vram, free_bytes=self.free_bytes)
+
+    def rates(self, network: Network, limits: Limits) -> Rates | None:
+        """Speed of the network's layers on the GPU, measured now or before; None on a CPU, which is not measured."""
+        if self.gpu is None or limits.vram_bytes is None:
+            return None
+        room = limits.vram_bytes - self.context_bytes
+        return measured_rates(self.gpu, self.machine, network, self.precision, vram_bytes=room)
 
     def words(self) -> dict[str, Any]:
         """What `make_plan` is told of it beside the machine."""
@@ -136,15 +146,6 @@ def word_of(precision: str | None) -> Precision:
         if word == (precision or "fp32"):
             return word
     raise ValueError(f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}")
-
-
-def why_no_gpu() -> str | None:
-    """Why no GPU can be used here; None where one can."""
-    try:
-        find_gpu()
-    except DeviceError as error:
-        return str(error)
-    return None
 
 
 def _found(meant: str, why: list[str]) -> Gpu | None:

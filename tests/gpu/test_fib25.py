@@ -1,0 +1,84 @@
+"""The FIB-25 volume, whole, on a GPU: the CPU's output, verified, within the memory that was promised."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from znnpy.inference import infer
+from znnpy.report import Report
+from znnpy.verify import verify
+
+pytestmark = pytest.mark.gpu
+
+RMS = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 5e-3}  # of the errors, over that of the answers
+
+
+@pytest.fixture(scope="module")
+def volume(shared_data: Path) -> Path:
+    return shared_data / "fib25_train.h5"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fib25")
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(volume: Path, folder: Path) -> np.ndarray[Any, Any]:
+    out = folder / "cpu.h5"
+    infer(volume, out=out, device="cpu")
+    return prediction(out)
+
+
+def prediction(out: Path) -> np.ndarray[Any, Any]:
+    with h5py.File(out) as file:
+        return np.array(file["prediction"])
+
+
+@pytest.mark.usefixtures("cuda_device")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"cover": "patches", "vram": "2G"}, {"cover": "columns", "patch": (16, 64, 64)}],
+    ids=["as planned", "patches in 2 GiB", "columns"],
+)
+def test_the_gpu_gives_the_cpus_output(
+    volume: Path, folder: Path, on_the_cpu: np.ndarray[Any, Any], precision: str, words: dict[str, Any]
+) -> None:
+    out = folder / "gpu.h5"
+    report: Report = infer(volume, out=out, device="gpu", precision=precision, overwrite=True, **words)
+    print("", *report.lines(), sep="\n")  # shown with -s: what it ran and how fast
+    found = prediction(out)
+    error = found - on_the_cpu
+    rms = float(np.sqrt(np.square(error, dtype=np.float64).mean() / np.square(on_the_cpu, dtype=np.float64).mean()))
+    print(f"{precision}: rms error {rms:.2e} of the rms answer, worst {np.abs(error).max():.2e}")
+    assert report.gpu is not None
+    if precision == "fp32":
+        assert np.abs(error).max() <= 1e-5
+    assert rms <= RMS[precision]
+    checked = verify(out, volume, samples=200)
+    assert checked.precision == precision
+    assert report.vram_bytes is not None
+    assert report.vram_bytes <= report.plan.memory.vram
+
+
+@pytest.mark.usefixtures("cuda_device")
+def test_a_process_of_its_own_keeps_both_promises(volume: Path, folder: Path) -> None:
+    """Memory of the process and of the GPU, by the command line."""
+    words = ["infer", volume, "--out", folder / "own.h5", "--device", "gpu", "--precision", "tf32", "--vram", "4G"]
+    command = [sys.executable, "-m", "znnpy", *map(str, words), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    print({key: report[key] for key in ("seconds", "peak_bytes", "vram_bytes", "predicted", "primitives")})
+    assert (report["device"], report["precision"]) == ("gpu", "tf32")
+    assert report["peak_bytes"] <= report["predicted"]["peak_bytes"]
+    assert report["vram_bytes"] <= report["predicted"]["vram_bytes"] <= 4 * 2**30
