@@ -99,11 +99,12 @@ def plan(
         itemsize_in, extra_bytes = 1, 0
 
     def make(site: Site) -> Plan:
+        limits = site.limits(ram, threads, vram)
         return make_plan(
             file.network,
             output,
             site.machine,
-            site.limits(ram, threads, vram),
+            limits,
             itemsize_in=itemsize_in,
             itemsize_out=np.dtype(output_dtype).itemsize,
             patch=patch,
@@ -111,6 +112,7 @@ def plan(
             columns=columns_only(cover),
             depth_first=depth_first,
             baseline=baseline_bytes() + extra_bytes + FLOAT32 * file.network.parameters,  # a run holds the weights too
+            rates=site.rates(file.network, limits),
             **site.words(),
         )
 

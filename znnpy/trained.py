@@ -90,11 +90,12 @@ class TrainedNetwork:
         source = Source(volume, roi=None, border=border, network=self.network, allow_nan=False)
 
         def make(site: Site) -> Plan:
+            limits = site.limits(ram, threads, vram)
             return make_plan(
                 self.network,
                 source.output,
                 site.machine,
-                site.limits(ram, threads, vram),
+                limits,
                 itemsize_in=volume.dtype.itemsize,
                 itemsize_out=4,
                 patch=patch,
@@ -102,6 +103,7 @@ class TrainedNetwork:
                 columns=columns_only(cover),
                 depth_first=depth_first,
                 baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
+                rates=site.rates(self.network, limits),
                 **site.words(),
             )
 

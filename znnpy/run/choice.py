@@ -70,12 +70,13 @@ def choose(
     if given is not None:
         return _known_to_run(given, wishes, network, source, output_dtype, masks=masks, site=site)
     unpacking = source.volume.extra_bytes
+    limits = site.limits(wishes.ram, wishes.threads, wishes.vram)
     try:
         return make_plan(
             network,
             source.output,
             site.machine,
-            site.limits(wishes.ram, wishes.threads, wishes.vram),
+            limits,
             itemsize_in=source.dtype.itemsize,
             itemsize_out=output_dtype.itemsize,
             patch=wishes.patch,
@@ -84,6 +85,7 @@ def choose(
             depth_first=wishes.depth_first,
             masks=masks,
             baseline=baseline_bytes() + unpacking,
+            rates=site.rates(network, limits),
             **site.words(),
         )
     except NoPlanError as error:
