@@ -118,8 +118,8 @@ class CudaLibraries:
         graph = self._graph(problem)
         try:
             graph.create_execution_plan(*plan.graph.get_engine_and_knobs_at_index(plan.index))
-        except _cudnn().cudnnGraphNotSupportedError:
-            return None
+        except (_cudnn().cudnnGraphNotSupportedError, RuntimeError):  # some knobs have no name in the frontend
+            return next((other for other in self.convolutions(problem) if other.name == plan.name), None)
         return self._built(graph, graph.get_execution_plan_count() - 1)
 
     def _graph(self, problem: Convolution) -> Any:
