@@ -14,6 +14,8 @@
 
 #ifndef ZNNPY_EMULATOR
 #include <cuda_fp16.h>
+#define INFINITY __int_as_float(0x7f800000)  // of <math.h>, which NVRTC has not
+#define NAN __int_as_float(0x7fffffff)
 #endif
 
 #define DEVICE __device__ __forceinline__
@@ -91,9 +93,17 @@ DEVICE half maximum(half a, half b);
  * and NaN lie above all numbers, so they win and stay. A null peak: nobody asks.
  */
 DEVICE unsigned magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
+#ifdef ZNNPY_EMULATOR
 DEVICE float larger_magnitude(float peak, float value) {
     return from_bits(max(magnitude_bits(peak), magnitude_bits(value)));
 }
+#else
+DEVICE float larger_magnitude(float peak, float value) {  // one instruction, |x| and all
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(peak)), "f"(fabsf(value)));
+    return larger;
+}
+#endif
 DEVICE void raise_peak(float* peak, float value) {
     if (peak == nullptr) return;
     const unsigned bits = magnitude_bits(value);

@@ -8,7 +8,16 @@ extern "C" __global__ void add_one(float* values, long long count) {
 
 extern "C" __global__ void every_argument(
     const float* in, float* out, long long whole, float real, int narrow, const float* null) {
-    if (threadIdx.x == 0) out[0] = in[0] + (float)whole + real + (float)narrow + (null == nullptr ? 1000.0f : 0.0f);
+    if (threadIdx.x == 0 && NAN != NAN && -INFINITY < real) out[0] = in[0] + (float)whole + real + (float)narrow + (null == nullptr ? 1000.0f : 0.0f);
+}
+
+/* Where a thread is in a grid of three dimensions: one number, in decimal digits, for each. */
+extern "C" __global__ void places(float* out) {
+    const dim3 b = blockDim, g = gridDim;
+    const long long block = ((long long)blockIdx.z * g.y + blockIdx.y) * g.x + blockIdx.x;
+    const long long thread = (threadIdx.z * b.y + threadIdx.y) * b.x + threadIdx.x;
+    out[block * b.x * b.y * b.z + thread] = (float)(threadIdx.x + 10 * threadIdx.y + 100 * threadIdx.z + 1000 * blockIdx.x +
+                                                    10000 * blockIdx.y + 100000 * blockIdx.z);
 }
 
 /* out[x][y] = in[y][x], by way of shared memory; blocks of SIZE x SIZE. */

@@ -18,6 +18,7 @@ SOURCE = str(Path(__file__).parent / "ops.cu")
 NAMES = (
     "add_one",
     "every_argument",
+    "places",
     "transpose<16>",
     "sum_of_block<1>",
     "untouched<0>",
@@ -71,6 +72,13 @@ def test_arguments_arrive_as_they_were_given(device: Any, kernels: dict[str, Any
     one = device.put(np.ones(3, np.float32), "one")
     kernels["every_argument"]((1,), (32,), one, out, 2**32 + 2**20, 0.5, np.int32(-7), None)
     assert device.get(out)[0] == np.float32(1 + 2**32 + 2**20 + 0.5 - 7 + 1000)
+
+
+def test_grids_and_blocks_have_three_dimensions(device: Any, kernels: dict[str, Any]) -> None:
+    out = poisoned(device, 4, 2, 3, 2, 4, 5)
+    kernels["places"]((3, 2, 4), (5, 4, 2), out)
+    where = np.indices(out.shape)
+    assert np.array_equal(device.get(out), np.tensordot([100000, 10000, 1000, 100, 10, 1], where, 1))
 
 
 def test_fixed_shared_memory_and_barriers(device: Any, kernels: dict[str, Any]) -> None:
@@ -265,6 +273,10 @@ def test_arguments_of_another_size_than_the_parameter_are_refused(emulated: Any,
         faulty["add_one"]((1,), (32,), array, np.int32(3))
     with pytest.raises(TypeError, match=r"argument 1 of add_one is float32; it takes an integer of 8 bytes"):
         faulty["add_one"]((1,), (32,), array, 3.0)
+    with pytest.raises(TypeError, match=r"argument 1 of add_one is float64; it takes an integer of 8 bytes"):
+        faulty["add_one"]((1,), (32,), array, np.float64(3))
+    with pytest.raises(TypeError, match=r"argument 0 of add_one is int64; it takes a pointer of 8 bytes"):
+        faulty["add_one"]((1,), (32,), 3, 3)
     with pytest.raises(TypeError, match=r"add_one takes 2 arguments, not 1"):
         faulty["add_one"]((1,), (32,), array)
 
