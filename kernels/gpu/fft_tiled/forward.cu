@@ -1,14 +1,32 @@
 // Overlapping tiles of the input, transformed along z and then along y and x. tile.cuh says how they are stored.
 #include "tile.cuh"
 
-// Two neighbouring maps of a voxel, of which `maps` are there; the others are zero. `paired`: they lie on their own size.
-template <class Value>
-DEVICE Complex load_pair(const Value* p, int maps, bool paired) {
-  if (paired) {
-    const float2 v = load_activation2(p);
-    return {v.x, v.y};
+// A column of two neighbouring maps, of which `there` are there; the others, and planes from `depth` on, are zero.
+template <int TZ, class Value>
+DEVICE void load_column(Complex (&v)[TZ], const Value* here, const Value* kept, int carried, int depth, long long plane,
+                        int there, bool paired) {
+  // Loads first and nothing between them: all are on their way at once.
+  float2 two[TZ];
+  if (paired && carried <= 0 && depth >= TZ) {
+#pragma unroll
+    for (int z = 0; z < TZ; z++) two[z] = load_activation2(here + z * plane);
+  } else if (paired) {
+#pragma unroll
+    for (int z = 0; z < TZ; z++) {
+      two[z] = make_float2(0.0f, 0.0f);
+      if (z < depth) two[z] = load_activation2((z < carried ? kept : here) + z * plane);
+    }
+  } else {
+#pragma unroll
+    for (int z = 0; z < TZ; z++) {
+      const Value* from = (z < carried ? kept : here) + z * plane;
+      two[z] = make_float2(0.0f, 0.0f);
+      if (z < depth && there > 0) two[z].x = load_activation(from);
+      if (z < depth && there > 1) two[z].y = load_activation(from + 1);
+    }
   }
-  return {maps > 0 ? load_activation(p) : 0.0f, maps > 1 ? load_activation(p + 1) : 0.0f};
+#pragma unroll
+  for (int z = 0; z < TZ; z++) v[z] = {two[z].x, two[z].y};
 }
 
 // Two maps of a column along z ride through one transform as a + i b and part behind it. Lanes run over maps, then x.
@@ -35,12 +53,8 @@ __global__ void __launch_bounds__(256, TZ > 24 ? 2 : TZ > 16 ? 2 : 3)
   const Value* here = x + of_image * image + (z0 - carried) * plane + at;
   const Value* kept = before + of_image * image_before + z0 * plane + at;
   Complex v[TZ];
-#pragma unroll
-  for (int z = 0; z < TZ; z++) {
-    v[z] = {0.0f, 0.0f};
-    if (there > 0 && y0 + y < height && z0 + z < nz)
-      v[z] = load_pair(z0 + z < carried ? kept + z * plane : here + z * plane, there, paired);
-  }
+  const int depth = y0 + y < height ? int(nz) - z0 : 0;
+  load_column(v, here, kept, int(carried) - z0, depth, plane, there, paired);
   transform<TZ, -1>(v);
   const float scale = spectrum_scale(peak, int(exponent)), twice = 2.0f * scale;
   const long long step = ny * nx * padded;
@@ -82,19 +96,28 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int map0 = blockIdx.x % chunks * CB, tile = blockIdx.x / chunks % tiles, plane = blockIdx.x / chunks / tiles;
   const int x_first = tile % g.columns * g.sx, y_first = tile / g.columns % g.rows * g.sy;
 
-  // Along y: lanes run over maps, then x.
+  // Along y: lanes run over maps, then x. All loads set out before the first is needed.
+  const bool inside = x_first + TX <= g.nx && y_first + TY <= g.ny;
   const Number* source = U + g.plane_at(tile / (g.columns * g.rows), plane) + map0;
   const long long row = (long long)g.nx * g.padded;
   for (int i = threadIdx.x; i < TX * CB; i += THREADS) {
     const int map = i % CB, x = i / CB;
     const Number* from = source + y_first * row + (long long)(x_first + x) * g.padded + map;
-    const bool inside = x_first + x < g.nx;
+    typename Bits<Number>::Type bits[TY];
+    if (inside) {
+#pragma unroll
+      for (int y = 0; y < TY; y++) bits[y] = *(const typename Bits<Number>::Type*)(from + y * row);
+    } else {
+      const bool column = x_first + x < g.nx;
+#pragma unroll
+      for (int y = 0; y < TY; y++) {
+        bits[y] = {};
+        if (column && y_first + y < g.ny) bits[y] = *(const typename Bits<Number>::Type*)(from + y * row);
+      }
+    }
     Complex v[TY];
 #pragma unroll
-    for (int y = 0; y < TY; y++) {
-      v[y] = {0.0f, 0.0f};
-      if (inside && y_first + y < g.ny) v[y] = load_complex(from[y * row]);
-    }
+    for (int y = 0; y < TY; y++) v[y] = Bits<Number>::complex(bits[y]);
     transform<TY, -1>(v);
 #pragma unroll
     for (int y = 0; y < TY; y++) store_complex(shared[P::at(y, x, map)], v[y]);

@@ -39,8 +39,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       read_edge<P>(v, Y, here, stride, g.planes, y);
     } else {
       const Number* from = Y + frequency<P>(plane, y, 0) * stride + here;
+      typename Bits<Number>::Type bits[TX];
 #pragma unroll
-      for (int x = 0; x < TX; x++) v[x] = load_complex(from[x * stride]);
+      for (int x = 0; x < TX; x++) bits[x] = *(const typename Bits<Number>::Type*)(from + x * stride);
+#pragma unroll
+      for (int x = 0; x < TX; x++) v[x] = Bits<Number>::complex(bits[x]);
     }
     transform<TX, 1>(v);
 #pragma unroll
@@ -122,12 +125,21 @@ __global__ void __launch_bounds__(256, TZ > 16 ? 2 : 3)
     const int number = int(first) + slab, z0 = number % int(gz) * int(sz);
     const long long plane = height * nx * maps;
     Value* target = out + number / int(gz) * image + z0 * plane + ((y0 + y) * nx + column) * maps + map;
+    const int depth = min(int(sz), int(nz) - z0);
+    // relu, or nothing, is a bound from below; the others are rare enough to ask again for every value.
+    const float least = activation == RELU ? 0.0f : -INFINITY;
 #pragma unroll
     for (int z = 0; z < TZ; z++) {
-      if (z < sz && z0 + z < nz) {
-        const float a = activate(back * v[z].re + b0, int(activation));
-        const float b = activate(back * v[z].im + b1, int(activation));
-        largest = larger_magnitude(largest, there > 1 ? larger_magnitude(a, b) : a);
+      if (z < depth) {
+        float a = back * v[z].re + b0, b = back * v[z].im + b1;
+        if (activation > RELU) {
+          a = activate(a, int(activation));
+          b = activate(b, int(activation));
+        }
+        a = a < least ? least : a;
+        b = b < least ? least : b;
+        largest = larger_magnitude(largest, a);
+        if (there > 1) largest = larger_magnitude(largest, b);
         store_pair(target + z * plane, there, paired, a, b);
       }
     }

@@ -57,6 +57,15 @@ def spectra_for(shape: ConvShape) -> Spectra:
     return "split" if shape.precision == "fp32" else "half"
 
 
+# Warps along rows and columns of the product, matrices of 16 rows for each, stages of rows in shared memory, blocks a
+# multiprocessor: the first whose shared memory fits. Matrices of 8 columns for each warp are at most MOST.
+_PRODUCTS: dict[Spectra, tuple[tuple[int, int, int, int, int], ...]] = {
+    "half": ((2, 4, 2, 2, 2),),
+    "split": ((2, 4, 2, 2, 1), (4, 2, 1, 1, 2)),
+}
+_MOST = 5
+
+
 @dataclass(frozen=True, slots=True)
 class _Product:
     """Which instance of the product kernel takes a layer, and how it is launched."""
@@ -64,23 +73,25 @@ class _Product:
     spectra: Spectra
     columns: int
     depth: int
+    block: tuple[int, int, int, int, int]
 
-    @property
-    def slices(self) -> int:
-        """Blocks that share the columns of a frequency."""
-        return -(-self.columns // (160 if self.spectra == "half" else 80))
+    @classmethod
+    def of(cls, spectra: Spectra, columns: int, depth: int, shared_bytes: int) -> _Product | None:
+        """The first that fits shared memory; None if none does."""
+        products = (cls(spectra, columns, depth, block) for block in _PRODUCTS[spectra])
+        return next((product for product in products if product.shared_bytes <= shared_bytes), None)
 
     @property
     def tiles(self) -> int:
-        """Of 8 columns, for each warp."""
-        warps = 4 if self.spectra == "half" else 2
-        return -(-self.columns // (8 * warps * self.slices))
+        """Matrices of 8 columns for each warp."""
+        width = 8 * self.block[1]
+        slices = -(-self.columns // (_MOST * width))
+        return -(-self.columns // (width * slices))
 
     @property
-    def name(self) -> str:
-        if self.spectra == "half":
-            return f"product<Halves, half, 2, 4, 2, {self.tiles}, 2>"
-        return f"product<Split, float, 4, 2, 1, {self.tiles}, 1>"
+    def width(self) -> int:
+        """Columns of a block."""
+        return 8 * self.block[1] * self.tiles
 
     @property
     def chunk(self) -> int:
@@ -89,17 +100,25 @@ class _Product:
         return -(-self.depth // (16 * parts)) * 16
 
     @property
-    def grid_columns(self) -> int:
-        """Blocks a frequency: slices of as many columns as an instance takes."""
-        width = 8 * self.tiles * (4 if self.spectra == "half" else 2)
-        return -(-self.columns // width)
+    def name(self) -> str:
+        types = "Halves, half" if self.spectra == "half" else "Split, float"
+        rows, columns, matrices, stages, blocks = self.block
+        return f"product<{types}, {rows}, {columns}, {matrices}, {self.tiles}, {stages}, {self.chunk}, {blocks}>"
+
+    @property
+    def slices(self) -> int:
+        """Blocks that share the columns of a frequency."""
+        return -(-self.columns // self.width)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.block[0] * self.block[1]
 
     @property
     def shared_bytes(self) -> int:
-        words, warps, stages = (1, 4, 2) if self.spectra == "half" else (2, 2, 1)
-        width = 8 * warps * self.tiles
-        rows = stages * 64 * (max(words * self.chunk, width) + 8) + words * width * (self.chunk + 8)
-        return 2 * rows
+        words = 1 if self.spectra == "half" else 2
+        rows = self.block[3] * 16 * self.block[0] * self.block[2] * (max(words * self.chunk, self.width) + 8)
+        return 2 * (rows + words * self.width * (self.chunk + 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +235,9 @@ class _Step:
         self._resident, self._shape, self._cover = resident, shape, cover
         shared = device.gpu.shared_block_bytes
         self._maps = padded(shape.fin), padded(shape.fout)
-        self._product = _Product(spectra, 2 * self._maps[1], 2 * self._maps[0])
+        product = _Product.of(spectra, 2 * self._maps[1], 2 * self._maps[0], shared)
+        assert product is not None, f"no product of {spectra} spectra fits {shared} bytes of shared memory"
+        self._product = product
         self._blocks = [_block(cover.tile[1], spectra, maps, shared) for maps in self._maps]
         self._exponent = prod(cover.tile).bit_length() - 1
         value = "half" if shape.precision == "fp16" else "float"
@@ -284,10 +305,10 @@ class _Step:
         product, resident = self._product, self._resident
         count = frequencies(self._cover.tile)
         self._kernels[2](
-            (count * product.grid_columns,),
-            (256,),
+            (count * product.slices,),
+            (product.threads,),
             *(spectra, resident.packed, products, group.tiles, product.columns, product.depth),
-            *(count * product.columns * product.depth, product.chunk, resident.alpha),
+            *(count * product.columns * product.depth, resident.alpha),
             shared=product.shared_bytes,
         )
 

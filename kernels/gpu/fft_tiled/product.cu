@@ -18,39 +18,40 @@ struct Words<Split> {
   static constexpr int COUNT = 2;
 };
 
-template <class Spectrum, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES>
+template <class Spectrum, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES, int CHUNK>
 struct Product {
   static constexpr int WORDS = Words<Spectrum>::COUNT;
   static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
   static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
+  // Rows in shared memory, float16; 16 bytes more than they need, so that 8 rows of a matrix meet in no bank.
+  static constexpr int A_ROW = (WORDS * CHUNK > BN ? WORDS * CHUNK : BN) + 8, B_ROW = CHUNK + 8;
 
   const half* X;  // of this frequency: rows of `row` float16
   const half* W;  // [column][k], then the same again of what the first leaves out (Split), `apart` further
   int rows, columns, depth;  // tiles, 2 * maps out, 2 * maps in
   long long apart;
-  int chunk, chunks;  // of depth, a multiple of 16 but for the last's end, which is padded with zeros
-  half *a, *b;        // shared: STAGES x BM x a_row, WORDS x BN x b_row
-  int a_row, b_row;
+  int chunks;  // of depth; the last's end is padded with zeros
+  half *a, *b;  // shared: STAGES x BM x A_ROW, WORDS x BN x B_ROW
 
   DEVICE void load_b(int column0, int c) const {
-    const int pieces = chunk / 8;
+    constexpr int pieces = CHUNK / 8;
     for (int i = threadIdx.x; i < WORDS * BN * pieces; i += THREADS) {
       const int piece = i % pieces, n = i / pieces % BN, word = i / (pieces * BN);
-      const int k = c * chunk + piece * 8;
+      const int k = c * CHUNK + piece * 8;
       const bool valid = column0 + n < columns && k < depth;
-      const half* from = W + word * apart + (valid ? (long long)(column0 + n) * depth + k : 0);
-      cp_async<16>(b + (word * BN + n) * b_row + piece * 8, from, valid);
+      const half* from = W + word * apart + (valid ? (column0 + n) * depth + k : 0);
+      cp_async<16>(b + (word * BN + n) * B_ROW + piece * 8, from, valid);
     }
   }
 
   DEVICE void load_a(int row0, int c, int stage) const {
-    const int pieces = WORDS * chunk / 8;
+    constexpr int pieces = WORDS * CHUNK / 8;
     for (int i = threadIdx.x; i < BM * pieces; i += THREADS) {
       const int piece = i % pieces, m = i / pieces;
-      const int k = WORDS * c * chunk + piece * 8;
+      const int k = WORDS * c * CHUNK + piece * 8;
       const bool valid = row0 + m < rows && k < WORDS * depth;
-      const half* from = X + (valid ? (long long)(row0 + m) * (WORDS * depth) + k : 0);
-      cp_async<16>(a + (stage * BM + m) * a_row + piece * 8, from, valid);
+      const half* from = X + (valid ? (unsigned)(row0 + m) * (unsigned)(WORDS * depth) + k : 0);
+      cp_async<16>(a + (stage * BM + m) * A_ROW + piece * 8, from, valid);
     }
   }
 
@@ -58,20 +59,21 @@ struct Product {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int m0 = warp / WARPS_N * MT * 16, n0 = warp % WARPS_N * NT * 8;
     // Rows of the matrices that this lane points at.
-    const half* a_at = a + (stage * BM + m0 + lane % 16) * a_row + lane / 16 * 8 * WORDS;
-    const half* b_at = b + (n0 + lane / 16 * 8 + lane % 8) * b_row + lane / 8 % 2 * 8;
-    for (int k = 0; k < chunk; k += 16) {
+    const half* a_at = a + (stage * BM + m0 + lane % 16) * A_ROW + lane / 16 * 8 * WORDS;
+    const half* b_at = b + (n0 + lane / 16 * 8 + lane % 8) * B_ROW + lane / 8 % 2 * 8;
+#pragma unroll 2
+    for (int k = 0; k < CHUNK; k += 16) {
       unsigned x[WORDS][MT][4];
 #pragma unroll
       for (int word = 0; word < WORDS; word++)
 #pragma unroll
-        for (int i = 0; i < MT; i++) ldmatrix(x[word][i], a_at + i * 16 * a_row + k * WORDS + word * 8);
+        for (int i = 0; i < MT; i++) ldmatrix(x[word][i], a_at + i * 16 * A_ROW + k * WORDS + word * 8);
 #pragma unroll
       for (int j = 0; j < NT; j += 2) {
         unsigned w[WORDS][4];
 #pragma unroll
         for (int word = 0; word < WORDS; word++) {
-          const half* at = b_at + (word * BN + j * 8) * b_row + k;
+          const half* at = b_at + (word * BN + j * 8) * B_ROW + k;
           if (j + 1 < NT) {
             ldmatrix(w[word], at);
           } else {
@@ -100,21 +102,21 @@ struct Product {
   DEVICE void store(half* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha, int stage) const {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const int m0 = warp / WARPS_N * MT * 16, n0 = warp % WARPS_N * NT * 8;
-    half* tile = a + stage * BM * a_row;
+    half* tile = a + stage * BM * A_ROW;
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
       for (int j = 0; j < NT; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
-          *(half2*)(tile + (m0 + i * 16 + h * 8 + g) * a_row + n0 + j * 8 + 2 * t) =
+          *(half2*)(tile + (m0 + i * 16 + h * 8 + g) * A_ROW + n0 + j * 8 + 2 * t) =
               to_half2(alpha * sum[i][j][2 * h], alpha * sum[i][j][2 * h + 1]);
     sync_block();
     const int pieces = min(BN, columns - column0) / 8;
     for (int i = threadIdx.x; i < BM * pieces; i += THREADS) {
       const int piece = i % pieces, m = i / pieces;
       if (row0 + m < rows)
-        *(uint4*)(Y + (long long)(row0 + m) * columns + column0 + piece * 8) = *(const uint4*)(tile + m * a_row + piece * 8);
+        *(uint4*)(Y + (long long)(row0 + m) * columns + column0 + piece * 8) = *(const uint4*)(tile + m * A_ROW + piece * 8);
     }
   }
 
@@ -178,27 +180,23 @@ struct Product {
 // X      [frequency][tile][depth] float16, in pairs of words by 8 (Split); depth = 2 * maps in, padded
 // W      [word][frequency][columns][depth] float16; `apart` from word to word
 // Y      [frequency][tile][columns] float16 (Halves) or float32 (Split), columns = 2 * maps out, padded; times alpha
-// Blocks: slices of BN columns, times frequencies.
-template <class Spectrum, class Value, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES>
-__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, 2)
-    product(const half* X, const half* W, Value* Y, long long rows, long long columns, long long depth, long long apart,
-            long long chunk, float alpha) {
-  using P = Product<Spectrum, WARPS_M, WARPS_N, MT, NT, STAGES>;
+// Blocks: slices of BN columns, times frequencies. A frequency's numbers are fewer than 2^31.
+template <class Spectrum, class Value, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES, int CHUNK, int BLOCKS>
+__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, BLOCKS)
+    product(const half* __restrict__ X, const half* __restrict__ W, Value* __restrict__ Y, long long rows,
+            long long columns, long long depth, long long apart, float alpha) {
+  using P = Product<Spectrum, WARPS_M, WARPS_N, MT, NT, STAGES, CHUNK>;
   EXTERN_SHARED(half, shared);
   const int slices = int((columns + P::BN - 1) / P::BN), slice = blockIdx.x % slices;
   const long long frequency = blockIdx.x / slices;
-  const int a_row = max(P::WORDS * int(chunk), P::BN) + 8, b_row = int(chunk) + 8;
   const P p = {X + frequency * rows * depth * P::WORDS,
                W + frequency * columns * depth,
                int(rows),
                int(columns),
                int(depth),
                apart,
-               int(chunk),
-               int((depth + chunk - 1) / chunk),
+               int((depth + CHUNK - 1) / CHUNK),
                shared,
-               shared + STAGES * P::BM * a_row,
-               a_row,
-               b_row};
+               shared + STAGES * P::BM * P::A_ROW};
   p.run(Y + frequency * rows * columns, slice * P::BN, alpha);
 }

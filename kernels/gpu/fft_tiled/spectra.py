@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from znnpy.kernels.gpu.fft_tiled.tiles import COLUMN_THREADS, MAPS, PlaneBlock, Spectra, frequencies, padded
+from znnpy.kernels.gpu.fft_tiled.tiles import COLUMN_THREADS, MAPS, Spectra, frequencies, padded, plane_block
 
 if TYPE_CHECKING:
     from znnpy.network import ConvWeights
@@ -48,7 +48,9 @@ class _Slices:
         self._weights, self._tile, self._device = weights.weight, tile, device
         _, self._fin, *k = weights.weight.shape
         self._k = k
-        self._block = PlaneBlock(tile[1], "split", SLICE)
+        block = plane_block(tile[1], "split", SLICE, device.gpu.shared_block_bytes)
+        assert block is not None, f"why_not lets no tiles of {tile} through on this GPU"
+        self._block = block
         names = f"forward_z<{tile[0]}, Floats, float>", self._block.instance("forward_plane", "Floats")
         kernels = device.kernels("fft_tiled/forward.cu", names)
         self._along_z, self._plane = (kernels[name] for name in names)

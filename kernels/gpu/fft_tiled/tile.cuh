@@ -33,6 +33,20 @@ DEVICE Complex load_complex(half2 v) {
 }
 DEVICE Complex load_complex(float2 v) { return {v.x, v.y}; }
 
+// Bits of a number, as they are loaded: conversions between loads would keep the next from setting out.
+template <class Number>
+struct Bits;
+template <>
+struct Bits<half2> {
+  using Type = unsigned;
+  static DEVICE Complex complex(unsigned bits) { return load_complex(half2_from_bits(bits)); }
+};
+template <>
+struct Bits<float2> {
+  using Type = float2;
+  static DEVICE Complex complex(float2 bits) { return load_complex(bits); }
+};
+
 // Numbers of two neighbouring maps, which lie on their own size.
 DEVICE void store_two(half2* target, Complex a, Complex b) {
   *(uint2*)target = make_uint2(bits_of(to_half2(a.re, a.im)), bits_of(to_half2(b.re, b.im)));

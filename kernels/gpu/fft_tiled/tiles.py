@@ -24,6 +24,18 @@ COLUMN_THREADS = 256  # of a block of forward_z and inverse_z
 NUMBER = {"half": 4, "split": 8}  # bytes of a complex number
 
 
+# Of blocks of forward_plane and inverse_plane, by the side of a plane: maps (the first that divides those there are and
+# that shared memory allows), threads, and blocks whose registers a multiprocessor must have room for.
+PLANE_BLOCKS: dict[tuple[int, Spectra], tuple[tuple[int, int, int], ...]] = {
+    (16, "half"): ((40, 160, 5), (32, 128, 6), (24, 192, 4), (16, 128, 5), (8, 128, 5)),
+    (24, "half"): ((40, 320, 2), (32, 256, 2), (24, 192, 3), (16, 192, 3), (8, 192, 3)),
+    (32, "half"): ((16, 256, 2), (8, 256, 2)),
+    (16, "split"): ((16, 128, 5), (8, 128, 5)),
+    (24, "split"): ((16, 192, 3), (8, 192, 3)),
+    (32, "split"): ((8, 256, 2),),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PlaneBlock:
     """How a block of forward_plane or inverse_plane takes a plane of a tile."""
@@ -31,16 +43,8 @@ class PlaneBlock:
     side: int
     spectra: Spectra
     maps: int
-
-    @property
-    def threads(self) -> int:
-        """They divide the lines of a pass evenly."""
-        return {16: 128, 24: 192, 32: 256}[self.side]
-
-    @property
-    def per_multiprocessor(self) -> int:
-        """Blocks whose registers there must be room for."""
-        return {16: 5, 24: 3, 32: 2}[self.side]
+    threads: int
+    per_multiprocessor: int
 
     @property
     def shared_bytes(self) -> int:
@@ -54,9 +58,9 @@ class PlaneBlock:
 
 
 def plane_block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock | None:
-    """The block with the most maps that divide `maps`, padded, and that shared memory allows; None if none does."""
-    for count in (16, 8) if spectra == "half" else (8,):
-        block = PlaneBlock(side, spectra, count)
+    """The first block for `maps` maps, padded, that shared memory allows; None if none does."""
+    for count, threads, per_multiprocessor in PLANE_BLOCKS[side, spectra]:
+        block = PlaneBlock(side, spectra, count, threads, per_multiprocessor)
         if maps % count == 0 and block.shared_bytes <= shared_bytes:
             return block
     return None
