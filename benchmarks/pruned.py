@@ -158,9 +158,9 @@ def timed(run: Callable[[], None]) -> float:
     return spent / calls
 
 
-def show(row: Row) -> None:
+def show(row: Row, digits: int = 0) -> None:
     figures = "  ".join(
-        f"{name} {1e6 * row.median(name):8.0f} us" + (f" ({row.ratio(name):4.1f}x)" if name != "plain" else "")
+        f"{name} {1e6 * row.median(name):8.{digits}f} us" + (f" ({row.ratio(name):4.1f}x)" if name != "plain" else "")
         for name in row.seconds
     )
     print(f"{row.what} {row.size:3} in {row.padded:3}  {figures}", flush=True)

@@ -4,8 +4,8 @@
 
 Kernels  of 3 to 9 a side, padded to 32 to 128, MAPS at a time:
          plain   padded in three dimensions, through cuFFT's real 3D transform;
-         pruned  lines along x, y, z, each only where lines are not zero, padded and turned over in between: as
-                 `gpu.conv.fft` transforms them.
+         lines   cuFFT along x, y, z, only where they are not zero, padded and turned over in between: the paper's;
+         pruned  the lines along z by Horner's rule from what is not zero: as `gpu.conv.fft` transforms kernels.
 Images   of MAPS maps, channels last, padded to the next good size: what makes them planar counts on both sides.
 Rounds are interleaved in an order that alternates; figures are medians, timed by events of the device. The paper claims
 a factor of 10 on average for kernels.
@@ -26,11 +26,13 @@ import numpy as np
 from gpu_card import gpu_header
 from pruned import KERNELS, MAX_ERROR, SIZES, Row, show
 
+from znnpy.kernels.gpu import conv_fft
 from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.gpu.conv_fft import FftStep
     from znnpy.kernels.gpu.device import Device
 
 IMAGES = ((29, 30), (53, 54), (95, 96), (127, 128))  # voxels of an image, and the next good size: little to prune
@@ -39,7 +41,7 @@ ROUND_SECONDS = 0.005  # each contestant repeats that long in a round
 
 
 class Contestants:
-    """Both ways to transform `maps` images, or kernels, of `size` voxels a side, padded to `n`."""
+    """All ways to transform `maps` images, or kernels, of `size` voxels a side, padded to `n`."""
 
     def __init__(self, device: Device, what: str, size: int, n: int, maps: int) -> None:
         import cupy
@@ -57,7 +59,11 @@ class Contestants:
             self._voxels[None] if what == "kernel" else np.zeros((1, maps, 1, 1, 2), np.float32),
             np.zeros(1, np.float32),
         )
-        self._step = primitive.bind(primitive.prepare(weights, variant, device), shape, variant, device)
+        resident = primitive.prepare(weights, variant, device)
+        self._pruned = primitive.bind(resident, shape, variant, device)
+        expanded, conv_fft.EXPANDED = conv_fft.EXPANDED, 0
+        self._lines = primitive.bind(resident, shape, variant, device)
+        conv_fft.EXPANDED = expanded
         names = {"kernel": ("kernels", "lines_kernels"), "image": ("spectra", "lines_in")}[what]
         self._scratch = {
             s.name: device.allocate(s.nbytes, s.name)
@@ -77,11 +83,21 @@ class Contestants:
                 maps, "C", 2, n,
             )  # fmt: skip
 
-    def pruned(self) -> None:
-        if self._what == "kernel":
-            self._step.transform_kernels(0, self._maps, self._scratch)
-        else:
-            self._step.transform_maps(self._last, None, 0, 0, self._maps, self._scratch)
+    @property
+    def field(self) -> dict[str, Callable[[], None]]:
+        if self._what == "image":
+            return {"plain": self.plain, "lines": self.image}
+        return {
+            "plain": self.plain,
+            "lines": lambda: self.kernels(self._lines),
+            "pruned": lambda: self.kernels(self._pruned),
+        }
+
+    def kernels(self, step: FftStep) -> None:
+        step.transform_kernels(0, self._maps, self._scratch)
+
+    def image(self) -> None:
+        self._lines.transform_maps(self._last, None, 0, 0, self._maps, self._scratch)
 
     def plain(self) -> None:
         m = self._size
@@ -95,12 +111,12 @@ class Contestants:
         """SystemExit if one of them computes something else than numpy in float64, of the last map."""
         n, half = self._n, self._n // 2 + 1
         exact = np.fft.rfftn(self._voxels[-1].astype(np.float64), (n, n, n), axes=(0, 1, 2))
-        self.pruned()
         spectra = self._device.view(self._store, (self._maps, half, n, n), np.complex64)  # [x][y][z]
-        found = {"pruned": self._device.get(spectra[-1]).transpose(2, 1, 0)}
-        self.plain()
-        found["plain"] = self._device.get(self._padded[-1]).view(np.complex64)
-        for name, spectrum in found.items():
+        for name, run in self.field.items():
+            self._device.clear(self._store)
+            run()
+            padded = self._device.get(self._padded[-1]).view(np.complex64)
+            spectrum = padded if name == "plain" else self._device.get(spectra[-1]).transpose(2, 1, 0)
             error = float(np.abs(spectrum - exact).max() / np.abs(exact).max())
             if not error <= MAX_ERROR:
                 raise SystemExit(f"{name} of {self._size}^3 in {n}^3 is wrong by {error:.1e}")
@@ -108,9 +124,9 @@ class Contestants:
 
 def measure(device: Device, what: str, size: int, n: int, maps: int, rounds: int) -> Row:
     """Seconds of one map's transform."""
-    both = Contestants(device, what, size, n, maps)
-    both.check()
-    field: dict[str, Callable[[], None]] = {"plain": both.plain, "pruned": both.pruned}
+    contestants = Contestants(device, what, size, n, maps)
+    contestants.check()
+    field = contestants.field
     times = {name: max(1, int(ROUND_SECONDS / min(device.elapsed(run, 3)))) for name, run in field.items()}
     seconds: dict[str, list[float]] = {name: [] for name in field}
     for number in range(rounds):
@@ -134,14 +150,14 @@ def main(words: list[str]) -> None:
     for what, size, n in [("kernel", 3, 16), ("image", 13, 14)] if options.quick else cases:
         with Device(gpu) as device:  # a new one frees what the last case took
             rows.append(measure(device, what, size, n, 3 if options.quick else MAPS, options.rounds))
-        show(rows[-1])
+        show(rows[-1], digits=2)
     result: dict[str, Any] = {"header": header, "maps": MAPS, "rows": []}
     for row in rows:
         medians = {name: row.median(name) for name in row.seconds}
-        result["rows"].append(asdict(row) | {"medians": medians, "ratio": row.ratio("pruned")})
-    for what in ("kernel", "image"):
-        ratios = [row.ratio("pruned") for row in rows if row.what == what]
-        print(f"{what}s: {min(ratios):.1f} to {max(ratios):.1f}, mean {mean(ratios):.1f} times plain")
+        result["rows"].append(asdict(row) | {"medians": medians, "ratios": {name: row.ratio(name) for name in medians}})
+    for what, name in (("kernel", "lines"), ("kernel", "pruned"), ("image", "lines")):
+        ratios = [row.ratio(name) for row in rows if row.what == what]
+        print(f"{what}s, {name}: {min(ratios):.1f} to {max(ratios):.1f}, mean {mean(ratios):.1f} times plain")
     out = options.out
     if out is None and not options.quick:
         out = Path(__file__).parent / "results" / f"pruned-{'-'.join(gpu.name.lower().split())}-{date.today()}.json"

@@ -3,10 +3,12 @@
  * Computes   gather    maps of an image, channels last, as padded planar lines along x: what R2C transforms in place
  *            pad       lines of kernels, padded the same way
  *            turn      matrices turned over, so that the next axis to be transformed lies innermost, and padded or cropped
+ *            expand    lines of which `count` values are not zero to their spectra, by Horner's rule in exp(-2 pi i z / n)
  *            multiply  sums[s][g] += sum over maps i of spectra[s][i] * conj(kernels[g][i]), at every frequency
  *            scatter   planar lines along x back to channels last: scaled, bias, activation, largest |value|
  * Shapes     T is float or half; complex numbers are float2; a spectrum of `image` complex numbers lies as [x][y][z].
- * Launch     blocks of 32 x 8 threads on tiles of 32 x 32 values (gather, turn, scatter: 4 to 8 KiB of shared memory);
+ * Launch     blocks of 32 x 8 threads on tiles of 32 x 32 values (gather, turn, scatter: 4 to 8 KiB of shared memory) or 32
+ *            columns (expand);
  *            blocks of 256 (pad, multiply). One grid axis, so that no size meets a limit of 65535.
  * Bound      memory.
  * Source     Zlateski, Lee, Seung, ZNNi (SC16), III-C and algorithm 3.
@@ -83,6 +85,31 @@ extern "C" __global__ void turn(const float2* source, float2* target, long long 
     sync_block();
     for (int row = threadIdx.y; row < TILE; row += ROWS)
         if (c + row < wide && r + lane < deep) target[(b * wide + c + row) * deep + r + lane] = tile[lane][row];
+}
+
+/* target[b][c][z] = sum over d < count of source[b][d][c] * turns[z]^d: turned over, padded and transformed in one pass
+ * that reads next to nothing. Shared memory: count x 32 complex numbers.
+ */
+extern "C" __global__ void expand(const float2* source, float2* target, const float2* turns, long long count,
+                                  long long columns, long long deep) {
+    EXTERN_SHARED(float2, values);
+    const long long tiles = (columns + TILE - 1) / TILE;
+    const long long first = blockIdx.x % tiles * TILE, b = blockIdx.x / tiles;
+    const int lane = threadIdx.x, wide = columns - first < TILE ? (int)(columns - first) : TILE;
+    for (int d = threadIdx.y; d < count; d += ROWS)
+        if (lane < wide) values[d * TILE + lane] = source[(b * count + d) * columns + first + lane];
+    sync_block();
+    for (int z = lane; z < deep; z += TILE) {
+        const float2 turn = turns[z];
+        for (int c = threadIdx.y; c < wide; c += ROWS) {
+            float2 sum = values[(count - 1) * TILE + c];
+            for (int d = (int)count - 2; d >= 0; --d) {
+                const float2 value = values[d * TILE + c];
+                sum = make_float2(value.x + sum.x * turn.x - sum.y * turn.y, value.y + sum.x * turn.y + sum.y * turn.x);
+            }
+            target[(b * columns + first + c) * deep + z] = sum;
+        }
+    }
 }
 
 /* For OUTPUTS kernels and IMAGES images. `spectra` and `sums` point at the first of them; strides are complex numbers

@@ -2,14 +2,15 @@
 
 Method   0  For some maps of an image at a time: lines along x, padded; turned over, lines along y, padded; turned over,
             lines along z. Lines of padding are never transformed: n_z n_y of them, then n_z h, then h g_y.
-         1  For some kernels at a time, the same with k_z k_y, k_z h, h g_y lines; our kernel multiplies them with the
-            spectra of all images and sums.
+         1  For some kernels at a time, the same with k_z k_y, k_z h, h g_y lines; the last are computed from their k_z
+            values by a kernel of ours, which reads next to nothing where cuFFT would read and write what it was padded
+            to. Another multiplies them with the spectra of all images and sums.
          2  For some maps at a time, back: all lines along z, along y those of planes that are wanted, along x those of
             lines that are wanted; scale, bias and activation while they go to their places.
 Layout   Spectra planar, [x][y][z]: what is transformed next always lies innermost. Channels last outside.
 Memory   Table II of the paper: input + spectra; spectra in and out + kernels; spectra out + output; beside each, of
          what is under way, the values before the last turn: a part `n_z / g_z` of a spectrum.
-Bound    Memory: spectra of kernels are written, read and written by the transform along z, and read to multiply.
+Bound    Memory: spectra of kernels are written once and read once.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), III-C and IV-B.2, algorithm 3.
 Tested   tests/gpu/test_conv_fft.py
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 TILE = 32  # conv_fft.cu: values a side of what a block turns
 BLOCK = (TILE, 8, 1)
 THREADS = 256  # of a block that turns nothing
+EXPANDED = 16  # values of a line that is not zero, up to which Horner's rule beats a padded transform
 TOGETHER = 4  # kernels, and images, that one thread multiplies at once at most
 LINES_VALUES = 2**26  # complex numbers of one call of cuFFT: enough to fill a card, far below 2^31
 LONGEST = 2048  # points: what cuFFT's needs are known of (libraries.py)
@@ -143,6 +145,7 @@ class ConvFft:
         outputs = min(TOGETHER, max(1, t.kernels // shape.fin))
         images = min(TOGETHER, shape.batch)
         forward, kernels, back = (_passes(t, size) for size in (shape.n, shape.k, shape.out))
+        kernels -= 2.0 * t.image if shape.k[0] <= EXPANDED else 0.0
         pairs = shape.fin * shape.fout
         flops = 5.0 * t.image * log2(prod(t.padded)) * (shape.batch * (shape.fin + shape.fout) + pairs)
         nbytes = (
@@ -227,23 +230,27 @@ class FftStep:
         self._kernels = device.kernels(
             "conv_fft.cu",
             [
-                *(f"gather<{self._type}>", f"scatter<{self._type}>", "pad", "turn"),
+                *(f"gather<{self._type}>", f"scatter<{self._type}>", "pad", "turn", "expand"),
                 *(f"multiply<{g}, {s}>" for g in sorted(outputs) for s in sorted(images)),
             ],
         )
         gz, gy, gx = t.padded
+        turns = np.exp(-2j * np.pi / gz * np.arange(gz)).astype(np.complex64)
+        self._turns = device.put(turns.view(np.float32), "a table of sines")
         self._along_z = _Batches(device, "complex", gz, gz)
         self._along_y = _Batches(device, "complex", gy, gy)
         self._along_x = _Batches(device, "real", gx, t.half)
-        for total, most, (nz, ny, _) in (
-            (shape.fin, t.maps_in, shape.n),
-            (shape.fin * shape.fout, t.kernels, shape.k),
-            (shape.fout, t.maps_out, shape.out),
+        self._expands = shape.k[0] <= EXPANDED
+        for total, most, (nz, ny, _), expands in (
+            (shape.fin, t.maps_in, shape.n, False),
+            (shape.fin * shape.fout, t.kernels, shape.k, self._expands),
+            (shape.fout, t.maps_out, shape.out, False),
         ):
             for maps in {count for _, count in _some(total, most)}:
                 self._along_x.plan(maps * nz * ny)
                 self._along_y.plan(maps * nz * t.half)
-                self._along_z.plan(maps * t.half * gy)
+                if not expands:
+                    self._along_z.plan(maps * t.half * gy)
 
     def run(
         self,
@@ -284,7 +291,7 @@ class FftStep:
             0 if before is None else before.shape[0],
             *(shape.fin, first, maps, nz, ny, nx, pitch),
         )
-        self._forward(scratch["spectra"], at, scratch["lines_in"], maps, nz, ny)
+        self._forward(scratch["spectra"], at, scratch["lines_in"], maps, nz, ny, expand=False)
 
     def transform_kernels(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
         """Spectra of `kernels` kernels, counted from all (f', f)."""
@@ -293,15 +300,24 @@ class FftStep:
         lines, pitch = kernels * kz * ky, 2 * t.half
         weights = self._resident.weight.reshape(shape.fout * shape.fin, kz, ky, kx)[first:]
         self._kernels["pad"]((-(-lines * pitch // THREADS),), (THREADS,), weights, scratch["kernels"], lines, kx, pitch)
-        self._forward(scratch["kernels"], 0, scratch["lines_kernels"], kernels, kz, ky)
+        self._forward(scratch["kernels"], 0, scratch["lines_kernels"], kernels, kz, ky, expand=self._expands)
 
-    def _forward(self, store: Any, at: int, lines: Any, maps: int, nz: int, ny: int) -> None:
+    def _forward(self, store: Any, at: int, lines: Any, maps: int, nz: int, ny: int, *, expand: bool) -> None:
         """From padded lines along x, `at` complex numbers into `store`, to spectra in the same place."""
         t = self._sizes
         gz, gy, _ = t.padded
         self._along_x.forward(store, at, maps * nz * ny, self._work(lines))
         self._turn(self._from(store, at), lines, maps * nz, (ny, t.half), (t.half, gy))
         self._along_y.forward(lines, 0, maps * nz * t.half, lines[:0])
+        if expand:
+            columns = t.half * gy
+            self._kernels["expand"](
+                (maps * -(-columns // TILE),),
+                BLOCK,
+                *(lines, self._from(store, at), self._turns, nz, columns, gz),
+                shared=COMPLEX64 * nz * TILE,
+            )
+            return
         self._turn(lines, self._from(store, at), maps, (nz, t.half * gy), (t.half * gy, gz))
         self._along_z.forward(store, at, maps * t.half * gy, lines[:0])
 

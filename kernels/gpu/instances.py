@@ -25,5 +25,5 @@ def _moves() -> list[Instance]:
 def _conv_fft() -> list[Instance]:
     most = conv_fft.TOGETHER
     names = [f"{kernel}<{value}>" for kernel in ("gather", "scatter") for value in ("float", "half")]
-    names += ["pad", "turn", "multiply<1, 1>", f"multiply<{most}, {most}>"]
+    names += ["pad", "turn", "expand", "multiply<1, 1>", f"multiply<{most}, {most}>"]
     return [Instance("conv_fft.cu", name, 128) for name in names]

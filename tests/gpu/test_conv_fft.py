@@ -26,6 +26,8 @@ SHAPES = (
     ConvShape(2, 5, 3, (5, 11, 4), (1, 3, 2), "tanh"),
     ConvShape(5, 2, 6, (4, 5, 6), (4, 5, 6), "sigmoid"),  # one voxel out
     ConvShape(1, 34, 33, (3, 4, 35), (2, 3, 1), "none"),  # more maps, and voxels, than a tile has
+    ConvShape(1, 2, 3, (37, 5, 3), (17, 2, 2), "relu"),  # a kernel too long to be expanded
+    ConvShape(1, 2, 3, (33, 7, 4), (9, 3, 2), "relu"),  # and one that is
 )
 
 
