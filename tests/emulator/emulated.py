@@ -190,7 +190,7 @@ class EmulatedKernel:
         for place, (value, parameter) in enumerate(zip(values, self._parameters, strict=True)):
             kind, nbytes = parameter[0], int(parameter[1:])
             fits = {
-                "p": value.dtype == np.uint64,
+                "p": value.dtype.kind in "iu",
                 "i": value.dtype.kind in "iub",
                 "f": value.dtype.kind == "f",
                 "v": True,

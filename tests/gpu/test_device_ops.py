@@ -275,8 +275,8 @@ def test_arguments_of_another_size_than_the_parameter_are_refused(emulated: Any,
         faulty["add_one"]((1,), (32,), array, 3.0)
     with pytest.raises(TypeError, match=r"argument 1 of add_one is float64; it takes an integer of 8 bytes"):
         faulty["add_one"]((1,), (32,), array, np.float64(3))
-    with pytest.raises(TypeError, match=r"argument 0 of add_one is int64; it takes a pointer of 8 bytes"):
-        faulty["add_one"]((1,), (32,), 3, 3)
+    with pytest.raises(TypeError, match=r"argument 0 of add_one is float64; it takes a pointer of 8 bytes"):
+        faulty["add_one"]((1,), (32,), np.float64(3), 3)
     with pytest.raises(TypeError, match=r"add_one takes 2 arguments, not 1"):
         faulty["add_one"]((1,), (32,), array)
 
