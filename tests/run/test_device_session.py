@@ -30,12 +30,10 @@ from odd import (
 from stand_ins import STAND_INS
 
 from znnpy.errors import Stopped, ValuesOverflowError, VramError
-from znnpy.kernels.crew import Crew
 from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.planner.candidates import splits
 from znnpy.planner.plan import Plan
 from znnpy.run import gpu, pipeline
-from znnpy.run.session import Session
 from znnpy.shapes import Precision, Vec3, turned, turned_back
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
@@ -161,7 +159,9 @@ def test_arrays_of_any_strides_are_taken_and_given(device: EmulatedDevice) -> No
     plan = planned(network, size, size, ways=ways())
     with poisoned_session(plan, net, STAND_INS, device) as session:
         session.run(raw, out)
-        session.run(raw, out.astype(np.float16))  # kernels for another type
+        assert_dense(out, definition(net, raw))
+        out[:] = np.nan
+        session.run(raw.astype(">u2"), out)  # kernels for another type, and bytes in another order
         assert_dense(out, definition(net, raw))
 
 
@@ -378,13 +378,15 @@ def test_ctrl_c_is_noticed_while_the_device_computes(device: EmulatedDevice, mon
     presser.join()
 
 
-def test_a_stopped_crew_ends_a_wait(device: EmulatedDevice) -> None:
+def test_a_stopped_crew_submits_and_waits_no_more(device: EmulatedDevice) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=56)
     plan = on_gpu(network, volume, (4, 6, 8))
-    with Crew(1) as crew, Session(plan, network, net.weights, crew, STAND_INS, device=device) as session:
+    with poisoned_session(plan, net, STAND_INS, device) as session:
         raw, out, begins = next(steps_of(plan, volume, network))
         ticket = session.submit(raw, out, begins=begins)
-        crew.stop()
+        session.crew.stop()
+        with pytest.raises(Stopped):
+            session.submit(raw, out, begins=begins)
         with pytest.raises(Stopped):
             session.wait(ticket)
