@@ -16,6 +16,7 @@ from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, Poo
 from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace
 from znnpy.kernels.gpu.conv_direct import ConvDirect as GpuConvDirect
 from znnpy.kernels.gpu.conv_fft import ConvFft
+from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
 from znnpy.kernels.gpu.pool import PoolFragments as GpuPoolFragments
@@ -41,6 +42,7 @@ TABLE: tuple[Primitive, ...] = (
     ConvFft(),
     ConvCudnn(),
     ConvCudnnWorkspace(),
+    GpuConvFirst(),
     GpuConvDirect(),
     GpuPoolMax(),
     GpuPoolFragments(),

@@ -88,10 +88,7 @@ class ConvDirect:
         shape = as_conv(shape)
         rounds = 2 if shape.activation == "softmax" else 1
         products = prod(shape.out_shape[:4]) * prod(shape.k) * shape.fin * _padded(shape.fout)
-        return (
-            Work("gpu_direct", 2.0 * rounds * products, 0.0),
-            Work("gpu_stream", 0.0, shape.in_bytes + shape.out_bytes),
-        )
+        return (Work("gpu_direct", 2.0 * rounds * products, shape.in_bytes + shape.out_bytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         del variant

@@ -1,0 +1,224 @@
+/* Convolution of few input maps: the first layer of a network, whose output is many times its input.
+ *
+ * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * kernels[d, f, g])
+ * Shapes     x (S, n, FIN), out (S, n - k + 1, f') float or half, images in C order, any number of values apart. The taps
+ *            (dz, dy) come in chunks of whole rows, so that inputs and kernels of a chunk fit shared memory:
+ *            plain   kernels [maps / (16 GROUPS)][dz, dy][f][dx][16 GROUPS] float;
+ *            tensor  kernels [maps / (16 GROUPS)][chunk][8 taps][GROUPS][lane] as float4 of tf32, a chunk's taps
+ *                    (dz, dy, f, dx) padded with zeros to whole eights: word 2 i + h of lane 4 c + t is tap t + 4 h of
+ *                    map 4 (c / 2) + 2 i + c % 2 of the group, so that a lane ends with four maps that are neighbours.
+ * Launch     256 threads: a tile of 256 output voxels, `wide` along x, 32 a warp, and 16 GROUPS maps, one z after another.
+ *            Lane 4 g + t sums maps 16 c + 4 t + (0..3) of four voxels: plain 4 g + (0..3), tensor g + 8 (0..3).
+ *            grid (tiles, blocks of maps, images).
+ * Bound      plain: arithmetic from k = 3 on (float32 units), below the writing of out; tensor: writing up to k = 5.
+ * Source     Chen et al., Optimizing convolution for single-channel inputs on Pascal, 3.1 (input tile in shared memory,
+ *            all filters a block); matrix fragments: PTX ISA, mma.m16n8k8.
+ * Tested     tests/gpu/test_conv_first.py
+ */
+#include "activation.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / WARP, TILE = 256;  // conv_first.py
+constexpr int GROUP = 16;                                        // maps; conv_first.py
+constexpr int HEAD = 32;                                         // floats, for Sizes; conv_first.py
+constexpr int LANE = 4;                                          // voxels and neighbouring maps of a lane
+
+/* Kept in shared memory, so that what follows from it is computed again where it is needed: the registers are for sums. */
+struct Sizes {
+    int carried, ny, nx, my, mx, maps, ky, kx, wide;
+    int lines, pitch, plane;   // of a plane of the tile: lines, floats from one to the next, floats of all for one f
+    int x0, y0, z_end;         // of the block
+    int all_rows, rows, chunks, kernel_floats;
+};
+
+/* Planes first .. first + count of one image, from (y, x) on, into tile [plane][f][lines][pitch]; zeros outside. */
+template <class T, int FIN, bool TENSOR>
+DEVICE void stage_planes(float* tile, const T* before, const T* x, int first, int count, const Sizes& n) {
+    const int lane = threadIdx.x % WARP, columns = n.wide + n.kx - 1;
+#pragma unroll 1
+    for (int line = threadIdx.x / WARP; line < count * n.lines; line += WARPS) {
+        const int z = first + line / n.lines, y = n.y0 + line % n.lines;
+        const T* const from = (z < n.carried ? before : x) + (((long long)z * n.ny + y) * n.nx + n.x0) * FIN;
+        float* const to = tile + line / n.lines * FIN * n.plane + line % n.lines * n.pitch;
+        for (int e = lane; e < columns * FIN; e += WARP) {
+            const int column = e / FIN, f = e % FIN;
+            const float value = y < n.ny && n.x0 + column < n.nx ? load_activation(from + e) : 0.0f;
+            to[f * n.plane + column] = TENSOR ? from_bits(to_tf32(value)) : value;
+        }
+    }
+}
+
+/* The voxel of the tile that this lane sums as its v-th. */
+template <bool TENSOR> DEVICE int voxel_of(int v) {
+    const int lane = threadIdx.x % WARP;
+    return threadIdx.x / WARP * WARP + (TENSOR ? lane / 4 + 8 * v : LANE * (lane / 4) + v);
+}
+
+DEVICE void stage_kernels(float* to, const float* from, int count) {
+    for (int i = 4 * threadIdx.x; i < count; i += 4 * THREADS) cp_async<16>(to + i, from + i);
+    cp_async_commit();
+}
+
+/* Sums of rows begin .. begin + count of the taps; `at`: where the window of this lane's first voxel begins in the tile. */
+template <int FIN, int GROUPS, int KX>
+DEVICE void add_rows(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, int at, int begin,
+                     int count, const Sizes& n) {
+    const int first = begin / n.ky;
+    for (int row = begin; row < begin + count; ++row) {
+        const float* line = tile + (row / n.ky - first) * FIN * n.plane + row % n.ky * n.pitch + at;
+#pragma unroll 1
+        for (int f = 0; f < FIN; ++f, line += n.plane) {
+            float in[(LANE + KX + 2) / 4 * 4];
+#pragma unroll
+            for (int i = 0; i < (LANE + KX + 2) / 4; ++i) {
+                const float4 four = *reinterpret_cast<const float4*>(line + 4 * i);
+                in[4 * i] = four.x, in[4 * i + 1] = four.y, in[4 * i + 2] = four.z, in[4 * i + 3] = four.w;
+            }
+#pragma unroll
+            for (int dx = 0; dx < KX; ++dx, kernels += GROUP * GROUPS) {
+#pragma unroll
+                for (int c = 0; c < GROUPS; ++c) {
+                    const float4 w = *reinterpret_cast<const float4*>(kernels + GROUP * c);
+#pragma unroll
+                    for (int v = 0; v < LANE; ++v) {
+                        sums[v][c][0] += in[v + dx] * w.x;
+                        sums[v][c][1] += in[v + dx] * w.y;
+                        sums[v][c][2] += in[v + dx] * w.z;
+                        sums[v][c][3] += in[v + dx] * w.w;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* The same, in matrix products of 8 taps; `offsets` of the chunk's taps in the tile, `at` of each of the four voxels. */
+template <int GROUPS>
+DEVICE void add_taps(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, const unsigned short* offsets,
+                     const int (&at)[LANE], int eights) {
+    const int lane = threadIdx.x % WARP, t = lane % 4;
+    for (int eight = 0; eight < eights; ++eight, kernels += GROUPS * WARP * 4) {
+        const int low = offsets[8 * eight + t], high = offsets[8 * eight + t + 4];
+        unsigned a[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            a[m][0] = bits_of(tile[at[2 * m] + low]), a[m][1] = bits_of(tile[at[2 * m + 1] + low]);
+            a[m][2] = bits_of(tile[at[2 * m] + high]), a[m][3] = bits_of(tile[at[2 * m + 1] + high]);
+        }
+#pragma unroll
+        for (int c = 0; c < GROUPS; ++c) {
+            const float4 w = *reinterpret_cast<const float4*>(kernels + (c * WARP + lane) * 4);
+            const unsigned b[2][2] = {{bits_of(w.x), bits_of(w.y)}, {bits_of(w.z), bits_of(w.w)}};
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float d[4] = {sums[2 * m][c][2 * i], sums[2 * m][c][2 * i + 1], sums[2 * m + 1][c][2 * i],
+                                  sums[2 * m + 1][c][2 * i + 1]};
+                    mma_tf32(d, a[m], b[i]);
+                    sums[2 * m][c][2 * i] = d[0], sums[2 * m][c][2 * i + 1] = d[1];
+                    sums[2 * m + 1][c][2 * i] = d[2], sums[2 * m + 1][c][2 * i + 1] = d[3];
+                }
+        }
+    }
+}
+
+/* KX: the kernel's size along x; 0: in matrix products, any size. KIND: the activation. VECTORS: four maps
+ * are written at once: their number and all addresses allow it.
+ */
+template <class T, int FIN, int GROUPS, int KX, int KIND, bool VECTORS>
+__global__ void __launch_bounds__(THREADS, 2)
+    first(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
+          const float* kernels, const float* bias, long long carried, long long ny, long long nx, long long mz,
+          long long my, long long mx, long long maps, long long kz, long long ky, long long kx, long long rows,
+          long long wide, long long planes, long long pitch, long long kernel_floats, long long tiles_y, long long steps,
+          float* peak) {
+    constexpr bool TENSOR = KX == 0;
+    EXTERN_SHARED(float, shared);  // Sizes; a chunk's kernels, planes, offsets of its taps
+    Sizes& n = *reinterpret_cast<Sizes*>(shared);
+    float* const staged = shared + HEAD;
+    const int tiles_x = ((int)mx + (int)wide - 1) / (int)wide;
+    const int z_begin = blockIdx.x / (tiles_x * (int)tiles_y) * (int)steps;
+    if (threadIdx.x == 0) {
+        n.carried = carried, n.ny = ny, n.nx = nx, n.my = my, n.mx = mx, n.maps = maps, n.ky = ky, n.kx = kx, n.wide = wide;
+        n.lines = TILE / wide + ky - 1, n.pitch = pitch, n.plane = n.lines * n.pitch;
+        n.x0 = blockIdx.x % tiles_x * (int)wide, n.y0 = blockIdx.x / tiles_x % (int)tiles_y * (TILE / (int)wide);
+        n.z_end = min(z_begin + steps, mz);
+        n.all_rows = kz * ky, n.rows = rows, n.chunks = (kz * ky + rows - 1) / rows, n.kernel_floats = kernel_floats;
+    }
+    sync_block();
+    float* const tile = staged + n.kernel_floats;
+    const int lane = threadIdx.x % WARP, t = lane % 4;
+    const int g0 = blockIdx.y * GROUP * GROUPS + 4 * t;
+    int at[LANE];  // of the window of each voxel in the tile
+#pragma unroll
+    for (int v = 0; v < LANE; ++v) at[v] = voxel_of<TENSOR>(v) / n.wide * n.pitch + voxel_of<TENSOR>(v) % n.wide;
+
+    float largest = 0.0f;
+#pragma unroll 1
+    for (int z = z_begin; z < n.z_end; ++z) {
+        float sums[LANE][GROUPS][LANE];
+#pragma unroll
+        for (int c = 0; c < GROUPS; ++c)
+#pragma unroll
+            for (int j = 0; j < LANE; ++j) {
+                const float start = bias[g0 + GROUP * c + j];
+#pragma unroll
+                for (int v = 0; v < LANE; ++v) sums[v][c][j] = start;
+            }
+#pragma unroll 1
+        for (int chunk = 0; chunk < n.chunks; ++chunk) {
+            const int begin = chunk * n.rows, count = min(n.rows, n.all_rows - begin), taps = count * FIN * n.kx;
+            const int plane = begin / n.ky, last = (begin + count - 1) / n.ky;
+            unsigned short* const offsets = reinterpret_cast<unsigned short*>(tile + (int)planes * FIN * n.plane);
+            if (n.chunks > 1 || z == z_begin) {
+                if constexpr (TENSOR) {
+                    stage_kernels(staged, kernels + (blockIdx.y * n.chunks + chunk) * kernel_floats, (taps + 7) / 8 * 8 * GROUP * GROUPS);
+                    for (int tap = threadIdx.x; tap < (taps + 7) / 8 * 8; tap += THREADS) {
+                        const int row = begin + tap / (FIN * n.kx), f = tap / n.kx % FIN, dx = tap % n.kx;
+                        const int line = ((row / n.ky - plane) * FIN + f) * n.plane + row % n.ky * n.pitch;
+                        offsets[tap] = tap < taps ? line + dx : 0;
+                    }
+                } else {
+                    const int row_floats = GROUP * GROUPS * FIN * n.kx;
+                    stage_kernels(staged, kernels + (blockIdx.y * (long long)n.all_rows + begin) * row_floats,
+                                  count * row_floats);
+                }
+            }
+            stage_planes<T, FIN, TENSOR>(tile, before + blockIdx.z * before_image,
+                                         x + blockIdx.z * x_image - carried * ny * nx * FIN, z + plane,
+                                         last - plane + 1, n);
+            cp_async_wait<0>();
+            sync_block();
+            if constexpr (TENSOR)
+                add_taps<GROUPS>(sums, tile, staged, offsets, at, (taps + 7) / 8);
+            else
+                add_rows<FIN, GROUPS, KX>(sums, tile, staged + 4 * t, at[0], begin, count, n);
+            sync_block();
+        }
+#pragma unroll
+        for (int v = 0; v < LANE; ++v) {
+            const int y = n.y0 + voxel_of<TENSOR>(v) / n.wide, column = n.x0 + voxel_of<TENSOR>(v) % n.wide;
+            if (y >= n.my || column >= n.mx) continue;
+            T* const to = out + blockIdx.z * out_image + (((long long)z * n.my + y) * n.mx + column) * n.maps + g0;
+#pragma unroll
+            for (int c = 0; c < GROUPS; ++c) {
+                if (g0 + GROUP * c >= n.maps) break;
+                float value[LANE];
+#pragma unroll
+                for (int j = 0; j < LANE; ++j) value[j] = activate<KIND>(sums[v][c][j]);
+                if (VECTORS) {
+                    for (int j = 0; j < LANE; ++j) largest = larger_magnitude(largest, value[j]);
+                    store_activation4(to + GROUP * c, make_float4(value[0], value[1], value[2], value[3]));
+                } else {
+#pragma unroll
+                    for (int j = 0; j < LANE; ++j) {
+                        if (g0 + GROUP * c + j >= n.maps) break;
+                        largest = larger_magnitude(largest, value[j]);
+                        store_activation(to + GROUP * c + j, value[j]);
+                    }
+                }
+            }
+        }
+    }
+    raise_peak_by_warp(peak, largest);
+}

@@ -1,0 +1,235 @@
+"""Convolution of few input maps on a GPU: the first layer, whose output is many times its input.
+
+Method   A block stages the input of a tile of 256 voxels in shared memory and sums all output maps, up to 80 of them,
+         in registers. units=float: on float32 units; units=tensor: in matrix products of tf32, whose rounding tf32 and
+         fp16 allow. Kernels come in chunks of whole rows of taps, so that any size fits shared memory. conv_first.cu.
+Memory   Nothing beside kernels.
+Bound    float: arithmetic from k = 3 on, 2 k^3 f f' flops a voxel; tensor: writing the output up to k = 5.
+Source   Chen et al., Optimizing convolution for single-channel inputs on Pascal, 3.1.
+Tested   tests/gpu/test_conv_first.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.machine import Machine
+
+SOURCE = "conv_first.cu"
+THREADS, TILE, GROUP, HEAD = 256, 256, 16, 32  # conv_first.cu
+WIDTHS = (32, 16, 8)  # of a tile along x
+MOST_GROUPS = 5  # of GROUP maps that a block sums
+MOST_MAPS = 4  # of the input
+WIDEST = 11  # kernel along x: the inputs of a row of taps stay in registers
+MOST_IMAGES = 65535  # of a grid along z
+SHARED_BYTES = 49 << 10  # of a block: two fit a multiprocessor of any card
+BLOCKS = 16  # a multiprocessor that there should be: so many z may one block take
+REGISTERS = 128
+TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
+
+
+class _Plan(NamedTuple):
+    """How the kernels of one layer are cut."""
+
+    blocks: int  # of maps
+    groups: int  # of GROUP maps a block
+    rows: int  # of taps a chunk: (dz, dy)
+    chunks: int
+    kernel_floats: int  # of a chunk and a block of maps
+    planes: int  # of the input that a chunk meets at most
+
+    @property
+    def padded(self) -> int:
+        return self.blocks * self.groups * GROUP
+
+
+def _plan(fin: int, fout: int, k: Vec3, units: str) -> _Plan:
+    blocks = -(-fout // (MOST_GROUPS * GROUP))
+    groups = -(-fout // (blocks * GROUP))
+    all_rows, rows, chunks = k[0] * k[1], k[0] * k[1], 1
+    while True:
+        taps = rows * fin * k[2]
+        taps = taps if units == "float" else -(-taps // 8) * 8
+        starts = range(0, all_rows, rows)
+        planes = max((min(row + rows, all_rows) - 1) // k[1] - row // k[1] + 1 for row in starts)
+        plan = _Plan(blocks, groups, rows, len(starts), taps * groups * GROUP, planes)
+        if rows == 1 or max(_shared_bytes(plan, fin, k, wide) for wide in WIDTHS) <= SHARED_BYTES:
+            return plan
+        while -(-all_rows // chunks) >= rows:
+            chunks += 1
+        rows = -(-all_rows // chunks)
+
+
+def _shared_bytes(plan: _Plan, fin: int, k: Vec3, wide: int) -> int:
+    planes = plan.planes * fin * (TILE // wide + k[1] - 1) * _pitch(wide, k)
+    offsets = -(-plan.rows * fin * k[2] // 8) * 8 // 2  # of 2 bytes
+    return FLOAT32 * (HEAD + plan.kernel_floats + planes + offsets)
+
+
+def _pitch(wide: int, k: Vec3) -> int:
+    """Floats from one line of the tile to the next: lanes read four at a time."""
+    return -(-(wide + k[2] - 1) // 4) * 4
+
+
+def _wide(shape: ConvShape) -> int:
+    """Of a tile along x: the tiles that cover least."""
+    _, my, mx = shape.out
+    return min(WIDTHS, key=lambda wide: -(-mx // wide) * -(-my // (TILE // wide)))
+
+
+def _kernel(itemsize: int, fin: int, groups: int, kx: int, activation: Activation, *, vectors: bool) -> str:
+    value = "half" if itemsize == 2 else "float"
+    return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}>"
+
+
+def instances() -> list[Instance]:
+    """Kernels of the benchmarks' first layers, and of the widest."""
+    tensor = [_kernel(itemsize, fin, 5, 0, "relu", vectors=True) for itemsize in (2, 4) for fin in (1, 3)]
+    plain = [_kernel(4, fin, 5, kx, "relu", vectors=True) for fin, kx in ((1, 2), (1, 3), (1, 5), (1, 9), (3, 3))]
+    narrow = [_kernel(4, 1, 1, kx, "none", vectors=False) for kx in (0, 3)]
+    return [Instance(SOURCE, name, REGISTERS) for name in (*tensor, *plain, *narrow)]
+
+
+class _Resident(NamedTuple):
+    kernels: Any  # float32, cut as the plan says: conv_first.cu
+    bias: Any  # (padded f',) float32
+
+
+@dataclass(frozen=True, slots=True)
+class ConvFirst:
+    """Direct convolution of up to 4 input maps."""
+
+    name: str = "gpu.conv.first"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "1 to 4 input maps: all output maps of a tile at once, the input from shared memory"
+    source: str = "Chen et al., Optimizing convolution for single-channel inputs on Pascal, 3.1"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        if not isinstance(shape, ConvShape):
+            return f"computes convolutions, not {shape.kind}"
+        if shape.pools:
+            return "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
+        if shape.activation == "softmax":
+            return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
+        if shape.fin > MOST_MAPS:
+            return f"takes up to {MOST_MAPS} input maps, not {shape.fin}"
+        if shape.k[2] > WIDEST:
+            return f"takes kernels up to {WIDEST} along x, not {shape.k[2]}"
+        if shape.batch > MOST_IMAGES:
+            return f"takes up to {MOST_IMAGES} images, not {shape.batch}"
+        return None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        del machine
+        return (Variant.of(units="float" if shape.precision == "fp32" else "tensor"),)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del threads
+        shape = as_conv(shape)
+        plan = _plan(shape.fin, shape.fout, shape.k, variant.word("units"))
+        floats = plan.padded * prod(shape.k) * shape.fin
+        if variant.word("units") == "tensor":
+            floats = plan.blocks * plan.chunks * plan.kernel_floats
+        return Footprint(resident=FLOAT32 * (floats + plan.padded), reads_carried=True, raises_peak=True)
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        shape = as_conv(shape)
+        units = variant.word("units")
+        plan, wide, (mz, my, mx) = _plan(shape.fin, shape.fout, shape.k, units), _wide(shape), shape.out
+        voxels = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide) * TILE
+        flops = 2.0 * voxels * prod(shape.k) * shape.fin * plan.padded
+        equal = flops if units == "float" else flops / TENSOR_SPEED
+        return (Work("gpu_first", equal, shape.in_bytes + shape.out_bytes),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
+        assert weights is not None
+        units, (fout, fin, *k) = variant.word("units"), weights.weight.shape
+        plan = _plan(fin, fout, (k[0], k[1], k[2]), units)
+        more = plan.padded - fout
+        taps = np.pad(weights.weight.transpose(2, 3, 1, 4, 0), (*[(0, 0)] * 4, (0, more)))  # (dz, dy, f, dx, maps)
+        matrix = taps.reshape(k[0] * k[1], fin * k[2], plan.blocks, plan.groups * GROUP)
+        kernels = matrix.transpose(2, 0, 1, 3) if units == "float" else _fragments(matrix, plan)
+        return _Resident(
+            device.put(np.ascontiguousarray(kernels), "kernels of gpu.conv.first"),
+            device.put(np.pad(weights.bias, (0, more)), "biases of gpu.conv.first"),
+        )
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
+        return _Step(resident, as_conv(shape), variant, device)
+
+
+def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.float32]:
+    """Rows of taps (rows, f * kx, blocks, maps) as tensor cores take them: conv_first.cu, "tensor"."""
+    rows, taps, blocks, maps = matrix.shape
+    eights = plan.kernel_floats // maps // 8
+    chunks = np.zeros((plan.chunks, eights * 8, blocks, maps), np.float32)
+    for chunk in range(plan.chunks):
+        part = matrix[chunk * plan.rows : (chunk + 1) * plan.rows]
+        chunks[chunk, : len(part) * taps] = part.reshape(-1, blocks, maps)
+    assert plan.chunks * plan.rows >= rows
+    # taps are 4 h + t of an eight; maps 4 c + 2 i + b of a group, lane 4 (2 c + b) + t, word 2 i + h
+    apart = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
+    ordered = apart.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
+    bits = np.ascontiguousarray(ordered).view(np.uint32)
+    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)  # to the nearest tf32
+
+
+class _Step:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
+        self._resident, self._shape, self._device = resident, shape, device
+        self._plan = plan = _plan(shape.fin, shape.fout, shape.k, variant.word("units"))
+        self._wide = _wide(shape)
+        kx = 0 if variant.word("units") == "tensor" else shape.k[2]
+        names = [
+            _kernel(shape.itemsize, shape.fin, plan.groups, kx, shape.activation, vectors=vectors)
+            for vectors in (False, True)
+        ]
+        compiled = device.kernels(SOURCE, names)
+        self._kernels = [compiled[name] for name in names]
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        del scratch, x_peak
+        shape, plan, wide, itemsize = self._shape, self._plan, self._wide, self._shape.itemsize
+        (mz, my, mx), (kz, ky, kx), d = shape.out, shape.k, self._device
+        old = x if before is None else before
+        begins = (d.address(out), out.strides[0], shape.fout * itemsize)
+        kernel = self._kernels[all(begin % (4 * itemsize) == 0 for begin in begins)]
+        tiles_y, tiles_x = -(-my // (TILE // wide)), -(-mx // wide)
+        columns = tiles_y * tiles_x * plan.blocks * len(x)
+        parts = -(-BLOCKS * d.gpu.multiprocessors // columns) if plan.chunks == 1 else mz
+        steps = -(-mz // min(parts, mz))
+        kernel(
+            (tiles_y * tiles_x * -(-mz // steps), plan.blocks, len(x)),
+            (THREADS,),
+            *(old, old.strides[0] // itemsize, x, x.strides[0] // itemsize, out, out.strides[0] // itemsize),
+            *self._resident,
+            *(shape.n[0] - x.shape[1], *shape.n[1:], mz, my, mx, shape.fout, kz, ky, kx),
+            *(plan.rows, wide, plan.planes, _pitch(wide, shape.k), plan.kernel_floats, tiles_y, steps),
+            np.uint64(out_peak),
+            shared=_shared_bytes(plan, shape.fin, shape.k, wide),
+        )

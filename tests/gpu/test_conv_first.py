@@ -1,0 +1,171 @@
+"""gpu.conv.first against the float64 definition, on float32 units and in matrix products of tf32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
+
+from znnpy.kernels import reference
+from znnpy.kernels.gpu.conv_first import SHARED_BYTES, WIDTHS, ConvFirst, _plan, _shared_bytes
+from znnpy.kernels.primitive import Variant
+from znnpy.machine import Gpu
+from znnpy.shapes import ConvShape, PoolShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import ConvWeights
+
+FIRST = ConvFirst()
+FLOAT, TENSOR = Variant.of(units="float"), Variant.of(units="tensor")
+GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, ())
+WITH_GPU = replace(MACHINE, gpu=GPU)
+SHAPES = [
+    ConvShape(1, 1, 1, (1, 1, 1), (1, 1, 1), "none"),
+    ConvShape(1, 1, 80, (5, 11, 37), (3, 2, 4), "relu"),  # tiles that end anywhere
+    ConvShape(2, 3, 17, (5, 8, 4), (1, 3, 2), "tanh"),
+    ConvShape(3, 2, 6, (4, 5, 6), (4, 5, 6), "sigmoid"),  # one voxel out
+    ConvShape(1, 4, 100, (4, 40, 9), (2, 1, 3), "relu"),  # more maps than a block has
+    ConvShape(1, 4, 24, (7, 9, 14), (5, 7, 6), "none"),  # kernels that come in chunks
+    ConvShape(1, 1, 12, (9, 11, 13), (9, 9, 11), "relu"),
+]
+
+
+def run(
+    device: Any, shape: ConvShape, x: Any, weights: ConvWeights, variant: Variant, carried: int = 0, gap: int = 0
+) -> tuple[Any, float]:
+    """Output and its peak, from poisoned memory; the first `carried` planes apart, `gap` values between images."""
+    kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
+
+    def images(values: Any, what: str) -> Any:
+        step = values[0].size + gap
+        host = np.full((len(values), step), np.nan, kind)
+        host[:, : step - gap] = values.reshape(len(values), -1)
+        strides = (step * kind.itemsize, *np.empty(values.shape[1:], kind).strides)
+        return device.view(device.put(host, what), values.shape, kind, strides=strides)
+
+    before = images(x[:, :carried], "before") if carried else None
+    rest, out = images(x[:, carried:], "x"), images(np.full(shape.out_shape, np.nan), "out")
+    peak = device.put(np.zeros(1, np.float32), "peak")
+    held = device.allocated
+    resident = FIRST.prepare(weights, variant, device)
+    assert device.allocated - held == FIRST.footprint(shape, variant, 1).resident
+    FIRST.bind(resident, shape, variant, device).run(rest, out, {}, before, out_peak=device.address(peak))
+    return device.get(out), float(device.get(peak)[0])
+
+
+def error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
+    """Of `out`, in the rms of the definition."""
+    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+    return float(np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_definition(device: Any, shape: ConvShape) -> None:
+    x, weights = random_input(shape), random_weights(shape)
+    out, peak = run(device, shape, x, weights, FLOAT)
+    assert_close(out, x, weights, shape)
+    assert peak == np.abs(out).max()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensor_cores_round_as_tf32_does(device: Any, shape: ConvShape) -> None:
+    x, weights = random_input(shape), random_weights(shape)
+    out, peak = run(device, shape, x, weights, TENSOR)
+    assert error(out, x, weights, shape) <= 1e-3
+    assert peak == np.abs(out).max()
+
+
+@pytest.mark.parametrize("kx", [1, 2, 3, 5, 6, 7, 8, 9, 10])
+def test_does_kernels_of_any_width(device: Any, kx: int) -> None:
+    shape = ConvShape(1, 1, 5, (3, 5, 20), (2, 3, kx), "none")
+    x, weights = random_input(shape), random_weights(shape)
+    assert_close(run(device, shape, x, weights, FLOAT)[0], x, weights, shape)
+    assert error(run(device, shape, x, weights, TENSOR)[0], x, weights, shape) <= 1e-3
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
+    x, weights = random_input(SHAPES[1], kind), random_weights(SHAPES[1])
+    assert_close(run(device, SHAPES[1], x, weights, FLOAT)[0], x, weights, SHAPES[1])
+    assert error(run(device, SHAPES[1], x, weights, TENSOR)[0], x, weights, SHAPES[1]) <= 1e-3
+
+
+@pytest.mark.parametrize("gap", [0, 7, 8])
+@pytest.mark.parametrize("carried", [0, 1, 4])
+@pytest.mark.parametrize("maps", [5, 8])
+@pytest.mark.parametrize("variant", [FLOAT, TENSOR], ids=str)
+def test_planes_are_carried_and_images_lie_apart(
+    device: Any, variant: Variant, maps: int, carried: int, gap: int
+) -> None:
+    shape = ConvShape(3, 2, maps, (6, 5, 4), (3, 2, 2), "relu")
+    x, weights = random_input(shape), random_weights(shape)
+    out, _ = run(device, shape, x, weights, variant, carried, gap)
+    assert np.isfinite(out).all()
+    assert error(out, x, weights, shape) <= (1e-6 if variant == FLOAT else 1e-3)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], SHAPES[5]], ids=str)
+def test_half_precision_is_storage_and_tf32(device: Any, shape: ConvShape) -> None:
+    shape = replace(shape, precision="fp16")
+    weights = random_weights(shape)
+    x = random_input(shape).astype(np.float16).astype(np.float32)
+    out, peak = run(device, shape, x, weights, TENSOR)
+    assert out.dtype == np.float16
+    assert error(out, x, weights, shape) < 1e-3
+    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+    assert abs(peak - np.abs(exact).max()) < 1e-3 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("variant", [FLOAT, TENSOR], ids=str)
+def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any, variant: Variant) -> None:
+    shape = SHAPES[2]
+    weights, x = random_weights(shape), random_input(shape)
+    x[0, 3, 3, 3, 1] = np.nan
+    assert np.isnan(run(device, replace(shape, activation="relu"), x, weights, variant)[1])
+    x[0, 3, 3, 3, 1] = 3e38
+    weights.weight[...] = 10
+    assert run(device, replace(shape, activation="none"), x, weights, variant)[1] == np.inf
+
+
+@pytest.mark.parametrize("units", ["float", "tensor"])
+@pytest.mark.parametrize("fin", [1, 2, 3, 4])
+def test_two_blocks_fit_any_card(fin: int, units: str) -> None:
+    for k in [(1, 1, 1), (3, 3, 3), (5, 5, 5), (2, 9, 9), (11, 11, 11), (1, 40, 3)]:
+        for fout in (1, 17, 80, 81, 200):
+            plan = _plan(fin, fout, k, units)
+            assert plan.padded >= fout
+            assert plan.chunks * plan.rows >= k[0] * k[1] > (plan.chunks - 1) * plan.rows
+            assert max(_shared_bytes(plan, fin, k, wide) for wide in WIDTHS) <= SHARED_BYTES
+
+
+def test_what_does_not_apply_says_why() -> None:
+    shape = SHAPES[1]
+    assert FIRST.why_not(shape, WITH_GPU) is None
+    assert FIRST.why_not(shape, MACHINE) == "needs a CUDA device"
+    assert FIRST.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
+    for changed, reason in (
+        ({"fin": 5}, "takes up to 4 input maps, not 5"),
+        ({"k": (1, 1, 12)}, "takes kernels up to 11 along x, not 12"),
+        ({"batch": 70000}, "takes up to 65535 images, not 70000"),
+        ({"activation": "softmax"}, "softmax needs all maps of a voxel in one place: see gpu.conv.direct"),
+        ({"pool": (1, 1, 2), "k": (1, 1, 1)}, "does not pool into fragments what it computes: see gpu.conv.fft_tiled"),
+    ):
+        assert FIRST.why_not(replace(shape, **changed), WITH_GPU) == reason
+
+
+@pytest.mark.parametrize(("precision", "units"), [("fp32", "float"), ("tf32", "tensor"), ("fp16", "tensor")])
+def test_the_precision_says_which_units_compute(precision: Any, units: str) -> None:
+    shape = replace(SHAPES[1], precision=precision)
+    assert FIRST.variants(shape, WITH_GPU) == (Variant.of(units=units),)
+
+
+def test_its_work_is_the_arithmetic_of_whole_tiles() -> None:
+    shape = ConvShape(2, 2, 18, (4, 9, 34), (3, 2, 1), "relu")
+    (plain,), (tensor,) = FIRST.work(shape, FLOAT), FIRST.work(shape, TENSOR)
+    tiles = 2 * 2 * 2 * 1  # 32 wide, 8 high
+    assert (plain.unit, plain.flops) == ("gpu_first", 2 * tiles * 256 * (3 * 2 * 1 * 2) * 32)
+    assert tensor.flops == plain.flops / 4
+    assert plain.nbytes == tensor.nbytes == shape.in_bytes + shape.out_bytes
