@@ -51,7 +51,8 @@ def ids(value: object) -> str:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
-    """All its memory is given back when a test is over."""
+    """All its memory is given back when a test is over. As much is queued as a session may queue."""
+    monkeypatch.setattr(gpu, "QUEUED_SECONDS", np.inf)
     monkeypatch.setattr(gpu, "LOOK_SECONDS", 0)
     monkeypatch.setattr(pipeline, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
@@ -357,6 +358,7 @@ def test_ctrl_c_is_noticed_while_the_device_computes(device: EmulatedDevice, mon
     plan = on_gpu(network, volume, (4, 6, 8))
     gone, mark = threading.Event(), gpu.GpuWorkshop._mark
     monkeypatch.setattr(gpu, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(gpu, "QUEUED_SECONDS", 0.2)
     monkeypatch.setattr(gpu.GpuWorkshop, "_mark", lambda shop, stream: _Endless(mark(shop, stream), gone))
     monkeypatch.setattr(type(device.stream), "wait_event", lambda stream, event: None)
 
@@ -390,3 +392,27 @@ def test_a_stopped_crew_submits_and_waits_no_more(device: EmulatedDevice) -> Non
             session.submit(raw, out, begins=begins)
         with pytest.raises(Stopped):
             session.wait(ticket)
+
+
+def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer, and those before it that are done in no more than so many seconds: predicted are two each."""
+    network = ODDER[5]
+    net, volume = trained(network), some_volume(network, seed=57)
+    plan = on_gpu(network, volume, (4, 8, 4), in_one=False)
+    plan = replace(plan, choices=tuple(replace(choice, seconds=2.0) for choice in plan.choices))
+    queued: list[int] = []
+    run = gpu.GpuWorkshop.run
+
+    def counting(shop: gpu.GpuWorkshop, *layer: Any) -> None:
+        run(shop, *layer)
+        queued.append(sum(not event.mark[0].finished >= event.mark[1] for event, _ in shop._queued))
+
+    monkeypatch.setattr(gpu.GpuWorkshop, "run", counting)
+    most = {}
+    for seconds in (np.inf, 5.0, 0.1):
+        monkeypatch.setattr(gpu, "QUEUED_SECONDS", seconds)
+        queued.clear()
+        assert_dense(ran(plan, net, volume, table=STAND_INS, device=device), definition(net, volume))
+        most[seconds] = max(queued)
+    assert most[np.inf] >= len(plan.choices)
+    assert (most[5.0], most[0.1]) == (3, 1)
