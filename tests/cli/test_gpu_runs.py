@@ -111,6 +111,25 @@ def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch
     assert len(opened) == 1
 
 
+def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, and not where a plan is given."""
+    asked: list[Any] = []
+
+    def measured(device: Any, machine: Machine, network: Network, precision: str, *, vram_bytes: int) -> Rates:
+        asked.append((type(device), network.name, precision, vram_bytes))
+        rates = assumed_rates(machine, 1, "gpu")
+        return replace(rates, stage_seconds=1.0)
+
+    whole = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M")
+    monkeypatch.setattr(devices, "measured_rates", measured)
+    made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M", precision="tf32")
+    assert made.seconds > 1 > whole.seconds
+    load_network(place.folder / "net.yaml")(np.zeros((9, 10, 11), np.uint8), device="gpu", vram="800M")
+    assert asked == [(EmulatedDevice, "tiny", p, 800 * 2**20) for p in ("tf32", "fp32")]
+    go(place, plan=made, threads=None)
+    assert len(asked) == 2
+
+
 def test_the_report_says_what_ran_and_on_what(place: Place) -> None:
     report = go(place, precision="tf32", vram="800M")
     lines, memory = report.lines(), report.plan.memory

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 import pytest
-from fakes import FAKES, MACHINE, RATES, limits
+from fakes import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
 from rich.console import Console
 
 from znnpy.formats.networks import read_network
@@ -303,3 +303,52 @@ def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
 @pytest.mark.parametrize("seconds", [1e9, 1e308, float("inf"), float("nan")])
 def test_times_beyond_measure_have_a_word(seconds: float) -> None:
     assert human_seconds(seconds) == "over 30 years"
+
+
+@pytest.mark.parametrize("cover", [True, False])
+def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -> None:
+    within = Limits(2**31, 2, 2**30)
+    network = Network("cat", 1, (Conv((2, 3, 4), 8, "relu"), Pool((2, 2, 2)), Conv((3, 3, 3), 2)))
+    plan = make_plan(
+        network,
+        (60, 50, 40),
+        WITH_GPU,
+        within,
+        table=on_gpu(*FAKES),
+        rates=RATES,
+        baseline=2**20,
+        device="gpu",
+        precision="tf32",
+        context=2**28,
+        columns=cover,
+        patch=(6, 10, 8),
+    )
+    stream = io.StringIO()
+    Console(width=100, file=stream).print(explain(plan, network, WITH_GPU))
+    said, memory = " ".join(stream.getvalue().split()), plan.memory
+    what = "steps" if cover else "patches"
+    for row, nbytes in (
+        ("the process itself, measured", memory.baseline),
+        (f"{what} on their way in", memory.reading),
+        (f"{what} on their way out", memory.writing),
+        ("peak, of the limit of 2.00 GiB", memory.peak),
+        ("GPU: arena: activations and scratch", memory.arena),
+        ("GPU: prepared weights", memory.residents),
+        (f"GPU: {what} on their way in and out", memory.staging),
+        ("GPU: CUDA and its libraries", memory.context + memory.allowance),
+        ("GPU: all, of the limit of 1.00 GiB", memory.vram),
+    ):
+        assert f"{row} {human_bytes(nbytes)}" in said
+    assert ("GPU: planes kept from step to step" in said) == cover
+    assert f"{human_seconds(plan.seconds)} in all, on the GPU in tf32" in said
+    assert "threads" not in said
+    assert memory.vram == sum(
+        (memory.arena, memory.carries, memory.residents, memory.staging, memory.context, memory.allowance)
+    )
+
+
+def test_plans_beyond_a_gpus_limit_name_that_limit(plan: Plan) -> None:
+    more = replace(runner_up((60, 50, 40), 1.5 * plan.voxels_per_second), over_vram_bytes=3 * 2**20)
+    both = replace(more, over_bytes=2**20)
+    assert "1.50 times as fast, 3.00 MiB of VRAM over the limit" in words(replace(plan, runners_up=(more,)))
+    assert "1.00 MiB and 3.00 MiB of VRAM over the limit" in words(replace(plan, runners_up=(both,)))
