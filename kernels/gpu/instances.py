@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from znnpy.kernels.gpu import conv_cudnn, conv_fft, moves, pool
+from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, moves, pool
+from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
 from znnpy.kernels.gpu.modules import Instance
 
 ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H200; RTX 50
@@ -12,7 +13,15 @@ ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H2
 
 def instances() -> tuple[Instance, ...]:
     """Of every source in kernels/gpu: the extremes of what its primitives ask for, and the commonest."""
-    sources: Sequence[Callable[[], Sequence[Instance]]] = (pool.instances, conv_cudnn.instances, _moves, _conv_fft)
+    sources: Sequence[Callable[[], Sequence[Instance]]] = (
+        conv_cudnn.instances,
+        conv_direct.instances,
+        conv_first.instances,
+        fft_tiled.instances,
+        pool.instances,
+        _conv_fft,
+        _moves,
+    )
     return tuple(instance for source in sources for instance in source())
 
 

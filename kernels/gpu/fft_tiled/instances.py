@@ -1,0 +1,67 @@
+"""What the fused tiled FFT compiles: of every size of tile, what large and small shared memory allow."""
+
+from __future__ import annotations
+
+from znnpy.kernels.gpu.fft_tiled.primitive import _Product
+from znnpy.kernels.gpu.fft_tiled.tiles import COLUMN_THREADS, PLANE_BLOCKS, SIDES_Z, PlaneBlock
+from znnpy.kernels.gpu.modules import Instance
+
+_REGISTERS = 65536  # of a multiprocessor
+_MOST = 255  # of a thread
+_SHARED = (99 << 10, 163 << 10, 227 << 10)  # bytes a block may have: RTX, A100, H100
+_TYPES = (("Halves", "half2", "float"), ("Halves", "half2", "half"), ("Split", "float2", "float"))
+
+
+def instances() -> list[Instance]:
+    """For `znnpy.kernels.gpu.instances`."""
+    return [*_columns(), *_planes(), *_products(), *_weights()]
+
+
+def _columns() -> list[Instance]:
+    registers = _fair(COLUMN_THREADS, 2)
+    return [
+        Instance(f"fft_tiled/{source}.cu", name, registers)
+        for side in SIDES_Z
+        for stored, number, value in _TYPES
+        for source, name in (
+            ("forward", f"forward_z<{side}, {stored}, {value}>"),
+            ("inverse", f"inverse_z<{side}, {number}, {value}>"),
+        )
+    ]
+
+
+def _planes() -> list[Instance]:
+    found = []
+    for (side, spectra), blocks in PLANE_BLOCKS.items():
+        stored, number = ("Halves", "half2") if spectra == "half" else ("Split", "float2")
+        for maps, threads, count in dict.fromkeys((blocks[0], blocks[-1])):
+            block, registers = PlaneBlock(side, spectra, maps, threads, count), _fair(threads, count)
+            found += [
+                Instance("fft_tiled/forward.cu", block.instance("forward_plane", stored), registers),
+                Instance("fft_tiled/inverse.cu", block.instance("inverse_plane", number), registers),
+            ]
+    return found
+
+
+def _products() -> list[Instance]:
+    found: dict[str, Instance] = {}
+    for spectra in ("half", "split"):
+        for maps, shared_bytes in ((8, _SHARED[0]), (80, _SHARED[0]), (80, _SHARED[2]), (128, _SHARED[1])):
+            product = _Product.of(spectra, 2 * maps, 2 * maps, shared_bytes)
+            if product is not None:
+                registers = _fair(product.threads, product.block[-1])
+                found[product.name] = Instance("fft_tiled/product.cu", product.name, registers)
+    return list(found.values())
+
+
+def _weights() -> list[Instance]:
+    names = [f"forward_z<{max(SIDES_Z)}, Floats, float>"]
+    return [
+        *(Instance("fft_tiled/forward.cu", name, _fair(COLUMN_THREADS, 2)) for name in names),
+        *(Instance("fft_tiled/weights.cu", name, 64) for name in ("weight_bounds", "pack_weights")),
+    ]
+
+
+def _fair(threads: int, blocks: int) -> int:
+    """Registers of a thread, so that a multiprocessor has room for `blocks` blocks."""
+    return min(_MOST, _REGISTERS // (threads * blocks) // 8 * 8)
