@@ -45,6 +45,7 @@ BYTES = 2**24 - 3  # random ones; a prime number, so that their repetition meets
 WARM_STEPS = 2  # that do not count in a steady state: buffers are pinned, the pipeline fills
 SMALLER_IS_SLOWER = 0.97  # below so much of the best speed no smaller patch is tried
 TORCH_FLOPS = {"fp32": 12e12, "tf32": 80e12, "bf16": 120e12, "fp16": 120e12}  # per second, to tell what takes too long
+TRIED = 4  # algorithms of cuDNN for each convolution, before the first run
 DILATED = 0.2  # of that, where kernels have gaps
 
 Request = dict[str, Any]
@@ -225,12 +226,14 @@ def way_of_torch(way: Way, network: Network, volume: Voxels, request: Request, e
     import torch
     from dense_torch import DenseTorch
 
-    net = DenseTorch(network, random_weights(network), way.method, way.precision, way.layout, request["on"])
+    weights = random_weights(network)
+    net = DenseTorch(network, weights, way.method, way.precision, way.layout, request["on"], tried=TRIED)
     best = 0.0
     for side in way.sides:
         left = end - time.perf_counter()
         patch: Vec3 = (side,) * 3
-        if 2 * patch_flops(network, patch) / way.flops > min(left, 2 * request["run_seconds"]):
+        once = patch_flops(network, patch) / way.flops
+        if once > request["run_seconds"] or (TRIED + 2) * once > left:
             yield {"patch_out": patch, "failure": "not tried: it would take too long"}
             continue
         yield {"patch_out": patch, "failure": "it killed the process"}  # unless another line on it follows

@@ -34,6 +34,7 @@ DTYPES: dict[Precision, Any] = {
     "fp16": torch.float16,
 }
 ON_THE_CPU: tuple[Precision, ...] = ("fp32", "bf16")
+ALGORITHMS = 10  # PyTorch's own limit
 LAYOUTS: dict[Layout, Any] = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
 
@@ -41,6 +42,7 @@ class DenseTorch:
     """A network with weights in one precision and memory format; call it on one input patch.
 
     device  where it runs, "cpu" or "cuda". What a call returns there is overwritten by the next.
+    tried   algorithms of cuDNN for every convolution, those that its heuristics like best: the fastest is taken.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class DenseTorch:
         precision: Precision,
         layout: Layout,
         device: str = "cpu",
+        *,
+        tried: int = ALGORITHMS,
     ) -> None:
         self._network, self._method = network, method
         self._precision, self._layout, self._device = precision, layout, device
@@ -59,7 +63,7 @@ class DenseTorch:
         ]
         self._pinned: Tensor = None  # what was downloaded last
         if device != "cpu":
-            compute_in(precision)
+            compute_in(precision, tried)
 
     def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """raw (c, z, y, x), grey values as stored -> (maps, z, y, x) float32, field of view - 1 smaller.
@@ -116,9 +120,10 @@ class DenseTorch:
         return np.asarray(self._pinned.numpy())
 
 
-def compute_in(precision: Precision) -> None:
-    """What cuDNN multiplies float32 in; of its algorithms the one that runs fastest is taken."""
+def compute_in(precision: Precision, tried: int = ALGORITHMS) -> None:
+    """What cuDNN multiplies float32 in; of the first `tried` of its algorithms the one that runs fastest is taken."""
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = tried
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 

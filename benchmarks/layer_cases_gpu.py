@@ -1,8 +1,8 @@
 """The layers that `layers.py --device gpu` measures, in sets that can be asked for by name. Precisions come later.
 
 Inputs are far larger than any cache of a card. Outputs of the wide layers are whole numbers of the tiles that FFTs of
-16, 24 or 32 voxels leave (T - k + 1), as in the patches that a plan takes: 150 = 10 x 15, 154 = 11 x 14 = 7 x 22,
-168 = 14 x 12 = 6 x 28, 180 = 18 x 10 = 10 x 18, 144 = 18 x 8 = 9 x 16 = 6 x 24.
+16, 24 or 32 voxels leave (T - k + 1), as in the patches that a plan takes: 240 = 16 x 15 for k = 2 and 8 x 30 for
+k = 3, 252 = 21 x 12 = 9 x 28, 234 = 13 x 18 = 9 x 26, 240 = 30 x 8 = 15 x 16 = 10 x 24.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from znnpy.shapes import ConvShape, PoolShape, Vec3
 
-WIDE_OUT = {2: 150, 3: 154, 5: 168, 7: 180, 9: 144}  # output voxels along every axis, by the kernel's
+WIDE_OUT = {2: 240, 3: 240, 5: 252, 7: 234, 9: 240}  # output voxels along every axis, by the kernel's
 FIRST_OUT = 200
 LAST_KERNELS = (3, 5, 7, 9)
 FIRST_KERNELS = (2, 3, 5, 8)
@@ -52,7 +52,7 @@ POOLS = (
 )
 FRAGMENTS = tuple(
     GpuCase("fragments", layer(80, 80, out, k, 64), f"64 fragments, as after two poolings, k = {k}")
-    for k, out in ((3, 42), (5, 36), (9, 32))
+    for k, out in ((3, 60), (5, 56), (9, 48))
 )
 SMALL = tuple(
     GpuCase("small", layer(80, 80, 28, k), f"an image of a few tiles, k = {k}: what does it cost to begin?")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,6 @@ import numpy as np
 from gpu_card import Clock, Device, TorchClock, WallClock
 from layer_cases import smaller
 
-from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.planner.cost import assumed_rates
@@ -62,40 +61,51 @@ class Entry:
 
 @dataclass(slots=True)
 class Input:
-    """The input of a case, on the host and on the device, and weights.
+    """The input of a case on the device, weights, and what is known of both.
 
-    host    (S, z, y, x, f) float32: ReLU of normal numbers, as after a layer
-    device  the same in the precision's type
+    some    float32: ReLUs of normal numbers, as after a layer; the input holds them again and again
+    device  (S, z, y, x, f), in the precision's type
     """
 
     shape: LayerShape
-    host: Array
+    some: Array
     device: Any
     weights: ConvWeights | None
     known: dict[tuple[LayerShape, Vec3], Array] = field(default_factory=dict)  # boxes of the definition's output
 
     @property
     def largest(self) -> float:
-        return float(self.host.reshape(-1)[:VALUES].max())
+        return float(self.some.max())
+
+    def box(self, lo: Vec3, hi: Vec3) -> Array:
+        """Voxels lo <= (z, y, x) < hi of the first and the last image, before they were rounded: (1 or 2, .., f)."""
+        images, *size, maps = self.shape.in_shape
+        axes = [sorted({0, images - 1}), *(range(a, b) for a, b in zip(lo, hi, strict=True)), range(maps)]
+        places = np.ravel_multi_index(np.ix_(*axes), (images, *size, maps))
+        return np.asarray(self.some[places % self.some.size])
 
 
 def random_input(shape: LayerShape, device: Device) -> Input:
-    some, host = _values(shape.in_shape)
-    there = host if shape.itemsize == 4 else np.resize(some.astype(np.float16), host.size).reshape(host.shape)
+    some = random_values(min(VALUES, prod(shape.in_shape)))
+    block = device.put(some.astype(np.float16 if shape.itemsize == 2 else np.float32), "random numbers")
+    x = device.view(device.allocate(shape.in_bytes, "the input"), shape.in_shape, block.dtype)
+    flat = x.reshape(-1)
+    for start in range(0, flat.size, block.size):
+        part = flat[start : start + block.size]
+        device.copy_async(part, block[: part.size], device.stream)
+    device.synchronize()
     weights = None
     if isinstance(shape, ConvShape):
         rng = np.random.default_rng(SEED + 1)
         scale = np.float32(np.sqrt(2 / (shape.fin * prod(shape.k))))
         weight = rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale
         weights = ConvWeights(weight, rng.standard_normal(shape.fout, np.float32))
-    return Input(shape, host, device.put(there, "the input"), weights)
+    return Input(shape, some, x, weights)
 
 
-@lru_cache(maxsize=1)  # the precisions of a case follow each other
-def _values(shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Some numbers, and as many of them, repeated, as this shape has."""
-    some = np.maximum(np.random.default_rng(SEED).standard_normal(min(VALUES, prod(shape)), np.float32), 0)
-    return some, np.resize(some, prod(shape)).reshape(shape)
+@cache
+def random_values(count: int) -> Array:
+    return np.maximum(np.random.default_rng(SEED).standard_normal(count, np.float32), 0)
 
 
 class Ours:
@@ -151,8 +161,8 @@ class Ours:
             try:
                 run = self._entry(primitive, variant).run
                 self._clock.seconds(run)
-            except DeviceError as error:  # told, and the others are measured
-                void.append(f"{primitive.name} {variant} on {self._given.shape}: {error}")
+            except RuntimeError as error:  # a DeviceError, or cuDNN's own: told, and the others are measured
+                void.append(f"{primitive.name} {variant} on {self._given.shape}: {str(error)[:300]}")
                 print(f"  VOID {void[-1]}", flush=True)
                 continue
             found[variant] = self._clock.seconds(run)
@@ -223,19 +233,20 @@ def torch_entries(given: Input, slow_seconds: float, where: str) -> Iterator[Ent
     where  "cuda", or "cpu" to see that it works
     """
     import torch
-    from dense_torch import activated, as_tensor, compute_in, placed
+    from dense_torch import DTYPES, activated, as_tensor, compute_in, in_layout, placed
 
     shape = given.shape
     if not isinstance(shape, ConvShape) or given.weights is None:
         return
+    there = torch.from_dlpack(given.device).permute(0, 4, 1, 2, 3)  # the input itself, maps first
     for precision in PEERS[shape.precision]:
         flops = 2 * prod(shape.out_shape) * shape.fin * prod(shape.k)
         measured = smaller(shape, flops / TORCH_FLOPS[precision], slow_seconds)
         z, y, x = measured.n
-        maps_first = given.host[:, :z, :y, :x].transpose(0, 4, 1, 2, 3)
+        part = there[:, :, :z, :y, :x].to(where, DTYPES[precision])
         bias = as_tensor(given.weights.bias, precision, where)
         for layout in LAYOUTS.get(precision, LAYOUT_OF_OTHERS):
-            image = placed(maps_first, precision, layout, where)
+            image = in_layout(part, layout)
             weight = placed(given.weights.weight, precision, layout, where)
             found: list[Any] = [None]
 
@@ -274,15 +285,14 @@ def exact(given: Input, corner: Vec3, out: Vec3) -> Array:
     shape = given.shape
     z, y, x = corner
     dz, dy, dx = (min(CORNER, size) for size in out)
-    images = given.host[:: max(1, shape.in_shape[0] - 1)][:2]
     if isinstance(shape, PoolShape):
         pz, py, px = shape.p
-        part = images[:, z * pz : (z + dz + 1) * pz - 1, y * py : (y + dy + 1) * py - 1, x * px : (x + dx + 1) * px - 1]
-        return np.asarray(fragments(part, shape.p), np.float32)
+        hi = ((z + dz + 1) * pz - 1, (y + dy + 1) * py - 1, (x + dx + 1) * px - 1)
+        return np.asarray(fragments(given.box((z * pz, y * py, x * px), hi), shape.p), np.float32)
     assert isinstance(shape, ConvShape)
     assert given.weights is not None
     kz, ky, kx = shape.k
-    part = images[:, z : z + dz + kz - 1, y : y + dy + ky - 1, x : x + dx + kx - 1]
+    part = given.box(corner, (z + dz + kz - 1, y + dy + ky - 1, x + dx + kx - 1))
     return convolve(part, given.weights.weight, given.weights.bias, shape.activation)  # type: ignore[return-value]
 
 
@@ -293,7 +303,7 @@ def rms_error(entry: Entry, given: Input) -> float:
     images = shape.in_shape[0]
     for corner in corners(shape.out):
         if (shape, corner) not in given.known:
-            given.known[shape, corner] = exact(replace(given, shape=shape), corner, shape.out)
+            given.known[shape, corner] = exact(given, corner, shape.out)
         expected = given.known[shape, corner]
         found = entry.crop(corner)
         parts = found.shape[0] // images

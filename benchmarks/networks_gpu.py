@@ -8,10 +8,11 @@ written. Weights are random. znnpy runs the whole volume by its own plan: `voxel
 filling and draining of its pipeline, `steady` the share of all work that is done per second in between; either counts
 borders and transfers. What is prepared once for all patches (plan, kernels compiled, their spectra) is told apart.
 
-PyTorch, as fragments and dilated, in bf16, tf32 and fp32, runs single patches of the same volume, each from voxels in
-the host's memory to a prediction there; the median, times the patches that cover the output, is its time for the whole
-volume. From the largest patch whose tensors have no more than 2^31 values (beyond, PyTorch's kernels fail) the volume
-is halved where it does not fit or would take too long, and once more, until a smaller one is slower. The best counts.
+PyTorch, as fragments in bf16, tf32 and fp32 and dilated in bf16, runs single patches of the same volume, each from
+voxels in the host's memory to a prediction there; the median, times the patches that cover the output, is its time for
+the whole volume. For each convolution the fastest of cuDNN's first four algorithms is taken. From the largest patch
+whose tensors have no more than 2^31 values (beyond, PyTorch's kernels fail) the volume is halved where it does not fit
+or would take too long, and once more, until a smaller one is slower. The best counts.
 
 Outputs are compared: znnpy's of every precision with PyTorch's in float32, on the first voxels.
 """
@@ -46,7 +47,6 @@ from znnpy.shapes import PRECISIONS, Vec3, text
 CHILD = Path(__file__).with_name("contestants_gpu.py")
 NETWORKS = ("n337", "n537", "n726", "n926")
 PEERS = ("bf16", "tf32", "fp32")
-METHODS = ("fragments", "dilated")
 LAYOUT = {"fp32": "contiguous"}  # channels last for the others
 HALF: float = 0.5 ** (1 / 3)  # of a side: half the volume
 MOST_VALUES = 2**31 - 1  # of a tensor in PyTorch
@@ -116,7 +116,8 @@ class Match:
     def peers(self, name: str, share: float) -> None:
         """PyTorch's ways, within a share of the time that is left."""
         options = self._options
-        ways = [(p, m, LAYOUT.get(p, "channels_last_3d")) for m in options.methods for p in options.peers]
+        ways = [(p, "fragments", LAYOUT.get(p, "channels_last_3d")) for p in options.fragments]
+        ways += [(p, "dilated", LAYOUT.get(p, "channels_last_3d")) for p in options.dilated]
         best: dict[int, Row] = {}
         request = {
             "job": "torch_patches",
@@ -304,10 +305,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), help="names of those that ship, or files")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["tf32", "fp16", "fp32"], help="znnpy's")
-    parser.add_argument(
-        "--peers", nargs="+", choices=(*PEERS, "fp16"), default=list(PEERS), help="PyTorch's precisions"
-    )
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--fragments", nargs="*", choices=PEERS, default=list(PEERS), help="PyTorch's precisions")
+    parser.add_argument("--dilated", nargs="*", choices=PEERS, default=["bf16"], help="and with gaps in its kernels")
     parser.add_argument("--side", type=int, default=768, help="of the volume")
     parser.add_argument("--vram", help="of the GPU for znnpy; default: nine tenths of what is free")
     parser.add_argument("--ram")
