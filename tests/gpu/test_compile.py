@@ -17,18 +17,16 @@ EVERYTHING = "ZNNPY_COMPILE_EVERYTHING"  # set: all instances for all architectu
 
 
 def chosen() -> Iterator[tuple[int, Instance]]:
-    """All for the oldest architecture, and each for one of the others in turn, so that these see every source."""
-    oldest, *others = ARCHITECTURES
+    """Each instance for one architecture, in turn, so that every architecture sees every source; or all for all."""
     found: dict[str, list[Instance]] = {}
     for instance in instances():
         found.setdefault(instance.source, []).append(instance)
     for kernels in found.values():
-        turns = max(len(kernels), len(others))  # few kernels have several turns
-        pairs = dict.fromkeys((others[turn % len(others)], kernels[turn % len(kernels)]) for turn in range(turns))
         if os.environ.get(EVERYTHING):
-            pairs = dict.fromkeys(product(others, kernels))
-        yield from ((oldest, kernel) for kernel in kernels)
-        yield from pairs
+            yield from product(ARCHITECTURES, kernels)
+            continue
+        for turn in range(max(len(kernels), len(ARCHITECTURES))):  # a few kernels have several turns
+            yield ARCHITECTURES[turn % len(ARCHITECTURES)], kernels[turn % len(kernels)]
 
 
 def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[Instance]]:
