@@ -30,7 +30,6 @@ from znnpy.inference import peak_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
-from znnpy.run.calibration import measured_rates
 from znnpy.run.devices import Site, site_for
 from znnpy.run.session import Session
 from znnpy.shapes import ConvShape, Vec3, add
@@ -117,11 +116,7 @@ def volume_run(request: Request) -> Answer:
     size: Vec3 = (request["side"],) * 3
 
     def make(site: Site) -> Plan:
-        assert site.gpu is not None
         limits = site.limits(request["ram"], request["threads"], request["vram"])
-        rates = measured_rates(
-            site.gpu, site.machine, network, site.precision, vram_bytes=limits.vram_bytes or site.gpu.free_bytes()
-        )
         return make_plan(
             network,
             network.dense_size(size),
@@ -129,7 +124,7 @@ def volume_run(request: Request) -> Answer:
             limits,
             patch=request["patch"],
             only=request["only"],
-            rates=rates,
+            rates=site.rates(network, limits),
             **site.words(),
         )
 

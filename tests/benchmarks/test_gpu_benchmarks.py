@@ -218,7 +218,7 @@ def test_a_volume_on_a_gpu(
     monkeypatch.setattr(devices, "find_gpu", lambda: gpu)
     monkeypatch.setattr(devices, "Device", emulated.EmulatedDevice)
     monkeypatch.setattr(
-        child, "measured_rates", lambda device, machine, *given, **words: assumed_rates(machine, 1, "gpu")
+        devices, "measured_rates", lambda device, machine, *given, **words: assumed_rates(machine, 1, "gpu")
     )
     network = child.random_network(str(tiny))
     request = {"network": str(tiny), "side": 17, "corner": str(tmp_path / "corner"), "patch": [6, 8, 9], "only": []}
