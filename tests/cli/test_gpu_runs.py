@@ -20,6 +20,7 @@ from place import Place
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer, plan
 from znnpy.machine import Gpu, Machine
+from znnpy.network import Network
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.report import Report
