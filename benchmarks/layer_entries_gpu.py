@@ -75,7 +75,8 @@ class Input:
 
     @property
     def largest(self) -> float:
-        return float(self.some.max())
+        """No value is larger, rounded to float16 or not."""
+        return float(self.some.max()) * (1 + 2**-10)
 
     def box(self, lo: Vec3, hi: Vec3) -> Array:
         """Voxels lo <= (z, y, x) < hi of the first and the last image, before they were rounded: (1 or 2, .., f)."""
@@ -118,7 +119,8 @@ class Ours:
         out = device.allocate(shape.out_bytes, "the output")
         self._out = device.view(out, shape.out_shape, np.float16 if shape.itemsize == 2 else np.float32)
         self._peaks = device.put(np.array([given.largest, 0], np.float32), "the largest values")
-        self._scratch: Any = None
+        self._scratch: Any = np.empty(0, np.uint8)  # as much as the greediest needs
+        self._views: dict[str, dict[str, Any]] = {}  # of it, by primitive and variant
         self._clock = Clock(device)
 
     def entries(self, void: list[str]) -> Iterator[Entry]:
@@ -172,8 +174,8 @@ class Ours:
 
     def _fits(self, primitive: Primitive, variant: Variant) -> bool:
         footprint = primitive.footprint(self._given.shape, variant, 1)
-        held = 0 if self._scratch is None else self._scratch.nbytes
-        needed = max(held, _scratch_bytes(footprint.scratch)) - held + 2 * footprint.resident + footprint.allowance
+        more = max(0, _scratch_bytes(footprint.scratch) - self._scratch.nbytes)
+        needed = more + 2 * footprint.resident + footprint.allowance
         return bool(needed + ROOM * self._device.gpu.memory_bytes <= self._device.free_bytes())
 
     def _entry(self, primitive: Primitive, variant: Variant) -> Entry:
@@ -181,8 +183,10 @@ class Ours:
         footprint = primitive.footprint(shape, variant, 1)
         step = primitive.bind(primitive.prepare(self._given.weights, variant, device), shape, variant, device)
         nbytes = _scratch_bytes(footprint.scratch)
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = device.allocate(max(nbytes, 1), "scratch")
+        if self._scratch.nbytes < nbytes:
+            self._views.clear()
+            self._scratch = np.empty(0, np.uint8)  # the smaller one goes before the larger one comes
+            self._scratch = device.allocate(nbytes, "scratch")
         names = [buffer.name for buffer in footprint.scratch]
         sizes = [buffer.nbytes for buffer in footprint.scratch]
         starts = np.cumsum([0, *(_rounded(size) for size in sizes)]).tolist()
@@ -193,15 +197,15 @@ class Ours:
         if footprint.raises_peak:
             words["out_peak"] = peak + 4
 
-        views: dict[str, Any] = {}
-        viewed: list[Any] = [None]
+        key = f"{primitive.name} {variant}"
 
         def run() -> None:
-            if viewed[0] is not self._scratch:  # a primitive that came later asked for a larger one
-                viewed[0] = room = self._scratch
-                for name, start, size in zip(names, starts, sizes, strict=False):
-                    views[name] = device.view(room, (size,), np.uint8, offset=start)
-            step.run(self._given.device, self._out, views, **words)
+            if key not in self._views:
+                self._views[key] = {
+                    name: device.view(self._scratch, (size,), np.uint8, offset=start)
+                    for name, start, size in zip(names, starts, sizes, strict=False)
+                }
+            step.run(self._given.device, self._out, self._views[key], **words)
 
         return Entry(
             primitive.name,
