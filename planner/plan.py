@@ -17,6 +17,7 @@ from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.patches import Cover
+from znnpy.planner.cost import edge_seconds
 from znnpy.planner.layout import ALIGNMENT, Count, aligned, carried_bytes, chain, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
@@ -159,8 +160,11 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted for the whole output, reading and writing hidden behind the computation."""
-        return sum(choice.runs * choice.seconds for choice in self.choices)
+        """Predicted for the whole output, reading and writing hidden behind the computation but for the edges."""
+        voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
+        maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
+        edges = self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out
+        return sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.device, edges)
 
     @property
     def waste(self) -> float:

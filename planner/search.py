@@ -169,7 +169,7 @@ def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch
             variant=way.variant,
             seconds=way.seconds,
             runs=way.runs,
-            measured=search.options.rates.knows(way.primitive, way.shape, way.variant),
+            measured=search.options.rates.tells(way.primitive, way.shape, way.variant),
             resident_bytes=way.footprint.resident,
             working_bytes=way.footprint.working(way.shape),
         )

@@ -25,6 +25,7 @@ from znnpy.planner.candidates import (
     candidates,
     thinned,
 )
+from znnpy.planner.cost import edge_seconds
 from znnpy.planner.layout import Tensor, carried_bytes, chain, place
 from znnpy.planner.memory import DeviceKind, Memory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
@@ -46,11 +47,12 @@ class Found:
     options: tuple[Option, ...]
     tensors: tuple[Tensor, ...]
     memory: Memory
+    edges: float  # seconds in which nothing is computed
 
     @property
     def seconds(self) -> float:
         """For the whole output."""
-        return total_seconds(self.options)
+        return total_seconds(self.options) + self.edges
 
     @property
     def ways(self) -> Iterator[tuple[Span, Way]]:
@@ -166,7 +168,7 @@ class SpaceSearch:
 
     def _through(self, shapes: Sequence[Candidate], best: list[Found]) -> list[Found]:
         """The best of `best` and of all shapes, best first."""
-        ranked = sorted(shapes, key=lambda shape: self._bounds.seconds(shape, NO_LIMIT, {}))
+        ranked = sorted(shapes, key=lambda shape: self._bounds.seconds(shape, NO_LIMIT, {}) + self._edges(shape))
         for shape in ranked:
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
             found = self._best_split(shape, best[0].seconds if best else inf, below)
@@ -192,7 +194,7 @@ class SpaceSearch:
         fastest_found = None
         for at_once in self.splits:
             split = shape.split(at_once)
-            if self._bounds.seconds(split, self._room(split), {}) >= min(best, below):
+            if self._bounds.seconds(split, self._room(split), {}) + self._edges(split) >= min(best, below):
                 continue
             found = self._short_enough(split, below)
             if found is not None:
@@ -218,10 +220,7 @@ class SpaceSearch:
         maps_in, maps_out = network.input_channels, network.output_channels
         reads, writes = shape.cover.steps(shape.cover.margin), shape.cover.steps(0)
         seen = network.patch_in(shape.patch) if self.masks else None
-        staging = 0
-        if self.device == "gpu":
-            raw, out = maps_in * prod(new) * self.itemsize_in, maps_out * prod(shape.patch) * self.itemsize_out
-            staging = staging_bytes(raw, out, reads=reads, writes=writes)
+        staging = staging_bytes(*self._patch_bytes(shape), reads=reads, writes=writes) if self.device == "gpu" else 0
         return Memory(
             device=self.device,
             baseline=self.baseline,
@@ -234,6 +233,17 @@ class SpaceSearch:
             staging=staging,
             context=self.context,
         )
+
+    def _patch_bytes(self, shape: Candidate) -> tuple[int, int]:
+        """Of what a step reads and of what it writes, as stored."""
+        network = self.space.network
+        new = patch_in(network, shape.patch, 0, walks=self.space.walks)
+        raw_bytes = network.input_channels * prod(new) * self.itemsize_in
+        return raw_bytes, network.output_channels * prod(shape.patch) * self.itemsize_out
+
+    def _edges(self, shape: Candidate) -> float:
+        """Seconds of a run in which nothing is computed."""
+        return edge_seconds(self.device, sum(self._patch_bytes(shape)))
 
     @property
     def _within(self) -> int:
@@ -255,10 +265,11 @@ class SpaceSearch:
 
     def _best_of(self, shape: Candidate, below: float) -> Found | None:
         """The fastest primitives for one shape that fit; None unless below `below` seconds for the output."""
-        fronts = self._promising_fronts(shape, below)
+        edges = self._edges(shape)
+        fronts = self._promising_fronts(shape, below - edges)
         if fronts is None:
             return None
-        room = self._room(shape)
+        room, below = self._room(shape), below - edges
         options = fastest_within(fronts, room, below)
         if options is None:
             return None
@@ -270,7 +281,7 @@ class SpaceSearch:
             room -= max(lost, *found.memory.over(self.limits))
             options = fastest_within(fronts, room, below)
         found = self._laid_out(shape, smallest(fronts))
-        return found if self._fits(found) and found.seconds < below else None
+        return found if self._fits(found) and found.seconds < below + edges else None
 
     def _promising_fronts(self, shape: Candidate, below: float) -> list[Front] | None:
         """Options of every span; None as soon as it is plain that they do not fit, or not below `below` seconds.
@@ -317,7 +328,7 @@ class SpaceSearch:
             residents=sum(footprint.resident for _, footprint in steps),
             allowance=max(option.allowance for option in options),
         )
-        return Found(shape, options, tensors, memory)
+        return Found(shape, options, tensors, memory, self._edges(shape))
 
     def least(self) -> Found | int | None:
         """The shape with the smallest need there is; or the index of a layer that nobody runs."""
@@ -359,7 +370,8 @@ class SpaceSearch:
         faster = []
         for lost in self.lost:
             guesses = [(self._bounds.fastest(shape), shape) for shape in map(lost.split, self.splits)]
-            needs = [(need + self.around(s).held, s) for (ideal, need), s in guesses if ideal < 0.95 * seconds]
+            most = 0.95 * seconds - self._edges(lost)
+            needs = [(need + self.around(s).held, s) for (ideal, need), s in guesses if ideal < most]
             faster.extend(sorted(needs, key=lambda need: need[0])[:1])
         for _, shape in sorted(faster, key=lambda need: need[0])[:RUNNERS_UP]:
             fronts = self._fronts(shape)

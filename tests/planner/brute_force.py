@@ -16,7 +16,7 @@ from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.patches import Cover
 from znnpy.planner.candidates import Candidate, Space, all_sizes, all_spaces, candidates, splits
-from znnpy.planner.cost import seconds
+from znnpy.planner.cost import edge_seconds, seconds
 from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, loops, place
 from znnpy.planner.memory import (
     LIBRARIES_BYTES,
@@ -144,6 +144,7 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], device: DeviceKin
         once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.carrying
         spent += run.steps * times * once
     assumed = max(arena, live_peak(widened(tensors, shapes)))
+    spent += edge_seconds(device, raw_bytes + out_bytes)
     peak = around + beside + arena
     host = peak if device == "cpu" else host
     return Known(peak, around, host, around + beside + assumed, spent, space.walks, split, len(runs))

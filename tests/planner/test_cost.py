@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from math import prod
+from typing import Any, get_args
 
 import pytest
-from fakes import MACHINE
+from fakes import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 
-from znnpy.kernels.primitive import Unit, Work
-from znnpy.planner.cost import Rate, Rates, assumed_rates, seconds
+from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.network import Conv, Network
+from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
+from znnpy.planner.search import make_plan
+from znnpy.shapes import ConvShape
 
 ROUND = Rates(
     {"product": Rate(100.0, 10.0), "fft": Rate(50.0, 10.0), "copy": Rate(1.0, 20.0), "pool": Rate(2.0, 5.0)},
@@ -49,3 +55,62 @@ def test_narrow_registers_and_slow_blas_kernels_halve_arithmetic() -> None:
     assert assumed_rates(replace(MACHINE, blas="openblas Haswell"), 2).of("product") == Rate(
         full.flops / 2, full.nbytes
     )
+
+
+def test_rates_of_a_gpu_scale_with_what_it_says_of_itself() -> None:
+    h200 = replace(GPU, capability=(9, 0), multiprocessors=132, bandwidth=4.8e12)
+
+    def rates(**words: Any) -> Rates:
+        return assumed_rates(replace(MACHINE, gpu=replace(h200, **words)), 8, "gpu")
+
+    full = rates()
+    assert full.units == GPU_RATES
+    assert set(GPU_RATES) | set(CPU_RATES) == set(get_args(Unit)), "every unit has a rate on one device"
+    for unit in GPU_RATES:
+        assert rates(bandwidth=2.4e12).of(unit) == Rate(full.of(unit).flops, full.of(unit).nbytes / 2)
+        assert rates(multiprocessors=33).of(unit) == Rate(full.of(unit).flops / 4, full.of(unit).nbytes)
+    older, newer = rates(capability=(8, 6)), rates(capability=(12, 0))
+    assert older.of("gpu_half_product").flops < 0.2 * full.of("gpu_half_product").flops
+    assert older.of("gpu_direct").flops > 0.5 * full.of("gpu_direct").flops
+    assert newer == rates(capability=(12, 1)) == rates(capability=(13, 0)), "as the newest that is known"
+    assert rates(capability=(7, 5)) == rates(capability=(8, 0)), "as the oldest"
+    assert full.carrying == full.of("gpu_stream").nbytes
+
+
+def test_the_edges_of_a_gpu_run_count() -> None:
+    assert edge_seconds("cpu", 10**12) == 0
+    assert edge_seconds("gpu", 10**12) == 2 * edge_seconds("gpu", 5 * 10**11) > 0
+
+
+def test_a_measurement_corrects_every_size_of_a_layer() -> None:
+    """Stages cost what they cost to start, whatever was measured."""
+    rates = Rates(ROUND.units, stage_seconds=0.5)
+    shape, variant = ConvShape(1, 2, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
+    plain = rates.seconds(SLOW, shape, variant)
+    assert not rates.knows(SLOW, shape, variant)
+    taught = rates.learnt(SLOW, shape, variant, 2 * plain)
+    assert taught.knows(SLOW, shape, variant)
+    assert taught.seconds(SLOW, shape, variant) == pytest.approx(2 * plain)
+    large = replace(shape, batch=7, n=(30, 9, 20))
+    assert taught.seconds(SLOW, large, variant) == pytest.approx(
+        0.5 + (2 * plain - 0.5) * prod(large.out_shape) / prod(shape.out_shape)
+    )
+    assert taught.seconds(FAST, large, variant) == rates.seconds(FAST, large, variant)
+    quick = rates.learnt(SLOW, shape, variant, 0.4)  # in less than a stage takes to start
+    assert 0.5 < quick.seconds(SLOW, shape, variant) < 0.6
+
+
+def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> None:
+    network = tiny_network(Conv((2, 2, 2), 3), Conv((2, 2, 2), 3), Conv((3, 3, 3), 2))
+    shape, variant = ConvShape(1, 3, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
+    words: dict[str, Any] = {"table": (SLOW,), "baseline": 0}
+    first, some, every = CARRYING, CARRYING.learnt(SLOW, shape, variant, 1.0), CARRYING
+    for fin, fout, k in ((1, 3, 2), (3, 3, 2), (3, 2, 3)):
+        every = every.learnt(SLOW, ConvShape(1, fin, fout, (9, 9, 9), (k, k, k)), variant, 1.0)
+    plans = [
+        make_plan(network, (6, 5, 4), MACHINE, limits(2**30), rates=rates, **words) for rates in (first, some, every)
+    ]
+    assert [plan.rigor for plan in plans] == ["estimate", "mixed", "measure"]
+    assert [[c.measured for c in plan.choices] for plan in plans] == [[False] * 3, [False, True, False], [True] * 3]
+    once = plans[1].choices[1]
+    assert once.seconds == pytest.approx(prod(once.shape.out_shape) / prod(shape.out_shape))

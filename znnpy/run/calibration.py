@@ -27,7 +27,7 @@ from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.network import Network, Pool, extent, layer_shape
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost import Rates, assumed_rates, case
 from znnpy.planner.plan import device_of
 from znnpy.run.wisdom import cache_folder
 from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
@@ -207,13 +207,9 @@ def _fastest(
 
 def _can_be_told(primitive: Primitive, shape: LayerShape, variant: Variant, machine: Machine, rates: Rates) -> bool:
     """It was measured, or one that differs from it in counts only, and in work: in how much is done at a time."""
-
-    def method(of: Variant) -> list[tuple[str, object]]:
-        return [(name, value) for name, value in of.parameters if not isinstance(value, int)]
-
     return rates.knows(primitive, shape, variant) or any(
         rates.knows(primitive, shape, other)
-        and method(other) == method(variant)
+        and case(primitive, shape, other).method == case(primitive, shape, variant).method
         and primitive.work(shape, other) != primitive.work(shape, variant)
         for other in primitive.variants(shape, machine)
     )
