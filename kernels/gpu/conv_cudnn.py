@@ -1,8 +1,9 @@
 """Direct convolution by NVIDIA's cuDNN, channels last: the yardstick, and the one to take where it wins.
 
-Method   cuDNN's implicit matrix product. Of the plans its heuristics propose, the first that needs no more workspace
-         than the variant allows and computes a small layer of the same maps and kernel right; some versions have 3D
-         kernels that do not. Bias and activation within it where a plan can, else by a kernel of ours.
+Method   cuDNN's implicit matrix product. Of the plans its heuristics propose, in their order, those count that need no
+         more workspace than the variant allows and compute a small layer of the same maps and kernel right; some
+         versions have 3D kernels that do not. Which of them is the fastest its heuristics do not know: the variant says
+         which to take. Bias and activation within it where a plan can, else by a kernel of ours.
 Layout   As everything: channels last. A layer of 2^31 values or more goes image by image, and in slabs of planes.
 Memory   Input, output, workspace.
 Bound    Arithmetic.
@@ -34,13 +35,16 @@ if TYPE_CHECKING:
     from znnpy.shapes import Precision
 
 MIB = 2**20
-WORKSPACES = (64, 512, 4096, 16384)  # MiB
-TOGETHER = {"fp32": 1, "tf32": 4, "fp16": 8}  # maps: what 16 bytes hold
+LEAN_MIB = 16  # of workspace beside a copy of the weights: what plans want that copy neither input nor output
+CHOICES = 4  # plans to choose from
 OLDEST = (9, 16)  # of cuDNN: 9.8 to 9.15 have 3D kernels that compute something else
 MOST_VALUES = 2**31  # of a tensor that cuDNN is given: beyond it, it is not reliable
-ALLOWED = {"fp32": 3e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
+ALIGNED = 16  # bytes, on which cuDNN expects images to begin; in a column they begin on any plane
+MOST_TERMS = 5000  # of a sum in float32, one after another, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
+ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
 ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of what is stored
 BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output but one
+NAIVE = "eng0"  # the name of the plan that is always there, and takes 50 times as long as others
 THREADS = 256
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
 
@@ -54,7 +58,6 @@ class ConvCudnn:
     version: int = 1
     summary: str = "small kernels in half precision; takes no memory beside input and output"
     source: str = "ZNNi IV-B.1; NVIDIA cuDNN 9"
-    workspaces: tuple[int, ...] = (0,)  # MiB, one for each variant
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if reason := why_not_plain(shape):
@@ -66,18 +69,29 @@ class ConvCudnn:
             return reason
         if shape.activation == "softmax":
             return "softmax needs all maps of a voxel at once: see gpu.conv.direct"
-        together = TOGETHER[shape.precision]
-        if shape.fin % together or shape.fout % together:
+        if shape.fin * shape.itemsize % ALIGNED or shape.fout * shape.itemsize % ALIGNED:
             return (
-                f"in {shape.precision} cuDNN's kernels read maps {together} at a time, and {shape.fin} or {shape.fout} "
-                f"is no multiple: see gpu.conv.first"
+                f"cuDNN wants images on {ALIGNED} bytes, and planes of {shape.fin} or {shape.fout} maps in "
+                f"{shape.precision} may begin between: see gpu.conv.first"
             )
+        terms = shape.fin * prod(shape.k)
+        if shape.precision == "fp32" and terms > MOST_TERMS:
+            return f"cuDNN adds {terms:,} products one after another, which costs more than 1e-6 in fp32"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """The workspace allowed, in MiB, and the precision: it decides what weights are stored as."""
+        """Bytes of workspace (in MiB), which plan, and the precision: it decides what weights are stored as."""
         del machine
-        return tuple(Variant.of(precision=shape.precision, workspace=mib) for mib in self.workspaces)
+        shape = as_conv(shape)
+        return tuple(
+            Variant.of(choice=choice, precision=shape.precision, workspace=mib)
+            for mib in self.workspaces(shape)
+            for choice in range(CHOICES)
+        )
+
+    def workspaces(self, shape: ConvShape) -> tuple[int, ...]:
+        """MiB that are worth having."""
+        return (_lean(shape),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
@@ -86,7 +100,7 @@ class ConvCudnn:
         kernels = shape.itemsize * shape.fout * shape.fin * prod(shape.k)
         return Footprint(
             resident=kernels + FLOAT32 * shape.fout,
-            scratch=(Scratch("workspace", limit),) if limit else (),
+            scratch=(Scratch("workspace", limit),),
             allowance=_check_bytes(shape),
         )
 
@@ -114,8 +128,16 @@ class ConvCudnnWorkspace(ConvCudnn):
     """cuDNN with one."""
 
     name: str = "gpu.conv.cudnn_workspace"
-    summary: str = "as gpu.conv.cudnn, with plans that want memory of their own"
-    workspaces: tuple[int, ...] = WORKSPACES
+    summary: str = "as gpu.conv.cudnn, with plans that copy input or output into an order they like better"
+
+    def workspaces(self, shape: ConvShape) -> tuple[int, ...]:
+        copied = [min(nbytes, MOST_VALUES * shape.itemsize) for nbytes in (shape.in_bytes, shape.out_bytes)]
+        return tuple(_lean(shape) + -(-nbytes // MIB) for nbytes in (max(copied), sum(copied)))
+
+
+def _lean(shape: ConvShape) -> int:
+    """MiB of workspace for plans that copy neither input nor output."""
+    return LEAN_MIB + -(-shape.itemsize * shape.fout * shape.fin * prod(shape.k) // MIB)
 
 
 def instances() -> list[Instance]:
@@ -150,7 +172,7 @@ class _Call(NamedTuple):
 class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
-        self._limit = variant.count("workspace") * MIB
+        self._limit, self._choice = variant.count("workspace") * MIB, variant.count("choice")
         self._calls: dict[tuple[int, int], tuple[_Call, ...]] = {}
         kernel = f"finish<{'half' if shape.precision == 'fp16' else 'float'}>"
         self._finish = device.kernels("conv_cudnn.cu", [kernel])[kernel]
@@ -169,7 +191,7 @@ class _Step:
         del x_peak, out_peak  # the footprint asks for neither
         assert before is None, "the footprint says that planes are joined"
         shape = self._shape
-        workspace = scratch.get("workspace")
+        workspace = scratch["workspace"]
         for call in self._planned(x.strides[0] // x.dtype.itemsize, out.strides[0] // out.dtype.itemsize):
             into = out[call.images, call.planes]
             wanted = slice(call.planes.start, call.planes.stop + shape.k[0] - 1)
@@ -201,7 +223,7 @@ class _Step:
                 asked = Convolution(
                     size[0], shape.fin, shape.fout, n, shape.k, shape.precision, x_step, out_step, shape.activation
                 )
-                chosen[size] = choose(self._device, asked, self._limit, self._resident)
+                chosen[size] = choose(self._device, asked, self._limit, self._choice, self._resident)
             yield _Call(images, planes, *chosen[size])
 
 
@@ -223,15 +245,28 @@ def parts(shape: ConvShape, x_step: int, out_step: int) -> Iterator[tuple[slice,
             yield slice(image, image + 1), slice(first, min(first + height, mz))
 
 
-def choose(device: Device, asked: Convolution, limit: int, resident: Any) -> tuple[ConvolutionPlan, bool]:
-    """The first plan that fits and computes what it should, and whether bias and activation are within it."""
+def choose(device: Device, asked: Convolution, limit: int, choice: int, resident: Any) -> tuple[ConvolutionPlan, bool]:
+    """Of plans that fit and compute what they should, number `choice`, or the last; and whether it finishes the layer.
+
+    Those that bring bias and activation along go first, the naive one last.
+    """
+    right: list[tuple[ConvolutionPlan, bool]] = []
     wrong = []
-    for problem in (asked, replace(asked, finish=None)):
+    for finishes, naive in ((True, False), (False, False), (True, True), (False, True)):
+        if right:
+            break
+        problem = asked if finishes else replace(asked, finish=None)
         for plan in device.libraries.convolutions(problem):
-            if plan.workspace_bytes <= limit:
-                if is_right(device, problem, plan, resident):
-                    return plan, problem.finish is not None
+            if plan.workspace_bytes > limit or (plan.name.split("_")[0] == NAIVE) != naive:
+                continue
+            if is_right(device, problem, plan, resident):
+                right.append((plan, finishes))
+            else:
                 wrong.append(plan.name)
+            if len(right) > choice:
+                break
+    if right:
+        return right[-1]
     told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
     raise DeviceError(
         f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; take another primitive with --only"
