@@ -142,6 +142,7 @@ class GpuWorkshop:
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
         plan, network, pinned = self._plan, self._network, self.hands.pinned
+        self._compile(raw.newbyteorder("="), out)
         raw_shape, out_shape = (network.input_channels, *plan.patch_in), (network.output_channels, *plan.patch_out)
         raws = [pinned(raw_shape, raw.newbyteorder("=")) for _ in range(min(PINNED, reads))]
         return raws, [pinned(out_shape, out) for _ in range(min(PINNED, writes))]
@@ -260,7 +261,8 @@ class GpuWorkshop:
     def _mark(self, stream: Any) -> Any:
         """An event at the end of what is queued on a stream."""
         event = self.hands.event()
-        stream.record(event)
+        with self.hands.calling("cudaEventRecord"):
+            stream.record(event)
         return event
 
     def _await(self, event: Any, crew: Crew | None = None) -> None:
