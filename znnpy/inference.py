@@ -111,7 +111,8 @@ def plan(
             only=only,
             columns=columns_only(cover),
             depth_first=depth_first,
-            baseline=baseline_bytes() + extra_bytes + FLOAT32 * file.network.parameters,  # a run holds the weights too
+            # A run holds the weights too.
+            baseline=baseline_bytes() + site.later_bytes + extra_bytes + FLOAT32 * file.network.parameters,
             rates=site.rates(file.network, limits),
             **site.words(),
         )

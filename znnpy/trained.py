@@ -89,6 +89,8 @@ class TrainedNetwork:
         volume = ArrayVolume(array)
         source = Source(volume, roi=None, border=border, network=self.network, allow_nan=False)
 
+        result_bytes = FLOAT32 * self.network.output_channels * prod(source.output)
+
         def make(site: Site) -> Plan:
             limits = site.limits(ram, threads, vram)
             return make_plan(
@@ -102,7 +104,7 @@ class TrainedNetwork:
                 only=only,
                 columns=columns_only(cover),
                 depth_first=depth_first,
-                baseline=baseline_bytes() + FLOAT32 * self.network.output_channels * prod(source.output),
+                baseline=baseline_bytes() + site.later_bytes + result_bytes,
                 rates=site.rates(self.network, limits),
                 **site.words(),
             )

@@ -112,6 +112,11 @@ def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch
     assert len(opened) == 1
 
 
+def test_what_cudas_libraries_take_of_the_process_is_promised(place: Place) -> None:
+    on_gpu, on_cpu = (plan(place.folder / "net.yaml", volume=place.volume, device=word) for word in ("gpu", "cpu"))
+    assert on_gpu.memory.baseline >= on_cpu.memory.baseline + devices.LATER_BYTES
+
+
 def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, and not where a plan is given."""
     asked: list[Any] = []

@@ -84,7 +84,7 @@ def choose(
             columns=columns_only(wishes.cover),
             depth_first=wishes.depth_first,
             masks=masks,
-            baseline=baseline_bytes() + unpacking,
+            baseline=baseline_bytes() + site.later_bytes + unpacking,
             rates=site.rates(network, limits),
             **site.words(),
         )
@@ -123,7 +123,7 @@ def _known_to_run(
             f"leave out {' and '.join(given)}, or leave out --plan"
         )
     plan.check_runs(network, site.machine)  # before its layers and columns are counted for this output
-    held = baseline_bytes() + source.volume.extra_bytes
+    held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes
     seen = network.patch_in(plan.patch_out) if masks else None
     cover = replace(plan, output=source.output).cover(network)
     steps, itemsize = cover.steps(cover.margin), source.dtype.itemsize

@@ -25,6 +25,7 @@ DEVICES = ("auto", "cpu", "gpu")
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 LESS = 0.9  # of a limit that did not hold
 MOST_CONTEXT_BYTES = 640 * 2**20  # that CUDA takes of a GPU as it is opened: what is more is others'
+LATER_BYTES = 512 * 2**20  # of the process, that CUDA's compiler and libraries take once they are used
 IDLE_SHARE = 0.9  # of a card's memory that is free where nobody else uses it
 
 
@@ -42,6 +43,11 @@ class Site:
     @property
     def device(self) -> DeviceKind:
         return "cpu" if self.gpu is None else "gpu"
+
+    @property
+    def later_bytes(self) -> int:
+        """What the process will hold beside what it does now and what is counted for its plan."""
+        return 0 if self.gpu is None else LATER_BYTES
 
     def limits(self, ram: int | str | None, threads: int | None, vram: int | str | None) -> Limits:
         """What a run may use here; DeviceError where as much of the GPU's memory is not free."""
