@@ -59,7 +59,18 @@ class _Lent:
     raw: Any  # slot
     out: Any | None
     words: Any  # peaks
+    address: int  # of the first of them
     peaks: npt.NDArray[np.float32]  # on the host, pinned
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What is given to the step of one choice, and to be done behind it."""
+
+    seconds: float  # predicted
+    x_peak: int | None  # bytes to the word that it reads, from the first
+    out_peak: int | None  # that it raises
+    looked_at: int | None  # that is raised for it
 
 
 class GpuWorkshop:
@@ -82,7 +93,7 @@ class GpuWorkshop:
         self._arena = Arena((), _no_view)
         self._moves: Moves | None = None
         self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and the output, for `_moves`
-        self._footprints: Sequence[Footprint] = ()
+        self._layers: list[_Layer] = []
         self._raw_slots: list[Any] = []  # that are free
         self._out_slots: list[Any] = []
         self._words: deque[tuple[Any, npt.NDArray[np.float32]]] = deque()  # free, on the device and on the host
@@ -116,7 +127,13 @@ class GpuWorkshop:
             return device.view(block, shape, dtype, offset=offset)
 
         self._arena = Arena(tensors, view)
-        self._footprints = footprints
+        word = 0  # that the input of a choice has
+        for choice, footprint in zip(plan.choices, footprints, strict=True):
+            x_peak = FLOAT32 * word if footprint.reads_peak else None
+            word += choice.shape.kind == "conv"
+            peak = FLOAT32 * word if choice.shape.kind == "conv" else None
+            raised = (peak, None) if footprint.raises_peak else (None, peak)
+            self._layers.append(_Layer(choice.seconds, x_peak, *raised))
         cover = plan.cover(network)
         reads, writes = min(STAGED, cover.steps(cover.margin)), min(STAGED, cover.steps(0))
         raw_bytes = network.input_channels * prod(plan.patch_in) * plan.itemsize_in
@@ -159,7 +176,7 @@ class GpuWorkshop:
         out_slot = None if out is None else self._slot(self._out_slots, out.nbytes, "patches on their way out")
         before = self._lent[-1].words if self._lent else self._last_words
         words, peaks = self._words.popleft()
-        self._lent.append(_Lent(raw_slot, out_slot, words, peaks))
+        self._lent.append(_Lent(raw_slot, out_slot, words, device.address(words), peaks))
         self._step = _Ticket(raw, out, landing, device.event())
         staged = device.view(raw_slot, raw.shape, raw.dtype)
         device.copy_async(staged, raw, device.uploads)
@@ -206,36 +223,29 @@ class GpuWorkshop:
         self._moving.keep(kept, x, join=join)
 
     def load(self, raw: Any, x: Any) -> None:
-        self._moving.load(raw, x, self._word(0))
+        self._moving.load(raw, x, self._lent[-1].address)
 
     def store(self, fragments: Any, first: int, out: Any) -> None:
-        self._moving.store(first, fragments, out, self._word(len(self._convolutions) + 1))
+        self._moving.store(first, fragments, out, self._lent[-1].address + FLOAT32 * (len(self._convolutions) + 1))
 
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
-        footprint, choice = self._footprints[index], self._plan.choices[index]
         while self._queued_seconds > QUEUED_SECONDS:
             event, seconds = self._queued.popleft()
             self._await(event, self._crew)
             self._queued_seconds -= seconds
-        convolves = choice.shape.kind == "conv"
-        entering = sum(convolution < index for convolution in self._convolutions)  # which word holds the input's peak
-        x_peak = self._word(entering) if footprint.reads_peak else 0
-        out_peak = self._word(entering + 1) if convolves else 0
-        step.run(x, out, scratch, before, x_peak=x_peak, out_peak=out_peak if footprint.raises_peak else 0)
-        if convolves and not footprint.raises_peak:
-            self._moving.peak(out, out_peak)
-        self._queued.append((self._mark(self.hands.stream), choice.seconds))
-        self._queued_seconds += choice.seconds
+        layer, words = self._layers[index], self._lent[-1].address
+        x_peak, out_peak = (0 if at is None else words + at for at in (layer.x_peak, layer.out_peak))
+        step.run(x, out, scratch, before, x_peak=x_peak, out_peak=out_peak)
+        if layer.looked_at is not None:
+            self._moving.peak(out, words + layer.looked_at)
+        self._queued.append((self._mark(self.hands.stream), layer.seconds))
+        self._queued_seconds += layer.seconds
 
     @property
     def _moving(self) -> Moves:
         if self._moves is None:
             raise RuntimeError("nothing is moved before the first step begins")
         return self._moves
-
-    def _word(self, index: int) -> int:
-        """Address of a peak of the step that is being queued."""
-        return int(self.hands.address(self._lent[-1].words)) + FLOAT32 * index
 
     def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
         """Kernels for these types; the first steps of a column know nothing of their output's."""
