@@ -23,13 +23,12 @@ from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
 from znnpy.planner.plan import Plan
-from znnpy.shapes import Vec3, add, subtract, valid
+from znnpy.run.unseen import Mask, Unseen
+from znnpy.shapes import Vec3, subtract
 
 LOOK_SECONDS = 0.0001  # between looks at what is under way
-SEEN_BYTES = 2**20  # of a mask that are copied at once
 
 Voxels = npt.NDArray[Any]
-Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
 
@@ -174,35 +173,6 @@ class _Tally:
         self.work += work
 
 
-class _Unseen:
-    """Which outputs depend on a voxel that is not finite, from what each step of a column reads."""
-
-    def __init__(self, plan: Plan, field_of_view: Vec3) -> None:
-        self._field_of_view, self._axis = field_of_view, plan.axis
-        self._window = subtract(add(plan.patch_out, field_of_view), (1, 1, 1))  # input that a step's output depends on
-        self._new = plan.patch_in[plan.axis]
-        self._read: Mask | None = None  # of that window along the axis; kept once a mask was not empty
-
-    def after(self, bad: Mask | None, *, writes: bool) -> Mask | None:
-        """Where the output of a step is unknown, (z, y, x) bool; None where it nowhere is, or nothing is written.
-
-        bad  where the voxels that the step read are not finite; None where all are. Overwritten.
-
-        What an earlier column read is gone when there is output: its first steps bring in a whole window.
-        """
-        if self._new == self._window[self._axis]:
-            return None if bad is None else seen(bad, self._field_of_view)
-        if self._read is None:
-            if bad is None:
-                return None
-            self._read = np.zeros(self._window, np.bool_)
-        planes = np.moveaxis(self._read, self._axis, 0)
-        for plane in range(len(planes) - self._new):  # ascending: each moves to where nothing is needed any more
-            planes[plane] = planes[plane + self._new]
-        planes[-self._new :] = False if bad is None else np.moveaxis(bad, self._axis, 0)
-        return seen(self._read.copy(), self._field_of_view) if writes and planes.any() else None
-
-
 class _Run:
     def __init__(
         self,
@@ -246,7 +216,7 @@ class _Run:
                 free.put(buffer)
         self._flights: deque[_Flight] = deque()
         self._voxel_bytes = network.output_channels * output.dtype.itemsize
-        self._unseen = _Unseen(plan, network.field_of_view)
+        self._unseen = Unseen(plan, network.field_of_view)
         self._written = 0  # voxels, by this run
         self._finished = 0  # columns, by this run
         self._computed, self._kept = _Tally(), _Tally()  # steps of this run without output, and with one: written
@@ -422,29 +392,3 @@ def _where(turn: _Turn) -> Iterator[None]:
     except ValuesOverflowError as error:
         lo, hi = turn.output.lo, turn.output.hi
         raise error.with_context(f"output voxels (z, y, x) = {lo} to {hi}") from None
-
-
-def seen(bad: Mask, field_of_view: Vec3) -> Mask:
-    """Which outputs have a bad voxel in their field of view: (n - fov + 1 per axis) bool, axes (z, y, x).
-
-    bad  (z, y, x) bool, C order; overwritten, and the result is a part of it: no second mask is made.
-
-    Windows grow by doubling along one axis after the other: 2 log2(fov) passes of `or` instead of fov^3.
-    """
-    rows = bad.reshape(-1, bad.shape[2])
-    high = max(1, SEEN_BYTES // rows.shape[1])
-    for axis, extent in enumerate(field_of_view):
-        width = 1
-        while width < extent:
-            step = min(width, extent - width)
-            if axis == 2:
-                for first in range(0, len(rows), high):  # numpy copies operands that overlap: not all at once
-                    some = rows[first : first + high]
-                    some[:, :-step] |= some[:, step:]
-            else:
-                planes = np.moveaxis(bad, axis, 0)
-                for plane in range(len(planes) - step):  # ascending: each takes in one that is as it was
-                    planes[plane] |= planes[plane + step]
-            width += step
-    z, y, x = valid((bad.shape[0], bad.shape[1], bad.shape[2]), field_of_view)
-    return bad[:z, :y, :x]
