@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from znnpy.errors import ShapeError
+from znnpy.errors import ShapeError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
+from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
@@ -18,11 +20,11 @@ from znnpy.shapes import ConvShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from znnpy.kernels.primitive import Array, Unit, Work
+    from znnpy.kernels.primitive import Array, Primitive, Unit, Work
     from znnpy.shapes import LayerShape
 
-# Time of a floating-point operation and of a byte, in those of a product's: roughly, on any CPU. To choose a tile it
-# does; the planner knows more.
+# Time of a floating-point operation and of a byte, in those of a product's: roughly, on any CPU or GPU. To choose a
+# tile it does; the planner knows more.
 _FLOP: dict[Unit, float] = {
     "product": 1.0,
     "fft": 5.0,
@@ -49,28 +51,62 @@ def apply(
     x        `shape.in_shape`, (S, z, y, x, f) float32, C order; read only.
     weights  of a convolution: kernels (f', f, kz, ky, kx), cross-correlation, and biases (f',); else None.
     variant  tile size, blocking and the like; default: the one with the least work.
-    threads  default: every core this process may use.
+    threads  on the CPU; default: every core this process may use.
 
     Returns `shape.out_shape` float32. ShapeError when `x` or the weights do not fit the shape or the primitive does not
-    apply, with its reason; KeyError for an unknown name. Each call prepares weights and scratch anew: a session keeps
-    them.
+    apply, with its reason; KeyError for an unknown name; DeviceError where one for a GPU finds none, and when that
+    refuses memory; ValuesOverflowError when a convolution's result is not finite. Each call prepares weights and
+    scratch anew: a session keeps them.
     """
     machine, primitive = this_machine(), find(name)
     _check(shape, x, weights)
+    on_gpu = name.startswith("gpu.")
+    if on_gpu:
+        machine = replace(machine, gpu=find_gpu())
     if reason := primitive.why_not(shape, machine):
         raise ShapeError(f"{name} does not apply to {shape}: {reason}")
+    offered = primitive.variants(shape, machine)
+    if variant is not None and variant not in offered:
+        names = "; ".join(map(str, offered))
+        raise ShapeError(
+            f"{name} has no variant {variant or '(none)'} for {shape}; leave it out, or take one of: {names}"
+        )
+    chosen = variant or min(offered, key=lambda v: _effort(primitive.work(shape, v)))
+    if machine.gpu is not None:
+        with Device(machine.gpu) as device:
+            return _on_gpu(primitive, shape, x, weights, chosen, device)
     with Crew(threads or machine.cores) as crew:
-        offered = primitive.variants(shape, machine)
-        if variant is not None and variant not in offered:
-            names = "; ".join(map(str, offered))
-            raise ShapeError(
-                f"{name} has no variant {variant or '(none)'} for {shape}; leave it out, or take one of: {names}"
-            )
-        chosen = variant or min(offered, key=lambda v: _effort(primitive.work(shape, v)))
         step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
         buffers = primitive.footprint(shape, chosen, crew.threads).scratch
         out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
         step.run(x, out, {scratch.name: aligned_bytes(scratch.nbytes) for scratch in buffers})
+    return out
+
+
+def _on_gpu(
+    primitive: Primitive, shape: LayerShape, x: Array, weights: ConvWeights | None, variant: Variant, device: Device
+) -> Array:
+    footprint = primitive.footprint(shape, variant, 1)
+    kept = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
+    largest = np.abs(x).max()
+    if largest > np.finfo(kept).max:
+        raise ValuesOverflowError(f"{shape} is given values up to {largest:.6g}, beyond {kept}; choose fp32 or tf32")
+    step = primitive.bind(primitive.prepare(weights, variant, device), shape, variant, device)
+    source = device.put(x.astype(kept), "a layer's input")
+    target = device.view(device.allocate(shape.out_bytes, "a layer's output"), shape.out_shape, kept)
+    scratch = {buffer.name: device.allocate(buffer.nbytes, buffer.name) for buffer in footprint.scratch}
+    peaks = device.put(np.array([largest, 0.0], np.float32), "largest values")
+    first = device.address(peaks)
+    step.run(
+        source,
+        target,
+        scratch,
+        x_peak=first if footprint.reads_peak else 0,
+        out_peak=first + peaks.itemsize if footprint.raises_peak else 0,
+    )
+    out: Array = device.get(target).astype(np.float32)
+    if isinstance(shape, ConvShape) and not np.isfinite(out).all():
+        raise ValuesOverflowError(f"{primitive.name} gives values of {shape} that are not finite in {shape.precision}")
     return out
 
 
@@ -95,4 +131,4 @@ def _check(shape: LayerShape, x: Array, weights: ConvWeights | None) -> None:
 
 def _effort(work: Sequence[Work]) -> float:
     """A number that grows with the time of all stages."""
-    return sum(max(_FLOP[stage.unit] * stage.flops, _BYTE * stage.nbytes) for stage in work)
+    return sum(max(_FLOP.get(stage.unit, 1.0) * stage.flops, _BYTE * stage.nbytes) for stage in work)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from emulated import EMULATED_GPU, EmulatedDevice, compiler
 
 import znnpy
-from znnpy.errors import ShapeError
-from znnpy.kernels import reference
+from znnpy.errors import DeviceError, ShapeError, ValuesOverflowError
+from znnpy.kernels import apply, reference
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find, of_kind
-from znnpy.machine import this_machine
+from znnpy.machine import Gpu, this_machine
 from znnpy.network import ConvWeights
-from znnpy.shapes import ConvShape, LayerShape, PoolShape
+from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision
 
 SHAPE = ConvShape(batch=2, fin=3, fout=4, n=(9, 11, 10), k=(2, 3, 4), activation="relu")
 
@@ -42,6 +45,54 @@ def test_pooling_takes_no_weights() -> None:
     x = np.random.default_rng(1).standard_normal(shape.in_shape).astype(np.float32)
     for name in [p.name for p in of_kind("pool") if p.why_not(shape, this_machine()) is None]:
         np.testing.assert_array_equal(znnpy.apply(name, shape, x), reference.fragments(x, shape.p))
+
+
+@pytest.fixture
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler() is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    monkeypatch.setattr(apply, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(apply, "Device", EmulatedDevice)
+
+
+ON_GPU = replace(this_machine(), gpu=EMULATED_GPU)
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "name", [p.name for p in of_kind("conv") if p.why_not(SHAPE, ON_GPU) is None and "gpu" in p.name]
+)
+def test_convolution_on_a_gpu(name: str, precision: Precision) -> None:
+    x, weights = arrays(SHAPE)
+    shape = replace(SHAPE, precision=precision)
+    if find(name).why_not(shape, ON_GPU):
+        pytest.skip(f"{name} does not compute in {precision}")
+    out = znnpy.apply(name, shape, x, weights)
+    exact = reference.convolve(x, weights.weight, weights.bias, "relu")
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, exact, atol={"fp32": 1e-5, "fp16": 1e-2}[precision] * np.abs(exact).max())
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_pooling_and_overflow_on_a_gpu() -> None:
+    shape = PoolShape(2, 3, (9, 11, 11), (2, 3, 2))
+    x = np.random.default_rng(1).standard_normal(shape.in_shape).astype(np.float32)
+    np.testing.assert_array_equal(znnpy.apply("gpu.pool.fragments", shape, x), reference.fragments(x, shape.p))
+    with pytest.raises(ValuesOverflowError, match=r"is given values up to 70000, beyond float16; choose fp32 or tf32"):
+        znnpy.apply("gpu.pool.fragments", replace(shape, precision="fp16"), np.full_like(x, -7e4))
+    x, weights = arrays(SHAPE)
+    with pytest.raises(ValuesOverflowError, match=r"gpu\.conv\.direct gives values of conv .* not finite in fp32"):
+        znnpy.apply("gpu.conv.direct", SHAPE, x, ConvWeights(weights.weight * np.float32(1e38), weights.bias))
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Gpu:
+        raise DeviceError("no driver")
+
+    monkeypatch.setattr(apply, "find_gpu", none)
+    with pytest.raises(DeviceError, match="no driver"):
+        znnpy.apply("gpu.conv.direct", SHAPE, *arrays(SHAPE))
 
 
 def test_what_does_not_fit_is_refused() -> None:
