@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,9 @@ from znnpy.kernels.table import TABLE
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.candidates import splits
 from znnpy.shapes import Precision, turned, turned_back
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
 
 SURE = ("gpu.conv.direct", "gpu.pool.fragments", "gpu.maxfilter.direct", "gpu.maxout.direct")
 RMS = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 5e-3}  # of a layer, of its rms answer
@@ -106,3 +112,28 @@ def test_nan_is_written_where_the_field_of_view_holds_one(device: Any) -> None:
     got = ran(plan, net, holes, allow_nan=True, device=device)
     assert (np.isnan(got) == unknown).all()
     assert error_of(got[:, ~unknown], exact[:, ~unknown]) <= RMS["fp32"]
+
+
+@pytest.mark.gpu
+def test_ctrl_c_ends_a_run_within_half_a_second(cuda_device: Device) -> None:
+    """Memory and all, in the middle of layers of a tenth of a second; and the device goes on to be of use."""
+    network = Network("slow", 1, (Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 2)))
+    net, volume = trained(network), np.zeros((1, 500, 132, 132), np.uint8)
+    plan = planned(network, network.dense_size(volume.shape[1:]), (80, 120, 120), ways=ways(cuda_device))
+    free, sent = cuda_device.free_bytes(), []
+
+    def press() -> None:
+        time.sleep(0.7)
+        sent.append(time.perf_counter())
+        signal.raise_signal(signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        ran(plan, net, volume, device=cuda_device)
+    took = time.perf_counter() - sent[0]
+    presser.join()
+    assert took < 0.5
+    assert cuda_device.free_bytes() >= free
+    little = planned(network, (8, 9, 10), (8, 9, 10), ways=ways(cuda_device))
+    assert np.isfinite(ran(little, net, volume[:, :20, :21, :22], device=cuda_device)).all()
