@@ -7,7 +7,7 @@
  *            tensor  kernels [maps / (16 GROUPS)][chunk][8 taps][GROUPS][lane] as float4 of tf32, a chunk's taps
  *                    (dz, dy, f, dx) padded with zeros to whole eights: word 2 i + h of lane 4 c + t is tap t + 4 h of
  *                    map 4 (c / 2) + 2 i + c % 2 of the group, so that a lane ends with four maps that are neighbours.
- * Launch     256 threads: a tile of 256 output voxels, `wide` along x, 32 a warp, and 16 GROUPS maps, one z after another.
+ * Launch     192 threads: a tile of 192 output voxels, `wide` along x, 32 a warp, and 16 GROUPS maps, one z after another.
  *            Lane 4 g + t sums maps 16 c + 4 t + (0..3) of four voxels: plain 4 g + (0..3), tensor g + 8 (0..3).
  *            grid (tiles, blocks of maps, images).
  * Bound      plain: arithmetic from k = 3 on (float32 units), below the writing of out; tensor: writing up to k = 5.
@@ -17,7 +17,7 @@
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP, TILE = 256;  // conv_first.py
+constexpr int THREADS = 192, WARPS = THREADS / WARP, TILE = 192;  // 168 registers for two blocks; conv_first.py
 constexpr int GROUP = 16;                                        // maps; conv_first.py
 constexpr int HEAD = 32;                                         // floats, for Sizes; conv_first.py
 constexpr int LANE = 4;                                          // voxels and neighbouring maps of a lane
@@ -63,6 +63,7 @@ template <int FIN, int GROUPS, int KX>
 DEVICE void add_rows(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, int at, int begin,
                      int count, const Sizes& n) {
     const int first = begin / n.ky;
+#pragma unroll 1
     for (int row = begin; row < begin + count; ++row) {
         const float* line = tile + (row / n.ky - first) * FIN * n.plane + row % n.ky * n.pitch + at;
 #pragma unroll 1
@@ -133,9 +134,9 @@ __global__ void __launch_bounds__(THREADS, 2)
           long long wide, long long planes, long long pitch, long long kernel_floats, long long tiles_y, long long steps,
           float* peak) {
     constexpr bool TENSOR = KX == 0;
-    EXTERN_SHARED(float, shared);  // Sizes; a chunk's kernels, planes, offsets of its taps
+    EXTERN_SHARED(float, shared);  // Sizes; biases; a chunk's kernels, planes, offsets of its taps
     Sizes& n = *reinterpret_cast<Sizes*>(shared);
-    float* const staged = shared + HEAD;
+    float* const staged = shared + HEAD + GROUP * GROUPS;
     const int tiles_x = ((int)mx + (int)wide - 1) / (int)wide;
     const int z_begin = blockIdx.x / (tiles_x * (int)tiles_y) * (int)steps;
     if (threadIdx.x == 0) {
@@ -145,6 +146,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         n.z_end = min(z_begin + steps, mz);
         n.all_rows = kz * ky, n.rows = rows, n.chunks = (kz * ky + rows - 1) / rows, n.kernel_floats = kernel_floats;
     }
+    if (threadIdx.x < GROUP * GROUPS) shared[HEAD + threadIdx.x] = bias[blockIdx.y * GROUP * GROUPS + threadIdx.x];
     sync_block();
     float* const tile = staged + n.kernel_floats;
     const int lane = threadIdx.x % WARP, t = lane % 4;
@@ -160,10 +162,9 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int c = 0; c < GROUPS; ++c)
 #pragma unroll
-            for (int j = 0; j < LANE; ++j) {
-                const float start = bias[g0 + GROUP * c + j];
-#pragma unroll
-                for (int v = 0; v < LANE; ++v) sums[v][c][j] = start;
+            for (int v = 0; v < LANE; ++v) {
+                const float4 start = *reinterpret_cast<const float4*>(shared + HEAD + GROUP * c + 4 * t);
+                sums[v][c][0] = start.x, sums[v][c][1] = start.y, sums[v][c][2] = start.z, sums[v][c][3] = start.w;
             }
 #pragma unroll 1
         for (int chunk = 0; chunk < n.chunks; ++chunk) {
@@ -197,25 +198,23 @@ __global__ void __launch_bounds__(THREADS, 2)
         }
 #pragma unroll
         for (int v = 0; v < LANE; ++v) {
+            sync_warp();  // one voxel after the other: the registers hold no more addresses
             const int y = n.y0 + voxel_of<TENSOR>(v) / n.wide, column = n.x0 + voxel_of<TENSOR>(v) % n.wide;
-            if (y >= n.my || column >= n.mx) continue;
+            const bool inside = y < n.my && column < n.mx;
             T* const to = out + blockIdx.z * out_image + (((long long)z * n.my + y) * n.mx + column) * n.maps + g0;
 #pragma unroll
             for (int c = 0; c < GROUPS; ++c) {
-                if (g0 + GROUP * c >= n.maps) break;
+                const int known = inside ? n.maps - g0 - GROUP * c : 0;
                 float value[LANE];
 #pragma unroll
                 for (int j = 0; j < LANE; ++j) value[j] = activate<KIND>(sums[v][c][j]);
-                if (VECTORS) {
-                    for (int j = 0; j < LANE; ++j) largest = larger_magnitude(largest, value[j]);
+                if (VECTORS && known > 0)
                     store_activation4(to + GROUP * c, make_float4(value[0], value[1], value[2], value[3]));
-                } else {
 #pragma unroll
-                    for (int j = 0; j < LANE; ++j) {
-                        if (g0 + GROUP * c + j >= n.maps) break;
-                        largest = larger_magnitude(largest, value[j]);
-                        store_activation(to + GROUP * c + j, value[j]);
-                    }
+                for (int j = 0; j < LANE; ++j) {
+                    if (j >= known) continue;
+                    largest = larger_magnitude(largest, value[j]);
+                    if (!VECTORS) store_activation(to + GROUP * c + j, value[j]);
                 }
             }
         }

@@ -1,6 +1,6 @@
 """Convolution of few input maps on a GPU: the first layer, whose output is many times its input.
 
-Method   A block stages the input of a tile of 256 voxels in shared memory and sums all output maps, up to 80 of them,
+Method   A block stages the input of a tile of 192 voxels in shared memory and sums all output maps, up to 80 of them,
          in registers. units=float: on float32 units; units=tensor: in matrix products of tf32, whose rounding tf32 and
          fp16 allow. Kernels come in chunks of whole rows of taps, so that any size fits shared memory. conv_first.cu.
 Memory   Nothing beside kernels.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SOURCE = "conv_first.cu"
-THREADS, TILE, GROUP, HEAD = 256, 256, 16, 32  # conv_first.cu
+THREADS, TILE, GROUP, HEAD = 192, 192, 16, 32  # conv_first.cu
 WIDTHS = (32, 16, 8)  # of a tile along x
 MOST_GROUPS = 5  # of GROUP maps that a block sums
 MOST_MAPS = 4  # of the input
@@ -37,7 +37,7 @@ WIDEST = 11  # kernel along x: the inputs of a row of taps stay in registers
 MOST_IMAGES = 65535  # of a grid along z
 SHARED_BYTES = 49 << 10  # of a block: two fit a multiprocessor of any card
 BLOCKS = 16  # a multiprocessor that there should be: so many z may one block take
-REGISTERS = 128
+REGISTERS = 168
 TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
 
 
@@ -76,7 +76,7 @@ def _plan(fin: int, fout: int, k: Vec3, units: str) -> _Plan:
 def _shared_bytes(plan: _Plan, fin: int, k: Vec3, wide: int) -> int:
     planes = plan.planes * fin * (TILE // wide + k[1] - 1) * _pitch(wide, k)
     offsets = -(-plan.rows * fin * k[2] // 8) * 8 // 2  # of 2 bytes
-    return FLOAT32 * (HEAD + plan.kernel_floats + planes + offsets)
+    return FLOAT32 * (HEAD + plan.groups * GROUP + plan.kernel_floats + planes + offsets)
 
 
 def _pitch(wide: int, k: Vec3) -> int:

@@ -17,6 +17,8 @@
  */
 #include "device_ops.cuh"
 
+constexpr int THREADS = 512;  // of a block that walks; pool.py
+
 template <class E, int N> struct alignas(N * sizeof(E)) Maps {
     E values[N];
 };
@@ -42,12 +44,12 @@ DEVICE V over_plane(const V* __restrict__ at, int py, int px, long long line, lo
  * PZ, PY, PX: the window, step 1; or all 0: any window, any step.
  */
 template <class E, int N, int PZ, int PY, int PX>
-__global__ void slide(const Maps<E, N>* __restrict__ before, long long before_image, const Maps<E, N>* __restrict__ x,
-                      long long x_image, Maps<E, N>* __restrict__ out, long long out_image, long long images,
-                      long long carried, long long ny, long long nx, long long maps, long long positions_z,
-                      long long positions_y, long long positions_x, long long pz, long long py, long long px,
-                      long long step_z, long long step_y, long long step_x, long long split_z, long long split_y,
-                      long long split_x, long long chunk) {
+__global__ void __launch_bounds__(THREADS, 2)
+    slide(const Maps<E, N>* __restrict__ before, long long before_image, const Maps<E, N>* __restrict__ x,
+          long long x_image, Maps<E, N>* __restrict__ out, long long out_image, long long images, long long carried,
+          long long ny, long long nx, long long maps, long long positions_z, long long positions_y,
+          long long positions_x, long long pz, long long py, long long px, long long step_z, long long step_y,
+          long long step_x, long long split_z, long long split_y, long long split_x, long long chunk) {
     using V = Maps<E, N>;
     const long long run = positions_x * maps, blocks = (run + blockDim.x - 1) / blockDim.x;
     const unsigned e = blockIdx.x % (unsigned)blocks * blockDim.x + threadIdx.x;
@@ -74,6 +76,7 @@ __global__ void slide(const Maps<E, N>* __restrict__ before, long long before_im
             V last[PZ];  // of planes z - 1, z - 2, ..
 #pragma unroll
             for (int d = PZ - 1; d > 0; --d) last[d - 1] = of_plane(begin + PZ - 1 - d);
+#pragma unroll 1
             for (long long z = begin; z < end; ++z) {
                 const V newest = of_plane(z + PZ - 1);
                 V largest = newest;

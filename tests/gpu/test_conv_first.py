@@ -165,7 +165,7 @@ def test_the_precision_says_which_units_compute(precision: Any, units: str) -> N
 def test_its_work_is_the_arithmetic_of_whole_tiles() -> None:
     shape = ConvShape(2, 2, 18, (4, 9, 34), (3, 2, 1), "relu")
     (plain,), (tensor,) = FIRST.work(shape, FLOAT), FIRST.work(shape, TENSOR)
-    tiles = 2 * 2 * 2 * 1  # 32 wide, 8 high
-    assert (plain.unit, plain.flops) == ("gpu_first", 2 * tiles * 256 * (3 * 2 * 1 * 2) * 32)
+    tiles = 2 * 2 * 3 * 1  # 16 wide, 12 high
+    assert (plain.unit, plain.flops) == ("gpu_first", 2 * tiles * 192 * (3 * 2 * 1 * 2) * 32)
     assert tensor.flops == plain.flops / 4
     assert plain.nbytes == tensor.nbytes == shape.in_bytes + shape.out_bytes
