@@ -65,6 +65,15 @@ def has_driver() -> bool:
     return any(path.exists() for path in DRIVERS)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a driver, tests that need a device are deselected, not listed one by one; `-m gpu` says why it skips."""
+    if has_driver() or "gpu" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
 @pytest.fixture(scope="session")
 def cuda_device() -> Iterator[Device]:
     """The device of this machine."""
