@@ -87,10 +87,10 @@ def _on_gpu(
     primitive: Primitive, shape: LayerShape, x: Array, weights: ConvWeights | None, variant: Variant, device: Device
 ) -> Array:
     footprint = primitive.footprint(shape, variant, 1)
-    kept = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
+    kept = np.float16 if shape.precision == "fp16" else np.float32
     largest = np.abs(x).max()
     if largest > np.finfo(kept).max:
-        raise ValuesOverflowError(f"{shape} is given values up to {largest:.6g}, beyond {kept}; choose fp32 or tf32")
+        raise ValuesOverflowError(f"{shape} is given values up to {largest:.6g}, beyond float16; choose fp32 or tf32")
     step = primitive.bind(primitive.prepare(weights, variant, device), shape, variant, device)
     source = device.put(x.astype(kept), "a layer's input")
     target = device.view(device.allocate(shape.out_bytes, "a layer's output"), shape.out_shape, kept)

@@ -36,6 +36,19 @@ def test_figures_stand_beside_the_plans(report: Report) -> None:
     assert lines[-1] == "warning: slow today"
 
 
+def test_methods_are_counted_in_layers(report: Report) -> None:
+    """Two layers that one primitive computes are two."""
+    first, *others = report.plan.choices
+    both = replace(first, layers=(0, 1), primitive="cpu.conv.both")
+    rest = [replace(choice, layers=(i, i), primitive="cpu.conv.one") for i, choice in enumerate(others[:2], start=2)]
+    run = replace(report, plan=replace(report.plan, choices=(both, *rest)), notes=("because", "so"))
+    assert "methods    cpu.conv.both (2), cpu.conv.one (2)" in run.lines()
+    assert "device     CPU; because; so" in run.lines()
+    said = run.as_json()
+    assert (said["device"], said["gpu"], said["vram_bytes"], said["notes"]) == ("cpu", None, None, ["because", "so"])
+    assert said["predicted"]["vram_bytes"] == 0
+
+
 def test_resumed_run_counts_what_it_did(report: Report) -> None:
     resumed = replace(report, computed=1140, seconds=2.0)
     assert "4,560 voxels, 1,140 of them in this run" in resumed.lines()[0]

@@ -51,6 +51,35 @@ def test_wrong_voxel_is_found(place: Place, wrong: float) -> None:
     assert place.run(*words(place, "--tolerance", "0.01")).exit_code == (0 if wrong == 1e-4 else 1)
 
 
+@pytest.mark.parametrize(
+    ("precision", "passes", "fails"),
+    [("fp32", 5e-6, 2e-5), ("tf32", 4e-3, 6e-3), ("fp16", 2e-2, 3e-2), (None, 5e-6, 2e-5)],
+)
+def test_as_much_is_allowed_as_the_precision_may_err(
+    place: Place, precision: str | None, passes: float, fails: float
+) -> None:
+    """As the output says it was made in, or fp32 where an older version did not say; `--tolerance` overrules it."""
+    for wrong, code in ((passes, 0), (fails, 1)):
+        assert place.infer("--overwrite", "--device", "cpu").exit_code == 0
+        with h5py.File(place.out, "r+") as file:
+            prediction = file["prediction"]
+            prediction[0] = prediction[0] + np.float32(wrong)
+            del prediction.attrs["precision"]
+            if precision is not None:
+                prediction.attrs["precision"] = precision
+        result = place.run(*words(place))
+        assert result.exit_code == code, result.stderr
+        assert ((result.stdout + result.stderr).count(f"(predicted in {precision})")) == (precision in ("tf32", "fp16"))
+        assert place.run(*words(place, "--tolerance", 10 * fails)).exit_code == 0
+
+
+def test_a_precision_that_is_none_is_refused(place: Place) -> None:
+    assert place.infer().exit_code == 0
+    with h5py.File(place.out, "r+") as file:
+        file["prediction"].attrs["precision"] = "int4"
+    assert "says it was predicted in 'int4', which this version does not know" in place.refusal(*words(place))
+
+
 def test_wrong_offset_is_found(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
