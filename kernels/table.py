@@ -17,6 +17,7 @@ from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace
 from znnpy.kernels.gpu.conv_direct import ConvDirect as GpuConvDirect
 from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
+from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled as GpuConvFftTiled
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
 from znnpy.kernels.gpu.pool import PoolFragments as GpuPoolFragments
@@ -39,6 +40,7 @@ TABLE: tuple[Primitive, ...] = (
     PoolFragmentsLanes(),
     MaxFilterLanes(),
     MaxoutDirect(),
+    GpuConvFftTiled(),
     ConvFft(),
     ConvCudnn(),
     ConvCudnnWorkspace(),

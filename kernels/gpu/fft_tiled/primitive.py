@@ -38,12 +38,12 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
     plane_block,
 )
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv
-from znnpy.shapes import ACTIVATIONS
+from znnpy.shapes import ACTIVATIONS, ConvShape
 
 if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.network import ConvWeights
-    from znnpy.shapes import ConvShape, LayerShape, Vec3
+    from znnpy.shapes import LayerShape, Vec3
 
 GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra there are at a time
 EXCESS = 1.3  # times the least volume that tiles cover together: those that cover more are slower
@@ -132,13 +132,14 @@ class ConvFftTiled:
     source: str = "overlap-save; per-frequency products after Mathieu, Henaff, LeCun 2014"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if not isinstance(shape, ConvShape):
+            return f"computes convolutions, not {shape.kind}"
         if machine.gpu is None:
             return _NEEDS_DEVICE
         if machine.gpu.capability < (8, 0):
             return (
                 f"needs tensor cores of sm_80 or newer, not sm_{machine.gpu.capability[0]}{machine.gpu.capability[1]}"
             )
-        shape = as_conv(shape)
         if shape.pools:
             return "does not pool what it computes"
         if shape.activation == "softmax":

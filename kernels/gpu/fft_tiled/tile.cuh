@@ -104,5 +104,5 @@ struct Group {
 DEVICE float spectrum_scale(const float* peak, int exponent) {
   if (peak == nullptr || !(*peak > 0.0f) || *peak > 3e38f) return 1.0f;
   const int e = 12 - ilogbf(*peak) - exponent;
-  return scalbnf(1.0f, e < -100 ? -100 : e > 100 ? 100 : e);
+  return scalbnf(1.0f, e < -120 ? -120 : e > 120 ? 120 : e);
 }

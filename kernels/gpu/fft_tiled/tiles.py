@@ -27,11 +27,11 @@ NUMBER = {"half": 4, "split": 8}  # bytes of a complex number
 # Of blocks of forward_plane and inverse_plane, by the side of a plane: maps (the first that divides those there are and
 # that shared memory allows), threads, and blocks whose registers a multiprocessor must have room for.
 PLANE_BLOCKS: dict[tuple[int, Spectra], tuple[tuple[int, int, int], ...]] = {
-    (16, "half"): ((40, 160, 5), (32, 128, 6), (24, 192, 4), (16, 128, 5), (8, 128, 5)),
-    (24, "half"): ((40, 320, 2), (32, 256, 2), (24, 192, 3), (16, 192, 3), (8, 192, 3)),
+    (16, "half"): ((16, 128, 5), (8, 128, 5)),
+    (24, "half"): ((16, 192, 3), (8, 192, 3)),
     (32, "half"): ((16, 256, 2), (8, 256, 2)),
     (16, "split"): ((16, 128, 5), (8, 128, 5)),
-    (24, "split"): ((16, 192, 3), (8, 192, 3)),
+    (24, "split"): ((8, 192, 3),),
     (32, "split"): ((8, 256, 2),),
 }
 

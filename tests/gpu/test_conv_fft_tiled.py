@@ -1,0 +1,255 @@
+"""gpu.conv.fft_tiled against the float64 definition, in every precision; its memory; what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
+
+from znnpy.kernels import reference
+from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled, spectra_for
+from znnpy.kernels.gpu.fft_tiled.tiles import SIDES, SIDES_Z, Cover, frequencies, plane_block
+from znnpy.kernels.primitive import Variant
+from znnpy.machine import Gpu
+from znnpy.shapes import ConvShape, FilterShape, PoolShape, Precision, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import ConvWeights
+
+TILED = ConvFftTiled()
+LARGE = Gpu("large", (9, 0), 132, 2**37, 2**25, 232448, 233472, 4e12, 13000, ())
+SMALL = replace(LARGE, name="small", capability=(8, 6), shared_block_bytes=101376, shared_multiprocessor_bytes=102400)
+ALLOWED: dict[Precision, float] = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 5e-3}
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
+SHAPES = [
+    ConvShape(1, 1, 1, (2, 2, 2), (2, 2, 2), "none"),  # one voxel out
+    ConvShape(2, 3, 5, (9, 21, 18), (3, 4, 5), "relu"),  # odd maps, several tiles
+    ConvShape(1, 6, 10, (20, 17, 33), (1, 5, 2), "tanh"),
+    ConvShape(3, 2, 4, (5, 6, 19), (5, 6, 4), "sigmoid"),
+    ConvShape(1, 18, 9, (8, 16, 16), (2, 3, 3), "none"),  # more maps than a block has
+]
+
+
+def tiled(shape: ConvShape, tile: Vec3 = (8, 16, 16), group: int = 64) -> Variant:
+    return Variant.of(tile=tile, group=group, spectra=spectra_for(shape))
+
+
+def run(
+    device: Any, shape: ConvShape, x: Any, weights: ConvWeights, variant: Variant, carried: int = 0, gap: int = 0
+) -> tuple[Any, float]:
+    """Output and its peak, from poisoned memory; the first `carried` planes apart, `gap` planes between images."""
+    kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
+
+    def images(values: Any, what: str) -> Any:
+        plane = values[0, 0].size
+        host = np.full((len(values), values.shape[1] + gap, plane), np.nan, kind)
+        host[:, : values.shape[1]] = values.reshape(len(values), -1, plane)
+        strides = (host.strides[0], *np.empty(values.shape[1:], kind).strides)
+        return device.view(device.put(host, what), values.shape, kind, strides=strides)
+
+    before = images(x[:, :carried], "before") if carried else None
+    rest, out = images(x[:, carried:], "x"), images(np.full(shape.out_shape, np.nan), "out")
+    finite = np.abs(x[np.isfinite(x)]).max(initial=0)
+    peaks = device.put(np.array([finite if np.isfinite(x).all() else np.inf, 0], np.float32), "peaks")
+    footprint = TILED.footprint(shape, variant, 1)
+    held = device.allocated
+    resident = TILED.prepare(weights, variant, device)
+    assert device.allocated - held <= footprint.resident
+    scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in footprint.scratch}
+    at = device.address(peaks)
+    step = TILED.bind(resident, shape, variant, device)
+    step.run(rest, out, scratch, before, x_peak=at, out_peak=at + 4)
+    return device.get(out), float(device.get(peaks)[1])
+
+
+def rms_error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
+    """Of the rms answer; NaN and untouched voxels fail."""
+    assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} of {out.size} voxels not finite"
+    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+    return float(np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2) / np.mean(exact**2)))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_definition(device: Any, shape: ConvShape, precision: Precision) -> None:
+    shape = replace(shape, precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    out, peak = run(device, shape, x, weights, tiled(shape))
+    assert rms_error(out, x, weights, shape) <= ALLOWED[precision]
+    assert abs(peak - np.abs(out.astype(np.float64)).max()) <= 1e-3 * peak  # before it was rounded
+
+
+def of_tile(device: Any, tile: Vec3, precision: Precision) -> float:
+    """The error of a layer a little larger than a tile."""
+    z, y, x = tile
+    shape = ConvShape(1, 2, 3, (z + 1, y + 2, x - 1), (3, 2, 4), "none", precision=precision)
+    values, weights = random_input(shape), random_weights(shape)
+    out, _ = run(device, shape, values, weights, tiled(shape, tile))
+    return rms_error(out, values, weights, shape)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("tile", [(16, 24, 24), (24, 32, 32), (32, 16, 16)], ids=str)
+def test_tiles_equal_the_definition(device: Any, tile: Vec3, precision: Precision) -> None:
+    assert of_tile(device, tile, precision) <= ALLOWED[precision]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("z", SIDES_Z)
+def test_all_tiles_equal_the_definition(cuda_device: Any, z: int, side: int, precision: Precision) -> None:
+    assert of_tile(cuda_device, (z, side, side), precision) <= ALLOWED[precision]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 1000])
+def test_tiles_in_groups_give_the_same(device: Any, group: int) -> None:
+    shape = ConvShape(2, 2, 3, (17, 40, 20), (3, 4, 5), "relu")
+    x, weights = random_input(shape), random_weights(shape)
+    out, _ = run(device, shape, x, weights, tiled(shape, group=group))
+    assert rms_error(out, x, weights, shape) <= ALLOWED["fp32"]
+
+
+@pytest.mark.parametrize("gap", [0, 2])
+@pytest.mark.parametrize("carried", [0, 1, 2, 9])
+def test_planes_are_carried_and_images_lie_apart(device: Any, carried: int, gap: int) -> None:
+    shape = ConvShape(2, 3, 5, (13, 18, 7), (3, 4, 5), "relu", precision="tf32")
+    x, weights = random_input(shape), random_weights(shape)
+    out, _ = run(device, shape, x, weights, tiled(shape), carried, gap)
+    assert rms_error(out, x, weights, shape) <= ALLOWED["tf32"]
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_fp32_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
+    shape = replace(SHAPES[1], activation="none")
+    x, weights = random_input(shape, kind), random_weights(shape)
+    out, _ = run(device, shape, x, weights, tiled(shape))
+    if kind != "hot":
+        assert_close(out, x, weights, shape)
+    assert rms_error(out, x, weights, shape) <= ALLOWED["fp32"]
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e6, 1e30])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_spectra_in_float16_neither_overflow_nor_vanish(device: Any, kind: str, size: float) -> None:
+    shape = replace(SHAPES[1], activation="none", precision="tf32")
+    x = random_input(shape, kind) * np.float32(size)
+    weights = random_weights(shape)
+    weights.bias[...] = 0
+    out, _ = run(device, shape, x, weights, tiled(shape))
+    assert rms_error(out / size, x / size, weights, shape) <= ALLOWED["tf32"]
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-4, 1e4, 1e20])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_kernels_may_be_of_any_size(device: Any, precision: Precision, size: float) -> None:
+    shape = replace(SHAPES[1], activation="none", precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    weights.bias[...] = 0
+    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+    weights.weight[...] *= np.float32(size)
+    out, _ = run(device, shape, x, weights, tiled(shape))
+    error = np.sqrt(np.mean((out / np.float64(np.float32(size)) - exact) ** 2) / np.mean(exact**2))
+    assert error <= ALLOWED[precision]
+
+
+def test_the_largest_sums_there_can_be_do_not_overflow(device: Any) -> None:
+    """All values and all weights alike: everything is in one frequency."""
+    shape = ConvShape(1, 16, 8, (8, 16, 16), (3, 5, 5), "none", precision="tf32")
+    x, weights = np.ones(shape.in_shape, np.float32), random_weights(shape)
+    weights.weight[...] = 1
+    out, peak = run(device, shape, x, weights, tiled(shape))
+    assert rms_error(out, x, weights, shape) <= ALLOWED["tf32"]
+    assert np.isfinite(peak)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any, precision: Precision, value: float) -> None:
+    shape = replace(SHAPES[1], activation="none", precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    x[1, 4, 4, 4, 1] = value
+    _, peak = run(device, shape, x, weights, tiled(shape))
+    assert not np.isfinite(peak)
+
+
+def test_zeros_give_the_bias(device: Any) -> None:
+    shape = replace(SHAPES[1], activation="none", precision="tf32")
+    weights = random_weights(shape)
+    out, _ = run(device, shape, np.zeros(shape.in_shape, np.float32), weights, tiled(shape))
+    assert np.array_equal(out, np.broadcast_to(weights.bias, shape.out_shape))
+
+
+@pytest.mark.parametrize("fin", [1, 80, 130])
+@pytest.mark.parametrize("fout", [3, 80, 170])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.gpu
+def test_many_maps(cuda_device: Any, precision: Precision, fin: int, fout: int) -> None:
+    shape = ConvShape(1, fin, fout, (30, 33, 37), (3, 4, 3), "relu", precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    for tile in ((16, 16, 16), (24, 24, 24), (32, 32, 32), (8, 32, 32)):
+        out, _ = run(cuda_device, shape, x, weights, tiled(shape, tile))
+        assert rms_error(out, x, weights, shape) <= ALLOWED[precision]
+
+
+def test_a_few_maps_more_than_a_step_of_the_product(device: Any) -> None:
+    shape = ConvShape(1, 90, 42, (3, 4, 4), (2, 2, 2), "none", precision="tf32")
+    x, weights = random_input(shape), random_weights(shape)
+    out, _ = run(device, shape, x, weights, tiled(shape))
+    assert rms_error(out, x, weights, shape) <= ALLOWED["tf32"]
+
+
+@pytest.mark.parametrize("group", [1, 7, 64, 10**6])
+@pytest.mark.parametrize("shape", [*SHAPES, ConvShape(8, 80, 80, (50, 61, 45), (3, 3, 3))], ids=str)
+def test_groups_cover_every_tile_once(shape: ConvShape, group: int) -> None:
+    cover = Cover(shape, (16, 16, 16), group)
+    tiles = [
+        (slab, row)
+        for g in cover.groups
+        for slab in range(g.first, g.first + g.slabs)
+        for row in range(g.row, g.row + g.rows)
+    ]
+    z, y, x = cover.grid
+    assert sorted(tiles) == [(slab, row) for slab in range(shape.batch * z) for row in range(y)]
+    assert sum(g.tiles for g in cover.groups) == cover.tiles
+    assert all(g.tiles <= max(group, x) for g in cover.groups)
+    assert sum(cover.rows_out(g)[1] * g.slabs for g in cover.groups) == shape.batch * z * shape.unpooled[1]
+
+
+@pytest.mark.parametrize("tile", [(8, 16, 16), (16, 24, 24), (32, 32, 32)], ids=str)
+def test_frequencies_hold_a_real_spectrum(tile: Vec3) -> None:
+    assert prod(tile) // 2 < frequencies(tile) <= prod(tile) // 2 + 2 * tile[1] + tile[1] * tile[2] // 8
+
+
+def test_small_cards_have_smaller_blocks() -> None:
+    shape = ConvShape(1, 80, 80, (50, 50, 50), (9, 9, 9))
+    for precision in PRECISIONS:
+        there = replace(shape, precision=precision)
+        on_small = TILED.variants(there, replace(MACHINE, gpu=SMALL))
+        assert {v.size("tile") for v in on_small} == {
+            v.size("tile") for v in TILED.variants(there, replace(MACHINE, gpu=LARGE))
+        }
+    for side in SIDES:
+        for spectra in ("half", "split"):
+            block = plane_block(side, "half" if spectra == "half" else "split", 80, SMALL.shared_block_bytes)
+            assert block is not None
+            assert block.shared_bytes <= SMALL.shared_block_bytes
+
+
+def test_what_does_not_apply_says_why() -> None:
+    here, shape = replace(MACHINE, gpu=LARGE), ConvShape(1, 3, 3, (50, 50, 50), (3, 3, 3))
+    assert TILED.why_not(shape, here) is None
+    assert TILED.why_not(shape, MACHINE) == "needs a CUDA device"
+    old = replace(here, gpu=replace(LARGE, capability=(7, 5)))
+    assert TILED.why_not(shape, old) == "needs tensor cores of sm_80 or newer, not sm_75"
+    assert "tiles" in str(TILED.why_not(replace(shape, k=(3, 3, 40)), here))
+    assert (
+        TILED.why_not(replace(shape, k=(1, 1, 1)), here) == "a 1x1x1 kernel is one matrix product: see gpu.conv.direct"
+    )
+    assert "softmax" in str(TILED.why_not(replace(shape, activation="softmax"), here))
+    assert TILED.why_not(PoolShape(1, 3, (3, 3, 3), (2, 2, 2)), here) == "computes convolutions, not pool"
+    assert TILED.why_not(FilterShape(1, 3, (3, 3, 3), (2, 2, 2)), here) == "computes convolutions, not maxfilter"
