@@ -168,16 +168,20 @@ class SpaceSearch:
 
     def _through(self, shapes: Sequence[Candidate], best: list[Found]) -> list[Found]:
         """The best of `best` and of all shapes, best first."""
-        ranked = sorted(shapes, key=lambda shape: self._bounds.seconds(shape, NO_LIMIT, {}) + self._edges(shape))
-        for shape in ranked:
+        for shape in sorted(shapes, key=self._at_best):
+            least = best[0].seconds if best else inf
             below = best[RUNNERS_UP].seconds if len(best) > RUNNERS_UP else inf
-            found = self._best_split(shape, best[0].seconds if best else inf, below)
+            found = self._best_split(shape, least, below) if self._at_best(shape) < least else None
             if found is None:
                 self.lost.append(shape)
             else:
                 best = self._distinct(sorted([*best, found], key=lambda found: (found.seconds, found.memory.held)))
                 best = best[: RUNNERS_UP + 1]
         return best
+
+    def _at_best(self, shape: Candidate) -> float:
+        """The least seconds for the whole output whatever memory there is, and however images are split."""
+        return self._bounds.seconds(shape, NO_LIMIT, {}) + self._edges(shape)
 
     def _distinct(self, ranked: Sequence[Found]) -> list[Found]:
         """The first of those that are one patch turned to other axes."""
