@@ -66,29 +66,45 @@ def test_every_architecture_sees_every_source() -> None:
     assert all(architectures == set(ARCHITECTURES) for architectures in seen.values()), seen
 
 
-def test_what_the_assembler_says_is_read(tmp_path: Path) -> None:
-    """A kernel that needs shared memory and a stack, and more registers than it may have."""
+@pytest.mark.parametrize("architecture", [80, 120])
+def test_what_the_assembler_says_is_read(tmp_path: Path, architecture: int) -> None:
+    """Kernels that need a stack, more registers than they may have, shared memory, and none of these."""
     (tmp_path / "greedy.cu").write_text(
         """
-        template <int COUNT> __global__ void __launch_bounds__(1024, 2) greedy(const float* in, float* out, int at) {
-            __shared__ float part[96];
+        template <int COUNT> __global__ void indexed(const float* in, float* out, int at) {
             float values[COUNT];
             for (int i = 0; i < COUNT; ++i) values[i] = in[i * 1024 + threadIdx.x];
-            part[threadIdx.x % 96] = values[at];
+            for (int i = 0; i < COUNT; ++i) out[i * 1024 + threadIdx.x] = values[(i * at) & (COUNT - 1)];
+        }
+        template <int COUNT> __global__ void __launch_bounds__(1024, 2) squeezed(const float* in, float* out) {
+            float values[COUNT];
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) values[i] = in[i * 1024 + threadIdx.x];
             __syncthreads();
-            for (int turn = 0; turn < 3; ++turn)
-                for (int i = 0; i < 64; ++i) values[i] = values[i] * values[(i + 7) % 64] + part[i];
+            #pragma unroll
+            for (int turn = 1; turn < 4; ++turn)
+                #pragma unroll
+                for (int i = 0; i < COUNT; ++i) values[i] = values[i] * values[(i + 7 * turn) % COUNT] + turn;
+            #pragma unroll
             for (int i = 0; i < COUNT; ++i) out[i * 1024 + threadIdx.x] = values[i];
+        }
+        extern "C" __global__ void shares(float* out) {
+            __shared__ float part[__CUDA_ARCH__ / 10];
+            part[threadIdx.x] = out[threadIdx.x];
+            __syncthreads();
+            out[threadIdx.x] = part[threadIdx.x ^ 1];
         }
         extern "C" __global__ void modest(float* out) { out[threadIdx.x] = 1.0f; }
         """
     )
-    used = compile_for(80, str(tmp_path / "greedy.cu"), ["greedy<64>", "modest"], {})
-    assert used["modest"].registers <= 16
-    assert (used["modest"].stack, used["modest"].spilled, used["modest"].fixed_shared) == (0, 0, 0)
-    assert used["greedy<64>"].fixed_shared == 384
-    assert used["greedy<64>"].stack >= 256  # values, which are indexed at run time
-    assert used["greedy<64>"].registers <= 32
+    names = ["indexed<64>", "squeezed<64>", "shares", "modest"]
+    indexed, squeezed, shares, modest = compile_for(architecture, str(tmp_path / "greedy.cu"), names, {}).values()
+    assert indexed.stack >= 256
+    assert squeezed.spilled > 0
+    assert squeezed.registers == (32 if architecture == 80 else 64)  # sm_120 holds 1,536 threads: one block
+    assert shares.fixed_shared == 4 * architecture
+    assert modest.registers <= 16
+    assert (modest.stack, modest.spilled, modest.fixed_shared) == (0, 0, 0)
 
 
 def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
