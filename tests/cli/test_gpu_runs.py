@@ -161,6 +161,7 @@ def test_a_plan_made_for_the_gpu_runs_on_another_volume(place: Place) -> None:
     report = go(place, device="auto", threads=None, plan=made)
     assert (report.plan.device, report.precision) == ("gpu", "tf32")
     assert report.plan.memory.staging > made.memory.staging  # float32 voxels instead of uint8
+    assert (made.itemsize_in, report.plan.itemsize_in) == (1, 4)
     assert np.abs(place.prediction() - on_the_cpu(place)).max() <= LIMIT["tf32"]
 
 
