@@ -31,8 +31,6 @@ from znnpy.verify import TOLERANCES, verify
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
-LIMIT = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 5e-3}
-
 
 def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
     """Not measured: an emulator takes long, and what it takes says nothing."""
@@ -81,7 +79,7 @@ def test_a_gpu_gives_what_the_cpu_does(place: Place, precision: str, words: dict
     assert report.plan.device == "gpu"
     assert {c.primitive.partition(".")[0] for c in report.plan.choices} == {"gpu"}
     expected = on_the_cpu(place, **words)
-    assert np.abs(place.prediction() - expected).max() <= LIMIT[precision]
+    assert np.abs(place.prediction() - expected).max() <= TOLERANCES[precision]
     with h5py.File(place.out) as file:
         assert file["prediction"].attrs["precision"] == precision
     checked = verify(place.out, place.volume, network=place.folder / "net.yaml", samples=100)
@@ -108,7 +106,7 @@ def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(devices, "Device", Noted)
     found = net(array, device="gpu", precision="tf32")
     assert len(opened) == 1
-    np.testing.assert_allclose(found, net(array, device="cpu"), atol=1e-3)
+    np.testing.assert_allclose(found, net(array, device="cpu"), atol=TOLERANCES["tf32"])
     assert len(opened) == 1
 
 
@@ -162,7 +160,7 @@ def test_a_plan_made_for_the_gpu_runs_on_another_volume(place: Place) -> None:
     assert (report.plan.device, report.precision) == ("gpu", "tf32")
     assert report.plan.memory.staging > made.memory.staging  # float32 voxels instead of uint8
     assert (made.itemsize_in, report.plan.itemsize_in) == (1, 4)
-    assert np.abs(place.prediction() - on_the_cpu(place)).max() <= LIMIT["tf32"]
+    assert np.abs(place.prediction() - on_the_cpu(place)).max() <= TOLERANCES["tf32"]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +309,7 @@ def test_refused_memory_keeps_finished_patches(stopped: Place, monkeypatch: pyte
     assert 0 < report.computed < report.voxels
     assert report.plan.patch_out == (4, 8, 8)
     assert any("planned anew" in warning for warning in report.warnings)
-    assert np.abs(stopped.prediction() - on_the_cpu(stopped)).max() <= LIMIT["tf32"]
+    assert np.abs(stopped.prediction() - on_the_cpu(stopped)).max() <= TOLERANCES["tf32"]
     assert prod(stopped.prediction().shape[1:]) == report.voxels
 
 
