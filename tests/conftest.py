@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device
+    from znnpy.machine import Gpu
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
@@ -72,6 +73,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(autouse=True)
+def _the_gpu_is_for_tests_that_want_it(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of all others find none, here and in processes that they start: they say on which device they run."""
+    if not has_driver() or request.node.get_closest_marker("gpu"):
+        return
+    from znnpy.errors import DeviceError
+    from znnpy.run import devices
+
+    def none() -> Gpu:
+        raise DeviceError("tests that are not marked for it have no GPU")
+
+    monkeypatch.setattr(devices, "find_gpu", none)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(scope="session")
