@@ -111,6 +111,7 @@ class Ways:
     in_one: bool = True  # a convolution and the pooling behind it in one, where a primitive can
     machine: Machine = MACHINE  # with a GPU: primitives for it, and no others
     table: tuple[Primitive, ...] = TABLE
+    cheap: bool = False  # the variant that does least, not any
     _random: Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +124,10 @@ class Ways:
         if not able:
             return None
         primitive = self._random.choice(able)
-        return primitive, self._random.choice(primitive.variants(shape, self.machine))
+        variants = primitive.variants(shape, self.machine)
+        if self.cheap:
+            return primitive, min(variants, key=lambda v: sum(work.flops for work in primitive.work(shape, v)))
+        return primitive, self._random.choice(variants)
 
     @property
     def device(self) -> DeviceKind:
