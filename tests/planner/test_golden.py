@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from znnpy.formats.networks import read_network
 from znnpy.kernels.cpu.native import library as native
-from znnpy.machine import Limits, Machine
+from znnpy.machine import Gpu, Limits, Machine
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
-from znnpy.shapes import text
+from znnpy.shapes import PRECISIONS, Precision, text
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.txt"
 MACHINE = Machine("made up", "avx512", 2, 2**40, "openblas SkylakeX", ())
+H200 = Gpu("made up", (9, 0), 132, 140 * 2**30, 60 * 2**20, 227 * 2**10, 228 * 2**10, 4.8e12, 13000, ())
 CASES = [
     *((name, 512, ram) for name in ("n337", "n537", "n726", "n926") for ram in ("8G", "64G", "256G")),
     ("fib25_boundary", 224, "600M"),
     ("fib25_boundary", 224, "2G"),
+]
+GPU_CASES: list[tuple[str, int, str, Precision]] = [
+    *((name, 512, "120G", "tf32") for name in ("n337", "n537", "n726", "n926")),
+    *(("n537", 512, "120G", precision) for precision in PRECISIONS if precision != "tf32"),
+    ("n926", 512, "10G", "fp32"),
+    ("fib25_boundary", 224, "2G", "fp16"),
 ]
 COMPILED = native.why_not(MACHINE) is None
 UNITS = {"M": 2**20, "G": 2**30}
@@ -32,6 +40,14 @@ UNITS = {"M": 2**20, "G": 2**30}
 def planned(name: str, side: int, ram: str) -> Plan:
     limits = Limits(int(ram[:-1]) * UNITS[ram[-1]], 2)
     return make_plan(read_network(name).network, (side, side, side), MACHINE, limits, baseline=150 * 2**20)
+
+
+def planned_on_gpu(name: str, side: int, vram: str, precision: Precision) -> Plan:
+    """On a card without cuDNN."""
+    limits = Limits(64 * 2**30, 2, int(vram[:-1]) * UNITS[vram[-1]])
+    network, machine = read_network(name).network, replace(MACHINE, gpu=H200)
+    words = {"device": "gpu", "precision": precision, "baseline": 500 * 2**20}
+    return make_plan(network, (side, side, side), machine, limits, **words)  # type: ignore[arg-type]
 
 
 def line(name: str, side: int, ram: str, plan: Plan) -> str:
@@ -60,9 +76,24 @@ def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
     assert spent < 5, f"planning took {spent:.1f} s"
 
 
+@pytest.mark.parametrize(("name", "side", "vram", "precision"), GPU_CASES)
+def test_gpu_plans_are_as_they_were(name: str, side: int, vram: str, precision: Precision) -> None:
+    start = time.process_time()
+    plan = planned_on_gpu(name, side, vram, precision)
+    spent = time.process_time() - start
+    label = f"{vram} {precision} on a GPU"
+    expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {label}:"))
+    assert line(name, side, label, plan) == expected
+    assert plan.memory.over(plan.limits) == (0, 0)
+    plan.check_runs(read_network(name).network, replace(MACHINE, gpu=H200))
+    assert spent < 20, f"planning took {spent:.1f} s"
+
+
 def lines() -> Iterator[str]:
     for case in CASES:
         yield line(*case, planned(*case))
+    for name, side, vram, precision in GPU_CASES:
+        yield line(name, side, f"{vram} {precision} on a GPU", planned_on_gpu(name, side, vram, precision))
 
 
 if __name__ == "__main__":
