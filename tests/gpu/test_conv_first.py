@@ -107,6 +107,18 @@ def test_planes_are_carried_and_images_lie_apart(
     assert error(out, x, weights, shape) <= (1e-6 if variant == FLOAT else 1e-3)
 
 
+@pytest.mark.parametrize("variant", [FLOAT, TENSOR], ids=str)
+def test_a_block_walks_along_z_where_there_are_many(
+    device: Any, monkeypatch: pytest.MonkeyPatch, variant: Variant
+) -> None:
+    monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
+    shape = ConvShape(9, 2, 7, (6, 3, 3), (2, 2, 3), "relu")
+    x, weights = random_input(shape), random_weights(shape)
+    out, peak = run(device, shape, x, weights, variant)
+    assert error(out, x, weights, shape) <= (1e-6 if variant == FLOAT else 1e-3)
+    assert peak == np.abs(out).max()
+
+
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], SHAPES[5]], ids=str)
 def test_half_precision_is_storage_and_tf32(device: Any, shape: ConvShape) -> None:
     shape = replace(shape, precision="fp16")

@@ -35,14 +35,16 @@ def poisoned(device: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def grey(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
-    """Values over the whole range that float32 tells apart in each type, and the ends of integer types."""
+    """Values over the whole range that float32 tells apart in each type; the last is the largest."""
     rng = np.random.default_rng(seed)
     kind = np.dtype(dtype)
     if kind.kind == "f":
-        return (1000 * rng.standard_normal(shape)).astype(kind)
+        floats = 1000 * rng.standard_normal(shape)
+        floats.flat[-1] = 9000
+        return floats.astype(kind)
     info = np.iinfo(kind)
     values = rng.integers(max(info.min, -(2**40)), min(info.max, 2**40), shape, dtype=kind, endpoint=True)
-    values.flat[:2] = info.min, info.max
+    values.flat[0], values.flat[-1] = info.min, info.max
     return values
 
 
@@ -190,6 +192,25 @@ def test_zeros_and_peaks(device: Any, dtype: Any, n: Vec3) -> None:
     after = device.get(x)
     assert not after[1::2].any()
     np.testing.assert_array_equal(after[::2], values[::2])
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+def test_images_may_begin_anywhere(device: Any, offset: int) -> None:
+    """A wide word on a wrong address is an error of the device, not of the emulator."""
+    values = np.random.default_rng(9).standard_normal(2 * (offset + 96) + offset).astype(np.float32)
+    whole, peak, m = device.put(values, "images"), word(device), moves(device)
+    sizes, strides = (2, 3, 2, 4, 4), (4 * (96 + offset), 128, 64, 16, 4)
+    x = device.view(whole, sizes, np.float32, offset=4 * offset, strides=strides)
+    kept = device.view(whole, (2, 1, 2, 4, 4), np.float32, offset=4 * offset, strides=strides)
+    images = np.lib.stride_tricks.as_strided(values[offset:], sizes, strides).copy()
+    m.peak(x, device.address(peak))
+    assert device.get(peak)[0] == np.abs(images).max()
+    m.keep(kept, x[:, 1:], join=False)
+    np.testing.assert_array_equal(device.get(kept)[:, 0], images[:, 2])
+    m.clear(x)
+    after = device.get(whole)
+    assert (after == 0).sum() == 192
+    assert (after[-offset:] == values[-offset:]).all()
 
 
 @pytest.mark.parametrize("worst", [np.inf, -np.inf, np.nan])
