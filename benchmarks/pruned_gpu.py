@@ -97,7 +97,7 @@ class Contestants:
         step.transform_kernels(0, self._maps, self._scratch)
 
     def image(self) -> None:
-        self._lines.transform_maps(self._last, None, 0, 0, self._maps, self._scratch)
+        self._lines.transform_maps(self._last[None], None, 0, self._maps, self._scratch)
 
     def plain(self) -> None:
         m = self._size

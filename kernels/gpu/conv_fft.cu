@@ -30,28 +30,29 @@ DEVICE Tile tile_of(long long columns, long long maps, long long lines) {
     return {column * TILE, rest % groups * TILE, rest / groups % lines, rest / groups / lines};
 }
 
-/* An image that may begin with planes carried from elsewhere. */
+/* Images that may begin with planes carried from elsewhere; steps from one to the next. */
 template <class T> struct Planes {
     const T *before, *x;
-    long long carried;  // planes in `before`
-    DEVICE const T* plane(long long z, long long values) const {
-        return z < carried ? before + z * values : x + (z - carried) * values;
+    long long carried, before_step, x_step;
+    DEVICE const T* plane(long long s, long long z, long long values) const {
+        return z < carried ? before + s * before_step + z * values : x + s * x_step + (z - carried) * values;
     }
 };
 
-/* target[map][z][y][column], `pitch` columns, zero from nx on, for maps first .. first + maps of one image. */
+/* target[map][z][y][column], `pitch` columns, zero from nx on; maps are `maps` from `first` on of all images' (S, f). */
 template <class T>
-__global__ void gather(const T* before, const T* x, float* target, long long carried, long long fin, long long first,
-                       long long maps, long long nz, long long ny, long long nx, long long pitch) {
+__global__ void gather(const T* before, const T* x, float* target, long long carried, long long before_step,
+                       long long x_step, long long fin, long long first, long long maps, long long nz, long long ny,
+                       long long nx, long long pitch) {
     SHARED(float, tile, [TILE][TILE + 1]);
     const auto [column, map, y, z] = tile_of(pitch, maps, ny);
-    const Planes<T> planes{before, x, carried};
-    const T* line = planes.plane(z, ny * nx * fin) + y * nx * fin + first;
+    const Planes<T> planes{before, x, carried, before_step, x_step};
     const int lane = threadIdx.x;
-    for (int row = threadIdx.y; row < TILE; row += ROWS) {
-        const bool inside = column + row < nx && map + lane < maps;
-        tile[row][lane] = inside ? load_activation(line + (column + row) * fin + map + lane) : 0.0f;
-    }
+    const long long s = (first + map + lane) / fin, i = (first + map + lane) % fin;
+    const bool wanted = map + lane < maps;
+    const T* line = wanted ? planes.plane(s, z, ny * nx * fin) + y * nx * fin + i : nullptr;
+    for (int row = threadIdx.y; row < TILE; row += ROWS)
+        tile[row][lane] = wanted && column + row < nx ? load_activation(line + (column + row) * fin) : 0.0f;
     sync_block();
     for (int row = threadIdx.y; row < TILE; row += ROWS)
         if (map + row < maps && column + lane < pitch)
@@ -112,24 +113,30 @@ extern "C" __global__ void expand(const float2* source, float2* target, const fl
     }
 }
 
-/* For OUTPUTS kernels and IMAGES images. `spectra` and `sums` point at the first of them; strides are complex numbers
- * from image to image; `count` maps are summed, onto what `sums` holds if `add`.
+/* OUTPUTS kernels times IMAGES images a thread, and as many groups of either as the grid has; groups of the same
+ * frequencies run side by side, so that they share what they read in the L2 cache. `spectra` and `sums` point at the
+ * first image, `kernels` at the first kernel; `count` maps are summed, onto what `sums` holds if `add`.
  */
 template <int OUTPUTS, int IMAGES>
-__global__ void multiply(const float2* spectra, const float2* kernels, float2* sums, long long image,
-                         long long count, long long kernel_stride, long long spectra_stride, long long sums_stride,
-                         long long add) {
-    const long long at = global_thread();
+__global__ void multiply(const float2* spectra, const float2* kernels, float2* sums, long long image, long long count,
+                         long long kernel_stride, long long spectra_stride, long long sums_stride, long long add,
+                         long long output_groups, long long image_groups) {
+    const long long groups = output_groups * image_groups, group = blockIdx.x % groups;
+    const long long at = blockIdx.x / groups * blockDim.x + threadIdx.x;
     if (at >= image) return;
+    const long long g0 = group % output_groups * OUTPUTS, s0 = group / output_groups * IMAGES;
+    spectra += s0 * spectra_stride + at;
+    kernels += g0 * kernel_stride + at;
+    sums += s0 * sums_stride + g0 * image + at;
     float2 sum[OUTPUTS][IMAGES];
     for (int g = 0; g < OUTPUTS; ++g)
         for (int s = 0; s < IMAGES; ++s)
-            sum[g][s] = add ? sums[s * sums_stride + g * image + at] : make_float2(0.0f, 0.0f);
+            sum[g][s] = add ? sums[s * sums_stride + g * image] : make_float2(0.0f, 0.0f);
     for (long long i = 0; i < count; ++i) {
         float2 value[IMAGES];
-        for (int s = 0; s < IMAGES; ++s) value[s] = spectra[s * spectra_stride + i * image + at];
+        for (int s = 0; s < IMAGES; ++s) value[s] = spectra[s * spectra_stride + i * image];
         for (int g = 0; g < OUTPUTS; ++g) {
-            const float2 w = kernels[g * kernel_stride + i * image + at];
+            const float2 w = kernels[g * kernel_stride + i * image];
             for (int s = 0; s < IMAGES; ++s) {
                 sum[g][s].x += value[s].x * w.x + value[s].y * w.y;
                 sum[g][s].y += value[s].y * w.x - value[s].x * w.y;
@@ -137,17 +144,18 @@ __global__ void multiply(const float2* spectra, const float2* kernels, float2* s
         }
     }
     for (int g = 0; g < OUTPUTS; ++g)
-        for (int s = 0; s < IMAGES; ++s) sums[s * sums_stride + g * image + at] = sum[g][s];
+        for (int s = 0; s < IMAGES; ++s) sums[s * sums_stride + g * image] = sum[g][s];
 }
 
-/* out[z][y][column][first + map] = activation(bias + scale * lines[map][z][y][column]) of one image. */
+/* out[s][z][y][column][g] = activation(bias[g] + scale * lines[map][z][y][column]), first + map = s f' + g. */
 template <class T>
 __global__ void scatter(const float* lines, T* out, const float* bias, float* peak, float scale, long long activation,
-                        long long fout, long long first, long long maps, long long mz, long long my, long long mx,
+                        long long out_step, long long fout, long long first, long long maps, long long mz, long long my, long long mx,
                         long long pitch) {
     SHARED(float, tile, [TILE][TILE + 1]);
     const auto [column, map, y, z] = tile_of(mx, maps, my);
     const int lane = threadIdx.x;
+    const long long s = (first + map + lane) / fout, g = (first + map + lane) % fout;
     for (int row = threadIdx.y; row < TILE; row += ROWS)
         if (map + row < maps && column + lane < mx)
             tile[row][lane] = lines[(((map + row) * mz + z) * my + y) * pitch + column + lane];
@@ -155,9 +163,9 @@ __global__ void scatter(const float* lines, T* out, const float* bias, float* pe
     float largest = 0.0f;
     for (int row = threadIdx.y; row < TILE; row += ROWS)
         if (column + row < mx && map + lane < maps) {
-            const float value = activate(tile[lane][row] * scale + bias[first + map + lane], (int)activation);
+            const float value = activate(tile[lane][row] * scale + bias[g], (int)activation);
             largest = larger_magnitude(largest, value);
-            store_activation(out + ((z * my + y) * mx + column + row) * fout + first + map + lane, value);
+            store_activation(out + s * out_step + ((z * my + y) * mx + column + row) * fout + g, value);
         }
     raise_peak_by_warp(peak, largest);
 }

@@ -1,7 +1,8 @@
 """Whole-image FFT convolution on cuFFT (ZNNi algorithm 3), with the pruned transforms of III-C.
 
-Method   0  For some maps of an image at a time: lines along x, padded; turned over, lines along y, padded; turned over,
-            lines along z. Lines of padding are never transformed: n_z n_y of them, then n_z h, then h g_y.
+Method   0  For some maps at a time, of one image or of several: lines along x, padded; turned over, lines along y,
+            padded; turned over, lines along z. Lines of padding are never transformed: n_z n_y of them, then n_z h,
+            then h g_y.
          1  For some kernels at a time, the same with k_z k_y, k_z h, h g_y lines; the last are computed from their k_z
             values by a kernel of ours, which reads next to nothing where cuFFT would read and write what it was padded
             to. Another multiplies them with the spectra of all images and sums.
@@ -37,7 +38,8 @@ BLOCK = (TILE, 8, 1)
 THREADS = 256  # of a block that turns nothing
 EXPANDED = 16  # values of a line that is not zero, up to which Horner's rule beats a padded transform
 TOGETHER = 4  # kernels, and images, that one thread multiplies at once at most
-LINES_VALUES = 2**26  # complex numbers of one call of cuFFT: enough to fill a card, far below 2^31
+FULL_VALUES = 2**25  # complex numbers: transforming as many at once fills a card
+LINES_VALUES = 2**26  # complex numbers of one call of cuFFT: far below 2^31
 LONGEST = 2048  # points: what cuFFT's needs are known of (libraries.py)
 WORK_ALIGNMENT = 256  # bytes
 WORK_BYTES = 1024 + WORK_ALIGNMENT  # that cuFFT may use for lines along x beyond what they themselves have
@@ -51,7 +53,7 @@ class _Sizes(NamedTuple):
     padded: Vec3  # the transform's size
     half: int  # frequencies along x
     image: int  # complex numbers of one map's spectrum
-    maps_in: int  # maps transformed at once
+    maps_in: int  # maps transformed at once, of any images
     kernels: int  # kernels transformed at once
     maps_out: int  # maps transformed back at once
 
@@ -64,9 +66,9 @@ def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
         (gz, gy, gx),
         half,
         gz * gy * half,
-        min(most, shape.fin),
+        min(most, shape.batch * shape.fin),
         min(kernels, shape.fin * shape.fout),
-        min(most, shape.fout),
+        min(most, shape.batch * shape.fout),
     )
 
 
@@ -113,8 +115,10 @@ class ConvFft:
         del machine
         shape = as_conv(shape)
         pairs = shape.fin * shape.fout
-        most = (TOGETHER * shape.fin, shape.fin, 8)
-        return tuple(Variant.of(maps=maps) for maps in dict.fromkeys(min(maps, pairs) for maps in most))
+        image = _sizes(shape, Variant.of(maps=1)).image
+        most = (max(TOGETHER * shape.fin, FULL_VALUES // image), shape.fin, 8)
+        largest = max(pairs, shape.batch * max(shape.fin, shape.fout))
+        return tuple(Variant.of(maps=maps) for maps in dict.fromkeys(min(maps, largest) for maps in most))
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
@@ -142,8 +146,7 @@ class ConvFft:
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
         t = _sizes(shape, variant)
-        outputs = min(TOGETHER, max(1, t.kernels // shape.fin))
-        images = min(TOGETHER, shape.batch)
+        chunks = -(-shape.fin * shape.fout // max(t.kernels, shape.fin))
         forward, kernels, back = (_passes(t, size) for size in (shape.n, shape.k, shape.out))
         kernels -= 2.0 * t.image if shape.k[0] <= EXPANDED else 0.0
         pairs = shape.fin * shape.fout
@@ -152,8 +155,8 @@ class ConvFft:
             shape.in_bytes
             + shape.out_bytes
             + COMPLEX64 * (shape.batch * (shape.fin * forward + shape.fout * back) + pairs * kernels)
-            # to multiply: a value of each kernel for `images` images, a value of each image for `outputs` kernels
-            + COMPLEX64 * t.image * pairs * shape.batch * (1 / images + 1 / outputs)
+            # to multiply: each kernel once, all images once for as many kernels as there are at a time
+            + COMPLEX64 * t.image * (pairs + shape.batch * (shape.fin * chunks + shape.fout))
         )
         return (Work("gpu_cufft", flops + 8.0 * t.image * pairs * shape.batch, nbytes),)
 
@@ -225,8 +228,8 @@ class FftStep:
         self._sizes = t = _sizes(shape, variant)
         self._type = "half" if shape.precision == "fp16" else "float"
         chunks = {count for _, count in _some(shape.fin * shape.fout, t.kernels)}
-        outputs = {count for chunk in chunks for _, count in _some(chunk // shape.fin or 1, TOGETHER)}
-        images = {count for _, count in _some(shape.batch, TOGETHER)}
+        outputs = {each for chunk in chunks for _, each, _ in _groups(chunk // shape.fin or 1)}
+        images = {each for _, each, _ in _groups(shape.batch)}
         self._kernels = device.kernels(
             "conv_fft.cu",
             [
@@ -242,9 +245,9 @@ class FftStep:
         self._along_x = _Batches(device, "real", gx, t.half)
         self._expands = shape.k[0] <= EXPANDED
         for total, most, (nz, ny, _), expands in (
-            (shape.fin, t.maps_in, shape.n, False),
+            (shape.batch * shape.fin, t.maps_in, shape.n, False),
             (shape.fin * shape.fout, t.kernels, shape.k, self._expands),
-            (shape.fout, t.maps_out, shape.out, False),
+            (shape.batch * shape.fout, t.maps_out, shape.out, False),
         ):
             for maps in {count for _, count in _some(total, most)}:
                 self._along_x.plan(maps * nz * ny)
@@ -264,31 +267,24 @@ class FftStep:
     ) -> None:
         del x_peak  # the footprint does not ask for it
         shape, t = self._shape, self._sizes
-        for s in range(shape.batch):
-            for first, maps in _some(shape.fin, t.maps_in):
-                self.transform_maps(x[s], None if before is None else before[s], s, first, maps, scratch)
+        for first, maps in _some(shape.batch * shape.fin, t.maps_in):
+            self.transform_maps(x, before, first, maps, scratch)
         for first, kernels in _some(shape.fin * shape.fout, t.kernels):
             self.transform_kernels(first, kernels, scratch)
             self._multiply(first, kernels, scratch)
-        for s in range(shape.batch):
-            for first, maps in _some(shape.fout, t.maps_out):
-                self._invert(out[s], s, first, maps, out_peak, scratch)
+        for first, maps in _some(shape.batch * shape.fout, t.maps_out):
+            self._invert(out, first, maps, out_peak, scratch)
 
-    def transform_maps(
-        self, x: Any, before: Any | None, s: int, first: int, maps: int, scratch: Mapping[str, Any]
-    ) -> None:
-        """Spectra of `maps` maps of one image (n_z, n_y, n_x, f), in their places."""
+    def transform_maps(self, x: Any, before: Any | None, first: int, maps: int, scratch: Mapping[str, Any]) -> None:
+        """Spectra of `maps` maps, counted from all (S, f), in their places."""
         shape, t = self._shape, self._sizes
         nz, ny, nx = shape.n
-        at = (s * shape.fin + first) * t.image
-        pitch = 2 * t.half
+        at, pitch = first * t.image, 2 * t.half
+        carried, before_step = (0, 0) if before is None else (before.shape[1], before.strides[0] // before.itemsize)
         self._kernels[f"gather<{self._type}>"](
             (-(-pitch // TILE) * -(-maps // TILE) * ny * nz,),
             BLOCK,
-            before,
-            x,
-            self._from(scratch["spectra"], at),
-            0 if before is None else before.shape[0],
+            *(before, x, self._from(scratch["spectra"], at), carried, before_step, x.strides[0] // x.itemsize),
             *(shape.fin, first, maps, nz, ny, nx, pitch),
         )
         self._forward(scratch["spectra"], at, scratch["lines_in"], maps, nz, ny, expand=False)
@@ -323,30 +319,44 @@ class FftStep:
 
     def _multiply(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
         """Add what the `kernels` kernels from `first` on give to the sums of their output maps."""
-        shape, t = self._shape, self._sizes
+        shape = self._shape
         output, i = divmod(first, shape.fin)
         done = 0
-        while done < kernels:
-            count = min(shape.fin - i, kernels - done)
-            outputs = min(TOGETHER, (kernels - done) // shape.fin) or 1
-            for s, images in _some(shape.batch, TOGETHER):
-                self._kernels[f"multiply<{outputs}, {images}>"](
-                    (-(-t.image // THREADS),),
-                    (THREADS,),
-                    self._from(scratch["spectra"], (s * shape.fin + i) * t.image),
-                    self._from(scratch["kernels"], done * t.image),
-                    self._from(scratch["sums"], (s * shape.fout + output) * t.image),
-                    *(t.image, count, shape.fin * t.image, shape.fin * t.image, shape.fout * t.image, int(i > 0)),
-                )
+        while done < kernels:  # whole output maps all at once, or what there is of one
+            count, outputs = min(shape.fin - i, kernels - done), max(1, (kernels - done) // shape.fin)
+            for g, outputs_each, output_groups in _groups(outputs):
+                for s, images_each, image_groups in _groups(shape.batch):
+                    self._multiply_group(
+                        (outputs_each, images_each, output_groups, image_groups),
+                        (s, output + g, i, done + g * shape.fin, count),
+                        scratch,
+                    )
             done += outputs * count  # several outputs have all their maps here
             output, i = output + outputs, 0
 
-    def _invert(self, out: Any, s: int, first: int, maps: int, peak: int, scratch: Mapping[str, Any]) -> None:
-        """Sums of `maps` maps, transformed back, to their places in one image (m_z, m_y, m_x, f')."""
+    def _multiply_group(
+        self, groups: tuple[int, int, int, int], first: tuple[int, int, int, int, int], scratch: Mapping[str, Any]
+    ) -> None:
+        """groups: output maps and images of a thread, groups of either. first: image, output, input, kernel; inputs."""
+        shape, t = self._shape, self._sizes
+        outputs, images, output_groups, image_groups = groups
+        s, output, i, kernel, count = first
+        self._kernels[f"multiply<{outputs}, {images}>"](
+            (-(-t.image // THREADS) * output_groups * image_groups,),
+            (THREADS,),
+            self._from(scratch["spectra"], (s * shape.fin + i) * t.image),
+            self._from(scratch["kernels"], kernel * t.image),
+            self._from(scratch["sums"], (s * shape.fout + output) * t.image),
+            *(t.image, count, shape.fin * t.image, shape.fin * t.image, shape.fout * t.image, int(i > 0)),
+            *(output_groups, image_groups),
+        )
+
+    def _invert(self, out: Any, first: int, maps: int, peak: int, scratch: Mapping[str, Any]) -> None:
+        """Sums of `maps` maps, counted from all (S, f'), transformed back, to their places."""
         shape, t = self._shape, self._sizes
         gz, gy, gx = t.padded
         mz, my, mx = shape.out
-        store, lines, at = scratch["sums"], scratch["lines_out"], (s * shape.fout + first) * t.image
+        store, lines, at = scratch["sums"], scratch["lines_out"], first * t.image
         self._along_z.backward(store, at, maps * t.half * gy, lines[:0])
         self._turn(self._from(store, at), lines, maps, (t.half * gy, gz), (mz, t.half * gy))
         self._along_y.backward(lines, 0, maps * mz * t.half, lines[:0])
@@ -361,6 +371,7 @@ class FftStep:
             np.uint64(peak),
             1.0 / (gz * gy * gx),
             ACTIVATIONS.index(shape.activation),
+            out.strides[0] // out.itemsize,
             *(shape.fout, first, maps, mz, my, mx, 2 * t.half),
         )
 
@@ -382,3 +393,12 @@ def _some(total: int, most: int) -> Iterator[tuple[int, int]]:
     """`total` things, `most` at a time: the first, and how many."""
     for first in range(0, total, most):
         yield first, min(most, total - first)
+
+
+def _groups(total: int) -> Iterator[tuple[int, int, int]]:
+    """`total` things, TOGETHER in a group, and what is left: the first, how many in a group, how many groups."""
+    groups, rest = divmod(total, TOGETHER)
+    if groups:
+        yield 0, TOGETHER, groups
+    if rest:
+        yield groups * TOGETHER, rest, 1
