@@ -107,7 +107,7 @@ def _memory(plan: Plan) -> Table:
     """What the process takes, and below it what a GPU does where the layers run there."""
     memory, limits, what = plan.memory, plan.limits, "steps" if plan.walks else "patches"
     around = [
-        ("the process itself, measured", memory.baseline),
+        (f"the process itself, {'with CUDA in it' if plan.device == 'gpu' else 'measured'}", memory.baseline),
         (f"{what} on their way in", memory.reading),
         (f"{what} on their way out", memory.writing),
     ]

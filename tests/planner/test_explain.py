@@ -328,7 +328,7 @@ def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -
     said, memory = " ".join(stream.getvalue().split()), plan.memory
     what = "steps" if cover else "patches"
     for row, nbytes in (
-        ("the process itself, measured", memory.baseline),
+        ("the process itself, with CUDA in it", memory.baseline),
         (f"{what} on their way in", memory.reading),
         (f"{what} on their way out", memory.writing),
         ("peak, of the limit of 2.00 GiB", memory.peak),
