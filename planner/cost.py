@@ -56,11 +56,11 @@ CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the
 # Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's of 30 runs of 80 to 80 maps, k = 2 to 9, tiles of 16
 # to 32, all precisions (2026-11-21), within 20 %, most within 10 %.
 GPU_RATES: Mapping[Unit, Rate] = {
-    "gpu_fft16": Rate(flops=17e12, nbytes=3.4e12),
-    "gpu_fft24": Rate(flops=17e12, nbytes=3.2e12),
-    "gpu_fft32": Rate(flops=18e12, nbytes=3.0e12),
-    "gpu_half_product": Rate(flops=197e12, nbytes=2.7e12),
-    "gpu_split_product": Rate(flops=224e12, nbytes=2.5e12),
+    "gpu_fft16": Rate(flops=18e12, nbytes=3.4e12),
+    "gpu_fft24": Rate(flops=19e12, nbytes=3.0e12),
+    "gpu_fft32": Rate(flops=21e12, nbytes=3.0e12),
+    "gpu_half_product": Rate(flops=215e12, nbytes=2.95e12),
+    "gpu_split_product": Rate(flops=300e12, nbytes=2.8e12),
     "gpu_float_product": Rate(flops=37e12, nbytes=3.5e12),
     "gpu_direct": Rate(flops=15e12, nbytes=3.0e12),
     "gpu_first": Rate(flops=25e12, nbytes=3.2e12),
