@@ -214,6 +214,30 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(stopped: Place) -> None:
     np.testing.assert_array_equal(resumed.view(np.uint32), stopped.prediction().view(np.uint32))
 
 
+def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = 0
+
+    class Failing(EmulatedDevice):
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            nonlocal copies
+            copies += 1
+            if copies > 20:
+                raise DeviceError("cudaMemcpyAsync was refused: cudaErrorIllegalAddress")
+            super().copy_async(target, source, stream)
+
+    monkeypatch.setattr(devices, "Device", Failing)
+    words: dict[str, Any] = {"patch": (4, 8, 8), "cover": "patches"}
+    with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
+        go(place, **words)
+    assert not place.out.exists()
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    report = go(place, resume=True, **words)
+    assert 0 < report.computed < report.voxels
+    resumed = place.prediction()
+    go(place, overwrite=True, **words)
+    np.testing.assert_array_equal(resumed.view(np.uint32), place.prediction().view(np.uint32))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
