@@ -6,7 +6,8 @@
  * for, and a barrier that not all threads reach, an access beyond an array or a stack that is too small end the launch
  * with a sentence. It proves indexing and arithmetic; it finds no bank conflicts and not every race.
  *
- * Float is IEEE single with denormals (a device flushes them); expf, tanhf and their like are the C library's.
+ * Float is IEEE single, and denormals are zeros, as CuPy has kernels compiled; expf, tanhf and their like are the C
+ * library's.
  * One launch at a time: everything here is global.
  */
 #pragma once
@@ -589,6 +590,26 @@ struct Signals {  // faults of a kernel are ours while it runs
     }
 };
 
+class ZeroDenormals {  // while it lives; fibers do not change it
+  public:
+#if defined(__x86_64__)
+    ZeroDenormals() : before(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(before | 0x8040u); }
+    ~ZeroDenormals() { __builtin_ia32_ldmxcsr(before); }
+
+  private:
+    unsigned before;
+#else
+    ZeroDenormals() {
+        asm volatile("mrs %0, fpcr" : "=r"(before));
+        asm volatile("msr fpcr, %0" ::"r"(before | 1ull << 24));
+    }
+    ~ZeroDenormals() { asm volatile("msr fpcr, %0" ::"r"(before)); }
+
+  private:
+    unsigned long long before;
+#endif
+};
+
 struct Launch {
     unsigned grid[3], block[3];
     unsigned long long shared_bytes;
@@ -614,6 +635,7 @@ inline const char* run(const Launch& launch, void (*thread)(void*), void* state)
     failed = false;
     {
         const Signals signals;
+        const ZeroDenormals zeros;
         int turn = 0;
         for (unsigned z = 0; z < gridDim.z && !failed; ++z)
             for (unsigned y = 0; y < gridDim.y && !failed; ++y)

@@ -173,4 +173,8 @@ extern "C" __global__ void activations(const float* in, float* out, long long co
 
 extern "C" __global__ void softmaxes(float* values, int maps) { softmax(values + threadIdx.x * maps, maps); }
 
+extern "C" __global__ void times(const float* in, float* out, float factor) {
+    out[threadIdx.x] = in[threadIdx.x] * factor;
+}
+
 extern "C" __global__ void beyond(float* values, long long at) { values[at] = 1.0f; }

@@ -34,6 +34,7 @@ NAMES = (
     "copies<0>",
     "activations",
     "softmaxes",
+    "times",
 )
 FAULTS = ("sum_of_block<0>", "untouched<1>", "half_a_barrier", "copies<2>", "beyond", "add_one")
 
@@ -211,6 +212,17 @@ def test_activations_are_those_of_the_definition(device: Any, kernels: dict[str,
         expected = [wide, np.maximum(wide, 0), np.tanh(wide), 1 / (1 + np.exp(-wide))]
     assert ACTIVATIONS == ("none", "relu", "tanh", "sigmoid", "softmax")
     np.testing.assert_allclose(device.get(out), expected, rtol=3e-7, atol=1e-37)
+
+
+def test_denormals_are_zeros(device: Any, kernels: dict[str, Any]) -> None:
+    """CuPy has it so: scales must not depend on them."""
+    values = np.array([1e-39, -1e-39, 1.2e-38, 3e-45], np.float32)
+    out = poisoned(device, 4)
+    kernels["times"]((1,), (4,), device.put(values, "values"), out, 1.0)
+    assert np.array_equal(device.get(out), [0, 0, values[2], 0])
+    kernels["times"]((1,), (4,), device.put(values, "values"), out, 0.5)
+    assert np.array_equal(device.get(out), [0, 0, 0, 0])
+    assert values[0] * np.float32(2) > 0  # on the host they are what they were
 
 
 def test_softmax_is_over_the_maps_of_a_voxel(device: Any, kernels: dict[str, Any]) -> None:
