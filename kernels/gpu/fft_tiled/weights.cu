@@ -11,7 +11,7 @@ extern "C" __global__ void weight_bounds(const float2* S, long long frequencies,
     float sum = 0.0f;
     for (long long map = 0; map < maps_in; map++) {
       const float2 v = column[map * slice];
-      const float size = sqrtf(v.x * v.x + v.y * v.y);
+      const float size = fabsf(v.x) + fabsf(v.y);  // no less than |S|, and no overflow on the way
       sum += size;
       largest = larger_magnitude(largest, size);
     }
