@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from pathlib import Path
@@ -105,9 +105,7 @@ def verify(
         said = store_for(output).attributes_of(output)
         if not {"job", "network", "offset"} <= said.keys():
             raise VolumeError(f"{output} was not written by znnpy; give what `znnpy infer` wrote")
-        precision = str(said.get("precision", "fp32"))  # outputs of versions without a GPU do not say it
-        if precision not in TOLERANCES:
-            raise VolumeError(f"{output} says it was predicted in {precision!r}, which this version does not know")
+        precision = _precision(said, output)
         tolerance = TOLERANCES[precision] if tolerance is None else tolerance
         job = json.loads(said["job"])
         trained = _trained(job, said["network"], output, network, weights)
@@ -180,6 +178,17 @@ class _Judged:
             allowed=float(allowed[sample, channel]),
             magnitude=float(magnitude[sample, channel]),
         )
+
+
+def _precision(said: Mapping[str, Any], output: Path) -> str:
+    """What the output was predicted in; VolumeError when it is none of TOLERANCES."""
+    precision = str(said.get("precision", "fp32"))  # outputs of versions without a GPU do not say it
+    if precision not in TOLERANCES:
+        raise VolumeError(
+            f"{output} says it was predicted in {precision!r}, which this version does not know; verify it with the "
+            "version that wrote it"
+        )
+    return precision
 
 
 def _trained(
