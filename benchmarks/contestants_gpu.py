@@ -66,8 +66,9 @@ class Held:
     dtype: np.dtype[np.uint8] = field(default_factory=lambda: np.dtype(np.uint8))
 
     def read(self, lo: Vec3, out: Voxels) -> None:
+        size = self.voxels.shape[1:]
         hi = add(lo, (out.shape[1], out.shape[2], out.shape[3]))
-        there = tuple(slice(a, min(b, size)) for a, b, size in zip(lo, hi, self.voxels.shape[1:], strict=True))
+        there = tuple(slice(min(a, n - 1), min(b, n)) for a, b, n in zip(lo, hi, size, strict=True))
         part = self.voxels[(slice(None), *there)]
         missing = [(0, a - b) for a, b in zip(out.shape, part.shape, strict=True)]
         np.copyto(out, np.pad(part, missing, "edge") if any(more for _, more in missing) else part)
@@ -154,7 +155,7 @@ def volume_run(request: Request) -> Answer:
         "stage_seconds": dict(timings.stage_seconds),
         "planning_seconds": planned - began,  # and measuring layers, where no earlier run did
         "preparing_seconds": prepared - before,
-        "not_written": int(np.isnan(target.voxels).sum()),
+        "not_written": sum(int(np.isnan(plane).sum()) for maps in target.voxels for plane in maps),
         "planned_voxels_per_second": plan.voxels_per_second,
         "planned_vram_bytes": plan.memory.vram,
         "vram_bytes": taken,  # at its peak, with what CUDA took

@@ -219,7 +219,7 @@ def kernels_of(run: Callable[[], Any]) -> list[dict[str, Any]]:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         run()
     return [
         {"name": event.key, "times": event.count, "seconds": event.device_time_total / 1e6}

@@ -29,6 +29,7 @@ SEED = 20261121
 VALUES = 2**26 - 5  # random ones; longer inputs repeat them, and a prime number of them meets no axis
 ALIGNMENT = 256  # of scratch, bytes
 HOPELESS = 1.6  # times the best variant's time: no second try
+FAR = 3.0  # times the best primitive's time: no other variants
 ROOM = 1 / 64  # of the card's memory, left to what libraries allocate
 PEERS: dict[Precision, tuple[PeerPrecision, ...]] = {"fp32": ("fp32",), "tf32": ("tf32",), "fp16": ("fp16", "bf16")}
 LAYOUTS: dict[str, tuple[Layout, ...]] = {"fp32": ("contiguous", "channels_last_3d")}
@@ -39,24 +40,6 @@ CORNER = 5  # output voxels along an axis of the boxes that are compared with th
 
 class Times(Protocol):
     def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float: ...
-
-
-@dataclass(slots=True)
-class Entry:
-    """A competitor. `run` queues the layer, `crop` gives a box of what it computed, (S, z, y, x, f) float32."""
-
-    name: str
-    precision: str
-    variant: str
-    measured: LayerShape
-    run: Callable[[], Any]
-    crop: Callable[[Vec3], Array]  # of CORNER voxels or less from this corner on
-    clock: Times
-    work: Sequence[Work] = ()  # of a primitive
-    predicted: float = 0.0  # seconds
-    scratch_bytes: int = 0
-    resident_bytes: int = 0
-    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -86,6 +69,26 @@ class Input:
         return np.asarray(self.some[places % self.some.size])
 
 
+@dataclass(slots=True)
+class Entry:
+    """A competitor. `run` queues the layer, `crop` gives a box of what it computed, (S, z, y, x, f) float32."""
+
+    name: str
+    precision: str
+    variant: str
+    measured: LayerShape
+    given: Input  # whose first voxels it takes, as many as `measured` says
+    run: Callable[[], Any]
+    crop: Callable[[Vec3], Array]  # of CORNER voxels or less from this corner on
+    clock: Times
+    poison: Callable[[], None] | None = None  # so that what is not written is seen
+    work: Sequence[Work] = ()  # of a primitive
+    predicted: float = 0.0  # seconds
+    scratch_bytes: int = 0
+    resident_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
 def random_input(shape: LayerShape, device: Device) -> Input:
     some = random_values(min(VALUES, prod(shape.in_shape)))
     block = device.put(some.astype(np.float16 if shape.itemsize == 2 else np.float32), "random numbers")
@@ -112,7 +115,15 @@ def random_values(count: int) -> Array:
 class Ours:
     """znnpy's primitives, with one output and one room for scratch that all of them share."""
 
-    def __init__(self, given: Input, device: Device, machine: Machine, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        given: Input,
+        device: Device,
+        machine: Machine,
+        options: argparse.Namespace,
+        best: float = float("inf"),
+    ) -> None:
+        self._best = best  # seconds an output voxel, of the fastest so far
         self._given, self._device, self._machine, self._options = given, device, machine, options
         self._rates = assumed_rates(machine, machine.cores, "gpu")
         shape = given.shape
@@ -124,7 +135,10 @@ class Ours:
         self._clock = Clock(device)
 
     def entries(self, void: list[str]) -> Iterator[Entry]:
-        """Each primitive that applies, with the variant that ran fastest; variants that failed are added to `void`."""
+        """Each primitive that applies, with the variant that ran fastest; variants that failed are added to `void`.
+
+        On a smaller volume where the cost model has it that a run would take longer than `--slow-seconds`.
+        """
         shape = self._given.shape
         for primitive in of_kind(shape.kind):
             if not primitive.name.startswith("gpu.") or (
@@ -134,7 +148,18 @@ class Ours:
             if reason := primitive.why_not(shape, self._machine):
                 print(f"  {primitive.name} does not apply to {shape}: {reason}")
                 continue
-            if entry := self._fastest(primitive, void):
+            where = self
+            if isinstance(shape, ConvShape):
+                spent = min(
+                    self._rates.seconds(primitive, shape, variant)
+                    for variant in primitive.variants(shape, self._machine)
+                )
+                less = smaller(shape, spent, self._options.slow_seconds)
+                if less != shape:
+                    there = random_input(less, self._device)
+                    where = Ours(there, self._device, self._machine, self._options, self._best)
+            if entry := where._fastest(primitive, void):
+                self._best = where._best
                 yield entry
 
     def _fastest(self, primitive: Primitive, void: list[str]) -> Entry | None:
@@ -144,7 +169,8 @@ class Ours:
         fitting.sort(key=lambda variant: self._rates.seconds(primitive, shape, variant))
         firsts = list({_tile(variant): variant for variant in reversed(fitting)}.values())[::-1]
         spent = self._spent(primitive, firsts[: self._options.variants], void)
-        if spent:
+        voxels = prod(shape.out_shape[:4])
+        if spent and min(spent.values()) / voxels < FAR * self._best:
             tile = _tile(min(spent, key=spent.__getitem__))
             others = [variant for variant in fitting if variant not in spent and _tile(variant) == tile]
             spent |= self._spent(primitive, others[: self._options.variants], void)
@@ -154,6 +180,7 @@ class Ours:
         if len(spent) > 1:
             figures = "; ".join(f"{variant or 'plain'} {1e3 * seconds:.2f}" for variant, seconds in spent.items())
             print(f"  {primitive.name}, ms: {figures}")
+        self._best = min(self._best, min(spent.values()) / voxels)
         return self._entry(primitive, min(spent, key=spent.__getitem__))
 
     def _spent(self, primitive: Primitive, variants: Sequence[Variant], void: list[str]) -> dict[Variant, float]:
@@ -212,9 +239,11 @@ class Ours:
             shape.precision,
             str(variant),
             shape,
+            self._given,
             run,
             self._crop,
             self._clock,
+            self.poison,
             primitive.work(shape, variant),
             self._rates.seconds(primitive, shape, variant),
             nbytes,
@@ -271,7 +300,7 @@ def torch_entries(given: Input, slow_seconds: float, where: str) -> Iterator[Ent
                 return np.asarray(box.float().cpu().numpy())
 
             clock: Times = TorchClock() if where == "cuda" else WallClock()
-            yield Entry(f"PyTorch conv3d, {layout}", precision, "", measured, run, crop, clock)
+            yield Entry(f"PyTorch conv3d, {layout}", precision, "", measured, given, run, crop, clock)
 
 
 def corners(out: Vec3) -> list[Vec3]:
@@ -300,10 +329,10 @@ def exact(given: Input, corner: Vec3, out: Vec3) -> Array:
     return convolve(part, given.weights.weight, given.weights.bias, shape.activation)  # type: ignore[return-value]
 
 
-def rms_error(entry: Entry, given: Input) -> float:
+def rms_error(entry: Entry) -> float:
     """Of boxes of the output, over the rms of the exact values; of the input as it was before it was rounded."""
     wrong = right = 0.0
-    shape = entry.measured
+    shape, given = entry.measured, entry.given
     images = shape.in_shape[0]
     for corner in corners(shape.out):
         if (shape, corner) not in given.known:

@@ -7,8 +7,8 @@ Rounds are interleaved: each runs every competitor once, in an order that altern
 of the device; work of less than 4 ms is queued several times. Bias and ReLU count on all sides. Of a primitive the
 variant that ran fastest takes part: of each size of tile the one that the cost model likes best is tried, then the
 others of the fastest size. cuDNN's algorithm is what PyTorch's benchmark mode finds fastest; channels last, in float32
-contiguous too. PyTorch runs what would take longer than `--slow-seconds` on a smaller volume; `measured` says which,
-and a star in the table. Kernel spectra and weights in PyTorch's formats are made before, as in a run over many patches.
+contiguous too. What would take longer than `--slow-seconds` runs on a smaller volume; `measured` says which, and a star
+in the table. Kernel spectra and weights in PyTorch's formats are made before, as in a run over many patches.
 
 Errors are rms over the rms of the float64 definition, of boxes at the beginning, in the middle and at the end of the
 output; inputs are ReLUs of normal numbers, and what rounding them to float16 costs counts. A competitor beyond the
@@ -123,11 +123,11 @@ class Bench:
         options = self._options
         print(f"\n{given.shape}: {case.why}", flush=True)
         ours = Ours(given, self._device, self._machine, options)
-        found = [(entry, self._error(entry, given, ours)) for entry in ours.entries(self.void)]
+        found = [(entry, self._error(entry)) for entry in ours.entries(self.void)]
         if options.torch:
             where = "cuda" if self._cuda else "cpu"
             peers = torch_entries(given, options.slow_seconds, where)
-            found += [(entry, self._error(entry, given, None)) for entry in peers]
+            found += [(entry, self._error(entry)) for entry in peers]
         right = [(entry, error) for entry, error in found if error is not None]
         self._compete([entry for entry, _ in right])
         return [self._row(case, given, entry, error, self._kernels(entry, right)) for entry, error in right]
@@ -139,21 +139,23 @@ class Bench:
             return ()
         return tuple(kernels_of(lambda: entry.clock.seconds(entry.run)))
 
-    def _error(self, entry: Entry, given: Input, ours: Ours | None) -> float | None:
+    def _error(self, entry: Entry) -> float | None:
         """Of a run on an output that held no numbers; None where its figure would be void."""
-        if ours is not None:
-            ours.poison()
+        if entry.poison is not None:
+            entry.poison()
         try:
             entry.clock.seconds(entry.run)
         except RuntimeError as failure:  # PyTorch's and cuDNN's own, and a DeviceError: told, and the rest is measured
-            self.void.append(f"{entry.name} {entry.precision} {entry.variant} on {given.shape}: {str(failure)[:300]}")
+            self.void.append(
+                f"{entry.name} {entry.precision} {entry.variant} on {entry.measured}: {str(failure)[:300]}"
+            )
             print(f"  VOID {self.void[-1]}", flush=True)
             return None
-        error = rms_error(entry, given)
-        too_exact = self._cuda and ours is None and error < LEAST_ERROR.get(entry.precision, 0)
+        error = rms_error(entry)
+        too_exact = self._cuda and entry.poison is None and error < LEAST_ERROR.get(entry.precision, 0)
         if error <= MAX_ERROR[entry.precision] and not too_exact:
             return error
-        self.void.append(f"{entry.name} {entry.precision} {entry.variant} on {given.shape}: rms error {error:.1e}")
+        self.void.append(f"{entry.name} {entry.precision} {entry.variant} on {entry.measured}: rms error {error:.1e}")
         print(f"  VOID {self.void[-1]}", flush=True)
         return None
 
@@ -295,7 +297,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="only these primitives")
     parser.add_argument("--variants", type=int, default=12, help="that are tried at most, twice, of a primitive")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--slow-seconds", type=float, default=0.15, help="of one run of PyTorch")
+    parser.add_argument("--slow-seconds", type=float, default=0.1, help="of one run; longer ones get a smaller volume")
     parser.add_argument("--minutes", type=float, default=6.0, help="no case begins later")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--quick", action="store_true", help="tiny cases, to see that everything works")

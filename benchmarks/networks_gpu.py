@@ -1,7 +1,7 @@
 """Whole networks on one GPU, from a volume in the host's memory to its dense prediction there: znnpy, and PyTorch.
 
     python benchmarks/networks.py --device gpu [--networks n337 ...] [--precisions tf32 fp16 fp32] [--no-torch]
-                                  [--side 768] [--vram 60G] [--minutes 8] [--out RESULT.json]
+                                  [--side 1024] [--vram 60G] [--minutes 8] [--out RESULT.json]
 
 The volume is noise, uint8, `--side` voxels along every axis; the output is float32, valid, and every part of it is
 written. Weights are random. znnpy runs the whole volume by its own plan: `voxels_per_second` is the whole run with the
@@ -113,8 +113,8 @@ class Match:
     def _left(self) -> float:
         return max(1.0, float(self._end - time.monotonic()))
 
-    def peers(self, name: str, share: float) -> None:
-        """PyTorch's ways, within a share of the time that is left."""
+    def peers(self, name: str) -> None:
+        """PyTorch's ways, within `--torch-seconds`."""
         options = self._options
         ways = [(p, "fragments", LAYOUT.get(p, "channels_last_3d")) for p in options.fragments]
         ways += [(p, "dilated", LAYOUT.get(p, "channels_last_3d")) for p in options.dilated]
@@ -128,7 +128,7 @@ class Match:
             "repeat_seconds": options.repeat_seconds,
             "corner": str(self._folder / f"{Path(name).stem}-reference.npy"),
         }
-        end = time.monotonic() + share * self._left()
+        end = time.monotonic() + min(options.torch_seconds, self._left())
         least = min(read_network(name).network.dense_size((options.side,) * 3))
         todo = [(*way, [side for side in options.patches or sides(name) if side <= least]) for way in ways]
         while todo and end - time.monotonic() > 1:
@@ -307,7 +307,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["tf32", "fp16", "fp32"], help="znnpy's")
     parser.add_argument("--fragments", nargs="*", choices=PEERS, default=list(PEERS), help="PyTorch's precisions")
     parser.add_argument("--dilated", nargs="*", choices=PEERS, default=["bf16"], help="and with gaps in its kernels")
-    parser.add_argument("--side", type=int, default=768, help="of the volume")
+    parser.add_argument("--side", type=int, default=1024, help="of the volume")
     parser.add_argument("--vram", help="of the GPU for znnpy; default: nine tenths of what is free")
     parser.add_argument("--ram")
     parser.add_argument("--threads", type=int, default=this_machine().cores)
@@ -317,6 +317,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-seconds", type=float, default=6, help="PyTorch: patches that take longer are not tried")
     parser.add_argument("--repeat-seconds", type=float, default=3, help="PyTorch: shorter runs are repeated")
     parser.add_argument("--torch-on", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--torch-seconds", type=float, default=50, help="for all ways of PyTorch, of a network")
     parser.add_argument("--our-seconds", type=float, default=200, help="limit of znnpy's process of a network")
     parser.add_argument("--minutes", type=float, default=8.0, help="limit of all runs")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
@@ -339,9 +340,9 @@ def main(given: Sequence[str] | None = None) -> None:
     print(f"{gpu.name}; MONAI's sliding window: {_monai()}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         match = Match(options, Path(folder))
-        for number, network in enumerate(options.networks):
+        for network in options.networks:
             if options.torch:
-                match.peers(network, 0.55 / (len(options.networks) - number))
+                match.peers(network)
             match.ours(network)
             write(options, match.rows, header)
     for found in summary(match.rows):

@@ -102,7 +102,7 @@ def test_layers_beside_pytorch(imported: Callable[[str], Any], device: Any, tmp_
     found = json.loads(out.read_text())
     peers = [row for row in found["rows"] if row["name"].startswith("PyTorch")]
     assert [row["precision"] for row in peers] == ["fp32", "fp32", "fp16", "bf16"]
-    assert all(row["is_smaller"] and row["measured"] == "9x9x10" for row in peers)
+    assert all(row["is_smaller"] and row["measured"] == "9x9x10" for row in found["rows"])
     exact, half = found["summary"]
     assert exact["times_cudnn"] == pytest.approx(min(row["ns"] for row in peers[:2]) / exact["own_ns"])
     assert half["is_slower_than_torch"] == (half["own_ns"] > min(row["ns"] for row in peers[2:]))
@@ -120,11 +120,11 @@ def test_a_wrong_layer_is_void(imported: Callable[[str], Any], device: Any, wron
     def crop(corner: Any, factor: float = 1.0) -> Any:
         return np.asarray(exact[corner] * factor, np.float32)
 
-    right = entries.Entry("right", "fp32", "", case.shape, lambda: None, crop, clock)
+    right = entries.Entry("right", "fp32", "", case.shape, given, lambda: None, crop, clock)
     bad = replace(right, name="bad", crop=lambda corner: crop(corner, wrong if corner != (0, 0, 0) else 1.0))
     bench = layers.Bench(device, replace(this_machine(), gpu=device.gpu), options(imported, "--no-torch"))
-    assert bench._error(right, given, None) < 1e-6
-    assert bench._error(bad, given, None) is None
+    assert bench._error(right) < 1e-6
+    assert bench._error(bad) is None
     assert len(bench.void) == 1
     assert bench.void[0].startswith("bad fp32")
 
@@ -167,6 +167,8 @@ def test_beyond_the_volume_its_last_voxels_go_on(imported: Callable[[str], Any])
     np.testing.assert_array_equal(out[:, :2, :, :2], voxels[:, 1:, :2, 3:])
     np.testing.assert_array_equal(out[:, 2], out[:, 1])
     np.testing.assert_array_equal(out[..., 3], out[..., 1])
+    imported("contestants_gpu").Held(voxels).read((0, 9, 1), out)
+    np.testing.assert_array_equal(out, np.broadcast_to(voxels[:, :, 3:, 1:], out.shape))
 
 
 @pytest.mark.parametrize("name", ["n337", "n537", "n726", "n926"])
@@ -189,7 +191,7 @@ def test_pytorch_on_patches(imported: Callable[[str], Any], tiny: Path, tmp_path
     words = ["--networks", tiny, "--side", 40, "--torch-on", "cpu", "--patches", 99, 12, 8, "--repeat-seconds", 0]
     given = networks.arguments([*map(str, words), "--fragments", "fp32", "bf16", "--dilated", "fp32"])
     match = networks.Match(given, tmp_path)
-    match.peers(str(tiny), 1.0)
+    match.peers(str(tiny))
     assert [(row.name, row.precision) for row in match.rows] == [
         ("PyTorch fragments", "fp32"),
         ("PyTorch fragments", "bf16"),
@@ -256,7 +258,7 @@ def test_what_kills_pytorch_is_not_tried_again(
     monkeypatch.setattr(networks, "lines_of", lines_of)
     words = ["--networks", str(tiny), "--side", "40", "--patches", "12", "8", "--fragments", "bf16"]
     match = networks.Match(networks.arguments(words), tmp_path)
-    match.peers(str(tiny), 1.0)
+    match.peers(str(tiny))
     assert asked == [[("fragments", [12, 8]), ("dilated", [12, 8])], [("dilated", [8])]]
     assert [(row.patch_out, row.failure) for row in match.rows] == [((12,) * 3, None), ((8,) * 3, None)]
 
