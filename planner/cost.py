@@ -19,11 +19,12 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
     from znnpy.machine import Gpu, Machine
-    from znnpy.planner.memory import DeviceKind
+    from znnpy.planner.memory import DeviceKind, Memory
     from znnpy.shapes import LayerShape
 
 _THREADS = 2  # of the run that the CPU rates come from
@@ -62,16 +63,16 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_half_product": Rate(flops=215e12, nbytes=2.95e12),
     "gpu_split_product": Rate(flops=300e12, nbytes=2.8e12),
     "gpu_float_product": Rate(flops=37e12, nbytes=3.5e12),
-    "gpu_direct": Rate(flops=15e12, nbytes=3.0e12),
-    "gpu_first": Rate(flops=25e12, nbytes=3.2e12),
-    "gpu_stream": Rate(flops=25e12, nbytes=3.5e12),
+    "gpu_direct": Rate(flops=8e12, nbytes=3.0e12),
+    "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
+    "gpu_stream": Rate(flops=25e12, nbytes=2.8e12),
     "gpu_cufft": Rate(flops=8e12, nbytes=2.5e12),
     "gpu_cudnn_fp32": Rate(flops=28e12, nbytes=3.0e12),
-    "gpu_cudnn_tf32": Rate(flops=190e12, nbytes=3.0e12),
+    "gpu_cudnn_tf32": Rate(flops=140e12, nbytes=3.0e12),
     "gpu_cudnn_fp16": Rate(flops=230e12, nbytes=3.0e12),
 }
 GPU_STAGE_SECONDS = 5e-6  # between one kernel and the next, and the last blocks of it that run alone
-_EDGE_BYTES = 5e9  # per second, of patches between a GPU and where they come from or go to: one thread's copies
+_EDGE_BYTES = 2.1e9  # per second, of page-locked buffers; with three of each a run began and ended 1.4 ns a byte later
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
 # Of one multiprocessor against one of an H200, by capability: arithmetic in float32, and on tensor cores.
 _FLOPS_OF_H200: Mapping[tuple[int, int], tuple[float, float]] = {
@@ -229,12 +230,13 @@ def _gpu_rates(gpu: Gpu) -> Rates:
     )
 
 
-def edge_seconds(device: DeviceKind, nbytes: int) -> float:
-    """While the first patch comes in and the last goes out, `nbytes` together, a GPU has nothing to compute.
+def edge_seconds(memory: Memory) -> float:
+    """While buffers are laid out, the first patch comes in and the last goes out a GPU has nothing to compute.
 
     A processor computes so much longer that this does not count.
     """
-    return nbytes / _EDGE_BYTES if device == "gpu" else 0.0
+    buffered = memory.reading + memory.writing - READER_BYTES - WRITER_BYTES
+    return buffered / _EDGE_BYTES if memory.device == "gpu" else 0.0
 
 
 def seconds(work: Sequence[Work], rates: Rates) -> float:

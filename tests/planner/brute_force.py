@@ -16,7 +16,7 @@ from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.patches import Cover
 from znnpy.planner.candidates import Candidate, Space, all_sizes, all_spaces, candidates, splits
-from znnpy.planner.cost import edge_seconds, seconds
+from znnpy.planner.cost import seconds
 from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, loops, place
 from znnpy.planner.memory import (
     LIBRARIES_BYTES,
@@ -36,6 +36,7 @@ BASELINE = 1000
 AROUND = READER_BYTES + WRITER_BYTES  # of every plan
 CONTEXT = LIBRARIES_BYTES  # of every plan for a GPU: CUDA itself takes nothing here
 THREADS = 2
+EDGE_BYTES = 2.1e9  # per second, of buffers of a run on a GPU
 
 
 def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Plan:
@@ -144,7 +145,8 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], device: DeviceKin
         once = seconds(run.primitive.work(run.shape, run.variant), CARRYING) + moved / CARRYING.carrying
         spent += run.steps * times * once
     assumed = max(arena, live_peak(widened(tensors, shapes)))
-    spent += edge_seconds(device, raw_bytes + out_bytes)
+    if device == "gpu":
+        spent += (host - BASELINE - AROUND) / EDGE_BYTES
     peak = around + beside + arena
     host = peak if device == "cpu" else host
     return Known(peak, around, host, around + beside + assumed, spent, space.walks, split, len(runs))
