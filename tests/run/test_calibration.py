@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.cost import Rate, Rates, assumed_rates
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import PRECISIONS, ConvShape, LayerShape, Precision
 
 NETWORK = Network(
     "four kinds", 1, (Conv((3, 2, 2), 6, "relu"), Pool((2, 1, 2)), Maxout(2), MaxFilter((1, 2, 1)), Conv((1, 2, 2), 2))
@@ -307,3 +308,22 @@ def test_likeness_of_what_was_not_measured() -> None:
     assert factor(taught, wide, small) == pytest.approx(50), (
         "the layer itself, however it was run, before another layer"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layers_on_a_real_device(cuda_device: Any, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is plausible, the same the second time, and nothing of it stays on the device."""
+    monkeypatch.setattr(calibration, "SIDES", (48, 32))
+    machine = replace(WITH_GPU, gpu=cuda_device.gpu)
+    network = Network("real", 1, (Conv((3, 2, 3), 16, "relu"), Pool((2, 2, 2)), Conv((3, 3, 3), 16, "tanh")))
+    before = cuda_device.allocated
+    rates = measured_rates(cuda_device, machine, network, precision, vram_bytes=2**31)
+    gc.collect()
+    assert cuda_device.allocated == before
+    again = measured_rates(cuda_device, machine, network, precision, vram_bytes=2**31)
+    assert again == rates
+    assert {case.kind for case in rates.measured} == {"conv", "pool"}
+    assert {case.precision for case in rates.measured} == {precision}
+    assert len({case.maps for case in rates.measured if case.kind == "conv"}) == 2
+    assert all(1e-3 < factor < 1e3 for factor in rates.measured.values())
