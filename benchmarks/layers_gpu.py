@@ -251,7 +251,7 @@ def show_all(found: Sequence[dict[str, Any]]) -> None:
 
 
 def write(bench: Bench, out: Path, header: dict[str, Any]) -> None:
-    """Everything so far, as JSON and as a picture."""
+    """Everything so far, as JSON, and the wide layers as a picture."""
     result = {
         "header": header,
         "limits": {"copied_bytes_per_second": bench.copied, "product_flops": bench.products},
@@ -263,8 +263,9 @@ def write(bench: Bench, out: Path, header: dict[str, Any]) -> None:
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     groups = []
-    for rows in bench.rows:
-        ordered = sorted(rows, key=lambda row: row.ns)
+    pictured = [rows for rows in bench.rows if rows[0].set == "main"] or bench.rows
+    for rows in pictured:
+        ordered = shown(rows)
         best = next((row for row in ordered if row.is_ours), None)
         group = [
             bars.Bar(
@@ -277,9 +278,18 @@ def write(bench: Bench, out: Path, header: dict[str, Any]) -> None:
         ]
         groups.append(bars.Group(rows[0].shape, group))
     notes = [f"{header['gpu']['name']}, {header['date'][:10]}; less is better"]
-    if any(row.is_smaller for rows in bench.rows for row in rows):
+    if any(row.is_smaller for rows in pictured for row in shown(rows)):
         notes.append("* per voxel of a smaller volume")
     bars.draw(out.with_suffix(".png"), "Nanoseconds per output voxel of one layer (poolings: of input)", notes, groups)
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """Of one case, the fastest of our own methods, of cuDNN by our primitives, and of PyTorch in each precision."""
+    fastest: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: row.ns):
+        who = ("cudnn" if "cudnn" in row.name else "own") if row.is_ours else f"torch {row.precision}"
+        fastest.setdefault(who, row)
+    return list(fastest.values())
 
 
 def _colour(row: Row, best: Row | None) -> bars.Colour:
