@@ -238,44 +238,52 @@ template <int COUNT> inline void load_matrices(unsigned (&words)[COUNT], const v
         words[i] = low | high << 16;
     }
 }
-struct Operands {
-    unsigned a[4], b[2];
+struct Operands {  // of one lane, as numbers: the lower of a word first
+    float a[8], b[4];
 };
-inline float half_of(unsigned word, int which) {
-    const half2 pair = half2_from_bits(word);
-    return to_float(which == 0 ? pair.x : pair.y);
+inline Operands numbers_of(const unsigned (&a)[4], const unsigned (&b)[2]) {
+    Operands all;
+    for (int word = 0; word < 6; ++word) {
+        const float2 pair = to_float2(half2_from_bits(word < 4 ? a[word] : b[word - 4]));
+        float* const to = word < 4 ? all.a + 2 * word : all.b + 2 * (word - 4);
+        to[0] = pair.x, to[1] = pair.y;
+    }
+    return all;
 }
 inline float tf32_of(unsigned word) { return from_bits(word & 0xffffe000u); }  // what the unit does not read
 }  // namespace twin
 
 DEVICE void mma_half(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    const twin::Operands* lanes = emulator::of_all_lanes(twin::Operands{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+    const twin::Operands* lanes = emulator::of_all_lanes(twin::numbers_of(a, b));
     const int g = emulator::lane() / 4, t = emulator::lane() % 4;
     for (int i = 0; i < 4; ++i) {
-        const int row = g, column = 2 * t + i % 2, lower = i / 2;  // lower: rows 8..15
+        const int lower = i / 2;  // rows 8..15
+        const twin::Operands *left = lanes + 4 * g, *right = lanes + 4 * (2 * t + i % 2);
         float sum = d[i];
-        for (int k = 0; k < 16; ++k) {
-            const twin::Operands &left = lanes[4 * row + k % 8 / 2], &right = lanes[4 * column + k % 8 / 2];
-            sum += twin::half_of(left.a[k / 8 * 2 + lower], k % 2) * twin::half_of(right.b[k / 8], k % 2);
+        for (int k = 0; k < 16; k += 2) {
+            const float *x = left[k % 8 / 2].a + 2 * (k / 8 * 2 + lower), *y = right[k % 8 / 2].b + 2 * (k / 8);
+            sum += x[0] * y[0];
+            sum += x[1] * y[1];
         }
         d[i] = sum;
     }
 }
 
 DEVICE void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    const twin::Operands* lanes = emulator::of_all_lanes(twin::Operands{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+    struct Words {
+        unsigned a[4], b[2];
+    };
+    const Words* lanes = emulator::of_all_lanes(Words{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
     const int g = emulator::lane() / 4, t = emulator::lane() % 4;
     for (int i = 0; i < 4; ++i) {
-        const int row = g, column = 2 * t + i % 2, lower = i / 2;
+        const int lower = i / 2;
+        const Words *left = lanes + 4 * g, *right = lanes + 4 * (2 * t + i % 2);
         float sum = d[i];
         for (int k = 0; k < 8; ++k)
-            sum += twin::tf32_of(lanes[4 * row + k % 4].a[k / 4 * 2 + lower]) * twin::tf32_of(lanes[4 * column + k % 4].b[k / 4]);
+            sum += twin::tf32_of(left[k % 4].a[k / 4 * 2 + lower]) * twin::tf32_of(right[k % 4].b[k / 4]);
         d[i] = sum;
     }
 }
-
-DEVICE float maximum(float a, float b) { return a != a || a > b ? a : b; }
-DEVICE half maximum(half a, half b) { return to_half(maximum(to_float(a), to_float(b))); }
 
 DEVICE unsigned to_tf32(float value) {
     const unsigned bits = bits_of(value);
