@@ -18,7 +18,7 @@ from znnpy.verify import verify
 
 pytestmark = pytest.mark.gpu
 
-RMS = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 5e-3}  # of the errors, over that of the answers
+RMS = {"fp32": 3e-6, "tf32": 2e-3, "fp16": 1e-2}  # of the errors of seven layers, over that of the answers
 
 
 @pytest.fixture(scope="module")
