@@ -53,7 +53,7 @@ def test_wrong_voxel_is_found(place: Place, wrong: float) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "passes", "fails"),
-    [("fp32", 5e-6, 2e-5), ("tf32", 4e-3, 6e-3), ("fp16", 2e-2, 3e-2), (None, 5e-6, 2e-5)],
+    [("fp32", 5e-6, 2e-5), ("tf32", 8e-3, 1.2e-2), ("fp16", 4e-2, 6e-2), (None, 5e-6, 2e-5)],
 )
 def test_as_much_is_allowed_as_the_precision_may_err(
     place: Place, precision: str | None, passes: float, fails: float
