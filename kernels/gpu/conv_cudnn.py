@@ -2,7 +2,8 @@
 
 Method   cuDNN's implicit matrix product. Of the plans its heuristics propose, in their order, those count that need no
          more workspace than the variant allows and compute a small layer of the same maps and kernel right; some
-         versions have 3D kernels that do not. Which of them is the fastest its heuristics do not know: the variant says
+         versions have 3D kernels that do not. What it then computes of the first input is looked at in a few voxels:
+         some are wrong for some sizes only. Which of them is the fastest its heuristics do not know: the variant says
          which to take. Bias and activation within it where a plan can, else by a kernel of ours.
 Layout   As everything: channels last. A layer of 2^31 values or more goes image by image, and in slabs of planes.
 Memory   Input, output, workspace.
@@ -25,7 +26,7 @@ from znnpy.kernels import reference
 from znnpy.kernels.gpu.libraries import Convolution
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
-from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, ConvShape, LayerShape, Vec3, add, valid
+from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, Vec3, add, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -44,6 +45,8 @@ MOST_TERMS = 5000  # of a sum in float32, one after another, for an error of 1e-
 ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
 ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of what is stored
 BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output but one
+CHECK_BYTES = 8 * MIB  # of workspace for the small layer
+LOOKS = 15  # voxels that are looked at, and the last
 NAIVE = "eng0"  # the name of the plan that is always there, and takes 50 times as long as others
 THREADS = 256
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
@@ -160,13 +163,19 @@ class _Resident(NamedTuple):
     bias: Any  # (f',) float32
 
 
+class Chosen(NamedTuple):
+    """A plan, and what it computes: with bias and activation or without."""
+
+    problem: Convolution
+    plan: ConvolutionPlan
+
+
 class _Call(NamedTuple):
     """A part of the layer that is convolved at once."""
 
     images: slice
     planes: slice  # of the output
-    plan: ConvolutionPlan
-    finished: bool  # bias and activation are within
+    by: Chosen
 
 
 class _Step:
@@ -174,6 +183,7 @@ class _Step:
         self._resident, self._shape, self._device = resident, shape, device
         self._limit, self._choice = variant.count("workspace") * MIB, variant.count("choice")
         self._calls: dict[tuple[int, int], tuple[_Call, ...]] = {}
+        self._seen: set[tuple[int, int]] = set()  # steps for which results were looked at
         kernel = f"finish<{'half' if shape.precision == 'fp16' else 'float'}>"
         self._finish = device.kernels("conv_cudnn.cu", [kernel])[kernel]
         self._planned(prod(shape.in_shape[1:]), prod(shape.out_shape[1:]))
@@ -190,13 +200,24 @@ class _Step:
     ) -> None:
         del x_peak, out_peak  # the footprint asks for neither
         assert before is None, "the footprint says that planes are joined"
+        steps = x.strides[0] // x.dtype.itemsize, out.strides[0] // out.dtype.itemsize
+        calls = self._planned(*steps)
+        self._compute(calls, x, out, scratch["workspace"])
+        if steps not in self._seen:
+            self._seen.add(steps)
+            while wrong := [call for call in calls if not self._looks_right(call, x, out)]:
+                for call in wrong:
+                    _RIGHT[_key(*call.by)] = False
+                del self._calls[steps]
+                calls = self._planned(*steps)
+                self._compute(calls, x, out, scratch["workspace"])
+
+    def _compute(self, calls: Sequence[_Call], x: Any, out: Any, workspace: Any) -> None:
         shape = self._shape
-        workspace = scratch["workspace"]
-        for call in self._planned(x.strides[0] // x.dtype.itemsize, out.strides[0] // out.dtype.itemsize):
-            into = out[call.images, call.planes]
-            wanted = slice(call.planes.start, call.planes.stop + shape.k[0] - 1)
-            call.plan.run(x[call.images, wanted], self._resident.kernels, self._resident.bias, into, workspace)
-            if not call.finished:
+        for call in calls:
+            given, into = self._parts(call, x, out)
+            call.by.plan.run(given, self._resident.kernels, self._resident.bias, into, workspace)
+            if call.by.problem.finish is None:
                 size = prod(into.shape[1:])
                 self._finish(
                     (-(-size // THREADS), into.shape[0]),
@@ -205,6 +226,33 @@ class _Step:
                     self._resident.bias,
                     *(size, into.strides[0] // into.dtype.itemsize, shape.fout, ACTIVATIONS.index(shape.activation)),
                 )
+
+    def _parts(self, call: _Call, x: Any, out: Any) -> tuple[Any, Any]:
+        """What a call reads and writes."""
+        wanted = slice(call.planes.start, call.planes.stop + self._shape.k[0] - 1)
+        return x[call.images, wanted], out[call.images, call.planes]
+
+    def _looks_right(self, call: _Call, x: Any, out: Any) -> bool:
+        """Whether some voxels of a result are what they should be: no bound on errors of sums is below these."""
+        device, (kz, ky, kx) = self._device, self._shape.k
+        given, into = self._parts(call, x, out)
+        weight = device.get(self._resident.kernels).astype(np.float64)
+        bias = device.get(self._resident.bias).astype(np.float64)
+        rng = np.random.default_rng(20261121)
+        last = [m - 1 for m in into.shape[:4]]
+        for s, z, y, v in [[int(rng.integers(m + 1)) for m in last] for _ in range(LOOKS)] + [last]:
+            window = device.get(given[s, z : z + kz, y : y + ky, v : v + kx]).astype(np.float64)
+            if not np.isfinite(window).all():
+                continue
+            found = device.get(into[s, z, y, v]).astype(np.float64)
+            with np.errstate(over="ignore", invalid="ignore"):  # what overflows is not this one's to find
+                exact = reference.activate(np.tensordot(weight, window, 4) + bias, self._shape.activation)
+                # products of tf32 are within 2^-11 twice, and steps of float16 near 0 are 2^-24
+                bound = 2.0**-9 * np.tensordot(abs(weight), abs(window), 4) + 2.0**-10 * abs(exact) + 2.0**-24
+                held = abs(exact) < np.finfo(into.dtype).max / 2  # else it may be infinite
+                if not (abs(found - exact) <= bound)[held].all():
+                    return False
+        return True
 
     def _planned(self, x_step: int, out_step: int) -> tuple[_Call, ...]:
         """Calls for images that lie so many values apart: planned once."""
@@ -215,7 +263,7 @@ class _Step:
 
     def _plan(self, x_step: int, out_step: int) -> Iterator[_Call]:
         shape = self._shape
-        chosen: dict[tuple[int, int], tuple[ConvolutionPlan, bool]] = {}
+        chosen: dict[tuple[int, int], Chosen] = {}
         for images, planes in parts(shape, x_step, out_step):
             size = images.stop - images.start, planes.stop - planes.start
             if size not in chosen:
@@ -224,7 +272,7 @@ class _Step:
                     size[0], shape.fin, shape.fout, n, shape.k, shape.precision, x_step, out_step, shape.activation
                 )
                 chosen[size] = choose(self._device, asked, self._limit, self._choice, self._resident)
-            yield _Call(images, planes, *chosen[size])
+            yield _Call(images, planes, chosen[size])
 
 
 def parts(shape: ConvShape, x_step: int, out_step: int) -> Iterator[tuple[slice, slice]]:
@@ -245,12 +293,12 @@ def parts(shape: ConvShape, x_step: int, out_step: int) -> Iterator[tuple[slice,
             yield slice(image, image + 1), slice(first, min(first + height, mz))
 
 
-def choose(device: Device, asked: Convolution, limit: int, choice: int, resident: Any) -> tuple[ConvolutionPlan, bool]:
-    """Of plans that fit and compute what they should, number `choice`, or the last; and whether it finishes the layer.
+def choose(device: Device, asked: Convolution, limit: int, choice: int, resident: Any) -> Chosen:
+    """Of plans that fit and compute what they should, number `choice`, or the last.
 
     Those that bring bias and activation along go first, the naive one last.
     """
-    right: list[tuple[ConvolutionPlan, bool]] = []
+    right: list[Chosen] = []
     wrong = []
     for finishes, naive in ((True, False), (False, False), (True, True), (False, True)):
         if right:
@@ -260,7 +308,7 @@ def choose(device: Device, asked: Convolution, limit: int, choice: int, resident
             if plan.workspace_bytes > limit or (plan.name.split("_")[0] == NAIVE) != naive:
                 continue
             if is_right(device, problem, plan, resident):
-                right.append((plan, finishes))
+                right.append(Chosen(problem, plan))
             else:
                 wrong.append(plan.name)
             if len(right) > choice:
@@ -281,38 +329,51 @@ def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan, reside
 
     False too where it cannot be tried.
     """
-    key = (plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish)
+    key = _key(problem, plan)
     if key not in _RIGHT:
         _RIGHT[key] = _computes_right(device, problem, plan, resident)
     return _RIGHT[key]
 
 
+def _key(problem: Convolution, plan: ConvolutionPlan) -> tuple[object, ...]:
+    return plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish, _apart(problem)
+
+
+def _apart(problem: Convolution) -> tuple[bool, bool, bool]:
+    """Whether there are several images, and whether something lies between those of input and of output."""
+    n, m = prod(problem.n) * problem.fin, prod(valid(problem.n, problem.k)) * problem.fout
+    several = problem.batch > 1
+    return several, several and problem.x_step != n, several and problem.out_step != m
+
+
 def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan, resident: Any) -> bool:
-    n = add(problem.k, BEYOND)
-    m = valid(n, problem.k)
-    small = replace(problem, batch=1, n=n, x_step=prod(n) * problem.fin, out_step=prod(m) * problem.fout)
+    """Tried on images that lie as the problem's do: next to each other, or with planes between."""
+    several, x_apart, out_apart = _apart(problem)
+    n, dtype = add(problem.k, BEYOND), np.float16 if problem.precision == "fp16" else np.float32
+    m, images = valid(n, problem.k), 2 if several else 1
+    wide = (images, n[0] + x_apart, *n[1:], problem.fin), (images, m[0] + out_apart, *m[1:], problem.fout)
+    small = replace(problem, batch=images, n=n, x_step=prod(wide[0][1:]), out_step=prod(wide[1][1:]))
     same = device.libraries.same(small, plan)
-    if same is None:
+    if same is None or same.workspace_bytes > CHECK_BYTES:
         return False
-    dtype = np.float16 if problem.precision == "fp16" else np.float32
-    x: Any = np.random.default_rng(20261121).standard_normal((1, *n, problem.fin), np.float32).astype(dtype)
-    given = device.put(x, "a small layer")
-    out = device.put(np.full((1, *m, problem.fout), np.nan, dtype), "its result")
-    same.run(given, resident.kernels, resident.bias, out, device.allocate(same.workspace_bytes, "its workspace"))
-    found = device.get(out)
+    x: Any = np.random.default_rng(20261121).standard_normal(wide[0], np.float32).astype(dtype)
+    given = device.put(x, "a small layer")[:, int(x_apart) :]
+    out = device.put(np.full(wide[1], np.nan, dtype), "its result")
+    workspace = device.allocate(same.workspace_bytes, "its workspace")
+    same.run(given, resident.kernels, resident.bias, out[:, int(out_apart) :], workspace)
+    found = device.get(out)[:, int(out_apart) :]
     weight, bias = device.get(resident.kernels).transpose(0, 4, 1, 2, 3), device.get(resident.bias)
-    plain = reference.convolve(x, weight, np.zeros_like(bias))
+    plain = reference.convolve(x[:, int(x_apart) :], weight, np.zeros_like(bias))
     exact = plain if problem.finish is None else reference.activate(plain + bias, problem.finish)
     limit = ALLOWED[problem.precision] * _rms(plain) + ROUNDING[problem.precision] * _rms(exact)
     return bool(_rms(found - exact) <= limit)  # NaN is not
 
 
 def _check_bytes(shape: ConvShape) -> int:
-    """What the small layer takes."""
-    small = add(shape.k, BEYOND)
-    return (FLOAT16 if shape.precision == "fp16" else FLOAT32) * (
-        prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
-    ) + MIB
+    """What the small layers take, with workspace."""
+    small = add(shape.k, add(BEYOND, (1, 0, 0)))
+    values = prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
+    return 2 * shape.itemsize * values + CHECK_BYTES
 
 
 def _rms(values: Any) -> float:

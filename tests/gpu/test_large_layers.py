@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
     from znnpy.shapes import Precision
 
-SHAPE = ConvShape(1, 80, 80, (301, 300, 300), (2, 3, 2), "relu")
+SHAPE = ConvShape(1, 80, 80, (304, 302, 302), (2, 3, 2), "relu")
 PLANES = 7  # that differ: a prime, so that a step of 2^32 bytes hits another
 VOXELS = 200
 MARGIN = 2**30  # bytes of the device for what is not counted here
