@@ -96,12 +96,12 @@ def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
 @pytest.mark.parametrize("gap", [0, 7, 8])
 @pytest.mark.parametrize("carried", [0, 1, 4])
 @pytest.mark.parametrize("maps", [5, 8])
-@pytest.mark.parametrize("variant", [FLOAT, TENSOR], ids=str)
+@pytest.mark.parametrize(("precision", "variant"), [("fp32", FLOAT), ("tf32", TENSOR), ("fp16", TENSOR)], ids=str)
 def test_planes_are_carried_and_images_lie_apart(
-    device: Any, variant: Variant, maps: int, carried: int, gap: int
+    device: Any, precision: Any, variant: Variant, maps: int, carried: int, gap: int
 ) -> None:
-    shape = ConvShape(3, 2, maps, (6, 5, 4), (3, 2, 2), "relu")
-    x, weights = random_input(shape), random_weights(shape)
+    shape = ConvShape(3, 2, maps, (6, 5, 4), (3, 2, 2), "relu", precision=precision)
+    x, weights = random_input(shape).astype(np.float16).astype(np.float32), random_weights(shape)
     out, _ = run(device, shape, x, weights, variant, carried, gap)
     assert np.isfinite(out).all()
     assert error(out, x, weights, shape) <= (1e-6 if variant == FLOAT else 1e-3)

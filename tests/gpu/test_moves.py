@@ -164,11 +164,12 @@ def test_values_beyond_float16_show_in_the_peak(device: Any) -> None:
 @pytest.mark.parametrize("maps", [1, 2, 3, 8])
 @pytest.mark.parametrize(("carried", "new"), [(1, 1), (3, 2), (2, 5), (7, 1), (6, 6), (9, 13)])
 @pytest.mark.parametrize("join", [True, False], ids=["joined", "apart"])
-def test_planes_are_kept(device: Any, carried: int, new: int, maps: int, join: bool) -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_planes_are_kept(device: Any, dtype: Any, carried: int, new: int, maps: int, join: bool) -> None:
     rng = np.random.default_rng(carried)
     planes = carried + new if join else new
-    kept = rng.standard_normal((3, carried, 2, 5, maps)).astype(np.float32)
-    store = rng.standard_normal((6, planes, 2, 5, maps)).astype(np.float32)  # every second image is somebody else's
+    kept = rng.standard_normal((3, carried, 2, 5, maps)).astype(dtype)
+    store = rng.standard_normal((6, planes, 2, 5, maps)).astype(dtype)  # every second image is somebody else's
     on_device, x = device.put(kept, "kept"), device.put(store, "x")
     moves(device).keep(on_device, x[::2], join=join)
     fresh = store[::2]

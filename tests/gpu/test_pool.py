@@ -111,10 +111,11 @@ def test_images_may_lie_anywhere(device: Any, shape: LayerShape, precision: str,
 
 
 @pytest.mark.parametrize("carried", [1, 2, 6])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.kind != "maxout" and s.in_shape[1] > 6], ids=str)
-def test_the_first_planes_may_be_carried(device: Any, shape: LayerShape, carried: int) -> None:
-    x = random_input(shape)
-    out = device.put(np.full(shape.out_shape, np.nan, np.float32), "out")
+def test_the_first_planes_may_be_carried(device: Any, shape: LayerShape, precision: str, carried: int) -> None:
+    shape, x = halved(shape, precision)
+    out = device.put(np.full(shape.out_shape, np.nan, x.dtype), "out")
     before = device.put(np.ascontiguousarray(x[:, :carried]), "before")
     run(device, shape, device.put(np.ascontiguousarray(x[:, carried:]), "x"), out, before)
     np.testing.assert_array_equal(device.get(out), exact(shape, x))
