@@ -71,7 +71,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_cudnn_tf32": Rate(flops=140e12, nbytes=3.0e12),
     "gpu_cudnn_fp16": Rate(flops=230e12, nbytes=3.0e12),
 }
-GPU_STAGE_SECONDS = 5e-6  # between one kernel and the next, and the last blocks of it that run alone
+GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which is what short ones wait for (2026-11-21: 35 to 50 µs)
 _EDGE_BYTES = 2.1e9  # per second, of page-locked buffers; with three of each a run began and ended 1.4 ns a byte later
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
 # Of one multiprocessor against one of an H200, by capability: arithmetic in float32, and on tensor cores.
@@ -197,10 +197,9 @@ class Rates:
         return any(known.method == wanted.method for known in self.measured)
 
     def learnt(self, primitive: Primitive, shape: LayerShape, variant: Variant, spent: float) -> Rates:
-        """With a measurement: `spent` seconds for one run of `shape`."""
+        """With a measurement: `spent` seconds for one run of `shape`, whose stages are there to be started at once."""
         work = primitive.work(shape, variant)
-        between = len(work) * self.stage_seconds
-        factor = max(spent - between, 0.1 * spent) / (seconds(work, self) - between)
+        factor = spent / (seconds(work, self) - len(work) * self.stage_seconds)
         return replace(self, measured={**self.measured, case(primitive, shape, variant): factor})
 
 

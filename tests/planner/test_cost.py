@@ -86,21 +86,19 @@ def test_the_edges_of_a_gpu_run_count() -> None:
 
 
 def test_a_measurement_corrects_every_size_of_a_layer() -> None:
-    """Stages cost what they cost to start, whatever was measured."""
+    """Stages cost what they cost to start, beside what was measured."""
     rates = Rates(ROUND.units, stage_seconds=0.5)
     shape, variant = ConvShape(1, 2, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
     plain = rates.seconds(SLOW, shape, variant)
     assert not rates.knows(SLOW, shape, variant)
     taught = rates.learnt(SLOW, shape, variant, 2 * plain)
     assert taught.knows(SLOW, shape, variant)
-    assert taught.seconds(SLOW, shape, variant) == pytest.approx(2 * plain)
+    assert taught.seconds(SLOW, shape, variant) == pytest.approx(0.5 + 2 * plain)
     large = replace(shape, batch=7, n=(30, 9, 20))
     assert taught.seconds(SLOW, large, variant) == pytest.approx(
-        0.5 + (2 * plain - 0.5) * prod(large.out_shape) / prod(shape.out_shape)
+        0.5 + 2 * plain * prod(large.out_shape) / prod(shape.out_shape)
     )
     assert taught.seconds(FAST, large, variant) == rates.seconds(FAST, large, variant)
-    quick = rates.learnt(SLOW, shape, variant, 0.4)  # in less than a stage takes to start
-    assert 0.5 < quick.seconds(SLOW, shape, variant) < 0.6
 
 
 def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> None:
