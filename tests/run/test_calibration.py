@@ -276,7 +276,7 @@ def test_variants_that_differ_in_how_much_they_do_at_a_time() -> None:
     card = Card()
     rates = rates_of(card, (counted, *REST))
     one = [variant for name, shape, variant in card.runs if name == counted.name and shape.in_shape[4] == 1]
-    assert {str(v) for v in one} == {"group=1 tile=1x1x1", "group=1 tile=1x2x1"}, "the first is 2.5 times as slow as assumed"
+    assert {str(v) for v in one} == {"group=1 tile=1x1x1", "group=1 tile=1x2x1"}, "the first takes 2.5 times as long"
     shape = ConvShape(1, 1, 6, (99, 9, 9), (3, 2, 2), "relu", precision="tf32")
     for variant in counted.variants(shape, WITH_GPU):
         expected = GPU_STAGE_SECONDS + 2.5 * own(counted, shape, variant)
