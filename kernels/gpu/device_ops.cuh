@@ -250,23 +250,33 @@ inline Operands numbers_of(const unsigned (&a)[4], const unsigned (&b)[2]) {
     }
     return all;
 }
+typedef float Row __attribute__((vector_size(32)));  // 8 columns
+struct Product {
+    Row rows[16];
+};
+inline void multiply(const Operands* lanes, Product& product) {
+    float left[16][16];
+    Row right[16];
+    for (int lane = 0; lane < WARP; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 8; ++i) left[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = lanes[lane].a[i];
+        for (int i = 0; i < 4; ++i) right[2 * t + i % 2 + i / 2 * 8][g] = lanes[lane].b[i];
+    }
+    for (int row = 0; row < 16; ++row) {
+        Row sum = {};
+        for (int k = 0; k < 16; ++k) sum += left[row][k] * right[k];
+        product.rows[row] = sum;
+    }
+}
 inline float tf32_of(unsigned word) { return from_bits(word & 0xffffe000u); }  // what the unit does not read
 }  // namespace twin
 
 DEVICE void mma_half(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     const twin::Operands* lanes = emulator::of_all_lanes(twin::numbers_of(a, b));
+    const twin::Product& product =
+        emulator::once_a_warp<twin::Product>([lanes](twin::Product& all) { twin::multiply(lanes, all); });
     const int g = emulator::lane() / 4, t = emulator::lane() % 4;
-    for (int i = 0; i < 4; ++i) {
-        const int lower = i / 2;  // rows 8..15
-        const twin::Operands *left = lanes + 4 * g, *right = lanes + 4 * (2 * t + i % 2);
-        float sum = d[i];
-        for (int k = 0; k < 16; k += 2) {
-            const float *x = left[k % 8 / 2].a + 2 * (k / 8 * 2 + lower), *y = right[k % 8 / 2].b + 2 * (k / 8);
-            sum += x[0] * y[0];
-            sum += x[1] * y[1];
-        }
-        d[i] = sum;
-    }
+    for (int i = 0; i < 4; ++i) d[i] += product.rows[g + i / 2 * 8][2 * t + i % 2];
 }
 
 DEVICE void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
@@ -284,6 +294,9 @@ DEVICE void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[
         d[i] = sum;
     }
 }
+
+DEVICE float maximum(float a, float b) { return a != a || a > b ? a : b; }
+DEVICE half maximum(half a, half b) { return to_half(maximum(to_float(a), to_float(b))); }
 
 DEVICE unsigned to_tf32(float value) {
     const unsigned bits = bits_of(value);

@@ -36,7 +36,7 @@ from znnpy.kernels.gpu.modules import kernel_words, source_text
 from znnpy.machine import Gpu
 
 HEADER = Path(__file__).parent / "emulator.hpp"
-FLAGS = ("-std=gnu++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-exceptions", "-fno-strict-aliasing",
+FLAGS = ("-std=gnu++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-exceptions", "-fno-strict-aliasing",
          "-fvisibility=hidden", "-fPIC", "-shared", "-w")  # fmt: skip
 POISON = 0xFF  # every byte of it: NaN in float32, float16 and complex64, -1 in integers
 MOST_THREADS = 1024  # of a block

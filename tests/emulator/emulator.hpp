@@ -1,7 +1,7 @@
 /* CUDA's words on a CPU: kernels compiled as plain C++, one fiber per CUDA thread, block after block.
  *
  * A block's threads are resumed warp by warp and run until a barrier, a shuffle or their end; the order is turned round
- * at every turn and in every second block, so that a result which needs a barrier that is not there tends to change.
+ * at every turn, so that a result which needs a barrier that is not there tends to change.
  * Dynamic and fixed shared memory is full of NaN when a block starts, cp.async copies arrive only when they are waited
  * for, and a barrier that not all threads reach, an access beyond an array or a stack that is too small end the launch
  * with a sentence. It proves indexing and arithmetic; it finds no bank conflicts and not every race.
@@ -86,6 +86,10 @@ struct __attribute__((aligned(2))) half {
     half() = default;
     half(float value) : bits(of(value)) {}
     operator float() const {
+#ifdef __F16C__
+        typedef short Halves __attribute__((vector_size(16)));
+        return __builtin_ia32_vcvtph2ps(Halves{(short)bits})[0];
+#endif
         const unsigned magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
         const unsigned exponent = magnitude & 0x0f800000u;
         if (exponent == 0x0f800000u) return __uint_as_float(sign | (magnitude + 0x70000000u));  // infinity, NaN
@@ -95,6 +99,10 @@ struct __attribute__((aligned(2))) half {
     }
 
     static std::uint16_t of(float value) {  // to nearest, ties to even
+#ifdef __F16C__
+        typedef float Floats __attribute__((vector_size(16)));
+        return (std::uint16_t)__builtin_ia32_vcvtps2ph(Floats{value}, 0)[0];
+#endif
         unsigned magnitude = __float_as_uint(value);
         const unsigned sign = magnitude >> 16 & 0x8000u;
         magnitude &= 0x7fffffffu;
@@ -197,7 +205,8 @@ znnpy_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rcx
+    jmp *%rcx
 .size znnpy_switch, .-znnpy_switch
 )");
 #elif defined(__aarch64__)
@@ -254,7 +263,7 @@ namespace emulator {
 constexpr int MOST_THREADS = 1024, LANES = 32;
 constexpr size_t STACK_BYTES = 128 << 10, PAGE_BYTES = 64 << 10, FIXED_SHARED_BYTES = 48 << 10,
                  DYNAMIC_SHARED_BYTES = 256 << 10;
-constexpr int MOST_FIXED_SHARED = 64, MOST_COPIES = 1024, WIDEST_LANE = 64;
+constexpr int MOST_FIXED_SHARED = 64, MOST_COPIES = 1024, WIDEST_LANE = 64, RESULT_BYTES = 512;
 
 enum class Waits : unsigned char { NO, BLOCK, WARP, ENDED };
 
@@ -281,6 +290,8 @@ struct Copies {        // of one thread, not made yet
 
 struct Warp {
     int arrived, alive;
+    int result_of;  // which exchange
+    alignas(64) unsigned char result[2][RESULT_BYTES];
     alignas(64) unsigned char lanes[2][LANES * WIDEST_LANE];  // two, so that one barrier an exchange is enough
 };
 
@@ -297,6 +308,7 @@ inline Thread* now;
 inline Warp warps[MOST_THREADS / LANES];
 inline int thread_count, block_arrived, block_alive;
 inline void* scheduler;  // its stack
+inline int direction;    // 1 or -1, from lane to lane
 inline void (*entry)(void*);
 inline void* entry_state;
 inline unsigned char* dynamic_memory;  // of this launch: ends where the room's ends
@@ -317,7 +329,29 @@ inline void describe(const char* format, ...) {
     va_end(values);
 }
 
+/* Go on with `thread`. */
+inline void resume(void** from, Thread& thread) {
+    now = &thread;
+    threadIdx = thread.index;
+    znnpy_switch(from, thread.stack_pointer);
+}
+
 inline void leave() { znnpy_switch(&now->stack_pointer, scheduler); }
+
+/* Let another lane of the warp go on, the next in order that does not wait; else the scheduler. */
+inline void give_way() {
+    Thread* const self = now;
+    const int lane = self->number % LANES, first = self->number - lane;
+    const int lanes = thread_count - first < LANES ? thread_count - first : LANES;
+    for (int next = lane + direction; next != lane; next += direction) {
+        if (next < 0 || next >= lanes) {
+            next = direction > 0 ? -1 : lanes;  // the other end comes next
+            continue;
+        }
+        if (threads[first + next].waits == Waits::NO) return resume(&self->stack_pointer, threads[first + next]);
+    }
+    leave();
+}
 
 /* End the launch with `why`. */
 [[noreturn]] inline void fail(const char* why) {
@@ -348,7 +382,7 @@ inline void block_barrier() {
 inline void warp_barrier() {
     if (++warp().arrived == warp().alive) return free_warp(now->number - lane());
     now->waits = Waits::WARP;
-    leave();
+    give_way();
 }
 
 /* What each of the 32 lanes gave: all call, and read before their next exchange. */
@@ -358,6 +392,14 @@ template <class T> const T* of_all_lanes(T value) {
     std::memcpy(row + lane() * sizeof(T), &value, sizeof(T));
     warp_barrier();
     return reinterpret_cast<const T*>(row);
+}
+/* What `compute(T&)` makes of the last exchange, once for all lanes. */
+template <class T, class F> const T& once_a_warp(F compute) {
+    static_assert(sizeof(T) <= RESULT_BYTES);
+    T& result = *reinterpret_cast<T*>(warp().result[now->exchanges % 2]);
+    if (warp().result_of != now->exchanges) compute(result);
+    warp().result_of = now->exchanges;
+    return result;
 }
 inline void whole(unsigned mask, const char* what) {
     if (mask != 0xffffffffu) fail(what);
@@ -503,7 +545,7 @@ inline Room* make_room() {
 /* A new stack, as if it had called znnpy_switch just before `run_thread`. */
 inline void start(Thread& thread) {
     unsigned char* top = room->stacks + (thread.number + 1) * (STACK_BYTES + PAGE_BYTES);
-    top -= 16 * (thread.number % 61);  // equal addresses of all stacks would fall on the same lines of the cache
+    top -= 64 * (5 * thread.number % 64);  // else all stacks would fall on the same lines of the cache
 #if defined(__x86_64__)
     void** frame = reinterpret_cast<void**>(top) - 8;  // six registers, where to return to, and a word: 16 n + 8
     std::memset(frame, 0, 8 * sizeof(void*));
@@ -519,11 +561,24 @@ inline void start(Thread& thread) {
     room->copies[thread.number].count = room->copies[thread.number].groups = 0;
 }
 
+/* Resume lanes of a warp until all wait or have ended; whether one ran. A fault ends it. */
+inline bool run_warp(int first) {
+    const int lanes = thread_count - first < LANES ? thread_count - first : LANES;
+    bool ran = false;
+    for (int i = 0; i < lanes && !failed; ++i) {
+        Thread& thread = threads[first + (direction > 0 ? i : lanes - 1 - i)];
+        if (thread.waits != Waits::NO) continue;
+        ran = true;
+        resume(&scheduler, thread);
+    }
+    return ran && !failed;
+}
+
 inline void run_block(int turn) {
     block_arrived = 0;
     block_alive = thread_count;
     for (int first = 0; first < thread_count; first += LANES) {
-        warps[first / LANES].arrived = 0;
+        warps[first / LANES].arrived = warps[first / LANES].result_of = 0;
         warps[first / LANES].alive = thread_count - first < LANES ? thread_count - first : LANES;
     }
     std::memset(dynamic_memory, 0xff, (dynamic_bytes + 127) / 128 * 128);
@@ -531,16 +586,11 @@ inline void run_block(int turn) {
     for (int i = 0; i < thread_count; ++i) start(threads[i]);
     while (block_alive > 0) {
         bool ran = false;
-        const bool upwards = turn++ % 2 == 0;
-        for (int i = 0; i < thread_count; ++i) {
-            Thread& thread = threads[upwards ? i : thread_count - 1 - i];
-            if (thread.waits != Waits::NO) continue;
-            ran = true;
-            now = &thread;
-            threadIdx = thread.index;
-            znnpy_switch(&scheduler, thread.stack_pointer);
-            if (failed) return;
-        }
+        direction = turn++ % 2 == 0 ? 1 : -1;
+        const int last = (thread_count - 1) / LANES;
+        for (int i = 0; i <= last; ++i)
+            while (run_warp(LANES * (direction > 0 ? i : last - i))) ran = true;
+        if (failed) return;
         if (!ran) {
             int at_block = 0;
             for (int i = 0; i < thread_count; ++i) at_block += threads[i].waits == Waits::BLOCK;
