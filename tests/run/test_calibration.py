@@ -288,6 +288,24 @@ def test_variants_that_differ_in_how_much_they_do_at_a_time() -> None:
     assert {v.count("group") for v in one} == {1, 8, 64}
 
 
+def test_slabs_are_measured_where_another_tile_suits_them() -> None:
+    """Thin steps of columns want flat tiles: what is measured on cubes alone would not tell of those."""
+
+    @dataclass(frozen=True, slots=True)
+    class Tiled(Timed):
+        def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+            covered = prod(-(-n // tile) * tile for n, tile in zip(shape.out, variant.size("tile"), strict=True))
+            return (Work("gpu_direct", 1e6 * covered, 0.0),)
+
+    tiled = Tiled("gpu.conv.tiled", "conv", tiles=((5, 5, 5), (2, 10, 10)))
+    card = Card()
+    rates = rates_of(card, (tiled, *REST))
+    seen = {(shape.out, str(variant)) for name, shape, variant in card.runs if name == tiled.name}
+    assert seen == {((10, 10, 10), "group=1 tile=5x5x5"), ((2, 20, 20), "group=1 tile=2x10x10")}
+    shape = ConvShape(1, 1, 6, (9, 9, 9), (3, 2, 2), "relu", precision="tf32")
+    assert all(rates.knows(tiled, shape, variant) for variant in tiled.variants(shape, WITH_GPU))
+
+
 def test_likeness_of_what_was_not_measured() -> None:
     """The same layer counts before others, equal parameters before unequal ones."""
     shape = ConvShape(1, 4, 4, (20, 20, 20), (3, 3, 3), precision="tf32")

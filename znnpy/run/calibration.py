@@ -14,7 +14,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
-from znnpy.network import Network, Pool, extent, layer_shape
+from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
 from znnpy.planner.cost import Rates, assumed_rates, case
 from znnpy.planner.plan import device_of
 from znnpy.run.wisdom import cache_folder
@@ -139,36 +138,46 @@ def measure(device: Device, primitive: Primitive, shape: LayerShape, variant: Va
 def _layers(network: Network, precision: Precision) -> Iterator[tuple[LayerShape, ...]]:
     """Every layer that differs from those before, and every convolution in one with the pooling behind it.
 
-    Each on volumes of several sizes, the largest first.
+    Each on volumes of several sizes, the largest first; convolutions once more on slabs, as steps of columns are: other
+    tiles may suit them.
     """
     seen = set()
     for index, (layer, maps) in enumerate(zip(network.layers, network.maps, strict=False)):
         behind = network.layers[index + 1] if index + 1 < len(network.layers) else None
-        samples = [layer_shape(layer, 1, maps, _sized(layer, side), precision) for side in SIDES]
-        spans = [tuple(samples)]
-        if isinstance(behind, Pool) and isinstance(samples[0], ConvShape):
-            spans.append(tuple(_both(shape, behind) for shape in samples if isinstance(shape, ConvShape)))
-        for span in spans:
-            if span not in seen:
-                seen.add(span)
-                yield span
+        for form in (_cube, _slab) if isinstance(layer, Conv) else (_cube,):
+            outs = [form(side) for side in SIDES]
+            spans = [tuple(layer_shape(layer, 1, maps, _sized(layer, out), precision) for out in outs)]
+            if isinstance(layer, Conv) and isinstance(behind, Pool):
+                spans.append(tuple(_both(layer, behind, maps, out, precision) for out in outs))
+            for span in spans:
+                if span not in seen:
+                    seen.add(span)
+                    yield span
 
 
-def _sized(layer: Any, side: int) -> Vec3:
-    """Of an input that gives about `side` voxels along each axis; fragments need windows and one less."""
+def _cube(side: int) -> Vec3:
+    return side, side, side
+
+
+def _slab(side: int) -> Vec3:
+    """As many voxels as a cube has, a quarter as thick."""
+    return max(1, side // 4), 2 * side, 2 * side
+
+
+def _sized(layer: Layer, out: Vec3) -> Vec3:
+    """Of an input that gives about `out` voxels of each image; fragments need whole windows and one voxel less."""
     z, y, x = (
-        (-(-side // size) + 1) * size - 1 if isinstance(layer, Pool) else side + size - 1 for size in extent(layer)
+        (-(-size // window) + 1) * window - 1 if isinstance(layer, Pool) else size + window - 1
+        for size, window in zip(out, extent(layer), strict=True)
     )
     return z, y, x
 
 
-def _both(conv: ConvShape, pool: Pool) -> ConvShape:
-    """Two layers in one, the convolution larger by as much as the pooling needs to give as many voxels as it."""
-    sizes = (size + k - 1 for size, k in zip(_sized(pool, max(conv.out)), conv.k, strict=True))
-    z, y, x = sizes
-    grown = replace(conv, n=(z, y, x))
-    both = fused(grown, layer_shape(pool, 1, conv.fout, grown.out, conv.precision))
-    assert both is not None
+def _both(conv: Conv, pool: Pool, maps: int, out: Vec3, precision: Precision) -> ConvShape:
+    """Two layers in one, on a volume that gives the pooling about `out` voxels."""
+    first = layer_shape(conv, 1, maps, _sized(conv, _sized(pool, out)), precision)
+    both = fused(first, layer_shape(pool, 1, conv.out, first.out, precision))
+    assert both is not None, f"{conv} and {pool} are not two layers that run in one"
     return both
 
 
