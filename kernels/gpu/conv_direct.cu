@@ -15,6 +15,7 @@
 #include "activation.cuh"
 
 constexpr int STEP = 16;                           // taps at a time; conv_direct.py
+constexpr int AT_ONCE = 4;                         // inputs of a thread on their way
 constexpr int LANE_VOXELS = 4;                     // of a thread
 constexpr int VOXELS = WARP * LANE_VOXELS;         // of a block; conv_direct.py
 constexpr int ROW = VOXELS + 2;                    // of shared memory: lanes that write 16 taps meet no bank twice
@@ -45,13 +46,20 @@ DEVICE void accumulate(float (&sums)[LANE_VOXELS][GROUP], float* tile, const Win
     for (long long first = 0; first < n.taps; first += STEP) {
         const long long tap = first + k, d = tap / n.fin, dz = d / (n.ky * n.kx);
         const long long off = ((dz * n.ny + d / n.kx % n.ky) * n.nx + d % n.kx) * n.fin + tap % n.fin;
-        for (int voxel = threadIdx.x / STEP; voxel < VOXELS; voxel += blockDim.x / STEP) {
-            float value = 0.0f;
-            if (tap < n.taps && voxel < known) {
-                const Window<T>& w = windows[voxel];
-                value = load_activation((w.z + dz < n.carried ? w.before : w.x) + off);
+        const int apart = blockDim.x / STEP;
+#pragma unroll 1
+        for (int voxel = threadIdx.x / STEP; voxel < VOXELS; voxel += apart * AT_ONCE) {
+            float values[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {  // all are on their way before the first is waited for
+                values[i] = 0.0f;
+                if (tap >= n.taps || voxel + i * apart >= known) continue;
+                const Window<T>& w = windows[voxel + i * apart];
+                values[i] = load_activation((w.z + dz < n.carried ? w.before : w.x) + off);
             }
-            tile[k * ROW + voxel] = value;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (voxel + i * apart < VOXELS) tile[k * ROW + voxel + i * apart] = values[i];
         }
         sync_block();
         const int count = min((long long)STEP, n.taps - first);

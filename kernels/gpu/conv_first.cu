@@ -20,6 +20,7 @@
 constexpr int THREADS = 192, WARPS = THREADS / WARP, TILE = 192;  // 168 registers for two blocks; conv_first.py
 constexpr int GROUP = 16;                                        // maps; conv_first.py
 constexpr int HEAD = 32;                                         // floats, for Sizes; conv_first.py
+constexpr int AT_ONCE = 8;                                       // inputs of a thread on their way
 constexpr int LANE = 4;                                          // voxels and neighbouring maps of a lane
 
 /* Kept in shared memory, so that what follows from it is computed again where it is needed: the registers are for sums. */
@@ -33,16 +34,24 @@ struct Sizes {
 /* Planes first .. first + count of one image, from (y, x) on, into tile [plane][f][lines][pitch]; zeros outside. */
 template <class T, int FIN, bool TENSOR>
 DEVICE void stage_planes(float* tile, const T* before, const T* x, int first, int count, const Sizes& n) {
-    const int lane = threadIdx.x % WARP, columns = n.wide + n.kx - 1;
+    const int columns = (n.wide + n.kx - 1) * FIN, all = count * n.lines * columns;
 #pragma unroll 1
-    for (int line = threadIdx.x / WARP; line < count * n.lines; line += WARPS) {
-        const int z = first + line / n.lines, y = n.y0 + line % n.lines;
-        const T* const from = (z < n.carried ? before : x) + (((long long)z * n.ny + y) * n.nx + n.x0) * FIN;
-        float* const to = tile + line / n.lines * FIN * n.plane + line % n.lines * n.pitch;
-        for (int e = lane; e < columns * FIN; e += WARP) {
-            const int column = e / FIN, f = e % FIN;
-            const float value = y < n.ny && n.x0 + column < n.nx ? load_activation(from + e) : 0.0f;
-            to[f * n.plane + column] = TENSOR ? from_bits(to_tf32(value)) : value;
+    for (int start = threadIdx.x; start < all; start += THREADS * AT_ONCE) {
+        float values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {  // all are on their way before the first is waited for
+            const int line = (start + i * THREADS) / columns, e = (start + i * THREADS) % columns;
+            const int z = first + line / n.lines, y = n.y0 + line % n.lines;
+            const bool inside = line < count * n.lines && y < n.ny && n.x0 + e / FIN < n.nx;
+            const T* const from = (z < n.carried ? before : x) + (((long long)z * n.ny + y) * n.nx + n.x0) * FIN;
+            values[i] = inside ? load_activation(from + e) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int line = (start + i * THREADS) / columns, e = (start + i * THREADS) % columns;
+            if (line >= count * n.lines) break;
+            float* const to = tile + (line / n.lines * FIN + e % FIN) * n.plane + line % n.lines * n.pitch;
+            to[e / FIN] = TENSOR ? from_bits(to_tf32(values[i])) : values[i];
         }
     }
 }

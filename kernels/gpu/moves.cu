@@ -39,6 +39,7 @@ template <class Raw> struct alignas(4 * sizeof(Raw)) Quad {
 template <class Raw, class T>
 __global__ void convert(const Raw* raw, T* x, long long count, const double* mean, const float* std, float* peak) {
     float largest = 0.0f;
+#pragma unroll 2
     for (long long i = 4 * global_thread(); i < count; i += 4 * global_threads()) {
         if (i + 4 <= count) {
             const Quad<Raw> in = *reinterpret_cast<const Quad<Raw>*>(raw + i);
@@ -75,6 +76,7 @@ __global__ void load(const Raw* raw, long long raw_c, long long raw_r, long long
     float largest = 0.0f;
     for (long long c0 = 0; c0 < channels; c0 += CHANNELS) {
         const int group = min((long long)CHANNELS, channels - c0);
+#pragma unroll 4
         for (int t = threadIdx.x; t < have_o * have_x; t += blockDim.x) {
             const int o = across ? t % have_o : t / have_x, i = across ? t / have_o : t % have_x;
             const Raw* from = raw + c0 * raw_c + r * raw_r + (o0 + o) * raw_o + (x0 + i) * raw_x;
@@ -85,6 +87,7 @@ __global__ void load(const Raw* raw, long long raw_c, long long raw_r, long long
             }
         }
         sync_block();
+#pragma unroll 4
         for (int t = threadIdx.x; t < have_o * have_x * group; t += blockDim.x) {
             const int o = t / (have_x * group), c = t % group, i = t / group % have_x;
             T* to_voxel = x + r * x_r + (o0 + o) * x_o + (x0 + i) * channels;
@@ -121,6 +124,7 @@ __global__ void store(const T* fragments, long long image, long long line_r, lon
     float largest = 0.0f;
     for (long long f0 = 0; f0 < maps; f0 += MAPS) {
         const int group = min((long long)MAPS, maps - f0);
+#pragma unroll 4
         for (int t = threadIdx.x; t < have_o * have_x * group; t += blockDim.x) {
             const int f = t % group, i = t / group % run, ox = t / (group * run) % px, o = t / (group * have_x);
             const long long fragment = of_x[(o0 + o) % period_o * of_o + ox] - first;
@@ -131,6 +135,7 @@ __global__ void store(const T* fragments, long long image, long long line_r, lon
             tile[f * plane + o * (tx + 1) + i * px + ox] = value;
         }
         sync_block();
+#pragma unroll 4
         for (int t = threadIdx.x; t < have_o * have_x; t += blockDim.x) {
             const int o = across ? t % have_o : t / have_x, i = across ? t / have_o : t % have_x;
             const long long fragment = of_x[(o0 + o) % period_o * of_o + i % px] - first;
@@ -190,6 +195,7 @@ template <class T, int V>
 __global__ void peak_of(const T* x, long long image, long long images, long long count, float* peak) {
     float largest = 0.0f;
     for (long long s = blockIdx.y; s < images; s += gridDim.y) {
+#pragma unroll 4
         for (long long i = V * global_thread(); i < count; i += V * global_threads()) {
             const T* const at = x + s * image + i;
             if constexpr (V == 4) {

@@ -28,6 +28,7 @@ SHAPES = [
     ConvShape(3, 2, 6, (4, 5, 6), (4, 5, 6), "sigmoid"),  # one voxel out
     ConvShape(1, 18, 70, (3, 4, 15), (2, 1, 3), "relu"),  # more maps than a block has
     ConvShape(2, 20, 5, (3, 5, 9), (1, 1, 1), "relu"),
+    ConvShape(1, 3, 40, (3, 5, 14), (2, 1, 2), "relu"),  # three groups of maps
 ]
 
 
