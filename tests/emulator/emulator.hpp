@@ -135,6 +135,19 @@ inline half __ushort_as_half(unsigned short bits) {
     value.bits = bits;
     return value;
 }
+inline half2 __hadd2(half2 a, half2 b) { return {half(float(a.x) + float(b.x)), half(float(a.y) + float(b.y))}; }
+inline half2 __hsub2(half2 a, half2 b) { return {half(float(a.x) - float(b.x)), half(float(a.y) - float(b.y))}; }
+inline half2 __hmul2(half2 a, half2 b) { return {half(float(a.x) * float(b.x)), half(float(a.y) * float(b.y))}; }
+inline half2 __hfma2(half2 a, half2 b, half2 c) {
+    return {half(float(a.x) * float(b.x) + float(c.x)), half(float(a.y) * float(b.y) + float(c.y))};
+}
+inline half2 __hneg2(half2 a) { return {half(-a.x), half(-a.y)}; }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned chosen = 0;
+    for (int i = 0; i < 4; ++i) chosen |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return chosen;
+}
 inline half2 __hmax2(half2 a, half2 b) { return {half(fmaxf(a.x, b.x)), half(fmaxf(a.y, b.y))}; }
 inline half2 __hmax2_nan(half2 a, half2 b) {
     const auto larger = [](float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; };

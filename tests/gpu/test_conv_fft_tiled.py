@@ -70,6 +70,8 @@ def rms_error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float
     """Of the rms answer; NaN and untouched voxels fail."""
     assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} of {out.size} voxels not finite"
     exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+    if shape.pools:
+        exact = reference.fragments(exact, shape.pool)
     return float(np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2) / np.mean(exact**2)))
 
 
@@ -182,6 +184,83 @@ def test_zeros_give_the_bias(device: Any) -> None:
     weights = random_weights(shape)
     out, _ = run(device, shape, np.zeros(shape.in_shape, np.float32), weights, tiled(shape))
     assert np.array_equal(out, np.broadcast_to(weights.bias, shape.out_shape))
+
+
+POOLED = [
+    ConvShape(1, 3, 5, (13, 24, 19), (3, 4, 5), "relu", (2, 2, 2)),  # odd maps, several tiles
+    ConvShape(2, 6, 10, (9, 22, 18), (3, 2, 2), "tanh", (1, 2, 2)),  # two images, two blocks along y
+    ConvShape(1, 2, 18, (10, 9, 11), (2, 3, 1), "sigmoid", (2, 1, 2)),  # more than one warp along the maps
+    ConvShape(2, 1, 1, (17, 6, 6), (3, 4, 2), "none", (2, 2, 1)),
+    ConvShape(1, 2, 3, (3, 3, 34), (2, 2, 2), "none", (1, 1, 2)),
+    ConvShape(1, 2, 3, (3, 4, 4), (2, 2, 2), "none", (1, 2, 1)),
+    ConvShape(1, 2, 3, (4, 3, 3), (2, 2, 2), "none", (2, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", POOLED, ids=str)
+def test_pools_into_fragments(device: Any, shape: ConvShape, precision: Precision) -> None:
+    shape = replace(shape, precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    out, peak = run(device, shape, x, weights, tiled(shape))
+    assert rms_error(out, x, weights, shape) <= ALLOWED[precision]
+    assert abs(peak - np.abs(out.astype(np.float64)).max()) <= 1e-3 * peak
+
+
+@pytest.mark.parametrize("gap", [0, 2])
+@pytest.mark.parametrize("group", [1, 3, 5])
+def test_pools_in_groups_behind_planes_that_are_carried(device: Any, group: int, gap: int) -> None:
+    shape = ConvShape(2, 2, 3, (17, 45, 18), (3, 15, 4), "relu", (2, 2, 2), precision="tf32")
+    x, weights = random_input(shape), random_weights(shape)
+    out, _ = run(device, shape, x, weights, tiled(shape, group=group), carried=3, gap=gap)
+    assert rms_error(out, x, weights, shape) <= ALLOWED["tf32"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_maximum_keeps_what_is_not_a_number(device: Any, value: float) -> None:
+    shape = replace(POOLED[0], activation="none")
+    x, weights = random_input(shape), random_weights(shape)
+    x[0, 7, 8, 9, 1] = value
+    out, peak = run(device, shape, x, weights, tiled(shape))
+    assert not np.isfinite(peak)
+    assert not np.isfinite(reference.recombine(out, [shape.pool])[0, 4:7, 4:8, 4:9]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("z", SIDES_Z)
+def test_all_tiles_pool(cuda_device: Any, z: int, precision: Precision, pool: Vec3) -> None:
+    shape = ConvShape(2, 17, 26, (2 * z, 49, 78), (4, 3, 4), "relu", pool, precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    for group in (3, 1000):
+        out, _ = run(cuda_device, shape, x, weights, tiled(shape, (z, 24, 24), group), carried=3, gap=1)
+        assert rms_error(out, x, weights, shape) <= ALLOWED[precision]
+
+
+@pytest.mark.parametrize("group", [1, 2, 7, 10**6])
+@pytest.mark.parametrize("k", [1, 3, 16])
+def test_groups_that_pool_have_every_window_once(k: int, group: int) -> None:
+    """Windows along y of all groups, one after the other; k = 16: a tile has one row of results."""
+    for size in range(k + 2, k + 60, 2):
+        shape = ConvShape(2, 3, 3, (9, size, 40), (3, k, 3), "none", (1, 2, 1))
+        cover = Cover(shape, (8, 16, 16), group)
+        windows: dict[int, list[int]] = {}
+        for g in cover.groups:
+            first, rows = cover.rows_out(g)
+            assert 1 < rows <= g.rows * cover.step[1]
+            for slab in range(g.first, g.first + g.slabs):
+                windows.setdefault(slab, []).extend(range(first, first + rows - 1))
+        assert windows == {slab: list(range(cover.windows[1])) for slab in range(2 * cover.grid[0])}
+
+
+def test_pools_by_no_more_than_two() -> None:
+    here, shape = replace(MACHINE, gpu=LARGE), ConvShape(1, 3, 3, (49, 49, 50), (3, 3, 3), "relu", (2, 2, 3))
+    assert TILED.why_not(shape, here) == "pools what it computes by 1 or 2 along each axis, not by 2x2x3"
+    assert TILED.why_not(replace(shape, n=(49, 49, 49), pool=(2, 2, 2)), here) is None
+    tall = ConvShape(1, 3, 3, (64, 63, 63), (32, 3, 3), "relu")
+    assert TILED.why_not(tall, here) is None
+    assert "larger than the tiles" in str(TILED.why_not(replace(tall, pool=(2, 1, 1)), here))
 
 
 @pytest.mark.parametrize("fin", [1, 80, 130])

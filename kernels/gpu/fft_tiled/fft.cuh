@@ -5,17 +5,35 @@
 #pragma once
 #include "device_ops.cuh"
 
+// A complex number, and two of them in float16: arithmetic of the second is rounded at every step, and twice as fast.
 struct Complex {
   float re, im;
 };
+struct Twins {
+  half2 re, im;
+};
 
-DEVICE Complex operator+(Complex a, Complex b) { return {a.re + b.re, a.im + b.im}; }
-DEVICE Complex operator-(Complex a, Complex b) { return {a.re - b.re, a.im - b.im}; }
-DEVICE Complex operator*(Complex a, Complex b) { return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re}; }
+DEVICE float add(float a, float b) { return a + b; }
+DEVICE float subtract(float a, float b) { return a - b; }
+DEVICE float negative(float a) { return -a; }
+DEVICE float times(float c, float a) { return c * a; }
+DEVICE float times_add(float c, float a, float b) { return c * a + b; }
+DEVICE half2 add(half2 a, half2 b) { return __hadd2(a, b); }
+DEVICE half2 subtract(half2 a, half2 b) { return __hsub2(a, b); }
+DEVICE half2 negative(half2 a) { return __hneg2(a); }
+DEVICE half2 times(float c, half2 a) { return __hmul2(to_half2(c, c), a); }
+DEVICE half2 times_add(float c, half2 a, half2 b) { return __hfma2(to_half2(c, c), a, b); }
 
-template <int Sign>
-DEVICE Complex times_i(Complex a) {  // a * (Sign i)
-  return {-Sign * a.im, Sign * a.re};
+template <class C>
+DEVICE C operator+(C a, C b) { return {add(a.re, b.re), add(a.im, b.im)}; }
+template <class C>
+DEVICE C operator-(C a, C b) { return {subtract(a.re, b.re), subtract(a.im, b.im)}; }
+template <class C>
+DEVICE C times(float c, C a) { return {times(c, a.re), times(c, a.im)}; }
+
+template <int Sign, class C>
+DEVICE C times_i(C a) {  // a * (Sign i)
+  return Sign > 0 ? C{negative(a.im), a.re} : C{a.im, negative(a.re)};
 }
 
 // cos(2 pi e / 96), 0 <= e: a constant once loops are unrolled.
@@ -32,11 +50,12 @@ DEVICE constexpr float cosine96(int e) {
   return e <= 24 ? quarter[e] : -quarter[48 - e];
 }
 
-// e^(Sign 2 pi i e / N)
-template <int N, int Sign>
-DEVICE constexpr Complex root(int e) {
+// a * e^(Sign 2 pi i e / N)
+template <int N, int Sign, class C>
+DEVICE C turned(C a, int e) {
   static_assert(96 % N == 0, "roots are tabulated for divisors of 96");
-  return {cosine96(96 / N * e), Sign * cosine96(96 / N * e + 72)};  // sin(a) = cos(a - pi / 2)
+  const float c = cosine96(96 / N * e), s = Sign * cosine96(96 / N * e + 72);  // sin(a) = cos(a - pi / 2)
+  return {times_add(-s, a.im, times(c, a.re)), times_add(s, a.re, times(c, a.im))};
 }
 
 template <int M, int Sign>
@@ -44,8 +63,9 @@ struct SmallTransform;
 
 template <int Sign>
 struct SmallTransform<2, Sign> {
-  static DEVICE void run(Complex (&v)[2]) {
-    Complex a = v[0], b = v[1];
+  template <class C>
+  static DEVICE void run(C (&v)[2]) {
+    C a = v[0], b = v[1];
     v[0] = a + b;
     v[1] = a - b;
   }
@@ -53,21 +73,21 @@ struct SmallTransform<2, Sign> {
 
 template <int Sign>
 struct SmallTransform<3, Sign> {
-  static DEVICE void run(Complex (&v)[3]) {
-    const float h = 0.86602540378443864676f;
-    Complex s = v[1] + v[2], d = v[1] - v[2];
-    Complex m = {v[0].re - 0.5f * s.re, v[0].im - 0.5f * s.im};
-    Complex e = {-Sign * h * d.im, Sign * h * d.re};
-    v[0] = v[0] + s;
-    v[1] = m + e;
-    v[2] = m - e;
+  template <class C>
+  static DEVICE void run(C (&v)[3]) {
+    const C sum = v[1] + v[2], across = times_i<Sign>(times(0.86602540378443864676f, v[1] - v[2]));
+    const C middle = v[0] + times(-0.5f, sum);
+    v[0] = v[0] + sum;
+    v[1] = middle + across;
+    v[2] = middle - across;
   }
 };
 
 template <int Sign>
 struct SmallTransform<4, Sign> {
-  static DEVICE void run(Complex (&v)[4]) {
-    Complex s0 = v[0] + v[2], s1 = v[0] - v[2], s2 = v[1] + v[3], s3 = times_i<Sign>(v[1] - v[3]);
+  template <class C>
+  static DEVICE void run(C (&v)[4]) {
+    C s0 = v[0] + v[2], s1 = v[0] - v[2], s2 = v[1] + v[3], s3 = times_i<Sign>(v[1] - v[3]);
     v[0] = s0 + s2;
     v[1] = s1 + s3;
     v[2] = s0 - s2;
@@ -78,9 +98,10 @@ struct SmallTransform<4, Sign> {
 // M = 2 H: two transforms of H, then butterflies.
 template <int M, int Sign>
 struct SmallTransform {
-  static DEVICE void run(Complex (&v)[M]) {
+  template <class C>
+  static DEVICE void run(C (&v)[M]) {
     constexpr int H = M / 2;
-    Complex even[H], odd[H];
+    C even[H], odd[H];
 #pragma unroll
     for (int n = 0; n < H; n++) {
       even[n] = v[2 * n];
@@ -90,7 +111,7 @@ struct SmallTransform {
     SmallTransform<H, Sign>::run(odd);
 #pragma unroll
     for (int k = 0; k < H; k++) {
-      Complex t = k == 0 ? odd[0] : 4 * k == M ? times_i<Sign>(odd[k]) : odd[k] * root<M, Sign>(k);
+      C t = k == 0 ? odd[0] : 4 * k == M ? times_i<Sign>(odd[k]) : turned<M, Sign>(odd[k], k);
       v[k] = even[k] + t;
       v[k + H] = even[k] - t;
     }
@@ -98,17 +119,17 @@ struct SmallTransform {
 };
 
 // Transform of N in place; the result is in natural order.
-template <int N, int Sign>
-DEVICE void transform(Complex (&x)[N]) {
+template <int N, int Sign, class C>
+DEVICE void transform(C (&x)[N]) {
   constexpr int M = N / 4;
-  Complex a[4][M];
+  C a[4][M];
 #pragma unroll
   for (int n = 0; n < M; n++) {
-    Complex v[4] = {x[n], x[n + M], x[n + 2 * M], x[n + 3 * M]};
+    C v[4] = {x[n], x[n + M], x[n + 2 * M], x[n + 3 * M]};
     SmallTransform<4, Sign>::run(v);
     a[0][n] = v[0];
 #pragma unroll
-    for (int k = 1; k < 4; k++) a[k][n] = n == 0 ? v[k] : v[k] * root<N, Sign>(n * k);
+    for (int k = 1; k < 4; k++) a[k][n] = n == 0 ? v[k] : turned<N, Sign>(v[k], n * k);
   }
 #pragma unroll
   for (int k = 0; k < 4; k++) {

@@ -70,6 +70,8 @@ __global__ void __launch_bounds__(256, TZ > 24 ? 2 : TZ > 16 ? 2 : 3)
 
 // Where a number of X goes.
 DEVICE void write_spectrum(Halves, void* X, long long at, Complex v) { store_complex(((half2*)X)[at], v); }
+DEVICE void write_spectrum(Quick, void* X, long long at, Complex v) { store_complex(((half2*)X)[at], v); }
+DEVICE void write_spectrum(Quick, void* X, long long at, Twins v) { *(uint2*)((half2*)X + at) = TwinLane::packed(v); }
 DEVICE void write_spectrum(Floats, void* X, long long at, Complex v) { store_complex(((float2*)X)[at], v); }
 DEVICE void write_spectrum(Split, void* X, long long at, Complex v) {
   // Four maps together: their larger parts, 16 bytes, then what these leave out, 16 bytes.
@@ -90,6 +92,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
                   long long planes) {
   using P = Plane<TY, TX, CB>;
   using Number = typename Spectrum::Number;
+  using L = typename LaneOf<Spectrum>::Type;
+  using Bits = typename L::Bits;
+  constexpr int LANES = CB / L::MAPS;
   EXTERN_SHARED(Number, shared);
   const Group g = {0, int(slabs), int(rows), int(columns), int(sy), int(sx), int(ny), int(nx), int(padded), int(planes)};
   const int chunks = g.padded / CB, tiles = g.tiles();
@@ -100,41 +105,41 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   const bool inside = x_first + TX <= g.nx && y_first + TY <= g.ny;
   const Number* source = U + g.plane_at(tile / (g.columns * g.rows), plane) + map0;
   const long long row = (long long)g.nx * g.padded;
-  for (int i = threadIdx.x; i < TX * CB; i += THREADS) {
-    const int map = i % CB, x = i / CB;
+  for (int i = threadIdx.x; i < TX * LANES; i += THREADS) {
+    const int map = i % LANES * L::MAPS, x = i / LANES;
     const Number* from = source + y_first * row + (long long)(x_first + x) * g.padded + map;
-    typename Bits<Number>::Type bits[TY];
+    Bits bits[TY];
     if (inside) {
 #pragma unroll
-      for (int y = 0; y < TY; y++) bits[y] = *(const typename Bits<Number>::Type*)(from + y * row);
+      for (int y = 0; y < TY; y++) bits[y] = *(const Bits*)(from + y * row);
     } else {
       const bool column = x_first + x < g.nx;
 #pragma unroll
       for (int y = 0; y < TY; y++) {
         bits[y] = {};
-        if (column && y_first + y < g.ny) bits[y] = *(const typename Bits<Number>::Type*)(from + y * row);
+        if (column && y_first + y < g.ny) bits[y] = *(const Bits*)(from + y * row);
       }
     }
-    Complex v[TY];
+    typename L::C v[TY];
 #pragma unroll
-    for (int y = 0; y < TY; y++) v[y] = Bits<Number>::complex(bits[y]);
+    for (int y = 0; y < TY; y++) v[y] = L::unpacked(bits[y]);
     transform<TY, -1>(v);
 #pragma unroll
-    for (int y = 0; y < TY; y++) store_complex(shared[P::at(y, x, map)], v[y]);
+    for (int y = 0; y < TY; y++) *(Bits*)(shared + P::at(y, x, map)) = L::packed(v[y]);
   }
   sync_block();
 
   // Along x: lanes run over maps, then y.
   const long long stride = (long long)tiles * g.padded, here = (long long)tile * g.padded + map0;
-  for (int i = threadIdx.x; i < TY * CB; i += THREADS) {
-    const int map = i % CB, y = i / CB;
-    Complex v[TX];
+  for (int i = threadIdx.x; i < TY * LANES; i += THREADS) {
+    const int map = i % LANES * L::MAPS, y = i / LANES;
+    typename L::C v[TX];
 #pragma unroll
-    for (int x = 0; x < TX; x++) v[x] = load_complex(shared[P::at(y, x, map)]);
+    for (int x = 0; x < TX; x++) v[x] = L::unpacked(*(const Bits*)(shared + P::at(y, x, map)));
     transform<TX, -1>(v);
     if (plane == 0) {
 #pragma unroll
-      for (int x = 0; x < TX; x++) store_complex(shared[P::at(y, x, map)], v[x]);
+      for (int x = 0; x < TX; x++) *(Bits*)(shared + P::at(y, x, map)) = L::packed(v[x]);
     } else {
       const long long target = frequency<P>(plane, y, 0) * stride + here + map;
 #pragma unroll

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from znnpy.kernels.gpu.fft_tiled.primitive import _Product
-from znnpy.kernels.gpu.fft_tiled.tiles import COLUMN_THREADS, PLANE_BLOCKS, SIDES_Z, PlaneBlock
+from znnpy.kernels.gpu.fft_tiled.tiles import COLUMN_THREADS, PLANE_BLOCKS, POOL_THREADS, SIDES_Z, PlaneBlock
 from znnpy.kernels.gpu.modules import Instance
 
 _REGISTERS = 65536  # of a multiprocessor
 _MOST = 255  # of a thread
 _SHARED = (99 << 10, 163 << 10, 227 << 10)  # bytes a block may have: RTX, A100, H100
-_TYPES = (("Halves", "half2", "float"), ("Halves", "half2", "half"), ("Split", "float2", "float"))
+_TYPES = (("Halves", "half2", "float"), ("Quick", "half2", "half"), ("Split", "float2", "float"))
 
 
 def instances() -> list[Instance]:
@@ -18,14 +18,15 @@ def instances() -> list[Instance]:
 
 
 def _columns() -> list[Instance]:
-    registers = _fair(COLUMN_THREADS, 2)
+    plain, pooling = _fair(COLUMN_THREADS, 2), _fair(POOL_THREADS, 4)
     return [
         Instance(f"fft_tiled/{source}.cu", name, registers)
         for side in SIDES_Z
         for stored, number, value in _TYPES
-        for source, name in (
-            ("forward", f"forward_z<{side}, {stored}, {value}>"),
-            ("inverse", f"inverse_z<{side}, {number}, {value}>"),
+        for source, name, registers in (
+            ("forward", f"forward_z<{side}, {stored}, {value}>", plain),
+            ("inverse", f"inverse_z<{side}, {number}, {value}>", plain),
+            ("inverse", f"inverse_z_pool<{side}, {number}, {value}>", pooling),
         )
     ]
 
@@ -33,12 +34,11 @@ def _columns() -> list[Instance]:
 def _planes() -> list[Instance]:
     found = []
     for (side, spectra), blocks in PLANE_BLOCKS.items():
-        stored, number = ("Halves", "half2") if spectra == "half" else ("Split", "float2")
         for maps, threads, count in dict.fromkeys((blocks[0], blocks[-1])):
             block, registers = PlaneBlock(side, spectra, maps, threads, count), _fair(threads, count)
             found += [
-                Instance("fft_tiled/forward.cu", block.instance("forward_plane", stored), registers),
-                Instance("fft_tiled/inverse.cu", block.instance("inverse_plane", number), registers),
+                Instance("fft_tiled/forward.cu", block.forward(), registers),
+                Instance("fft_tiled/inverse.cu", block.inverse, registers),
             ]
     return found
 

@@ -4,10 +4,11 @@ forward_z      columns of the input, transformed along z: registers alone; forwa
 forward_plane  overlapping planes of tiles, transformed along y and x in shared memory
 product        per frequency (tiles x maps in) x (maps in x maps out), on tensor cores: product.cu
 inverse_plane  planes transformed back and cropped: inverse.cu
-inverse_z      columns transformed back, bias, activation
+inverse_z      columns transformed back, bias, activation; inverse_z_pool: max-pooled into fragments before
 
 half   spectra in float16, scaled by the largest value of the input so that none can overflow; sums in float32. Ten bits
-       of mantissa, as tf32: precisions tf32 and fp16.
+       of mantissa, as tf32.
+quick  the same, and transforms along y and x in float16 too: precision fp16.
 split  spectra as two float16, the second what the first leaves out: fp32, at three times the products.
 
 Source   overlap-save; products per frequency after Mathieu, Henaff, LeCun 2014, tiles after Zlateski et al. 2018.
@@ -23,12 +24,23 @@ from itertools import product
 from math import log2, prod
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.fft_tiled.spectra import KernelSpectra, preparing_bytes, resident_bytes, transform_kernels
+from znnpy.kernels.gpu.fft_tiled.spectra import (
+    WORDS,
+    KernelSpectra,
+    preparing_bytes,
+    resident_bytes,
+    transform_kernels,
+)
 from znnpy.kernels.gpu.fft_tiled.tiles import (
     COLUMN_THREADS,
+    MAPS,
     NUMBER,
+    POOL_COLUMNS,
+    POOL_ROWS,
+    POOL_THREADS,
     SIDES,
     SIDES_Z,
+    TYPES,
     Cover,
     Group,
     PlaneBlock,
@@ -38,29 +50,32 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
     plane_block,
 )
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv
-from znnpy.shapes import ACTIVATIONS, ConvShape
+from znnpy.shapes import ACTIVATIONS, ConvShape, text
 
 if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.network import ConvWeights
-    from znnpy.shapes import LayerShape, Vec3
+    from znnpy.shapes import LayerShape, Precision, Vec3
 
 GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra there are at a time
 EXCESS = 1.3  # times the least volume that tiles cover together: those that cover more are slower
 _FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
+_WARP = 32
 _CHUNK = 160  # of the product's depth that is in shared memory at a time
 _NEEDS_DEVICE = "needs a CUDA device"
 
 
 def spectra_for(shape: ConvShape) -> Spectra:
     """What keeps to the shape's precision."""
-    return "split" if shape.precision == "fp32" else "half"
+    by_precision: dict[Precision, Spectra] = {"fp32": "split", "tf32": "half", "fp16": "quick"}
+    return by_precision[shape.precision]
 
 
 # Warps along rows and columns of the product, matrices of 16 rows for each, stages of rows in shared memory, blocks a
 # multiprocessor: the first whose shared memory fits. Matrices of 8 columns for each warp are at most MOST.
 _PRODUCTS: dict[Spectra, tuple[tuple[int, int, int, int, int], ...]] = {
     "half": ((2, 4, 2, 2, 2),),
+    "quick": ((2, 4, 2, 2, 2),),
     "split": ((2, 4, 2, 2, 1), (4, 2, 1, 1, 2)),
 }
 _MOST = 5
@@ -101,7 +116,7 @@ class _Product:
 
     @property
     def name(self) -> str:
-        types = "Halves, half" if self.spectra == "half" else "Split, float"
+        types = "Split, float" if self.spectra == "split" else "Halves, half"
         rows, columns, matrices, stages, blocks = self.block
         return f"product<{types}, {rows}, {columns}, {matrices}, {self.tiles}, {stages}, {self.chunk}, {blocks}>"
 
@@ -116,7 +131,7 @@ class _Product:
 
     @property
     def shared_bytes(self) -> int:
-        words = 1 if self.spectra == "half" else 2
+        words = WORDS[self.spectra]
         rows = self.block[3] * 16 * self.block[0] * self.block[2] * (max(words * self.chunk, self.width) + 8)
         return 2 * (rows + words * self.width * (self.chunk + 8))
 
@@ -140,8 +155,8 @@ class ConvFftTiled:
             return (
                 f"needs tensor cores of sm_80 or newer, not sm_{machine.gpu.capability[0]}{machine.gpu.capability[1]}"
             )
-        if shape.pools:
-            return "does not pool what it computes"
+        if max(shape.pool) > 2:
+            return f"pools what it computes by 1 or 2 along each axis, not by {text(shape.pool)}"
         if shape.activation == "softmax":
             return "a softmax runs over all maps, and a block has a few: see gpu.conv.direct"
         if shape.k == (1, 1, 1):
@@ -191,20 +206,24 @@ class ConvFftTiled:
         ends = shape.in_bytes, shape.out_bytes
         # A complex transform of n points is 5 n log2 n flops, and two maps share one.
         along_z = 2.5 * shape.batch * cover.grid[0] * tile[0] * log2(tile[0])
+        # Windows along x and y overlap from warp to warp and from block to block.
+        again = prod(
+            1 + (side - 1) / taken for side, taken in zip(shape.pool[1:], (POOL_ROWS, POOL_COLUMNS - 1), strict=True)
+        )
         planes = 2.5 * prod(tile) * log2(tile[1] * tile[2]) * cover.tiles
         unit = _FFT[tile[1]]
-        words = 1 if spectra == "half" else 3
+        times = 3 if spectra == "split" else 1
         moved = kept * (fin + fout) + len(cover.groups) * resident_bytes(shape.fin, shape.fout, tile, spectra)
         return (
             Work("gpu_fft16", along_z * prod(shape.n[1:]) * fin, float(ends[0] + columns[0] * fin)),
             Work(unit, planes * fin, float((columns[0] + kept) * fin)),
             Work(
-                "gpu_half_product" if spectra == "half" else "gpu_split_product",
-                8.0 * words * frequencies(tile) * cover.tiles * fin * fout,
+                "gpu_split_product" if spectra == "split" else "gpu_half_product",
+                8.0 * times * frequencies(tile) * cover.tiles * fin * fout,
                 float(moved),
             ),
             Work(unit, planes * fout, float((columns[1] + kept) * fout)),
-            Work("gpu_fft16", along_z * prod(shape.unpooled[1:]) * fout, float(ends[1] + columns[1] * fout)),
+            Work("gpu_fft16", again * along_z * prod(shape.unpooled[1:]) * fout, float(ends[1] + columns[1] * fout)),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Any) -> KernelSpectra:
@@ -220,13 +239,14 @@ class ConvFftTiled:
         assert machine.gpu is not None
         shared, spectra = machine.gpu.shared_block_bytes, spectra_for(shape)
         covered: dict[Vec3, int] = {}
+        least = shape.k[0] + shape.pool[0] - 1, *shape.k[1:]  # a window along z is of one tile
         for z, side in product(SIDES_Z, SIDES):
             tile = z, side, side
             fits = all(plane_block(side, spectra, padded(maps), shared) for maps in (shape.fin, shape.fout))
-            if fits and all(length >= k for length, k in zip(tile, shape.k, strict=True)):
+            if fits and all(length >= needed for length, needed in zip(tile, least, strict=True)):
                 covered[tile] = Cover(shape, tile, 1).tiles * frequencies(tile)
-        least = min(covered.values(), default=0)
-        return tuple(tile for tile, numbers in covered.items() if numbers <= EXCESS * least)
+        fewest = min(covered.values(), default=0)
+        return tuple(tile for tile, numbers in covered.items() if numbers <= EXCESS * fewest)
 
 
 class _Step:
@@ -242,13 +262,13 @@ class _Step:
         self._blocks = [_block(cover.tile[1], spectra, maps, shared) for maps in self._maps]
         self._exponent = prod(cover.tile).bit_length() - 1
         value = "half" if shape.precision == "fp16" else "float"
-        stored, number = ("Halves", "half2") if spectra == "half" else ("Split", "float2")
+        stored, number, _ = TYPES[spectra]
         names = (
             f"forward_z<{cover.tile[0]}, {stored}, {value}>",
-            self._blocks[0].instance("forward_plane", stored),
+            self._blocks[0].forward(),
             self._product.name,
-            self._blocks[1].instance("inverse_plane", number),
-            f"inverse_z<{cover.tile[0]}, {number}, {value}>",
+            self._blocks[1].inverse,
+            f"{'inverse_z_pool' if shape.pools else 'inverse_z'}<{cover.tile[0]}, {number}, {value}>",
         )
         sources = [f"fft_tiled/{name}.cu" for name in ("forward", "forward", "product", "inverse", "inverse")]
         self._kernels = [device.kernels(source, [name])[name] for source, name in zip(sources, names, strict=True)]
@@ -279,12 +299,13 @@ class _Step:
         out_peak: int,
     ) -> tuple[Callable[[], None], ...]:
         """The five kernels of one group, for `run` and for who times them."""
+        inverse_z = self._inverse_z_pool if self._shape.pools else self._inverse_z
         return (
             lambda: self._forward_z(group, x, before, scratch["columns"], x_peak),
             lambda: self._forward_plane(group, scratch["columns"], scratch["spectra"]),
             lambda: self._multiply(group, scratch["spectra"], scratch["products"]),
             lambda: self._inverse_plane(group, scratch["products"], scratch["results"]),
-            lambda: self._inverse_z(group, scratch["results"], out, x_peak, out_peak),
+            lambda: inverse_z(group, scratch["results"], out, x_peak, out_peak),
         )
 
     def _forward_z(self, group: Group, x: Any, before: Any | None, columns: Any, x_peak: int) -> None:
@@ -350,6 +371,20 @@ class _Step:
             *(self._resident.factor, self._exponent),
         )
 
+    def _inverse_z_pool(self, group: Group, results: Any, out: Any, x_peak: int, out_peak: int) -> None:
+        shape, cover, maps, (pz, py, px) = self._shape, self._cover, self._maps[1], self._shape.pool
+        (nz, my, mx), (y0, rows) = cover.windows, cover.rows_out(group)
+        warps = -(-mx // (POOL_COLUMNS - (px - 1))) * maps // MAPS
+        kept_bytes = cover.step[0] * POOL_THREADS * 8
+        self._kernels[4](
+            (-(-warps * _WARP // POOL_THREADS), -(-(rows - (py - 1)) // POOL_ROWS), group.slabs),
+            (POOL_THREADS,),
+            *(results, out, self._resident.bias, x_peak, out_peak, group.first, cover.grid[0], cover.step[0]),
+            *(nz, my, mx, y0, rows, shape.unpooled[2], shape.fout, maps, out.strides[0] // shape.itemsize),
+            *(ACTIVATIONS.index(shape.activation), self._resident.factor, self._exponent, pz, py, px, POOL_ROWS),
+            shared=kept_bytes if py > 1 else 0,
+        )
+
 
 def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, Cover, Spectra]:
     shape = as_conv(shape)
@@ -357,7 +392,8 @@ def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, Cover, Spectra]
 
 
 def _spectra(variant: Variant) -> Spectra:
-    return "half" if variant.word("spectra") == "half" else "split"
+    word = variant.word("spectra")
+    return "quick" if word == "quick" else "split" if word == "split" else "half"
 
 
 def _block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from znnpy.shapes import Vec3
 
 SLICE = MAPS  # output maps whose kernels are transformed at a time
-WORDS: dict[Spectra, int] = {"half": 1, "split": 2}
+WORDS: dict[Spectra, int] = {"half": 1, "quick": 1, "split": 2}
 _TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, and as far as can be from nothing
 
 
@@ -51,7 +51,7 @@ class _Slices:
         block = plane_block(tile[1], "split", SLICE, device.gpu.shared_block_bytes)
         assert block is not None, f"why_not lets no tiles of {tile} through on this GPU"
         self._block = block
-        names = f"forward_z<{tile[0]}, Floats, float>", self._block.instance("forward_plane", "Floats")
+        names = f"forward_z<{tile[0]}, Floats, float>", self._block.forward("Floats")
         kernels = device.kernels("fft_tiled/forward.cu", names)
         self._along_z, self._plane = (kernels[name] for name in names)
         images = device.allocate(4 * self._fin * SLICE * k[0] * k[1] * k[2], "a slice of kernels")
@@ -107,7 +107,7 @@ def transform_kernels(weights: ConvWeights, tile: Vec3, spectra: Spectra, device
     device.synchronize(device.stream)
     # |X| <= 2^15, so |Y| / alpha <= 2^15 * scale * heaviest; the passes along y and x may add up all its numbers.
     alpha = 1.0
-    if spectra == "half" and 0 < heaviest < np.inf:
+    if spectra != "split" and 0 < heaviest < np.inf:
         alpha = 2.0 ** np.floor(-np.log2(scale * heaviest * tile[1] * tile[2]))
     # Spectra of inputs and of kernels are twice their size; transforms there and back multiply by the tile's voxels.
     factor = 1.0 / (4.0 * scale * alpha * float(np.prod(tile)))

@@ -18,6 +18,9 @@
 struct Halves {  // float16, scaled so that none can overflow
   using Number = half2;
 };
+struct Quick {  // the same, and the passes along y and x are in float16 too
+  using Number = half2;
+};
 struct Split {  // X as two float16, the second what the first leaves out; the others in float32
   using Number = float2;
 };
@@ -33,18 +36,45 @@ DEVICE Complex load_complex(half2 v) {
 }
 DEVICE Complex load_complex(float2 v) { return {v.x, v.y}; }
 
-// Bits of a number, as they are loaded: conversions between loads would keep the next from setting out.
+// What one lane of a pass along y or x takes: a number of one map in float32, or those of two neighbouring maps in
+// float16. Bits are loaded and stored as they are: conversions between loads would keep the next from setting out.
 template <class Number>
-struct Bits;
+struct Lane;
 template <>
-struct Bits<half2> {
-  using Type = unsigned;
-  static DEVICE Complex complex(unsigned bits) { return load_complex(half2_from_bits(bits)); }
+struct Lane<half2> {
+  static constexpr int MAPS = 1;
+  using C = Complex;
+  using Bits = unsigned;
+  static DEVICE C unpacked(Bits bits) { return load_complex(half2_from_bits(bits)); }
+  static DEVICE Bits packed(C v) { return bits_of(to_half2(v.re, v.im)); }
 };
 template <>
-struct Bits<float2> {
-  using Type = float2;
-  static DEVICE Complex complex(float2 bits) { return load_complex(bits); }
+struct Lane<float2> {
+  static constexpr int MAPS = 1;
+  using C = Complex;
+  using Bits = float2;
+  static DEVICE C unpacked(Bits bits) { return {bits.x, bits.y}; }
+  static DEVICE Bits packed(C v) { return make_float2(v.re, v.im); }
+};
+struct TwinLane {
+  static constexpr int MAPS = 2;
+  using C = Twins;
+  using Bits = uint2;
+  static DEVICE C unpacked(Bits bits) {
+    return {half2_from_bits(__byte_perm(bits.x, bits.y, 0x5410)), half2_from_bits(__byte_perm(bits.x, bits.y, 0x7632))};
+  }
+  static DEVICE Bits packed(C v) {
+    return make_uint2(__byte_perm(bits_of(v.re), bits_of(v.im), 0x5410), __byte_perm(bits_of(v.re), bits_of(v.im), 0x7632));
+  }
+};
+
+template <class Spectrum>
+struct LaneOf {
+  using Type = Lane<typename Spectrum::Number>;
+};
+template <>
+struct LaneOf<Quick> {
+  using Type = TwinLane;
 };
 
 // Numbers of two neighbouring maps, which lie on their own size.

@@ -1,7 +1,8 @@
 """Tiles of the fused tiled FFT: their sizes, how they cover a layer, and how blocks take them. Arithmetic alone.
 
 A slab is one row of tiles along z of one image. Tiles are taken in groups: several slabs, or, where one is too large,
-some rows of tiles along y of one slab.
+some rows of tiles along y of one slab. Where results are max-pooled, slabs overlap along z and groups along y, so that
+each has the whole of its windows.
 """
 
 from __future__ import annotations
@@ -15,21 +16,33 @@ from typing import Literal
 
 from znnpy.shapes import ConvShape, Vec3, ceil_divide, valid
 
-Spectra = Literal["half", "split"]
+Spectra = Literal["half", "quick", "split"]
 
 MAPS = 8  # maps of a spectrum are padded to a multiple of it: 16 real numbers, a step of the tensor cores
 SIDES_Z = (8, 16, 24, 32)
 SIDES = (16, 24, 32)  # along y and x, which are alike
 COLUMN_THREADS = 256  # of a block of forward_z and inverse_z
-NUMBER = {"half": 4, "split": 8}  # bytes of a complex number
+POOL_THREADS = 128  # of a block of inverse_z_pool
+POOL_ROWS = 16  # windows along y that it takes
+POOL_COLUMNS = 8  # results along x of a warp
+NUMBER = {"half": 4, "quick": 4, "split": 8}  # bytes of a complex number
 
 
+# C++ types: of spectra, of numbers between the kernels, of what a lane of a pass along y or x takes.
+TYPES: dict[Spectra, tuple[str, str, str]] = {
+    "half": ("Halves", "half2", "Lane<half2>"),
+    "quick": ("Quick", "half2", "TwinLane"),
+    "split": ("Split", "float2", "Lane<float2>"),
+}
 # Of blocks of forward_plane and inverse_plane, by the side of a plane: maps (the first that divides those there are and
 # that shared memory allows), threads, and blocks whose registers a multiprocessor must have room for.
 PLANE_BLOCKS: dict[tuple[int, Spectra], tuple[tuple[int, int, int], ...]] = {
     (16, "half"): ((16, 128, 5), (8, 128, 5)),
     (24, "half"): ((16, 192, 3), (8, 192, 3)),
     (32, "half"): ((16, 256, 2), (8, 256, 2)),
+    (16, "quick"): ((16, 128, 6), (8, 64, 6)),
+    (24, "quick"): ((16, 192, 3), (8, 96, 3)),
+    (32, "quick"): ((16, 256, 2), (8, 128, 2)),
     (16, "split"): ((16, 128, 5), (8, 128, 5)),
     (24, "split"): ((8, 192, 3),),
     (32, "split"): ((8, 256, 2),),
@@ -51,10 +64,23 @@ class PlaneBlock:
         """Shared memory of a block: `Plane::NUMBERS`."""
         return self.side * (self.side + 1) * self.maps * NUMBER[self.spectra]
 
-    def instance(self, kernel: str, stored: str) -> str:
-        """The C++ name of `forward_plane` or `inverse_plane`."""
-        sizes = f"{self.side}, {self.side}, {self.maps}"
-        return f"{kernel}<{sizes}, {stored}, {self.threads}, {self.per_multiprocessor}>"
+    def forward(self, stored: str | None = None) -> str:
+        """The C++ name of `forward_plane`; `stored`: of other spectra than the block's own."""
+        return f"forward_plane<{self._sizes}, {stored or TYPES[self.spectra][0]}, {self._launch}>"
+
+    @property
+    def inverse(self) -> str:
+        """The C++ name of `inverse_plane`."""
+        _, number, lane = TYPES[self.spectra]
+        return f"inverse_plane<{self._sizes}, {number}, {lane}, {self._launch}>"
+
+    @property
+    def _sizes(self) -> str:
+        return f"{self.side}, {self.side}, {self.maps}"
+
+    @property
+    def _launch(self) -> str:
+        return f"{self.threads}, {self.per_multiprocessor}"
 
 
 def plane_block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock | None:
@@ -86,6 +112,7 @@ class Group:
     row: int  # of tiles along y
     rows: int
     columns: int
+    overlap: int = 0  # rows of results that groups of the slab before it and it have twice
 
     @property
     def tiles(self) -> int:
@@ -94,7 +121,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Cover:
-    """The tiles that cover a layer, in groups of about `group` or fewer; at least one row of them along x."""
+    """The tiles that cover a layer, in groups of about `group` or fewer; at least one row of them along x.
+
+    Windows of a pooling are counted by where they begin: `windows` of an image.
+    """
 
     shape: ConvShape
     tile: Vec3
@@ -102,13 +132,19 @@ class Cover:
 
     @cached_property
     def step(self) -> Vec3:
-        """Outputs of one tile."""
-        return valid(self.tile, self.shape.k)
+        """Results of one tile along y and x, windows along z."""
+        z, y, x = valid(self.tile, self.shape.k)
+        return z - (self.shape.pool[0] - 1), y, x
+
+    @cached_property
+    def windows(self) -> Vec3:
+        return valid(self.shape.unpooled, self.shape.pool)
 
     @cached_property
     def grid(self) -> Vec3:
-        """Tiles of one image."""
-        return ceil_divide(self.shape.unpooled, self.step)
+        """Tiles of one image, the most that groups of whole slabs have."""
+        z, y, x = ceil_divide((self.windows[0], *self.shape.unpooled[1:]), self.step)
+        return z, y, x
 
     @cached_property
     def tiles(self) -> int:
@@ -119,20 +155,26 @@ class Cover:
     def groups(self) -> Sequence[Group]:
         """As equal as may be."""
         z, y, x = self.grid
-        slabs = self.shape.batch * z
+        slabs, more = self.shape.batch * z, self.shape.pool[1] - 1
         if self.group >= y * x:
             return [Group(lo, hi - lo, 0, y, x) for lo, hi in _parts(slabs, max(1, self.group // (y * x)))]
-        rows = list(_parts(y, max(1, self.group // x)))
-        return [Group(slab, 1, lo, hi - lo, x) for slab in range(slabs) for lo, hi in rows]
+        at_most = max(1, self.group // x, -(-(more + 1) // self.step[1]))
+        pieces = -(-self.windows[1] // (at_most * self.step[1] - more))
+        rows = [
+            (lo, hi, more * piece)
+            for piece, (lo, hi) in enumerate(_pieces(-(-(self.windows[1] + more * pieces) // self.step[1]), pieces))
+            if lo * self.step[1] - more * piece < self.windows[1]
+        ]
+        return [Group(slab, 1, lo, hi - lo, x, twice) for slab in range(slabs) for lo, hi, twice in rows]
 
     def rows_in(self, group: Group) -> tuple[int, int]:
         """First row along y of the input that a group reads, and how many."""
-        first = group.row * self.step[1]
+        first = group.row * self.step[1] - group.overlap
         return first, min(self.shape.n[1] - first, group.rows * self.step[1] + self.shape.k[1] - 1)
 
     def rows_out(self, group: Group) -> tuple[int, int]:
-        """First row along y of the output that a group writes, and how many."""
-        first = group.row * self.step[1]
+        """First row along y of the results that a group has, and how many; windows begin in all but py - 1 of them."""
+        first = group.row * self.step[1] - group.overlap
         return first, min(self.shape.unpooled[1] - first, group.rows * self.step[1])
 
     def bytes_of(self, group: Group, spectra: Spectra) -> tuple[int, int, int, int]:
@@ -156,5 +198,9 @@ class Cover:
 
 def _parts(count: int, at_most: int) -> Iterator[tuple[int, int]]:
     """`range(count)` in pieces of at most `at_most`, as equal as may be."""
-    pieces = -(-count // at_most)
+    return _pieces(count, -(-count // at_most))
+
+
+def _pieces(count: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """`range(count)` in pieces as equal as may be."""
     return pairwise(count * i // pieces for i in range(pieces + 1))
