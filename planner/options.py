@@ -58,6 +58,7 @@ class Options:
     rates: Rates
     only: frozenset[str]  # names; where one of them applies to a layer no other primitive is considered
     _alone: dict[tuple[LayerShape, frozenset[str]], tuple[_Alone, ...]] = field(default_factory=dict)
+    _applying: dict[LayerShape, frozenset[str]] = field(default_factory=dict)
 
     def of(self, layers: tuple[LayerShape, ...], place: Place) -> Front:
         """Of a layer, or of a convolution and the pooling behind it: layer by layer, and both in one.
@@ -86,8 +87,11 @@ class Options:
 
     def _names(self, shape: LayerShape) -> frozenset[str]:
         """Primitives that apply; only those asked for where one of them does."""
-        applying = {p.name for p in self.table if p.kind == shape.kind and p.why_not(shape, self.machine) is None}
-        return frozenset(applying & self.only or applying)
+        known = self._applying.get(shape)
+        if known is None:
+            names = {p.name for p in self.table if p.kind == shape.kind and p.why_not(shape, self.machine) is None}
+            known = self._applying[shape] = frozenset(names & self.only or names)
+        return known
 
     def _in_one(self, conv: LayerShape, pool: LayerShape, place: Place) -> Iterator[Option]:
         """Both layers by one primitive, but for those that take a layer from a primitive that was asked for."""

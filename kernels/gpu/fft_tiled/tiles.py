@@ -192,7 +192,8 @@ class Cover:
 
     def most_bytes(self, spectra: Spectra) -> tuple[int, int, int, int]:
         """The largest of any group."""
-        a, b, c, d = (max(sizes) for sizes in zip(*(self.bytes_of(g, spectra) for g in self.groups), strict=True))
+        different = {(g.slabs, g.row, g.rows, g.columns, g.overlap): g for g in self.groups}.values()  # few of hundreds
+        a, b, c, d = (max(sizes) for sizes in zip(*(self.bytes_of(g, spectra) for g in different), strict=True))
         return a, b, c, d
 
 
