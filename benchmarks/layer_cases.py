@@ -75,4 +75,5 @@ def smaller(shape: ConvShape, run_seconds: float, limit: float) -> ConvShape:
         min(n, max(k - 1 + LEAST_OUT, round(k - 1 + factor * (n - k + 1))))
         for n, k in zip(shape.n, shape.k, strict=True)
     )
-    return replace(shape, n=(z, y, x))
+    spare = [(size - k + 2) % p for size, k, p in zip((z, y, x), shape.k, shape.pool, strict=True)]
+    return replace(shape, n=(z - spare[0], y - spare[1], x - spare[2]))

@@ -58,10 +58,23 @@ SMALL = tuple(
     GpuCase("small", layer(80, 80, 28, k), f"an image of a few tiles, k = {k}: what does it cost to begin?")
     for k in (3, 7)
 )
-SETS = {"main": MAIN, "first": FIRST, "last": LAST, "pools": POOLS, "fragments": FRAGMENTS, "small": SMALL}
+POOLED = tuple(
+    GpuCase("pooled", replace(layer(80, 80, out - 1, k), pool=(2, 2, 2)), f"a layer and the pooling behind it, k = {k}")
+    for k, out in WIDE_OUT.items()
+)
+SETS = {
+    "main": MAIN,
+    "first": FIRST,
+    "last": LAST,
+    "pools": POOLS,
+    "pooled": POOLED,
+    "fragments": FRAGMENTS,
+    "small": SMALL,
+}
 DEFAULT = ("main", "first", "last", "pools")
 QUICK = (
     GpuCase("quick", ConvShape(2, 4, 5, (9, 10, 11), (3, 2, 3), "relu"), "that the script works"),
+    GpuCase("quick", ConvShape(2, 4, 5, (9, 10, 11), (3, 2, 3), "relu", (2, 2, 2)), "that it works with a pooling"),
     GpuCase("quick", PoolShape(1, 4, (7, 9, 7), (2, 2, 2)), "that it works for poolings"),
 )
 

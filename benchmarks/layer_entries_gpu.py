@@ -10,13 +10,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from gpu_card import Clock, Device, TorchClock, WallClock
 from layer_cases import smaller
 
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.planner.cost import assumed_rates
-from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision, Vec3, subtract
+from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
 
 if TYPE_CHECKING:
     from dense_torch import Layout
@@ -54,19 +55,21 @@ class Input:
     some: Array
     device: Any
     weights: ConvWeights | None
-    known: dict[tuple[LayerShape, Vec3], Array] = field(default_factory=dict)  # boxes of the definition's output
+    known: dict[tuple[LayerShape, Vec3], npt.NDArray[np.float64]] = field(
+        default_factory=dict
+    )  # boxes of the definition's output
 
     @property
     def largest(self) -> float:
         """No value is larger, rounded to float16 or not."""
         return float(self.some.max()) * (1 + 2**-10)
 
-    def box(self, lo: Vec3, hi: Vec3) -> Array:
+    def box(self, lo: Vec3, hi: Vec3) -> npt.NDArray[np.float64]:
         """Voxels lo <= (z, y, x) < hi of the first and the last image, before they were rounded: (1 or 2, .., f)."""
         images, *size, maps = self.shape.in_shape
         axes = [sorted({0, images - 1}), *(range(a, b) for a, b in zip(lo, hi, strict=True)), range(maps)]
         places = np.ravel_multi_index(np.ix_(*axes), (images, *size, maps))
-        return np.asarray(self.some[places % self.some.size])
+        return self.some[places % self.some.size].astype(np.float64)
 
 
 @dataclass(slots=True)
@@ -263,10 +266,12 @@ class Ours:
 def torch_entries(given: Input, slow_seconds: float, where: str) -> Iterator[Entry]:
     """conv3d with bias, and ReLU in place; in float16 bfloat16 too. What would take longer gets a smaller volume.
 
+    A pooling behind it is maxima along one axis after the other, then a copy of every offset.
+
     where  "cuda", or "cpu" to see that it works
     """
     import torch
-    from dense_torch import DTYPES, activated, as_tensor, compute_in, in_layout, placed
+    from dense_torch import DTYPES, activated, as_tensor, compute_in, fragments, in_layout, largest, placed
 
     shape = given.shape
     if not isinstance(shape, ConvShape) or given.weights is None:
@@ -293,7 +298,10 @@ def torch_entries(given: Input, slow_seconds: float, where: str) -> Iterator[Ent
                 compute_in(how)
                 with torch.inference_mode():
                     found[0] = None  # the memory of the run before is free for this one
-                    found[0] = activated(torch.nn.functional.conv3d(image, weight, bias), shape.activation)
+                    out = activated(torch.nn.functional.conv3d(image, weight, bias), shape.activation)
+                    for axis, extent in enumerate(shape.pool if shape.pools else (), start=2):
+                        out = largest(out, axis, extent, 1)
+                    found[0] = fragments(out, shape.pool) if shape.pools else out
 
             def crop(corner: Vec3, found: list[Any] = found) -> Array:
                 box = found[0].permute(0, 2, 3, 4, 1)[_box(corner)]
@@ -311,22 +319,21 @@ def corners(out: Vec3) -> list[Vec3]:
     return list(dict.fromkeys([(0, 0, 0), middle, last]))
 
 
-def exact(given: Input, corner: Vec3, out: Vec3) -> Array:
+def exact(given: Input, corner: Vec3, out: Vec3) -> npt.NDArray[np.float64]:
     """The box of the layer's definition in float64 that begins at `corner`, of the first and last image."""
     from znnpy.kernels.reference import convolve, fragments
 
     shape = given.shape
-    z, y, x = corner
-    dz, dy, dx = (min(CORNER, size) for size in out)
-    if isinstance(shape, PoolShape):
-        pz, py, px = shape.p
-        hi = ((z + dz + 1) * pz - 1, (y + dy + 1) * py - 1, (x + dx + 1) * px - 1)
-        return np.asarray(fragments(given.box((z * pz, y * py, x * px), hi), shape.p), np.float32)
-    assert isinstance(shape, ConvShape)
-    assert given.weights is not None
-    kz, ky, kx = shape.k
-    part = given.box(corner, (z + dz + kz - 1, y + dy + ky - 1, x + dx + kx - 1))
-    return convolve(part, given.weights.weight, given.weights.bias, shape.activation)  # type: ignore[return-value]
+    pool = shape.p if isinstance(shape, PoolShape) else shape.pool if isinstance(shape, ConvShape) else (1, 1, 1)
+    kernel = shape.k if isinstance(shape, ConvShape) else (1, 1, 1)
+    lo = multiply(corner, pool)
+    size: Vec3 = min(CORNER, out[0]), min(CORNER, out[1]), min(CORNER, out[2])
+    # fragments of size m are of (m + 1) p - 1 voxels; without a pooling p is 1
+    part = given.box(lo, subtract(add(add(lo, multiply(add(size, (1, 1, 1)), pool)), kernel), (2, 2, 2)))
+    if isinstance(shape, ConvShape):
+        assert given.weights is not None
+        part = convolve(part, given.weights.weight, given.weights.bias, shape.activation)
+    return fragments(part, pool) if pool != (1, 1, 1) else part
 
 
 def rms_error(entry: Entry) -> float:
@@ -342,7 +349,7 @@ def rms_error(entry: Entry) -> float:
         parts = found.shape[0] // images
         picked = np.concatenate([found[i * parts : (i + 1) * parts] for i in sorted({0, images - 1})])
         wrong += float(np.square(picked.astype(np.float64) - expected).sum())
-        right += float(np.square(expected.astype(np.float64)).sum())
+        right += float(np.square(expected).sum())
     return float(np.sqrt(wrong / right))
 
 

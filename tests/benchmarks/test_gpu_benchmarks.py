@@ -75,6 +75,7 @@ def test_layers(imported: Callable[[str], Any], device: Any, tmp_path: Path) -> 
     found = json.loads(out.read_text())
     shapes: tuple[ConvShape | PoolShape, ...] = (
         ConvShape(2, 4, 5, (9, 10, 11), (3, 2, 3), "relu"),
+        ConvShape(2, 4, 5, (9, 10, 11), (3, 2, 3), "relu", (2, 2, 2)),
         PoolShape(1, 4, (7, 9, 7), (2, 2, 2)),
     )
     for shape in shapes:
@@ -100,12 +101,15 @@ def test_layers_beside_pytorch(imported: Callable[[str], Any], device: Any, tmp_
     words = ("--only", "gpu.conv.fft", "--precisions", "fp32", "fp16", "--slow-seconds", 1e-12, "--out", out)
     layers.benchmark(device, replace(this_machine(), gpu=device.gpu), options(imported, *words))
     found = json.loads(out.read_text())
-    peers = [row for row in found["rows"] if row["name"].startswith("PyTorch")]
-    assert [row["precision"] for row in peers] == ["fp32", "fp32", "fp16", "bf16"]
-    assert all(row["is_smaller"] and row["measured"] == "9x9x10" for row in found["rows"])
-    exact, half = found["summary"]
-    assert exact["times_cudnn"] == pytest.approx(min(row["ns"] for row in peers[:2]) / exact["own_ns"])
-    assert half["is_slower_than_torch"] == (half["own_ns"] > min(row["ns"] for row in peers[2:]))
+    for pooled in (False, True):
+        rows = [row for row in found["rows"] if row["shape"].startswith("conv") and (" p2" in row["shape"]) == pooled]
+        peers = [row for row in rows if row["name"].startswith("PyTorch")]
+        assert [row["precision"] for row in peers] == ["fp32", "fp32", "fp16", "bf16"]
+        assert all(row["is_smaller"] and row["measured"] == ("9x8x9" if pooled else "9x9x10") for row in rows)
+        if not pooled:
+            exact, half = (case for case in found["summary"] if case["shape"] in {row["shape"] for row in rows})
+            assert exact["times_cudnn"] == pytest.approx(min(row["ns"] for row in peers[:2]) / exact["own_ns"])
+            assert half["is_slower_than_torch"] == (half["own_ns"] > min(row["ns"] for row in peers[2:]))
 
 
 @pytest.mark.parametrize("wrong", [1.01, float("nan")])
