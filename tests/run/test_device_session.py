@@ -316,7 +316,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice) -> None:
         plan = on_gpu(network, volume, (4, 6, 2), column=column)
         with poisoned_session(plan, net, STAND_INS, device) as session:
             held = device.allocated  # all that depends on the size of a patch
-            raws, outs = session.buffers(np.dtype(np.uint8), np.dtype(np.float32), reads=9, writes=2)
+            raws, outs = map(list, session.buffers(np.dtype(np.uint8), np.dtype(np.float32), reads=9, writes=2))
             assert (len(raws), len(outs)) == (3, 2)
             staging = 2 * raws[0].nbytes + 2 * outs[0].nbytes
             peaks = 2 * 4 * (2 + len(net.weights))

@@ -196,3 +196,28 @@ def test_buffers_are_three_of_each() -> None:
     with Crew(1) as crew:
         pipeline.run(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
     assert {name: len(buffers) for name, buffers in used.items()} == {"raw": 3, "out": 3}
+
+
+def test_buffers_are_made_while_others_are_in_use() -> None:
+    """Those for the output while the first step of a column runs, which gives none."""
+    submitted = threading.Event()
+
+    class Slow(UnderWay):
+        def buffers(self, *types: Any, **counts: int) -> Any:
+            def late(buffers: Any, first: int) -> Any:
+                for number, buffer in enumerate(buffers):
+                    assert number < first or submitted.wait(5), "nothing is computed before the last buffer is there"
+                    yield buffer
+
+            raws, outs = super().buffers(*types, **counts)
+            return late(raws, 1), late(outs, 0)
+
+        def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
+            submitted.set()
+            return super().submit(raw, out, begins=begins)
+
+    columns = walking(0, 2)
+    with Crew(1) as crew:
+        output = Output(quiet)
+        pipeline.run(Slow(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
+    np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))

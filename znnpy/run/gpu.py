@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -157,12 +157,12 @@ class GpuWorkshop:
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
-    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
+    ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
         plan, network, pinned = self._plan, self._network, self.hands.pinned
         self._compile(raw.newbyteorder("="), out)
         raw_shape, out_shape = (network.input_channels, *plan.patch_in), (network.output_channels, *plan.patch_out)
-        raws = [pinned(raw_shape, raw.newbyteorder("=")) for _ in range(min(PINNED, reads))]
-        return raws, [pinned(out_shape, out) for _ in range(min(PINNED, writes))]
+        raws = (pinned(raw_shape, raw.newbyteorder("=")) for _ in range(min(PINNED, reads)))
+        return raws, (pinned(out_shape, out) for _ in range(min(PINNED, writes)))
 
     def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
         if len(self._lent) > self.under_way:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -59,7 +59,7 @@ class HostWorkshop:
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
-    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
+    ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
         del reads, writes  # pages that nobody writes to cost nothing
         plan, network = self._plan, self._network
         raws = [np.empty((network.input_channels, *plan.patch_in), raw) for _ in range(BUFFERS)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -47,7 +47,8 @@ class Computes(Protocol):
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
-    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]: ...
+    ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
+        """For patches on their way in and on their way out; each may be made when it is asked for."""
 
     def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
         """A ticket to `wait` with, in the order of submission; until then the arrays belong to the session."""
@@ -210,10 +211,9 @@ class _Run:
             else:
                 writes += sum(step.write.voxels > 0 for step in column.steps)
         reads = self._all.steps - self._early.steps
-        self._raw, self._out = session.buffers(source.dtype, output.dtype, reads=reads, writes=writes)
-        for free, buffers in ((self._raw_free, self._raw), (self._out_free, self._out)):
-            for buffer in range(len(buffers)):
-                free.put(buffer)
+        self._raws, self._outs = session.buffers(source.dtype, output.dtype, reads=reads, writes=writes)
+        self._raw: list[Voxels] = []  # of them those that are made
+        self._out: list[Voxels] = []
         self._flights: deque[_Flight] = deque()
         self._voxel_bytes = network.output_channels * output.dtype.itemsize
         self._unseen = Unseen(plan, network.field_of_view)
@@ -290,13 +290,23 @@ class _Run:
         self._report()
 
     def _read(self) -> None:
+        unmade = iter(self._raws)
         for turn in self._patches():
+            made = next(unmade, None) if self._raw_free.empty() else None
+            if made is not None:
+                self._raw.append(made)
+                self._raw_free.put(len(self._raw) - 1)
             buffer = self._take(self._raw_free)
             with self._timed("reading"):
                 bad = self._source.read(turn.patch.read, self._raw[buffer])
             self._raw_full.put((buffer, bad))
 
     def _write(self) -> None:
+        for number, made in enumerate(self._outs):  # the first steps of a column need none yet
+            self._out.append(made)
+            self._out_free.put(number)
+            if self._stopping.is_set():
+                break
         for turn in self._patches():
             if not turn.writes:
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -149,12 +149,13 @@ class Session:
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
-    ) -> tuple[Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]]]:
+    ) -> tuple[Iterable[npt.NDArray[Any]], Iterable[npt.NDArray[Any]]]:
         """Arrays for `submit` of these types: as many as keep a run going, and the plan counts.
 
         reads, writes  steps of the run, and those with output
 
-        On a GPU they are pinned: only then do uploads and downloads go on beside the computation.
+        On a GPU they are pinned: only then do uploads and downloads go on beside the computation. That takes seconds
+        for gigabytes, so each is made when it is asked for, from any thread.
         """
         return self._shop.buffers(raw, out, reads=reads, writes=writes)
 

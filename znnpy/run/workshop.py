@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -77,8 +77,11 @@ class Workshop(Protocol):
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
-    ) -> tuple[Sequence[Voxels], Sequence[Voxels]]:
-        """Arrays for `take` in the memory of the host, as many as are of use to so many steps, all and with output."""
+    ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
+        """Arrays for `take` in the memory of the host, as many as are of use to so many steps, all and with output.
+
+        On a GPU each is made when it is asked for, from any thread.
+        """
 
     def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
         """Begin a step: `raw` and `out` where `load` reads and `store` writes; `begins` a column."""
