@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 LEAN_MIB = 16  # of workspace beside a copy of the weights: what plans want that copy neither input nor output
+FEW_TAPS = 32  # of a kernel: with more, tf32 has no plan that copies nothing (27 and 125 tried), but those of fp32
 CHOICES = 4  # plans to choose from
 OLDEST = (9, 16)  # of cuDNN: 9.8 to 9.15 have 3D kernels that compute something else
 MOST_VALUES = 2**31  # of a tensor that cuDNN is given: beyond it, it is not reliable
@@ -108,10 +109,12 @@ class ConvCudnn:
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        del variant
         shape = as_conv(shape)
         flops = 2.0 * prod(shape.out_shape) * shape.fin * prod(shape.k)
-        return (Work(UNITS[shape.precision], flops, float(shape.in_bytes + shape.out_bytes)),)
+        copied = (variant.count("workspace") - _lean(shape)) * MIB  # written and read
+        slow = shape.precision == "tf32" and prod(shape.k) > FEW_TAPS and not copied
+        unit = UNITS["fp32" if slow else shape.precision]
+        return (Work(unit, flops, float(shape.in_bytes + shape.out_bytes + 2 * copied)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None

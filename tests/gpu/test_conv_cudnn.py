@@ -274,3 +274,17 @@ def test_workspaces_hold_weights_then_one_tensor_then_both() -> None:
     assert choices == [0, 1, 2, 3]
     footprint = ROOMY.footprint(shape, ROOMY.variants(shape, WITH_GPU)[0], 1)
     assert [(s.name, s.nbytes) for s in footprint.scratch] == [("workspace", one[0] * 2**20)]
+
+
+def test_large_kernels_in_tf32_are_fast_only_where_tensors_may_be_copied() -> None:
+    small, large = (ConvShape(1, 16, 8, (30, 30, 30), k, precision="tf32") for k in ((3, 3, 3), (5, 5, 5)))
+    for shape, primitive, unit in (
+        (small, PLAIN, "gpu_cudnn_tf32"),
+        (large, PLAIN, "gpu_cudnn_fp32"),
+        (large, ROOMY, "gpu_cudnn_tf32"),
+        (replace(large, precision="fp16"), PLAIN, "gpu_cudnn_fp16"),
+    ):
+        work = primitive.work(shape, primitive.variants(shape, WITH_GPU)[0])[0]
+        assert work.unit == unit
+        assert work.flops == 2.0 * prod(shape.out_shape) * 16 * prod(shape.k)
+        assert (work.nbytes > shape.in_bytes + shape.out_bytes) == (primitive is ROOMY)
