@@ -19,12 +19,11 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.primitive import Unit, Variant, Work
-from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
     from znnpy.machine import Gpu, Machine
-    from znnpy.planner.memory import DeviceKind, Memory
+    from znnpy.planner.memory import DeviceKind
     from znnpy.shapes import LayerShape
 
 _THREADS = 2  # of the run that the CPU rates come from
@@ -72,7 +71,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_cudnn_fp16": Rate(flops=230e12, nbytes=3.0e12),
 }
 GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which is what short ones wait for (2026-11-21: 35 to 50 µs)
-_EDGE_BYTES = 2.1e9  # per second, of page-locked buffers; with three of each a run began and ended 1.4 ns a byte later
+_EDGE_BYTES = 2.5e9  # assumed, per second: one thread's copies, and page-locked buffers that are given back
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
 # Of one multiprocessor against one of an H200, by capability: arithmetic in float32, and on tensor cores.
 _FLOPS_OF_H200: Mapping[tuple[int, int], tuple[float, float]] = {
@@ -229,13 +228,12 @@ def _gpu_rates(gpu: Gpu) -> Rates:
     )
 
 
-def edge_seconds(memory: Memory) -> float:
-    """While buffers are laid out, the first patch comes in and the last goes out a GPU has nothing to compute.
+def edge_seconds(device: DeviceKind, nbytes: int) -> float:
+    """While the first patch comes in and the last goes out, `nbytes` together, a GPU has nothing to compute.
 
     A processor computes so much longer that this does not count.
     """
-    buffered = memory.reading + memory.writing - READER_BYTES - WRITER_BYTES
-    return buffered / _EDGE_BYTES if memory.device == "gpu" else 0.0
+    return nbytes / _EDGE_BYTES if device == "gpu" else 0.0
 
 
 def seconds(work: Sequence[Work], rates: Rates) -> float:

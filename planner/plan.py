@@ -161,7 +161,10 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Predicted for the whole output, reading and writing hidden behind the computation but for the edges."""
-        return sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.memory)
+        voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
+        maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
+        edges = self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out
+        return sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.device, edges)
 
     @property
     def waste(self) -> float:

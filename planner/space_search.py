@@ -224,10 +224,7 @@ class SpaceSearch:
         maps_in, maps_out = network.input_channels, network.output_channels
         reads, writes = shape.cover.steps(shape.cover.margin), shape.cover.steps(0)
         seen = network.patch_in(shape.patch) if self.masks else None
-        staging = 0
-        if self.device == "gpu":
-            raw, out = maps_in * prod(new) * self.itemsize_in, maps_out * prod(shape.patch) * self.itemsize_out
-            staging = staging_bytes(raw, out, reads=reads, writes=writes)
+        staging = staging_bytes(*self._patch_bytes(shape), reads=reads, writes=writes) if self.device == "gpu" else 0
         return Memory(
             device=self.device,
             baseline=self.baseline,
@@ -241,9 +238,16 @@ class SpaceSearch:
             context=self.context,
         )
 
+    def _patch_bytes(self, shape: Candidate) -> tuple[int, int]:
+        """Of what a step reads and of what it writes, as stored."""
+        network = self.space.network
+        new = patch_in(network, shape.patch, 0, walks=self.space.walks)
+        raw_bytes = network.input_channels * prod(new) * self.itemsize_in
+        return raw_bytes, network.output_channels * prod(shape.patch) * self.itemsize_out
+
     def _edges(self, shape: Candidate) -> float:
         """Seconds of a run in which nothing is computed."""
-        return edge_seconds(self.around(shape)) if self.device == "gpu" else 0.0
+        return edge_seconds(self.device, sum(self._patch_bytes(shape)))
 
     @property
     def _within(self) -> int:

@@ -36,7 +36,7 @@ BASELINE = 1000
 AROUND = READER_BYTES + WRITER_BYTES  # of every plan
 CONTEXT = LIBRARIES_BYTES  # of every plan for a GPU: CUDA itself takes nothing here
 THREADS = 2
-EDGE_BYTES = 2.1e9  # per second, of buffers of a run on a GPU
+EDGE_BYTES = 2.5e9  # per second, of the first patch in and the last one out of a run on a GPU
 
 
 def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Plan:
@@ -146,7 +146,7 @@ def known(space: Space, shape: Candidate, runs: Sequence[Run], device: DeviceKin
         spent += run.steps * times * once
     assumed = max(arena, live_peak(widened(tensors, shapes)))
     if device == "gpu":
-        spent += (host - BASELINE - AROUND) / EDGE_BYTES
+        spent += (raw_bytes + out_bytes) / EDGE_BYTES
     peak = around + beside + arena
     host = peak if device == "cpu" else host
     return Known(peak, around, host, around + beside + assumed, spent, space.walks, split, len(runs))

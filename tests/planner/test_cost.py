@@ -14,7 +14,6 @@ from fakes import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 from znnpy.kernels.primitive import Unit, Variant, Work
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
-from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, Memory
 from znnpy.planner.search import make_plan
 from znnpy.shapes import ConvShape
 
@@ -80,9 +79,8 @@ def test_rates_of_a_gpu_scale_with_what_it_says_of_itself() -> None:
 
 
 def test_the_edges_of_a_gpu_run_count() -> None:
-    memory = Memory("gpu", 5, 6, 7, 8, READER_BYTES + 10**9, WRITER_BYTES + 10**10, 11, 12, 13)
-    assert edge_seconds(memory) == 11 * 10**9 / EDGE_BYTES
-    assert edge_seconds(replace(memory, device="cpu")) == 0
+    assert edge_seconds("gpu", 10**9) == 10**9 / EDGE_BYTES
+    assert edge_seconds("cpu", 10**9) == 0
 
 
 def test_a_measurement_corrects_every_size_of_a_layer() -> None:
