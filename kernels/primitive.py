@@ -44,6 +44,7 @@ Unit = Literal[
     "gpu_direct",
     "gpu_first",
     "gpu_stream",  # poolings, copies
+    "gpu_upload",  # from pinned memory of the host
     "gpu_cufft",
     "gpu_cudnn_fp32",
     "gpu_cudnn_tf32",
@@ -107,6 +108,7 @@ class Footprint:
     """
 
     resident: int = 0  # kept between patches: weights, transformed weights
+    host: int = 0  # on a GPU: kept between patches in pinned memory of the host
     input_until: int = 0
     output_from: int = 0
     stages: int = 1

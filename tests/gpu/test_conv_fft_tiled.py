@@ -34,8 +34,8 @@ SHAPES = [
 ]
 
 
-def tiled(shape: ConvShape, tile: Vec3 = (8, 16, 16), group: int = 64) -> Variant:
-    return Variant.of(tile=tile, group=group, spectra=spectra_for(shape))
+def tiled(shape: ConvShape, tile: Vec3 = (8, 16, 16), group: int = 64, kernels: str = "kept") -> Variant:
+    return Variant.of(tile=tile, group=group, spectra=spectra_for(shape), kernels=kernels)
 
 
 def run(
@@ -184,6 +184,48 @@ def test_zeros_give_the_bias(device: Any) -> None:
     weights = random_weights(shape)
     out, _ = run(device, shape, np.zeros(shape.in_shape, np.float32), weights, tiled(shape))
     assert np.array_equal(out, np.broadcast_to(weights.bias, shape.out_shape))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=str)
+def test_kernels_are_streamed(device: Any, shape: ConvShape, precision: Precision) -> None:
+    shape = replace(shape, precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    out, _ = run(device, shape, x, weights, tiled(shape, group=3, kernels="streamed"))
+    assert rms_error(out, x, weights, shape) <= ALLOWED[precision]
+    kept, _ = run(device, shape, x, weights, tiled(shape, group=3))
+    assert np.array_equal(out, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_many_kernels_are_streamed(cuda_device: Any, precision: Precision) -> None:
+    shape = ConvShape(1, 80, 84, (60, 33, 37), (3, 4, 3), "relu", precision=precision)
+    x, weights = random_input(shape), random_weights(shape)
+    for tile in ((16, 16, 16), (32, 32, 32)):
+        out, _ = run(cuda_device, shape, x, weights, tiled(shape, tile, 4, "streamed"))
+        assert rms_error(out, x, weights, shape) <= ALLOWED[precision]
+        kept, _ = run(cuda_device, shape, x, weights, tiled(shape, tile, 4))
+        assert np.array_equal(out, kept)
+
+
+def test_what_streaming_spares_and_costs() -> None:
+    here = replace(MACHINE, gpu=LARGE)
+    for shape, many in (
+        (ConvShape(1, 8, 8, (60, 60, 60), (3, 3, 3)), False),
+        (ConvShape(1, 80, 80, (94,) * 3, (5, 5, 5)), True),
+    ):
+        variants = TILED.variants(shape, here)
+        assert any(v.word("kernels") == "kept" for v in variants)
+        assert any(v.word("kernels") == "streamed" for v in variants) == many
+    kept, streamed = (tiled(shape, (32, 32, 32), kernels=kernels) for kernels in ("kept", "streamed"))
+    whole, spared = (TILED.footprint(shape, variant, 1) for variant in (kept, streamed))
+    assert (whole.host, spared.resident, spared.host) == (0, 4 * 80, whole.resident - 4 * 80)
+    assert spared.working(shape) < whole.working(shape) + whole.resident // 4
+    *alike, upload = TILED.work(shape, streamed)
+    assert alike == list(TILED.work(shape, kept))
+    groups = len(Cover(shape, (32, 32, 32), 64).groups)
+    assert (upload.unit, upload.nbytes) == ("gpu_upload", spared.host * groups)
 
 
 POOLED = [

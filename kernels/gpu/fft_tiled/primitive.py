@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 from znnpy.kernels.gpu.fft_tiled.spectra import (
     WORDS,
     KernelSpectra,
+    packed_bytes,
     preparing_bytes,
-    resident_bytes,
+    slab_frequencies,
     transform_kernels,
 )
+from znnpy.kernels.gpu.fft_tiled.streaming import KernelStream
 from znnpy.kernels.gpu.fft_tiled.tiles import (
     COLUMN_THREADS,
     MAPS,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from znnpy.shapes import LayerShape, Precision, Vec3
 
 GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra there are at a time
+STREAMED_FROM = 2**26  # bytes of kernel spectra: where they are fewer, they are kept on the device in any case
 EXCESS = 1.3  # times the least volume that tiles cover together: those that cover more are slower
 _FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
 _WARP = 32
@@ -172,7 +175,10 @@ class ConvFftTiled:
         for tile in self._tiles(shape, machine):
             tiles = Cover(shape, tile, 1).tiles
             for group in GROUPS:
-                found[Variant.of(tile=tile, group=min(group, tiles), spectra=spectra)] = None
+                for kernels in ("kept", "streamed"):
+                    if kernels == "kept" or packed_bytes(shape.fin, shape.fout, tile, spectra) >= STREAMED_FROM:
+                        variant = Variant.of(tile=tile, group=min(group, tiles), spectra=spectra, kernels=kernels)
+                        found[variant] = None
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
@@ -181,19 +187,26 @@ class ConvFftTiled:
         whole = len(cover.groups) == 1  # all of the input is read before the output is written
         tile = variant.size("tile")
         names = ("columns", "spectra", "products", "results")
+        packed, streamed = packed_bytes(shape.fin, shape.fout, tile, spectra), _streams(variant)
+        count = frequencies(tile)
+        slabs = Scratch("kernels", 2 * packed // count * slab_frequencies(count), 2, 2)
         return Footprint(
-            resident=resident_bytes(shape.fin, shape.fout, tile, spectra),
+            resident=4 * shape.fout + (0 if streamed else packed),
+            host=packed if streamed else 0,
             input_until=0 if whole else 4,
             output_from=4 if whole else 0,
             stages=5,
-            scratch=tuple(
-                Scratch(name, nbytes, stage, stage + 1)
-                for stage, (name, nbytes) in enumerate(zip(names, cover.most_bytes(spectra), strict=True))
+            scratch=(
+                *(
+                    Scratch(name, nbytes, stage, stage + 1)
+                    for stage, (name, nbytes) in enumerate(zip(names, cover.most_bytes(spectra), strict=True))
+                ),
+                *((slabs,) if streamed else ()),
             ),
             reads_carried=True,
             reads_peak=True,
             raises_peak=True,
-            allowance=preparing_bytes(shape.fin, shape.k, tile),
+            allowance=preparing_bytes(shape.fin, shape.k, tile, spectra, streamed=streamed),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -213,7 +226,8 @@ class ConvFftTiled:
         planes = 2.5 * prod(tile) * log2(tile[1] * tile[2]) * cover.tiles
         unit = _FFT[tile[1]]
         times = 3 if spectra == "split" else 1
-        moved = kept * (fin + fout) + len(cover.groups) * resident_bytes(shape.fin, shape.fout, tile, spectra)
+        kernels = len(cover.groups) * packed_bytes(shape.fin, shape.fout, tile, spectra)
+        moved = kept * (fin + fout) + kernels
         return (
             Work("gpu_fft16", along_z * prod(shape.n[1:]) * fin, float(ends[0] + columns[0] * fin)),
             Work(unit, planes * fin, float((columns[0] + kept) * fin)),
@@ -224,15 +238,17 @@ class ConvFftTiled:
             ),
             Work(unit, planes * fout, float((columns[1] + kept) * fout)),
             Work("gpu_fft16", again * along_z * prod(shape.unpooled[1:]) * fout, float(ends[1] + columns[1] * fout)),
+            *((Work("gpu_upload", 0.0, float(kernels)),) if _streams(variant) else ()),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Any) -> KernelSpectra:
         assert weights is not None
-        return transform_kernels(weights, variant.size("tile"), _spectra(variant), device)
+        return transform_kernels(weights, variant.size("tile"), _spectra(variant), device, streamed=_streams(variant))
 
     def bind(self, resident: KernelSpectra, shape: LayerShape, variant: Variant, device: Any) -> _Step:
         shape, cover, spectra = _of(shape, variant)
-        return _Step(resident, shape, cover, spectra, device)
+        stream = KernelStream(resident, device) if _streams(variant) else None
+        return _Step(resident, shape, cover, spectra, device, stream)
 
     def _tiles(self, shape: ConvShape, machine: Machine) -> Sequence[Vec3]:
         """Tiles that hold the kernel, fit a block, and do not cover much more than the best do."""
@@ -252,8 +268,16 @@ class ConvFftTiled:
 class _Step:
     """A DeviceStep."""
 
-    def __init__(self, resident: KernelSpectra, shape: ConvShape, cover: Cover, spectra: Spectra, device: Any) -> None:
-        self._resident, self._shape, self._cover = resident, shape, cover
+    def __init__(
+        self,
+        resident: KernelSpectra,
+        shape: ConvShape,
+        cover: Cover,
+        spectra: Spectra,
+        device: Any,
+        stream: KernelStream | None,
+    ) -> None:
+        self._resident, self._shape, self._cover, self._stream = resident, shape, cover, stream
         shared = device.gpu.shared_block_bytes
         self._maps = padded(shape.fin), padded(shape.fout)
         product = _Product.of(spectra, 2 * self._maps[1], 2 * self._maps[0], shared)
@@ -303,7 +327,7 @@ class _Step:
         return (
             lambda: self._forward_z(group, x, before, scratch["columns"], x_peak),
             lambda: self._forward_plane(group, scratch["columns"], scratch["spectra"]),
-            lambda: self._multiply(group, scratch["spectra"], scratch["products"]),
+            lambda: self._multiply(group, scratch),
             lambda: self._inverse_plane(group, scratch["products"], scratch["results"]),
             lambda: inverse_z(group, scratch["results"], out, x_peak, out_peak),
         )
@@ -323,16 +347,26 @@ class _Step:
         rows = self._cover.rows_in(group)[1]
         self._plane(1, self._blocks[0], group, columns, spectra, rows, self._shape.n[2], self._maps[0])
 
-    def _multiply(self, group: Group, spectra: Any, products: Any) -> None:
-        product, resident = self._product, self._resident
-        count = frequencies(self._cover.tile)
-        self._kernels[2](
-            (count * product.slices,),
-            (product.threads,),
-            *(spectra, resident.packed, products, group.tiles, product.columns, product.depth),
-            *(count * product.columns * product.depth, resident.alpha),
-            shared=product.shared_bytes,
+    def _multiply(self, group: Group, scratch: Mapping[str, Any]) -> None:
+        """All frequencies at once, or a slab of those that are streamed after the other."""
+        product, tile = self._product, self._cover.tile
+        slabs = (
+            [(0, frequencies(tile), self._resident.packed)]
+            if self._stream is None
+            else self._stream.slabs(scratch["kernels"])
         )
+        spectra, products = scratch["spectra"], scratch["products"]
+        number = (
+            NUMBER[product.spectra] * group.tiles // 2
+        )  # bytes of a frequency's reals of one map: half a complex number
+        for lo, hi, packed in slabs:
+            self._kernels[2](
+                ((hi - lo) * product.slices,),
+                (product.threads,),
+                *(spectra[lo * number * product.depth :], packed, products[lo * number * product.columns :]),
+                *(group.tiles, product.columns, product.depth, packed[0].size, self._resident.alpha),
+                shared=product.shared_bytes,
+            )
 
     def _inverse_plane(self, group: Group, products: Any, results: Any) -> None:
         rows = self._cover.rows_out(group)[1]
@@ -394,6 +428,10 @@ def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, Cover, Spectra]
 def _spectra(variant: Variant) -> Spectra:
     word = variant.word("spectra")
     return "quick" if word == "quick" else "split" if word == "split" else "half"
+
+
+def _streams(variant: Variant) -> bool:
+    return variant.word("kernels") == "streamed"
 
 
 def _block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock:

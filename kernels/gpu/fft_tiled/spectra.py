@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from znnpy.network import ConvWeights
     from znnpy.shapes import Vec3
 
+SLABS = 32  # in which kernel spectra are streamed
 SLICE = MAPS  # output maps whose kernels are transformed at a time
 WORDS: dict[Spectra, int] = {"half": 1, "quick": 1, "split": 2}
 _TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, and as far as can be from nothing
@@ -22,20 +23,26 @@ _TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, a
 class KernelSpectra:
     """(word, frequency, 2 * maps out, 2 * maps in) float16, maps padded, and what other kernels need to know."""
 
-    packed: Any
+    packed: Any  # on the device, or in pinned memory of the host
     bias: Any  # (f',) float32
     alpha: float  # what the product multiplies its sums by, so that they fit what they are stored as
     factor: float  # what brings the inverse transform's results back to size
 
 
-def resident_bytes(fin: int, fout: int, tile: Vec3, spectra: Spectra) -> int:
-    """Of `KernelSpectra`."""
-    return WORDS[spectra] * frequencies(tile) * 4 * padded(fin) * padded(fout) * 2 + 4 * fout
+def packed_bytes(fin: int, fout: int, tile: Vec3, spectra: Spectra) -> int:
+    """Of `KernelSpectra.packed`."""
+    return WORDS[spectra] * frequencies(tile) * 4 * padded(fin) * padded(fout) * 2
 
 
-def preparing_bytes(fin: int, k: Vec3, tile: Vec3) -> int:
-    """What `transform_kernels` takes beside them while it runs."""
-    return fin * SLICE * (8 * frequencies(tile) + 4 * k[0] * k[1] * k[2] + 4 * tile[0] * k[1] * k[2]) + 8
+def slab_frequencies(count: int) -> int:
+    """Of `count` frequencies, those that are streamed to the device at a time."""
+    return -(-count // SLABS)
+
+
+def preparing_bytes(fin: int, k: Vec3, tile: Vec3, spectra: Spectra, *, streamed: bool) -> int:
+    """What `transform_kernels` takes on the device beside what it keeps there, while it runs."""
+    packed = packed_bytes(fin, SLICE, tile, spectra) if streamed else 0
+    return packed + fin * SLICE * (8 * frequencies(tile) + 4 * k[0] * k[1] * k[2] + 4 * tile[0] * k[1] * k[2]) + 8
 
 
 class _Slices:
@@ -83,12 +90,20 @@ class _Slices:
         return len(some)
 
 
-def transform_kernels(weights: ConvWeights, tile: Vec3, spectra: Spectra, device: Any) -> KernelSpectra:
-    """Transform kernels (f', f, kz, ky, kx): once to see how large spectra get, once to store them."""
+def transform_kernels(
+    weights: ConvWeights, tile: Vec3, spectra: Spectra, device: Any, *, streamed: bool = False
+) -> KernelSpectra:
+    """Transform kernels (f', f, kz, ky, kx): once to see how large spectra get, once to store them.
+
+    streamed  they go to pinned memory of the host, a slice of output maps after the other.
+    """
     fout, fin = weights.weight.shape[:2]
     count, words = frequencies(tile), WORDS[spectra]
     pack = device.kernels("fft_tiled/weights.cu", ["weight_bounds", "pack_weights"])
-    packed = device.allocate(words * count * 4 * padded(fin) * padded(fout) * 2, "kernel spectra")
+    there = SLICE if streamed else padded(fout)  # output maps whose spectra the device has at a time
+    shape = words, count, 2 * there, 2 * padded(fin)
+    packed = device.view(device.allocate(packed_bytes(fin, there, tile, spectra), "kernel spectra"), shape, np.float16)
+    host = device.pinned((words, count, 2 * padded(fout), 2 * padded(fin)), np.float16) if streamed else None
     bounds = device.allocate(8, "bounds of kernel spectra")
     device.clear(packed)
     device.clear(bounds)
@@ -102,8 +117,13 @@ def transform_kernels(weights: ConvWeights, tile: Vec3, spectra: Spectra, device
     scale = 2.0 ** np.floor(np.log2(_TOP / largest)) if 0 < largest < np.inf else 1.0
     for first in range(0, fout, SLICE):
         some = slices.transform(first)
-        sizes = (count, fin, SLICE, first, some, padded(fout), padded(fin), words, packed.nbytes // 2 // words)
+        sizes = (count, fin, SLICE, first % there, some, there, padded(fin), words, packed.nbytes // 2 // words)
         pack["pack_weights"](blocks, (256,), slices.spectra, packed, *sizes, float(scale))
+        if host is not None:
+            for word in range(words):
+                part = host[word][:, 2 * first : 2 * (first + SLICE)]
+                device.copy_async(part, packed[word], device.stream)
+            device.clear(packed)  # the last slice may have fewer maps
     device.synchronize(device.stream)
     # |X| <= 2^15, so |Y| / alpha <= 2^15 * scale * heaviest; the passes along y and x may add up all its numbers.
     alpha = 1.0
@@ -111,4 +131,5 @@ def transform_kernels(weights: ConvWeights, tile: Vec3, spectra: Spectra, device
         alpha = 2.0 ** np.floor(-np.log2(scale * heaviest * tile[1] * tile[2]))
     # Spectra of inputs and of kernels are twice their size; transforms there and back multiply by the tile's voxels.
     factor = 1.0 / (4.0 * scale * alpha * float(np.prod(tile)))
-    return KernelSpectra(packed, device.put(weights.bias, "biases"), float(alpha), float(factor))
+    kept = packed if host is None else host
+    return KernelSpectra(kept, device.put(weights.bias, "biases"), float(alpha), float(factor))
