@@ -30,7 +30,9 @@ def ids(value: object) -> str:
 
 
 def ways(device: Any, seed: int = 0, only: tuple[str, ...] = SURE) -> Ways:
-    return Ways(seed, only, machine=replace(MACHINE, gpu=device.gpu), cheap=is_emulated(device))
+    """A convolution and a pooling in one where the primitive that is asked for can."""
+    in_one = only[0] == "gpu.conv.fft_tiled"
+    return Ways(seed, only, in_one, replace(MACHINE, gpu=device.gpu), cheap=is_emulated(device))
 
 
 def is_emulated(device: Any) -> bool:
