@@ -203,13 +203,13 @@ def test_buffers_are_made_while_others_are_in_use() -> None:
     submitted = threading.Event()
 
     class Slow(UnderWay):
-        def buffers(self, *types: Any, **counts: int) -> Any:
+        def buffers(self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int) -> Any:
             def late(buffers: Any, first: int) -> Any:
                 for number, buffer in enumerate(buffers):
                     assert number < first or submitted.wait(5), "nothing is computed before the last buffer is there"
                     yield buffer
 
-            raws, outs = super().buffers(*types, **counts)
+            raws, outs = super().buffers(raw, out, reads=reads, writes=writes)
             return late(raws, 1), late(outs, 0)
 
         def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
