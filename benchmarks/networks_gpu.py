@@ -265,7 +265,7 @@ def best(rows: Sequence[Row], network: str, precision: str) -> Row | None:
 def write(options: argparse.Namespace, rows: Sequence[Row], header: dict[str, Any]) -> None:
     """Everything so far, as JSON and as a picture."""
     result = {
-        "header": header | {"side": options.side, "vram": options.vram, "monai": _monai()},
+        "header": {"side": options.side, "vram": options.vram, "monai": _monai()} | header,
         "summary": list(summary(rows)),
         "original": {"voxels_per_second": ORIGINAL, "source": ORIGINAL_SOURCE},
         "rows": [asdict(row) for row in rows],
@@ -295,6 +295,14 @@ def write(options: argparse.Namespace, rows: Sequence[Row], header: dict[str, An
         "PyTorch: its best patch, as many as cover it",
     ]
     bars.draw(options.out.with_suffix(".png"), "Dense inference on one GPU, output voxels per second", notes, groups)
+
+
+def join(options: argparse.Namespace) -> None:
+    """The rows of several results in one, which says of each what it was measured on."""
+    found = [json.loads(path.read_text()) for path in options.join]
+    rows = [Row(**row | {"patch_out": tuple(row["patch_out"])}) for one in found for row in one["rows"]]
+    (options.side,) = {one["header"]["side"] for one in found}
+    write(options, rows, found[0]["header"] | {"joined": [one["header"] for one in found]})
 
 
 def _monai() -> str:
@@ -331,6 +339,9 @@ def main(given: Sequence[str] | None = None) -> None:
     from znnpy.kernels.gpu.device import find_gpu
 
     options = arguments(given)
+    if options.join:
+        join(options)
+        return
     if options.torch:
         require_torch()
     gpu = find_gpu()

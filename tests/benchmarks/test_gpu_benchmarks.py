@@ -243,6 +243,23 @@ def test_a_volume_on_a_gpu(
         assert all(choice.startswith("gpu.") for choice in answer["choices"])
 
 
+def test_results_are_joined(imported: Callable[[str], Any], tmp_path: Path) -> None:
+    networks, emulated = imported("networks_gpu"), imported("emulated")
+    header = imported("gpu_card").gpu_header(emulated.EMULATED_GPU)
+    for name, speed in (("n337", 5e6), ("n926", 1e6)):
+        row = networks.Row(name, "znnpy", "tf32", (8, 8, 8), speed, speed, 1.0, 0.1, None, None, {})
+        row.details["planned_voxels_per_second"] = speed
+        given = networks.arguments(["--side", "99", "--out", str(tmp_path / f"{name}.json")])
+        networks.write(given, [row], header | {"command": name})
+    parts = [str(tmp_path / f"{name}.json") for name in ("n337", "n926")]
+    networks.main(["--join", *parts, "--out", str(tmp_path / "both.json")])
+    found = json.loads((tmp_path / "both.json").read_text())
+    assert [(row["network"], row["voxels_per_second"]) for row in found["rows"]] == [("n337", 5e6), ("n926", 1e6)]
+    assert [one["command"] for one in found["header"]["joined"]] == ["n337", "n926"]
+    assert found["header"]["side"] == 99
+    assert [one["times_original"] for one in found["summary"]] == pytest.approx([5e6 / 1.06e6, 1e6 / 0.375e6])
+
+
 def test_what_kills_pytorch_is_not_tried_again(
     imported: Callable[[str], Any], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
