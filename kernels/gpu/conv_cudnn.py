@@ -23,7 +23,7 @@ import numpy as np
 
 from znnpy.errors import DeviceError
 from znnpy.kernels import reference
-from znnpy.kernels.gpu.libraries import Convolution
+from znnpy.kernels.gpu.libraries import Convolution, RefusedError
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, Vec3, add, valid
@@ -204,31 +204,37 @@ class _Step:
         del x_peak, out_peak  # the footprint asks for neither
         assert before is None, "the footprint says that planes are joined"
         steps = x.strides[0] // x.dtype.itemsize, out.strides[0] // out.dtype.itemsize
-        calls = self._planned(*steps)
-        self._compute(calls, x, out, scratch["workspace"])
-        if steps not in self._seen:
-            self._seen.add(steps)
-            while wrong := [call for call in calls if not self._looks_right(call, x, out)]:
-                for call in wrong:
-                    _RIGHT[_key(*call.by)] = False
-                del self._calls[steps]
-                calls = self._planned(*steps)
-                self._compute(calls, x, out, scratch["workspace"])
+        if steps in self._seen:
+            for call in self._planned(*steps):
+                self._compute(call, x, out, scratch["workspace"])
+            return
+        while wrong := [call for call in self._planned(*steps) if not self._tried(call, x, out, scratch["workspace"])]:
+            for call in wrong:
+                _RIGHT[_key(*call.by)] = False
+            del self._calls[steps]
+        self._seen.add(steps)
 
-    def _compute(self, calls: Sequence[_Call], x: Any, out: Any, workspace: Any) -> None:
+    def _compute(self, call: _Call, x: Any, out: Any, workspace: Any) -> None:
         shape = self._shape
-        for call in calls:
-            given, into = self._parts(call, x, out)
-            call.by.plan.run(given, self._resident.kernels, self._resident.bias, into, workspace)
-            if call.by.problem.finish is None:
-                size = prod(into.shape[1:])
-                self._finish(
-                    (-(-size // THREADS), into.shape[0]),
-                    (THREADS,),
-                    into,
-                    self._resident.bias,
-                    *(size, into.strides[0] // into.dtype.itemsize, shape.fout, ACTIVATIONS.index(shape.activation)),
-                )
+        given, into = self._parts(call, x, out)
+        call.by.plan.run(given, self._resident.kernels, self._resident.bias, into, workspace)
+        if call.by.problem.finish is None:
+            size = prod(into.shape[1:])
+            self._finish(
+                (-(-size // THREADS), into.shape[0]),
+                (THREADS,),
+                into,
+                self._resident.bias,
+                *(size, into.strides[0] // into.dtype.itemsize, shape.fout, ACTIVATIONS.index(shape.activation)),
+            )
+
+    def _tried(self, call: _Call, x: Any, out: Any, workspace: Any) -> bool:
+        """Whether cuDNN computes a call for the first time as it should."""
+        try:
+            self._compute(call, x, out, workspace)
+        except RefusedError:  # some plans learn only now that a size is too much for them
+            return False
+        return self._looks_right(call, x, out)
 
     def _parts(self, call: _Call, x: Any, out: Any) -> tuple[Any, Any]:
         """What a call reads and writes."""
@@ -361,7 +367,10 @@ def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan,
     given = device.put(x, "a small layer")[:, int(x_apart) :]
     out = device.put(np.full(wide[1], np.nan, dtype), "its result")
     workspace = device.allocate(same.workspace_bytes, "its workspace")
-    same.run(given, resident.kernels, resident.bias, out[:, int(out_apart) :], workspace)
+    try:
+        same.run(given, resident.kernels, resident.bias, out[:, int(out_apart) :], workspace)
+    except RefusedError:
+        return False
     found = device.get(out)[:, int(out_apart) :]
     weight, bias = device.get(resident.kernels).transpose(0, 4, 1, 2, 3), device.get(resident.bias)
     plain = reference.convolve(x[:, int(x_apart) :], weight, np.zeros_like(bias))

@@ -54,6 +54,10 @@ class Convolution:
         return f"{self.batch}x{self.fin}->{self.fout} @{size} k{'x'.join(map(str, self.k))} {self.precision}"
 
 
+class RefusedError(DeviceError):
+    """cuDNN does not run a plan that it had built."""
+
+
 class ConvolutionPlan(Protocol):
     """A way to compute one `Convolution`."""
 
@@ -66,6 +70,8 @@ class ConvolutionPlan(Protocol):
         x, out     (S, n, f) and (S, m, f'), float32, or float16 where the precision is fp16; steps as planned.
         kernels    (f', k, f) of the same type, C order; bias (f',) float32.
         workspace  bytes; None if none are needed.
+
+        Raises RefusedError.
         """
 
 
@@ -234,7 +240,10 @@ class _CudnnPlan:
         address = self._device.address
         given = {_X: address(x), _KERNELS: address(kernels), _BIAS: address(bias), _OUT: address(out)}
         area = 0 if workspace is None else address(workspace)
-        self.graph.execute_plan_at_index(given, area, self.index, self._handle)
+        try:
+            self.graph.execute_plan_at_index(given, area, self.index, self._handle)
+        except RuntimeError as error:  # what the frontend makes of cuDNN's codes
+            raise RefusedError(f"cuDNN refused to run its plan {self.name}: {error}") from error
 
 
 _X, _KERNELS, _BIAS, _OUT = 1, 2, 3, 4  # names of tensors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from znnpy.kernels import reference
-from znnpy.kernels.gpu.libraries import Convolution, Kind, work_bytes
+from znnpy.kernels.gpu.libraries import Convolution, Kind, RefusedError, work_bytes
 from znnpy.shapes import valid
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class Offer:
     finishes: bool = True  # it does bias and activation too
     fault: float = 0.0  # relative error of its results, of those that
     faulty: Callable[[Convolution], bool] = lambda problem: True
+    refuses: Callable[[Convolution], bool] = lambda problem: False  # to run
     takes: Callable[[Convolution], bool] = lambda problem: True
 
 
@@ -95,6 +96,8 @@ class NumpyConvolution:
         for array in (x, out):  # an image has no gaps
             assert array[0].flags.c_contiguous
             assert prod(array.shape) < 2**31
+        if self.offer.refuses(p):
+            raise RefusedError("too large")
         fault = self.offer.fault if self.offer.faulty(p) else 0.0
         assert (0 if workspace is None else workspace.nbytes) >= self.workspace_bytes
 

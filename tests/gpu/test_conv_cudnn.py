@@ -140,6 +140,14 @@ def test_a_plan_that_fails_for_some_sizes_only_is_found_out_by_its_first_result(
     assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"sometimes": False, "always": True}
 
 
+@pytest.mark.parametrize("large", [True, False])
+def test_a_plan_that_refuses_to_run_is_replaced(device: Any, offers: list[Offer], large: bool) -> None:
+    offers[:] = [Offer("some", refuses=lambda problem: (problem.n == SHAPE.n) == large), Offer("all")]
+    x, weights = random_input(SHAPE), random_weights(SHAPE)
+    assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
+    assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"some": False, "all": True}
+
+
 def test_infinite_values_are_no_fault_of_the_plan(device: Any) -> None:
     shape = replace(SHAPE, precision="fp16", activation="none")
     weights = random_weights(shape)
