@@ -329,6 +329,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--our-seconds", type=float, default=200, help="limit of znnpy's process of a network")
     parser.add_argument("--minutes", type=float, default=8.0, help="limit of all runs")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--join", type=Path, nargs="+", help="measure nothing: make one result of these, in --out")
     parser.add_argument(
         "--out", type=Path, help="default: results/networks-GPU-DATE.json; the picture stands beside it"
     )
