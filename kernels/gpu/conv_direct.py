@@ -47,7 +47,10 @@ def _kernel(itemsize: int, group: int) -> str:
 
 
 def instances() -> list[Instance]:
-    return [Instance(SOURCE, _kernel(itemsize, group), REGISTERS) for itemsize in (2, 4) for group in (4, 16)]
+    forgiven = (24, 64)  # bytes on the stack, spilled: by sm_120's compiler alone
+    return [
+        Instance(SOURCE, _kernel(itemsize, group), REGISTERS, (), *forgiven) for itemsize in (2, 4) for group in (4, 16)
+    ]
 
 
 class _Resident(NamedTuple):

@@ -26,7 +26,8 @@ class Instance:
     name: str  # a C++ name expression, e.g. "forward<16, 8, half>"
     registers: int  # a thread's, at most: what the number of resident threads was planned with
     defines: tuple[tuple[str, int | str], ...] = ()
-    stack_bytes: int = 0  # local memory a thread may have beside spills: arrays with run-time indices
+    stack_bytes: int = 0  # of a thread's local memory: arrays with run-time indices, what is spilled
+    spilled_bytes: int = 0  # stored and loaded that registers were too few for: what one architecture is forgiven
 
 
 def source_text(source: str) -> str:

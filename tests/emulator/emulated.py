@@ -351,7 +351,8 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
     """kernels/gpu/`source` as a library for this processor; AssertionError with the compiler's words."""
     text = _text(source, names)
     command = [compiler() or "g++", *FLAGS, *(f"-D{name}={value}" for name, value in defines)]
-    digest = hashlib.sha256("\0".join((text, HEADER.read_text(), *command)).encode()).hexdigest()[:24]
+    headers = [path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))]
+    digest = hashlib.sha256("\0".join((text, *headers, *command)).encode()).hexdigest()[:24]
     library = _folder() / f"{digest}.so"
     if not library.exists():
         written = library.with_suffix(f".{os.getpid()}.cpp")
