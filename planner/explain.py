@@ -110,6 +110,7 @@ def _memory(plan: Plan) -> Table:
         (f"the process itself, {'with CUDA in it' if plan.device == 'gpu' else 'measured'}", memory.baseline),
         (f"{what} on their way in", memory.reading),
         (f"{what} on their way out", memory.writing),
+        *((("prepared weights that the GPU has no room for", memory.pinned),) if memory.pinned else ()),
     ]
     layers = [
         ("arena: activations and scratch", memory.arena),

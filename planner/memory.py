@@ -39,6 +39,7 @@ class Memory:
     allowance: Count  # what the libraries allocate themselves while a layer runs or its weights are prepared
     staging: Count  # of a GPU: patches on their way in and out
     context: Count  # of a GPU: what CUDA and its libraries take whatever runs
+    pinned: Count = 0  # of the process: prepared weights that a GPU has no room for
 
     @property
     def layers(self) -> int:
@@ -48,7 +49,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """Of the whole process."""
-        around = self.baseline + self.reading + self.writing
+        around = self.baseline + self.reading + self.writing + self.pinned
         return around + self.layers if self.device == "cpu" else around
 
     @property

@@ -338,6 +338,7 @@ class Plan:
         new = self.patch_in[self.axis]
         for what, promised, needed in (
             ("of weights", self.memory.residents, sum(f.resident for f in footprints)),
+            ("of weights in page-locked memory", self.memory.pinned, sum(f.host for f in footprints)),
             ("for the libraries", self.memory.allowance, max(f.allowance for f in footprints)),
             ("for carried planes", self.memory.carries, carried_bytes([c.shape for c in self.choices], new)),
         ):

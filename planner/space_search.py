@@ -330,6 +330,7 @@ class SpaceSearch:
             arena=arena,
             carries=carried_bytes([shape for shape, _ in steps], new),
             residents=sum(footprint.resident for _, footprint in steps),
+            pinned=sum(footprint.host for _, footprint in steps),
             allowance=max(option.allowance for option in options),
         )
         return Found(shape, options, tensors, memory, self._edges(shape))
