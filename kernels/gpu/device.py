@@ -137,7 +137,7 @@ class Device:
         runtime = self._cupy.cuda.runtime
         self._refusals = (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
         self._modules: dict[tuple[Any, ...], dict[str, Kernel]] = {}
-        self._held: dict[int, int] = {}  # address -> bytes
+        self._held: dict[int, tuple[int, weakref.finalize[..., Any]]] = {}  # address -> bytes, what frees them
         self._lock = threading.Lock()
         self.libraries: Libraries = CudaLibraries(self)
         with self.calling("opening the device"):
@@ -162,7 +162,7 @@ class Device:
     @property
     def allocated(self) -> int:
         with self._lock:
-            return sum(self._held.values())
+            return sum(nbytes for nbytes, _ in self._held.values())
 
     @contextmanager
     def calling(self, call: str, nbytes: int | None = None) -> Iterator[None]:
@@ -184,12 +184,22 @@ class Device:
             address = cuda.runtime.malloc(max(1, nbytes))
         except self._refusals as error:
             raise refusal(f"cudaMalloc for {what}", error, nbytes, self.free_bytes()) from error
-        with self._lock:
-            self._held[address] = nbytes
         owner = _Owner()
-        weakref.finalize(owner, self._free, address).atexit = False  # the process gives everything back
+        freeing = weakref.finalize(owner, self._free, address)
+        freeing.atexit = False  # the process gives everything back
+        with self._lock:
+            self._held[address] = nbytes, freeing
         memory = cuda.UnownedMemory(address, max(1, nbytes), owner)
         return self._cupy.ndarray((nbytes,), np.uint8, memptr=cuda.MemoryPointer(memory, 0))
+
+    def free(self, *arrays: Array) -> None:
+        """Give back what `allocate` gave now, whoever still refers to it: exceptions may keep frames alive for a while.
+
+        arrays  that begin where their memory does.
+        """
+        self.synchronize(self.stream)
+        for array in arrays:
+            self._free(self.address(array))
 
     def view(
         self,
@@ -330,8 +340,10 @@ class Device:
 
     def _free(self, address: int) -> None:
         with self._lock:
-            if self._held.pop(address, None) is None:
-                return
+            held = self._held.pop(address, None)
+        if held is None:
+            return
+        held[1].detach()  # the address may be another array's by the time that nobody refers to this one
         with self.calling("cudaFree"):
             self._cupy.cuda.runtime.free(address)
 

@@ -213,6 +213,7 @@ class EmulatedDevice:
         self.gpu = gpu
         self.stream, self.uploads, self.downloads = EmulatedStream(), EmulatedStream(), EmulatedStream()
         self._held: dict[int, tuple[int, str, weakref.ref[_Pages]]] = {}  # address -> bytes, what for, memory
+        self._freeing: dict[int, weakref.finalize[..., Any]] = {}
         self._modules: dict[tuple[Any, ...], dict[str, EmulatedKernel]] = {}
         self.libraries = NumpyLibraries(self)
 
@@ -253,8 +254,15 @@ class EmulatedDevice:
         array = whole[start : start + nbytes]
         address = whole.ctypes.data + start
         self._held[address] = (nbytes, what, weakref.ref(pages))
-        weakref.finalize(pages, self._held.pop, address, None).atexit = False
+        self._freeing[address] = weakref.finalize(pages, self._held.pop, address, None)
+        self._freeing[address].atexit = False
         return array
+
+    def free(self, *arrays: npt.NDArray[Any]) -> None:
+        for array in arrays:
+            address = self.address(array)
+            self._held.pop(address, None)
+            self._freeing.pop(address).detach()
 
     def view(
         self,

@@ -60,6 +60,19 @@ def test_memory_is_aligned_accounted_and_freed_with_its_last_view(device: Any) -
     assert device.allocated == before
 
 
+def test_memory_is_given_back_at_once_where_that_is_asked_for(device: Any) -> None:
+    first = device.allocate(1000, "first")
+    view = device.view(first, (10,), np.float32)
+    held = device.allocated
+    device.free(first)
+    assert device.allocated == held - 1000
+    second = device.allocate(1000, "second, most likely where the first was")
+    del first, view
+    gc.collect()
+    assert device.allocated == held
+    assert second.nbytes == 1000
+
+
 def test_views_lie_where_they_say(device: Any) -> None:
     data = device.put(np.arange(256, dtype=np.uint8), "bytes")
     view = device.view(data, (2, 3, 2), np.uint16, offset=6, strides=(100, 10, 2))

@@ -89,6 +89,10 @@ class _Slices:
         )
         return len(some)
 
+    def close(self) -> None:
+        """Give the memory back."""
+        self._device.free(self._images, self._columns, self.spectra)
+
 
 def transform_kernels(
     weights: ConvWeights, tile: Vec3, spectra: Spectra, device: Any, *, streamed: bool = False
@@ -124,7 +128,8 @@ def transform_kernels(
                 part = host[word][:, 2 * first : 2 * (first + SLICE)]
                 device.copy_async(part, packed[word], device.stream)
             device.clear(packed)  # the last slice may have fewer maps
-    device.synchronize(device.stream)
+    device.free(bounds, *([packed] if streamed else []))
+    slices.close()
     # |X| <= 2^15, so |Y| / alpha <= 2^15 * scale * heaviest; the passes along y and x may add up all its numbers.
     alpha = 1.0
     if spectra != "split" and 0 < heaviest < np.inf:
