@@ -5,7 +5,8 @@ Method   cuDNN's implicit matrix product. Of the plans its heuristics propose, i
          versions have 3D kernels that do not. What it then computes of the first input is looked at in a few voxels:
          some are wrong for some sizes only. Which of them is the fastest its heuristics do not know: the variant says
          which to take. Bias and activation within it where a plan can, else by a kernel of ours.
-Layout   As everything: channels last. A layer of 2^31 values or more goes image by image, and in slabs of planes.
+Layout   As everything: channels last. A layer of 2^31 values or more goes image by image, and in slabs of planes; in
+         smaller parts still where cuDNN has none but its naive plan for those, as in fp32.
 Memory   Input, output, workspace.
 Bound    Arithmetic.
 Source   ZNNi IV-B.1; Chetlur et al., cuDNN (2014); nvidia-cudnn-frontend.
@@ -14,7 +15,7 @@ Tested   tests/gpu/test_conv_cudnn.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +42,7 @@ FEW_TAPS = 32  # of a kernel: with more, tf32 has no plan that copies nothing (2
 CHOICES = 4  # plans to choose from
 OLDEST = (9, 16)  # of cuDNN: 9.8 to 9.15 have 3D kernels that compute something else
 MOST_VALUES = 2**31  # of a tensor that cuDNN is given: beyond it, it is not reliable
+LESS_VALUES = (2**29, 2**27)  # where it has no good plan for so many: 2^31 bytes in fp32, and less
 ALIGNED = 16  # bytes, on which cuDNN expects images to begin; in a column they begin on any plane
 MOST_TERMS = 5000  # of a sum in float32, one after another, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
 ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
@@ -208,9 +210,7 @@ class _Step:
             for call in self._planned(*steps):
                 self._compute(call, x, out, scratch["workspace"])
             return
-        while wrong := [call for call in self._planned(*steps) if not self._tried(call, x, out, scratch["workspace"])]:
-            for call in wrong:
-                _RIGHT[_key(*call.by)] = False
+        while not all(self._tried(call, x, out, scratch["workspace"]) for call in self._planned(*steps)):
             del self._calls[steps]
         self._seen.add(steps)
 
@@ -229,12 +229,17 @@ class _Step:
             )
 
     def _tried(self, call: _Call, x: Any, out: Any, workspace: Any) -> bool:
-        """Whether cuDNN computes a call for the first time as it should."""
+        """Whether cuDNN computes a call for the first time as it should; else its plan is not chosen again."""
+        problem, plan = call.by
         try:
             self._compute(call, x, out, workspace)
         except RefusedError:  # some plans learn only now that a size is too much for them
+            _REFUSED.add((problem, plan.name))
             return False
-        return self._looks_right(call, x, out)
+        if not self._looks_right(call, x, out):
+            _RIGHT[_key(problem, plan)] = False
+            return False
+        return True
 
     def _parts(self, call: _Call, x: Any, out: Any) -> tuple[Any, Any]:
         """What a call reads and writes."""
@@ -255,8 +260,10 @@ class _Step:
             with np.errstate(over="ignore", invalid="ignore"):  # what overflows is not this one's to find
                 exact = reference.activate(np.tensordot(weight, window, 4) + bias, self._shape.activation)
                 # products of tf32 are within 2^-11 twice, and steps of float16 near 0 are 2^-24
-                bound = 2.0**-9 * np.tensordot(abs(weight), abs(window), 4) + 2.0**-10 * abs(exact) + 2.0**-24
-                held = abs(exact) < np.finfo(into.dtype).max / 2  # else it may be infinite, or is NaN
+                largest = np.tensordot(abs(weight), abs(window), 4)
+                bound = 2.0**-9 * largest + 2.0**-10 * abs(exact) + 2.0**-24
+                # else it may be infinite, or is NaN
+                held = (abs(exact) < np.finfo(into.dtype).max / 2) & (largest < np.finfo(np.float32).max / 2)
                 if not (abs(found - exact) <= bound)[held].all():
                     return False
         return True
@@ -265,56 +272,88 @@ class _Step:
         """Calls for images that lie so many values apart: planned once."""
         found = self._calls.get((x_step, out_step))
         if found is None:
-            found = self._calls[x_step, out_step] = tuple(self._plan(x_step, out_step))
+            found = self._calls[x_step, out_step] = self._plan(x_step, out_step)
         return found
 
-    def _plan(self, x_step: int, out_step: int) -> Iterator[_Call]:
+    def _plan(self, x_step: int, out_step: int) -> tuple[_Call, ...]:
+        """In parts as large as they may be; in smaller ones where cuDNN has no plan for those, or the naive one."""
+        ways = [parts(self._shape, x_step, out_step, MOST_VALUES)]
+        if not ways[0]:
+            raise DeviceError(f"one plane of {self._shape} is more than cuDNN convolves at once: plan smaller patches")
+        for most in LESS_VALUES:
+            smaller = parts(self._shape, x_step, out_step, most)
+            if len(smaller) > len(ways[-1]):
+                ways.append(smaller)
+        naive: tuple[_Call, ...] = ()
+        refusal: DeviceError | None = None
+        for way in ways:
+            try:
+                calls = self._calls_for(way, x_step, out_step)
+            except DeviceError as error:  # it stands where smaller parts do not help
+                refusal = refusal or error
+                continue
+            if not any(_is_naive(call.by.plan) for call in calls):
+                return calls
+            naive = naive or calls
+        if naive:
+            return naive
+        assert refusal is not None
+        raise refusal
+
+    def _calls_for(self, way: Sequence[tuple[slice, slice]], x_step: int, out_step: int) -> tuple[_Call, ...]:
         shape = self._shape
         chosen: dict[tuple[int, int], Chosen] = {}
-        for images, planes in parts(shape, x_step, out_step):
+        calls = []
+        for images, planes in way:
             size = images.stop - images.start, planes.stop - planes.start
             if size not in chosen:
                 n = (size[1] + shape.k[0] - 1, *shape.n[1:])
                 asked = Convolution(
                     size[0], shape.fin, shape.fout, n, shape.k, shape.precision, x_step, out_step, shape.activation
                 )
-                chosen[size] = choose(self._device, asked, self._limit, self._choice, self._resident)
-            yield _Call(images, planes, chosen[size])
+                chosen[size] = choose(self._device, asked, self._limit, self._choice)
+            calls.append(_Call(images, planes, chosen[size]))
+        return tuple(calls)
 
 
-def parts(shape: ConvShape, x_step: int, out_step: int) -> Iterator[tuple[slice, slice]]:
-    """Images and planes of the output that go together, so that no tensor has MOST_VALUES or more."""
+def parts(shape: ConvShape, x_step: int, out_step: int, most_values: int) -> list[tuple[slice, slice]]:
+    """Images and planes of the output that go together, so that no tensor has `most_values` or more.
+
+    None where a plane has more than that.
+    """
     mz, my, mx = shape.out
     line_in, line_out = shape.n[1] * shape.n[2] * shape.fin, my * mx * shape.fout
     image_in, image_out = shape.n[0] * line_in, mz * line_out
-    if max(image_in, image_out) < MOST_VALUES:
-        most = min((MOST_VALUES - 1 - image_in) // x_step, (MOST_VALUES - 1 - image_out) // out_step) + 1
-        for first in range(0, shape.batch, most):
-            yield slice(first, min(first + most, shape.batch)), slice(0, mz)
-        return
-    height = min((MOST_VALUES - 1) // line_in - shape.k[0] + 1, (MOST_VALUES - 1) // line_out)
+    if max(image_in, image_out) < most_values:
+        most = min((most_values - 1 - image_in) // x_step, (most_values - 1 - image_out) // out_step) + 1
+        return [(slice(i, min(i + most, shape.batch)), slice(0, mz)) for i in range(0, shape.batch, most)]
+    height = min((most_values - 1) // line_in - shape.k[0] + 1, (most_values - 1) // line_out)
     if height < 1:
-        raise DeviceError(f"one plane of {shape} is more than cuDNN convolves at once: plan smaller patches")
-    for image in range(shape.batch):
-        for first in range(0, mz, height):
-            yield slice(image, image + 1), slice(first, min(first + height, mz))
+        return []
+    return [
+        (slice(image, image + 1), slice(first, min(first + height, mz)))
+        for image in range(shape.batch)
+        for first in range(0, mz, height)
+    ]
 
 
-def choose(device: Device, asked: Convolution, limit: int, choice: int, resident: Any) -> Chosen:
+def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chosen:
     """Of plans that fit and compute what they should, number `choice`, or the last.
 
     Those that bring bias and activation along go first, the naive one last.
     """
     right: list[Chosen] = []
-    wrong = []
+    wrong, refused = [], []
     for finishes, naive in ((True, False), (False, False), (True, True), (False, True)):
         if right:
             break
         problem = asked if finishes else replace(asked, finish=None)
         for plan in device.libraries.convolutions(problem):
-            if plan.workspace_bytes > limit or (plan.name.split("_")[0] == NAIVE) != naive:
+            if plan.workspace_bytes > limit or _is_naive(plan) != naive:
                 continue
-            if is_right(device, problem, plan, resident):
+            if (problem, plan.name) in _REFUSED:
+                refused.append(plan.name)
+            elif is_right(device, problem, plan):
                 right.append(Chosen(problem, plan))
             else:
                 wrong.append(plan.name)
@@ -323,22 +362,28 @@ def choose(device: Device, asked: Convolution, limit: int, choice: int, resident
     if right:
         return right[-1]
     told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
+    told += f"; refused to run: {', '.join(refused)}" if refused else ""
     raise DeviceError(
         f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; take another primitive with --only"
     )
 
 
 _RIGHT: dict[tuple[object, ...], bool] = {}  # what this process has checked
+_REFUSED: set[tuple[Convolution, str]] = set()  # plans that did not run, of these very sizes
 
 
-def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan, resident: Any) -> bool:
-    """Whether the plan computes a small layer of these maps, kernel and weights right; tried once in a process.
+def _is_naive(plan: ConvolutionPlan) -> bool:
+    return plan.name.split("_")[0] == NAIVE
+
+
+def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
+    """Whether the plan computes a small layer of these maps and this kernel right; tried once in a process.
 
     False too where it cannot be tried.
     """
     key = _key(problem, plan)
     if key not in _RIGHT:
-        _RIGHT[key] = _computes_right(device, problem, plan, resident)
+        _RIGHT[key] = _computes_right(device, problem, plan)
     return _RIGHT[key]
 
 
@@ -353,8 +398,11 @@ def _apart(problem: Convolution) -> tuple[bool, bool, bool]:
     return several, several and problem.x_step != n, several and problem.out_step != m
 
 
-def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan, resident: Any) -> bool:
-    """Tried on images that lie as the problem's do: next to each other, or with planes between."""
+def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
+    """Tried on images that lie as the problem's do: next to each other, or with planes between.
+
+    With weights of its own, not the layer's: those may be 0, or so large that sums overflow.
+    """
     several, x_apart, out_apart = _apart(problem)
     n, dtype = add(problem.k, BEYOND), np.float16 if problem.precision == "fp16" else np.float32
     m, images = valid(n, problem.k), 2 if several else 1
@@ -363,27 +411,32 @@ def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan,
     same = device.libraries.same(small, plan)
     if same is None or same.workspace_bytes > CHECK_BYTES:
         return False
-    x: Any = np.random.default_rng(20261121).standard_normal(wide[0], np.float32).astype(dtype)
+    rng = np.random.default_rng(20261121)
+    x: Any = rng.standard_normal(wide[0], np.float32).astype(dtype)
+    weight: Any = rng.standard_normal((problem.fout, *problem.k, problem.fin), np.float32)
+    weight = (weight / np.float32(np.sqrt(weight[0].size))).astype(dtype)
+    bias = rng.standard_normal(problem.fout, np.float32)
     given = device.put(x, "a small layer")[:, int(x_apart) :]
     out = device.put(np.full(wide[1], np.nan, dtype), "its result")
+    kernels, biases = device.put(weight, "its weights"), device.put(bias, "its biases")
     workspace = device.allocate(same.workspace_bytes, "its workspace")
     try:
-        same.run(given, resident.kernels, resident.bias, out[:, int(out_apart) :], workspace)
+        same.run(given, kernels, biases, out[:, int(out_apart) :], workspace)
     except RefusedError:
         return False
     found = device.get(out)[:, int(out_apart) :]
-    weight, bias = device.get(resident.kernels).transpose(0, 4, 1, 2, 3), device.get(resident.bias)
-    plain = reference.convolve(x[:, int(x_apart) :], weight, np.zeros_like(bias))
+    plain = reference.convolve(x[:, int(x_apart) :], weight.transpose(0, 4, 1, 2, 3), np.zeros_like(bias))
     exact = plain if problem.finish is None else reference.activate(plain + bias, problem.finish)
     limit = ALLOWED[problem.precision] * _rms(plain) + ROUNDING[problem.precision] * _rms(exact)
     return bool(_rms(found - exact) <= limit)  # NaN is not
 
 
 def _check_bytes(shape: ConvShape) -> int:
-    """What the small layers take, with workspace."""
+    """What the small layers take, with weights and workspace."""
     small = add(shape.k, add(BEYOND, (1, 0, 0)))
     values = prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
-    return 2 * shape.itemsize * values + CHECK_BYTES
+    weights = shape.itemsize * shape.fout * shape.fin * prod(shape.k) + FLOAT32 * shape.fout
+    return 2 * shape.itemsize * values + weights + CHECK_BYTES
 
 
 def _rms(values: Any) -> float:

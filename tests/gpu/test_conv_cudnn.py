@@ -35,6 +35,7 @@ ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}
 @pytest.fixture(autouse=True)
 def nothing_was_checked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv_cudnn, "_RIGHT", {})
+    monkeypatch.setattr(conv_cudnn, "_REFUSED", set())
 
 
 @pytest.fixture
@@ -142,10 +143,61 @@ def test_a_plan_that_fails_for_some_sizes_only_is_found_out_by_its_first_result(
 
 @pytest.mark.parametrize("large", [True, False])
 def test_a_plan_that_refuses_to_run_is_replaced(device: Any, offers: list[Offer], large: bool) -> None:
+    """For the sizes that it refuses; for all where it refuses the small layer."""
     offers[:] = [Offer("some", refuses=lambda problem: (problem.n == SHAPE.n) == large), Offer("all")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
-    assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"some": False, "all": True}
+    assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"some": large, "all": True}
+    assert {(problem.n, name) for problem, name in conv_cudnn._REFUSED} == ({(SHAPE.n, "some")} if large else set())
+
+
+def parts_tried(device: Any) -> list[int]:
+    """Planes of the input of each part, in the order in which plans for them were looked for, each once."""
+    return list(dict.fromkeys(problem.n[0] for problem in device.libraries.asked))
+
+
+@pytest.mark.parametrize("refuses", ["to be planned", "to run"])
+def test_smaller_parts_where_larger_ones_have_none_but_the_naive_plan(
+    device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    plane = 7 * 9 * 8
+    monkeypatch.setattr(conv_cudnn, "LESS_VALUES", (1 + 4 * plane, 1 + 3 * plane))
+    device.libraries.asked.clear()
+    if refuses == "to run":
+        offers[:] = [Offer("good", refuses=lambda problem: problem.n[0] > 4), Offer("eng0", fault=1.0)]
+    else:
+        offers[:] = [Offer("eng0"), Offer("good", takes=lambda problem: problem.n[0] <= 4)]
+    x, weights = random_input(SHAPE), random_weights(SHAPE)
+    assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
+    assert parts_tried(device) == [6, 4], "two parts of two planes out, and none smaller"
+
+
+def test_the_naive_plan_for_all_where_smaller_parts_do_not_help(
+    device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = 7 * 9 * 8
+    monkeypatch.setattr(conv_cudnn, "LESS_VALUES", (1 + 5 * plane, plane))
+    device.libraries.asked.clear()
+    offers[:] = [Offer("eng0")]
+    x, weights = random_input(SHAPE), random_weights(SHAPE)
+    assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
+    assert parts_tried(device) == [6, 5, 3]
+    offers[:] = [Offer("eng0", refuses=lambda problem: problem.n[0] in (5, 6))]
+    with pytest.raises(DeviceError, match=r"no plan for 2x8->16 @6x7x9 .*; refused to run: eng0, eng0; take"):
+        run(device, SHAPE, x, weights)
+    monkeypatch.setattr(conv_cudnn, "MOST_VALUES", plane)
+    with pytest.raises(
+        DeviceError, match=r"one plane of .* is more than cuDNN convolves at once: plan smaller patches"
+    ):
+        run(device, SHAPE, x, weights)
+
+
+def test_weights_that_overflow_are_no_fault_of_the_plan(device: Any) -> None:
+    shape = replace(SHAPE, activation="none")
+    weights, x = random_weights(shape), random_input(shape)
+    weights.weight[...] = 3e38
+    assert not np.isfinite(run(device, shape, x, weights)).all()
+    assert all(conv_cudnn._RIGHT.values())
 
 
 def test_infinite_values_are_no_fault_of_the_plan(device: Any) -> None:
@@ -170,20 +222,22 @@ def test_large_tensors_go_in_parts(device: Any, monkeypatch: pytest.MonkeyPatch,
 
 def test_parts_cover_all_and_none_is_too_large() -> None:
     shape = ConvShape(3, 80, 80, (372, 372, 372), (5, 5, 5), precision="tf32")
-    found = list(parts(shape, prod(shape.in_shape[1:]), prod(shape.out_shape[1:])))
-    planes = [(image.start, z) for image, planes in found for z in range(planes.start, planes.stop)]
-    assert planes == [(image, z) for image in range(3) for z in range(368)]
-    for images, planes in found:
-        count, height = images.stop - images.start, planes.stop - planes.start
-        assert count * (height + 4) * 372 * 372 * 80 < 2**31
-        assert count * height * 368 * 368 * 80 < 2**31
+    for most in (2**31, 2**29, 2**27):
+        found = parts(shape, prod(shape.in_shape[1:]), prod(shape.out_shape[1:]), most)
+        covered = [(images.start, z) for images, planes in found for z in range(planes.start, planes.stop)]
+        assert covered == [(image, z) for image in range(3) for z in range(368)]
+        for images, planes in found:
+            count, height = images.stop - images.start, planes.stop - planes.start
+            assert count * (height + 4) * 372 * 372 * 80 < most
+            assert count * height * 368 * 368 * 80 < most
+    assert parts(shape, prod(shape.in_shape[1:]), prod(shape.out_shape[1:]), 5 * 372 * 372 * 80) == []
 
 
 def test_images_far_apart_go_one_by_one() -> None:
     shape = ConvShape(4, 8, 8, (20, 20, 20), (3, 3, 3))
-    assert len(list(parts(shape, 64000, 46656))) == 1
-    assert [images for images, _ in parts(shape, 2**30, 46656)] == [slice(0, 2), slice(2, 4)]
-    assert len(list(parts(shape, 64000, 2**31))) == 4
+    assert len(parts(shape, 64000, 46656, 2**31)) == 1
+    assert [images for images, _ in parts(shape, 2**30, 46656, 2**31)] == [slice(0, 2), slice(2, 4)]
+    assert len(parts(shape, 64000, 2**31, 2**31)) == 4
 
 
 def test_a_plan_that_wants_too_much_memory_is_passed_over(device: Any, offers: list[Offer]) -> None:
@@ -252,8 +306,7 @@ def test_long_sums_are_not_exact_enough_in_fp32() -> None:
 def test_the_variant_says_which_plan_is_taken(device: Any, offers: list[Offer], choice: int, name: str) -> None:
     offers[:] = [Offer("eng0"), Offer("greedy", 2**40), Offer("first"), Offer("wrong", fault=0.1), Offer("second")]
     asked = Convolution(2, 8, 16, SHAPE.n, SHAPE.k, "fp32", 6 * 7 * 9 * 8, 4 * 6 * 6 * 16, "relu")
-    resident = PLAIN.prepare(random_weights(SHAPE), Variant.of(precision="fp32"), device)
-    problem, plan = conv_cudnn.choose(device, asked, 2**20, choice, resident)
+    problem, plan = conv_cudnn.choose(device, asked, 2**20, choice)
     assert (plan.name, problem.finish) == (name, "relu")
 
 
@@ -263,11 +316,10 @@ def test_the_naive_plan_is_the_last_resort(
 ) -> None:
     offers[:] = [*(Offer(name) for name in finishing), Offer("eng0", finishes=False), Offer("plain", finishes=False)]
     asked = Convolution(2, 8, 16, SHAPE.n, SHAPE.k, "fp32", 6 * 7 * 9 * 8, 4 * 6 * 6 * 16, "relu")
-    resident = PLAIN.prepare(random_weights(SHAPE), Variant.of(precision="fp32"), device)
-    problem, plan = conv_cudnn.choose(device, asked, 0, 0, resident)
+    problem, plan = conv_cudnn.choose(device, asked, 0, 0)
     assert (plan.name, problem.finish is not None) == taken
     offers[:] = [Offer("eng0_k2=1")]
-    assert conv_cudnn.choose(device, asked, 0, 0, resident).plan.name == "eng0_k2=1"
+    assert conv_cudnn.choose(device, asked, 0, 0).plan.name == "eng0_k2=1"
 
 
 def test_workspaces_hold_weights_then_one_tensor_then_both() -> None:

@@ -70,7 +70,12 @@ def random_chain(rng: random.Random) -> tuple[Tensor, ...]:
             first = rng.randint(0, stages - 1)
             scratch.append(Scratch(str(index), 64 * rng.randint(1, 1000), first, rng.randint(first, stages - 1)))
         out = rng.randint(1, 1000)
-        footprint = Footprint(0, rng.randint(0, stages - 1), rng.randint(0, stages - 1), stages, tuple(scratch))
+        footprint = Footprint(
+            input_until=rng.randint(0, stages - 1),
+            output_from=rng.randint(0, stages - 1),
+            stages=stages,
+            scratch=tuple(scratch),
+        )
         steps.append((ConvShape(16, maps, out, (1, 1, 1), (1, 1, 1)), footprint))
         maps = out
     return chain(steps)
