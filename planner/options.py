@@ -43,6 +43,7 @@ class _Alone:
         return (
             mine.seconds <= theirs.seconds
             and mine.footprint.resident <= theirs.footprint.resident
+            and mine.footprint.host <= theirs.footprint.host
             and mine.footprint.allowance <= theirs.footprint.allowance
             and self.most.within(other.most)
         )

@@ -281,6 +281,12 @@ class SpaceSearch:
             found = self._laid_out(shape, options)
             if self._fits(found):
                 return found
+            if found.memory.pinned and found.memory.over(self.limits)[0]:  # the process has no room for any
+                fronts = [tuple(option for option in options if not option.pinned) for options in fronts]
+                options = fastest_within(fronts, room, below) if all(fronts) else None
+                if options is None:
+                    return None
+                continue
             lost = found.memory.arena - max(option.live for option in options)  # by the layout
             room -= max(lost, *found.memory.over(self.limits))
             options = fastest_within(fronts, room, below)

@@ -39,6 +39,11 @@ class Option:
     live: int  # bytes of the arena in its fullest stage
     allowance: int  # bytes that libraries allocate while it runs
 
+    @property
+    def pinned(self) -> int:
+        """Bytes kept between steps in the process where layers run on a GPU."""
+        return sum(way.footprint.host for way in self.ways)
+
 
 Front = tuple[Option, ...]  # options of one span that no other beats, fastest first
 
@@ -52,6 +57,7 @@ def front(options: Iterable[Option]) -> Front:
                 better.resident <= option.resident
                 and better.live <= option.live
                 and better.allowance <= option.allowance
+                and better.pinned <= option.pinned
             ):
                 break
         else:

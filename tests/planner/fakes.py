@@ -29,6 +29,7 @@ class Fake:
     kind: Kind
     flops: float = 1.0  # per output value
     resident: int = 0  # bytes per weight
+    host: int = 0  # likewise
     scratch: tuple[float, ...] = ()  # share of the output's bytes, per buffer
     stages: int = 1
     input_until: int = 0
@@ -54,6 +55,7 @@ class Fake:
         scale = variant.count("scale")
         return Footprint(
             resident=self.resident * weights * scale,
+            host=self.host * weights * scale,
             input_until=self.input_until,
             output_from=self.output_from,
             stages=self.stages,

@@ -6,12 +6,12 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import pytest
 from brute_force import AROUND, BASELINE, CONTEXT, SMALL, everything, planned, planned_on_gpu
-from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, GPU, MACHINE, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
+from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, GPU, MACHINE, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
 from plans import MIXED, edited
 from test_brute_force import FEWER, some
 
@@ -19,10 +19,10 @@ from znnpy.errors import NoPlanError, PlanFileError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.memory import MIB, context_bytes, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.memory import MIB, Memory, context_bytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
-from znnpy.shapes import PRECISIONS, Precision
+from znnpy.shapes import PRECISIONS, ConvShape, Precision
 
 MakeNetwork = Callable[..., Network]
 ON_GPU = on_gpu(*FEWER)
@@ -82,6 +82,29 @@ def test_what_is_promised_where(plan: Plan) -> None:
     on_host = replace(memory, device="cpu")
     assert (on_host.vram, on_host.held) == (0, on_host.peak)
     assert on_host.peak == memory.peak + memory.arena + memory.residents + memory.carries + memory.allowance
+
+
+def test_weights_that_are_streamed_count_in_the_process() -> None:
+    """They are promised beside what goes in and out, and are not taken where the process may not have them."""
+    streams = Fake("gpu.conv.streams", "conv", flops=20.0, host=2048, scratch=(0.2,))
+    table = (streams, *on_gpu(SLOW, POOL, FILTER, MAXOUT))
+
+    def memory_within(ram_bytes: int) -> Memory:
+        plan = planned_on_gpu(MIXED, (20, 11, 8), ram_bytes, PLENTY, table=table, columns=False)
+        plan.check_runs(MIXED, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=PLENTY, table=table)
+        memory = plan.memory
+        weights = [
+            c.shape.fin * c.shape.fout * prod(c.shape.k)
+            for c in plan.choices
+            if isinstance(c.shape, ConvShape) and c.primitive == streams.name
+        ]
+        assert memory.pinned == 2048 * sum(weights)
+        assert memory.peak == BASELINE + memory.reading + memory.writing + memory.pinned
+        return memory
+
+    most = memory_within(PLENTY)
+    assert most.pinned > 0
+    assert memory_within(most.peak - 1).peak < most.peak
 
 
 def test_buffers_of_a_gpu_run() -> None:
