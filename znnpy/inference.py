@@ -152,7 +152,7 @@ def infer(
 
     Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. Every ZnnpyError says what happened, with
     the numbers, and what to do; what was finished before an error, Ctrl-C or a kill stays on disk and `resume=True`
-    goes on from there, byte for byte.
+    goes on from there, byte for byte, unless a GPU refuses memory that it gave the run before: the report says so.
     """
     started = time.perf_counter()
     _check_words(border, output_dtype, cover)
@@ -237,7 +237,9 @@ class _Run:
                 session, wisdom = stack.enter_context(self._awake(site, plan, crew))
             except VramError as refused:
                 plan = self._leaner(site, plan, refused)
-                sentences.append(f"planned anew within {human_bytes(plan.limits.vram_bytes or 0)} of VRAM: {refused}")
+                rounding = "; what was finished before may be rounded differently" if begun is not None else ""
+                within = human_bytes(plan.limits.vram_bytes or 0)
+                sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
                 session, wisdom = stack.enter_context(self._awake(site, plan, crew))
             columns = plan.cover(network)
             if begun is None:

@@ -11,7 +11,7 @@ import pytest
 from place import Place
 
 from znnpy.network import Conv, Network
-from znnpy.verify import _positions, verify
+from znnpy.verify import TOLERANCES, _positions, verify
 
 
 def words(place: Place, *more: object) -> list[object]:
@@ -71,6 +71,12 @@ def test_as_much_is_allowed_as_the_precision_may_err(
         assert result.exit_code == code, result.stderr
         assert ((result.stdout + result.stderr).count(f"(predicted in {precision})")) == (precision in ("tf32", "fp16"))
         assert place.run(*words(place, "--tolerance", 10 * fails)).exit_code == 0
+
+
+def test_the_help_says_what_is_allowed(place: Place) -> None:
+    said = " ".join(place.run("verify", "--help").stdout.split())
+    fp32, tf32, fp16 = (f"{TOLERANCES[word]:.0e}".replace("e-0", "e-") for word in ("fp32", "tf32", "fp16"))
+    assert f"[default: {fp32}; {tf32} where predicted in tf32, {fp16} in fp16]" in said
 
 
 def test_a_precision_that_is_none_is_refused(place: Place) -> None:
