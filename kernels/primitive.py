@@ -168,7 +168,7 @@ class CarryingStep(Protocol):
 
 
 class DeviceStep(Protocol):
-    """A primitive bound to one shape on a GPU. Calls return before the work is done: it is queued on `device.stream`."""
+    """A primitive bound to one shape on a GPU. Calls return before the work is done: it is queued on its stream."""
 
     def run(
         self,

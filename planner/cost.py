@@ -66,7 +66,6 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
     "gpu_stream": Rate(flops=25e12, nbytes=2.8e12),
     "gpu_cufft": Rate(flops=8e12, nbytes=2.5e12),
-    "gpu_upload": Rate(flops=1e12, nbytes=50e9),
     "gpu_cudnn_fp32": Rate(flops=28e12, nbytes=3.0e12),
     "gpu_cudnn_tf32": Rate(flops=140e12, nbytes=3.0e12),
     "gpu_cudnn_fp16": Rate(flops=230e12, nbytes=3.0e12),

@@ -194,7 +194,8 @@ class ConvShape(_Sized):
 
     def __str__(self) -> str:
         pool = f" p{text(self.pool)}" if self.pools else ""
-        return f"conv {self.batch}x{self.fin}->{self.fout} @{text(self.n)} k{text(self.k)} {self.activation}{pool}{self._in_precision}"
+        maps = f"{self.batch}x{self.fin}->{self.fout}"
+        return f"conv {maps} @{text(self.n)} k{text(self.k)} {self.activation}{pool}{self._in_precision}"
 
 
 @dataclass(frozen=True, slots=True)
