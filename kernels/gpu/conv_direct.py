@@ -73,7 +73,7 @@ class ConvDirect:
             return "needs a CUDA device"
         if not isinstance(shape, ConvShape):
             return f"computes convolutions, not {shape.kind}"
-        return "does not pool into fragments what it computes: see gpu.conv.first" if shape.pools else None
+        return "does not pool into fragments what it computes: see gpu.conv.fft_tiled" if shape.pools else None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine

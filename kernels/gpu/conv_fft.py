@@ -44,7 +44,6 @@ LONGEST = 2048  # points: what cuFFT's needs are known of (libraries.py)
 WORK_ALIGNMENT = 256  # bytes
 WORK_BYTES = 1024 + WORK_ALIGNMENT  # that cuFFT may use for lines along x beyond what they themselves have
 TABLES_BYTES = 2**20  # of one plan of cuFFT
-PLANS = 12  # of a step at most
 
 
 class _Sizes(NamedTuple):
@@ -140,7 +139,8 @@ class ConvFft:
             ),
             reads_carried=True,
             raises_peak=True,
-            allowance=PLANS * TABLES_BYTES,
+            allowance=TABLES_BYTES * sum(2 if axis == "x" else 1 for axis, _ in _batches(shape, t))
+            + COMPLEX64 * t.padded[0],  # the table of sines
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -181,37 +181,46 @@ def _passes(t: _Sizes, size: Vec3) -> float:
     return 3.0 * rows + rows + 3.0 * planes + planes + 3.0 * t.image
 
 
+def _batches(shape: ConvShape, t: _Sizes) -> set[tuple[str, int]]:
+    """Axis and number of lines of every call of cuFFT that a step needs a plan for; along x it needs two."""
+    found: set[tuple[str, int]] = set()
+    for total, most, (nz, ny, _), turned in (
+        (shape.batch * shape.fin, t.maps_in, shape.n, True),
+        (shape.fin * shape.fout, t.kernels, shape.k, shape.k[0] > EXPANDED),
+        (shape.batch * shape.fout, t.maps_out, shape.out, True),
+    ):
+        for maps in {count for _, count in _some(total, most)}:
+            axes = [("x", t.half, nz * ny), ("y", t.padded[1], nz * t.half)]
+            axes += [("z", t.padded[0], t.half * t.padded[1])] if turned else []
+            found |= {(axis, count) for axis, pitch, lines in axes for _, count in _calls(maps * lines, pitch)}
+    return found
+
+
+def _calls(lines: int, pitch: int) -> Iterator[tuple[int, int]]:
+    """`lines` lines of `pitch` complex numbers, as many at a time as one call of cuFFT takes."""
+    return _some(lines, max(1, LINES_VALUES // pitch))
+
+
 class _Resident(NamedTuple):
     weight: Any  # (f', f, k) float32
     bias: Any  # (f',) float32
 
 
 class _Batches:
-    """Transforms of any number of lines, a bounded number of them at a time."""
+    """Transforms of any number of lines, a bounded number of them at a time; `counts`: those that there will be."""
 
-    def __init__(self, device: Device, kind: Any, n: int, pitch: int) -> None:
-        self._device, self._kind, self._n, self._pitch = device, kind, n, pitch
-        self._plans: dict[int, Any] = {}
-
-    def plan(self, lines: int) -> None:
-        """Plan what `lines` lines need."""
-        for _, count in self._parts(lines):
-            if count not in self._plans:
-                self._plans[count] = self._device.libraries.lines(self._kind, self._n, count)
+    def __init__(self, device: Device, kind: Any, n: int, pitch: int, counts: set[int]) -> None:
+        self._device, self._pitch = device, pitch
+        self._plans = {count: device.libraries.lines(kind, n, count) for count in sorted(counts)}
 
     def forward(self, store: Any, offset: int, lines: int, work: Any) -> None:
         """Transform `lines` lines that begin `offset` complex numbers into `store`; `work` is free meanwhile."""
-        for start, count in self._parts(lines):
+        for start, count in _calls(lines, self._pitch):
             self._plans[count].forward(self._view(store, offset, start, count), work)
 
     def backward(self, store: Any, offset: int, lines: int, work: Any) -> None:
-        for start, count in self._parts(lines):
+        for start, count in _calls(lines, self._pitch):
             self._plans[count].backward(self._view(store, offset, start, count), work)
-
-    def _parts(self, lines: int) -> Iterator[tuple[int, int]]:
-        most = max(1, LINES_VALUES // self._pitch)
-        for start in range(0, lines, most):
-            yield start, min(most, lines - start)
 
     def _view(self, store: Any, offset: int, start: int, count: int) -> Any:
         first = COMPLEX64 * (offset + start * self._pitch)
@@ -219,8 +228,6 @@ class _Batches:
 
 
 class FftStep:
-    """A layer of one shape on one device."""
-
     """A layer of one shape on one device."""
 
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
@@ -240,20 +247,13 @@ class FftStep:
         gz, gy, gx = t.padded
         turns = np.exp(-2j * np.pi / gz * np.arange(gz)).astype(np.complex64)
         self._turns = device.put(turns.view(np.float32), "a table of sines")
-        self._along_z = _Batches(device, "complex", gz, gz)
-        self._along_y = _Batches(device, "complex", gy, gy)
-        self._along_x = _Batches(device, "real", gx, t.half)
+        counts: dict[str, set[int]] = {axis: set() for axis in "zyx"}
+        for axis, count in _batches(shape, t):
+            counts[axis].add(count)
+        self._along_z = _Batches(device, "complex", gz, gz, counts["z"])
+        self._along_y = _Batches(device, "complex", gy, gy, counts["y"])
+        self._along_x = _Batches(device, "real", gx, t.half, counts["x"])
         self._expands = shape.k[0] <= EXPANDED
-        for total, most, (nz, ny, _), expands in (
-            (shape.batch * shape.fin, t.maps_in, shape.n, False),
-            (shape.fin * shape.fout, t.kernels, shape.k, self._expands),
-            (shape.batch * shape.fout, t.maps_out, shape.out, False),
-        ):
-            for maps in {count for _, count in _some(total, most)}:
-                self._along_x.plan(maps * nz * ny)
-                self._along_y.plan(maps * nz * t.half)
-                if not expands:
-                    self._along_z.plan(maps * t.half * gy)
 
     def run(
         self,

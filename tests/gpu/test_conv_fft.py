@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from closeness import MACHINE, assert_close, random_input, random_weights
+from emulated import EmulatedDevice
 
 from znnpy.kernels import reference
+from znnpy.kernels.gpu import conv_fft
 from znnpy.kernels.gpu.conv_fft import ConvFft, good_size
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, PoolShape
 
 if TYPE_CHECKING:
+    from znnpy.kernels.gpu.libraries import Kind, Lines
     from znnpy.kernels.primitive import ConvWeights
 
 FFT = ConvFft()
@@ -128,6 +131,33 @@ def test_what_it_holds_is_what_it_promised(device: Any) -> None:
     resident = FFT.prepare(random_weights(shape), variant, device)
     assert device.allocated - held == FFT.footprint(shape, variant, 1).resident
     assert resident is not None
+
+
+@pytest.mark.parametrize("lines", [10**9, 40])
+@pytest.mark.parametrize("maps", [1, 2, 3, 8, 1000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_plan_of_cufft_is_promised(
+    monkeypatch: pytest.MonkeyPatch, shape: ConvShape, maps: int, lines: int
+) -> None:
+    """And the table of sines: what a step takes beside what it prepared."""
+    monkeypatch.setattr(conv_fft, "LINES_VALUES", lines)
+    variant = Variant.of(maps=maps)
+    with EmulatedDevice() as device:
+        resident = FFT.prepare(random_weights(shape), variant, device)
+        planned: list[str] = []
+        make = device.libraries.lines
+
+        def noted(kind: Kind, n: int, count: int) -> Lines:
+            planned.append(kind)
+            return make(kind, n, count)
+
+        monkeypatch.setattr(device.libraries, "lines", noted)
+        held = device.allocated
+        step = FFT.bind(resident, shape, variant, device)
+        plans = len(planned) + planned.count("real")  # one there and one back
+        table = device.allocated - held
+        assert FFT.footprint(shape, variant, 1).allowance == plans * conv_fft.TABLES_BYTES + table
+        assert step is not None
 
 
 def test_fewer_maps_at_a_time_take_less_memory() -> None:
