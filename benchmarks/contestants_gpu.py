@@ -32,7 +32,7 @@ from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
 from znnpy.run.devices import Site, site_for
 from znnpy.run.session import Session
-from znnpy.shapes import ConvShape, Vec3, add
+from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.network import Network
@@ -60,18 +60,20 @@ def noise(size: Vec3, channels: int) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Held:
-    """A volume in memory; what a pipeline reads from. Beyond its end there is the last voxel."""
+    """A volume in memory; what a pipeline reads from. Outside of it there is the nearest voxel."""
 
     voxels: npt.NDArray[np.uint8]  # (c, z, y, x)
     dtype: np.dtype[np.uint8] = field(default_factory=lambda: np.dtype(np.uint8))
 
     def read(self, lo: Vec3, out: Voxels) -> None:
-        size = self.voxels.shape[1:]
-        hi = add(lo, (out.shape[1], out.shape[2], out.shape[3]))
-        there = tuple(slice(min(a, n - 1), min(b, n)) for a, b, n in zip(lo, hi, size, strict=True))
-        part = self.voxels[(slice(None), *there)]
-        missing = [(0, a - b) for a, b in zip(out.shape, part.shape, strict=True)]
-        np.copyto(out, np.pad(part, missing, "edge") if any(more for _, more in missing) else part)
+        there, missing = [slice(None)], [(0, 0)]
+        for start, length, size in zip(lo, out.shape[1:], self.voxels.shape[1:], strict=True):
+            first, last = (min(max(at, 0), size - 1) for at in (start, start + length - 1))
+            there.append(slice(first, last + 1))
+            before = min(max(first - start, 0), length - 1 - last + first)
+            missing.append((before, length - 1 - last + first - before))
+        part = self.voxels[tuple(there)]
+        np.copyto(out, np.pad(part, missing, "edge") if any(map(any, missing)) else part)
 
 
 @dataclass

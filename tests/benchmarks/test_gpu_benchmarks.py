@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from znnpy.network import Network
     from znnpy.run.pipeline import Event
+    from znnpy.shapes import Vec3
 
 TINY = """\
 name: tiny
@@ -164,15 +165,14 @@ def test_steady_rate(imported: Callable[[str], Any]) -> None:
     assert imported("contestants_gpu").steady_rate([event(*mark) for mark in marks]) == pytest.approx(250)
 
 
-def test_beyond_the_volume_its_last_voxels_go_on(imported: Callable[[str], Any]) -> None:
-    voxels = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(2, 3, 4, 5)
-    out = np.empty((2, 3, 2, 4), np.uint8)
-    imported("contestants_gpu").Held(voxels).read((1, 0, 3), out)
-    np.testing.assert_array_equal(out[:, :2, :, :2], voxels[:, 1:, :2, 3:])
-    np.testing.assert_array_equal(out[:, 2], out[:, 1])
-    np.testing.assert_array_equal(out[..., 3], out[..., 1])
-    imported("contestants_gpu").Held(voxels).read((0, 9, 1), out)
-    np.testing.assert_array_equal(out, np.broadcast_to(voxels[:, :, 3:, 1:], out.shape))
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 5), (12, 2, 20)])
+@pytest.mark.parametrize("lo", [(0, 0, 0), (1, 2, 3), (-9, -3, 2), (-2, 5, 6), (9, -9, 3)])
+def test_outside_of_the_volume_its_nearest_voxels_go_on(imported: Callable[[str], Any], lo: Vec3, shape: Vec3) -> None:
+    voxels = np.arange(5 * 6 * 7, dtype=np.uint8).reshape(1, 5, 6, 7)
+    out = np.full((1, *shape), 255, np.uint8)
+    imported("contestants_gpu").Held(voxels).read(lo, out)
+    z, y, x = (np.clip(np.arange(at, at + n), 0, size - 1) for at, n, size in zip(lo, shape, (5, 6, 7), strict=True))
+    assert np.array_equal(out, voxels[:, z[:, None, None], y[:, None], x])
 
 
 @pytest.mark.parametrize("name", ["n337", "n537", "n726", "n926"])
