@@ -145,11 +145,13 @@ class Rates:
     """Speed of a machine with a given number of threads, or of a GPU: per kind of unit, and of layers measured there.
 
     measured  seconds of a run over those that the rates give it, of one size of each layer
+    refused   layers, of any variant, that a primitive would not run when it was to be measured, and its words
     """
 
     units: Mapping[Unit, Rate] = field(default_factory=lambda: CPU_RATES)
     stage_seconds: float = CPU_STAGE_SECONDS
     measured: Mapping[Case, float] = field(default_factory=dict)
+    refused: Mapping[Case, str] = field(default_factory=dict)
 
     def of(self, unit: Unit) -> Rate:
         return self.units[unit]
@@ -191,6 +193,10 @@ class Rates:
         """The layer was measured with this very variant."""
         return case(primitive, shape, variant) in self.measured
 
+    def why_not(self, primitive: Primitive, shape: LayerShape) -> str | None:
+        """What the machine said when it refused to run the layer so; None where it did not."""
+        return self.refused.get(case(primitive, shape, Variant(())))
+
     def tells(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with a variant that differs from this one in nothing but counts."""
         wanted = case(primitive, shape, variant)
@@ -201,6 +207,10 @@ class Rates:
         work = primitive.work(shape, variant)
         factor = spent / (seconds(work, self) - len(work) * self.stage_seconds)
         return replace(self, measured={**self.measured, case(primitive, shape, variant): factor})
+
+    def refusing(self, primitive: Primitive, shape: LayerShape, reason: str) -> Rates:
+        """With a layer that the machine does not run so."""
+        return replace(self, refused={**self.refused, case(primitive, shape, Variant(())): reason})
 
 
 def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") -> Rates:

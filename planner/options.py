@@ -83,14 +83,18 @@ class Options:
 
     def why_none(self, layer: LayerShape) -> str:
         """Every primitive's reason not to run a layer."""
-        reasons = (f"{p.name}: {p.why_not(layer, self.machine)}" for p in self.table if p.kind == layer.kind)
+        reasons = (f"{p.name}: {self._why_not(p, layer)}" for p in self.table if p.kind == layer.kind)
         return "; ".join(reasons) or f"there is none for a {layer.kind}"
+
+    def _why_not(self, primitive: Primitive, shape: LayerShape) -> str | None:
+        """Its own reason, or that of the machine where it was tried."""
+        return primitive.why_not(shape, self.machine) or self.rates.why_not(primitive, shape)
 
     def _names(self, shape: LayerShape) -> frozenset[str]:
         """Primitives that apply; only those asked for where one of them does."""
         known = self._applying.get(shape)
         if known is None:
-            names = {p.name for p in self.table if p.kind == shape.kind and p.why_not(shape, self.machine) is None}
+            names = {p.name for p in self.table if p.kind == shape.kind and self._why_not(p, shape) is None}
             known = self._applying[shape] = frozenset(names & self.only or names)
         return known
 

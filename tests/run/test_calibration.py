@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from fakes import GPU, WITH_GPU, Fake
 
+from znnpy.errors import DeviceError, NoPlanError, VramError
 from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
+from znnpy.machine import Limits
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
+from znnpy.planner.search import make_plan
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape, Precision
@@ -24,6 +27,7 @@ from znnpy.shapes import PRECISIONS, ConvShape, LayerShape, Precision
 NETWORK = Network(
     "four kinds", 1, (Conv((3, 2, 2), 6, "relu"), Pool((2, 1, 2)), Maxout(2), MaxFilter((1, 2, 1)), Conv((1, 2, 2), 2))
 )
+REFUSES = "gpu.conv.stubborn"
 FACTORS = {"gpu.conv.praised": 9.0, "gpu.conv.plain": 1.5, "gpu.conv.counted": 2.5}  # times the estimate
 
 
@@ -35,6 +39,8 @@ class Card:
     runs: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
     held: int = 0
     stream: object = None
+    words: DeviceError = field(default_factory=lambda: DeviceError("cuDNN has no plan"))  # of REFUSES
+    broken: bool = False  # by what it refused
 
     def allocate(self, nbytes: int, what: str) -> Any:
         assert what
@@ -56,6 +62,8 @@ class Card:
 
     def synchronize(self, stream: object = None) -> None:
         assert stream is None
+        if self.broken:
+            raise DeviceError("cudaDeviceSynchronize was refused: cudaErrorIllegalAddress")
 
     def elapsed(self, work: Callable[[], object], repeats: int = 1) -> list[float]:
         found = []
@@ -105,6 +113,9 @@ class _Step:
     card: Card
 
     def run(self, x: Any, out: Any, scratch: Mapping[str, Any], before: Any = None, **peaks: int) -> None:
+        if self.primitive.name == REFUSES:
+            self.card.runs.append((self.primitive.name, self.shape, self.variant))
+            raise self.card.words
         assert x.shape == self.shape.in_shape
         assert out.shape == self.shape.out_shape
         assert x.dtype == out.dtype == (np.float16 if self.shape.precision == "fp16" else np.float32)
@@ -330,6 +341,95 @@ def test_likeness_of_what_was_not_measured() -> None:
     )
 
 
+@pytest.mark.parametrize("groups", [1, 20])
+def test_once_all_was_tried_nothing_is_measured_anew(groups: int) -> None:
+    """Though there were more variants than are tried, and what is learnt of a slab tells of a cube too."""
+    many = Timed("gpu.conv.counted", "conv", flops=1e6, groups=tuple(range(groups)), same=True)
+    table = (PRAISED, PLAIN, many, *REST)
+    first, second, third = Card(), Card(), Card()
+    rates = rates_of(first, table)
+    assert rates_of(second, table) == rates
+    assert second.runs == []
+    rates_of(third, table, vram_bytes=2**31)
+    assert bool(third.runs) == (groups > 1), "more may fit into more memory: it goes on"
+
+
+def test_what_no_time_was_left_for_is_measured_the_next_time() -> None:
+    first, second = Card(), Card()
+    rates = rates_of(first, seconds=1e-9)
+    more = rates_of(second)
+    assert second.runs
+    assert more.measured.items() > rates.measured.items()
+
+
+STUBBORN = Timed(REFUSES, "conv", flops=1e3, groups=(1, 2, 3), pools=True)
+FULL = Limits(ram_bytes=2**34, threads=2, vram_bytes=2**34)
+
+
+def planned(rates: Rates, table: Sequence[Primitive]) -> set[str]:
+    """Names of what a plan with these rates takes for convolutions."""
+    plan = make_plan(
+        NETWORK, (20, 21, 22), WITH_GPU, FULL, table=tuple(table), rates=rates, baseline=0, device="gpu",
+        precision="tf32",
+    )  # fmt: skip
+    return {choice.primitive for choice in plan.choices if isinstance(choice.shape, ConvShape)}
+
+
+def test_what_the_gpu_refuses_is_never_planned_nor_tried_again(folder: Path) -> None:
+    table = (STUBBORN, *TABLE)
+    assert planned(assumed_rates(WITH_GPU, 1, "gpu"), table) == {REFUSES}
+    card = Card()
+    rates = rates_of(card, table)
+    assert measured(card).count(REFUSES) == 3, "once for each convolution, and once with a pooling, of all variants"
+    assert set(rates.refused.values()) == {"cuDNN has no plan"}
+    assert REFUSES not in planned(rates, table)
+    assert {"gpu.conv.plain", "gpu.conv.praised"} & set(measured(card)), "the others are measured"
+    (path,) = folder.iterdir()
+    kept = json.loads(path.read_text())["refusals"]
+    assert {(no["primitive"], no["reason"]) for no in kept} == {(REFUSES, "cuDNN has no plan")}
+    again = Card()
+    assert rates_of(again, table) == rates
+    assert again.runs == []
+    half = Card()
+    rates_of(half, table, precision="fp16")
+    assert REFUSES in measured(half), "another precision is another layer"
+    newer = Card()
+    rates_of(newer, (replace(STUBBORN, version=2), *TABLE))
+    assert set(measured(newer)) == {REFUSES}
+
+
+def test_without_a_way_that_is_not_refused_there_is_no_plan() -> None:
+    table = (STUBBORN, *REST)
+    with pytest.raises(NoPlanError, match=r"no primitive runs layer 0 .*: gpu\.conv\.stubborn: cuDNN has no plan; "):
+        planned(rates_of(Card(), table), table)
+
+
+def test_memory_that_was_short_once_is_asked_for_again(folder: Path) -> None:
+    table = (STUBBORN, *TABLE)
+    card = Card(words=VramError("cudaMalloc of 9 bytes was refused"))
+    rates = rates_of(card, table)
+    assert set(rates.refused.values()) == {"cudaMalloc of 9 bytes was refused"}
+    assert REFUSES not in planned(rates, table)
+    (path,) = folder.iterdir()
+    assert json.loads(path.read_text())["refusals"] == []
+    again = Card()
+    rates_of(again, table)
+    assert set(measured(again)) == {REFUSES}
+
+
+def test_a_gpu_that_runs_nothing_any_more_is_no_refusal_to_keep(folder: Path) -> None:
+    with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
+        rates_of(Card(broken=True), (STUBBORN, *TABLE))
+    assert not folder.exists()
+
+
+def test_long_words_of_a_refusal_are_kept_in_part() -> None:
+    card = Card(words=DeviceError("no " * 1000))
+    rates = rates_of(card, (STUBBORN, *TABLE))
+    assert rates_of(Card(), (STUBBORN, *TABLE)) == rates
+    assert {len(reason) for reason in rates.refused.values()} == {calibration.MOST_WORDS}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_layers_on_a_real_device(cuda_device: Any, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,10 +438,11 @@ def test_layers_on_a_real_device(cuda_device: Any, precision: Precision, monkeyp
     machine = replace(WITH_GPU, gpu=cuda_device.gpu)
     network = Network("real", 1, (Conv((3, 2, 3), 16, "relu"), Pool((2, 2, 2)), Conv((3, 3, 3), 16, "tanh")))
     before = cuda_device.allocated
-    rates = measured_rates(cuda_device, machine, network, precision, vram_bytes=2**31)
+    rates = measured_rates(cuda_device, machine, network, precision, vram_bytes=2**31, seconds=60)
     gc.collect()
     assert cuda_device.allocated == before
-    again = measured_rates(cuda_device, machine, network, precision, vram_bytes=2**31)
+    monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured anew"))
+    again = measured_rates(cuda_device, machine, network, precision, vram_bytes=2**31, seconds=60)
     assert again == rates
     assert {case.kind for case in rates.measured} == {"conv", "pool"}
     assert {case.precision for case in rates.measured} == {precision}

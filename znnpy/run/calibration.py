@@ -2,7 +2,7 @@
 
 For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a volume of
 moderate size, until what looks the fastest is something that was measured. The planner takes the layer's own speed from
-there (`planner.cost.Rates.measured`).
+there (`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run (`planner.cost.Rates.refused`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
@@ -42,8 +43,9 @@ REPEATS = 4
 SIDES = (96, 64, 48, 32, 24, 16, 8, 4, 2, 1)  # of one image out, in voxels
 MOST_BYTES = 2**30  # of input and output of a layer that is measured
 LONG_SECONDS = 0.02  # a layer that is estimated to take longer is measured on a smaller volume
-FORMAT = 1  # version of the file
+FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**20
+MOST_WORDS = 500  # characters of a refusal that are kept
 BLOCK = 2**20  # random numbers that inputs are made of
 
 
@@ -59,11 +61,26 @@ class Measurement:
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Refusal:
+    """What the GPU said when it was to run one layer, and would not."""
+
+    primitive: str
+    version: int
+    shape: Annotated[LayerShape, Field(discriminator="kind")]
+    reason: Annotated[str, Field(min_length=1, max_length=MOST_WORDS)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class _Remembered:
-    """The file. Facts say what GPU and libraries it is of."""
+    """The file. Facts say what GPU and libraries it is of.
+
+    settled  networks of which all was measured that should be, and the bytes of the GPU that might be taken
+    """
 
     facts: dict[str, str]
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[Measurement, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    settled: dict[str, int] = Field(default_factory=dict)
 
 
 def measured_rates(
@@ -79,32 +96,64 @@ def measured_rates(
     """Rates of the GPU of `machine`, with what was measured of the layers of `network`, now or in an earlier run.
 
     vram_bytes  of the GPU that may be taken meanwhile
-    seconds     after which nothing more is measured
+    seconds     after which nothing more is measured; the next run goes on
 
-    A file that is damaged, of another GPU or of other libraries is not used but written anew; where none can be
-    written the next run measures again. DeviceError when the GPU refuses to run a primitive that applies.
+    What the GPU refuses to run is remembered with its words, and not tried again; where it had too little memory, it is
+    not tried again in this run. A file that is damaged, of another GPU or of other libraries is not used but written
+    anew; where none can be written the next run measures again. DeviceError when the GPU runs nothing at all any more.
     """
     facts = _facts(machine)
     path = cache_folder() / f"gpu-{_digest(facts)[:12]}.json"
     known = {p.name: p for p in table if device_of(p.name) == "gpu"}
+    kept = _of_these(_read(path, facts), known)
     assumed = rates = assumed_rates(machine, 1, "gpu")
-    measurements = [m for m in _read(path, facts) if m.primitive in known and known[m.primitive].version == m.version]
-    for old in measurements:
+    for old in kept.measurements:
         rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
+    for no in kept.refusals:
+        rates = rates.refusing(known[no.primitive], no.shape, no.reason)
+    layers = tuple(_layers(network, precision))
+    name = _digest({"layers": str(layers), "primitives": str(sorted((p.name, p.version) for p in known.values()))})
+    if kept.settled.get(name, -1) >= vram_bytes:
+        return rates
     found: list[Measurement] = []
-    for samples in _layers(network, precision):
+    refusals: list[Refusal] = []
+    short: list[Refusal] = []  # for want of memory, of which others may leave more the next time
+    spent = 0.0
+    for samples in layers:
         for _ in range(MOST_TRIED):
-            spent = sum((1 + REPEATS) * m.seconds for m in found)
             best = _fastest(samples, tuple(known.values()), machine, assumed, rates, vram_bytes)
             if best is None or rates.knows(*best) or spent > seconds:
                 break
             primitive, shape, variant = best
-            took = measure(device, primitive, shape, variant)
+            try:
+                took = measure(device, primitive, shape, variant)
+            except DeviceError as error:
+                device.synchronize()  # refused too where a kernel failed: that is the end, and nobody's fault to keep
+                _log.info("%s does not run %s here: %s", primitive.name, shape, error)
+                refused = Refusal(primitive.name, primitive.version, shape, str(error)[:MOST_WORDS])
+                rates = rates.refusing(primitive, shape, refused.reason)
+                (short if isinstance(error, VramError) else refusals).append(refused)
+                continue
+            spent += (1 + REPEATS) * took
             found.append(Measurement(primitive.name, primitive.version, variant, shape, took))
             rates = rates.learnt(primitive, shape, variant, took)
-    if found:
-        _write(path, facts, (*measurements, *found))
+    settled = kept.settled if short or spent > seconds else {**kept.settled, name: vram_bytes}
+    now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled)
+    if now != kept:
+        _write(path, now)
     return rates
+
+
+def _of_these(kept: _Remembered, known: Mapping[str, Primitive]) -> _Remembered:
+    """What still holds of the primitives that there are; where some does not, no network is settled."""
+
+    def holds(old: Measurement | Refusal) -> bool:
+        return old.primitive in known and known[old.primitive].version == old.version
+
+    measurements = tuple(old for old in kept.measurements if holds(old))
+    refusals = tuple(old for old in kept.refusals if holds(old))
+    whole = (measurements, refusals) == (kept.measurements, kept.refusals)
+    return _Remembered(kept.facts, measurements, refusals, kept.settled if whole else {})
 
 
 def measure(device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
@@ -199,7 +248,8 @@ def _fastest(
         ways = [
             (rates if _can_be_told(primitive, shape, variant, machine, rates) else assumed, primitive, variant)
             for primitive in table
-            if primitive.kind == shape.kind and primitive.why_not(shape, machine) is None
+            if primitive.kind == shape.kind
+            and (primitive.why_not(shape, machine) or rates.why_not(primitive, shape)) is None
             for variant in primitive.variants(shape, machine)
             if _needs(primitive, shape, variant) <= vram_bytes
         ]
@@ -265,26 +315,32 @@ def _digest(of: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
 
-def _read(path: Path, facts: dict[str, str]) -> tuple[Measurement, ...]:
-    """Of the file; none where there is no file, or none that says what it should: it will be written anew."""
+def _read(path: Path, facts: dict[str, str]) -> _Remembered:
+    """The file; an empty one where there is none, or one that does not say what it should: it will be written anew."""
+    nothing = _Remembered(facts)
     try:
         with path.open("rb") as file:
             remembered = _adapter().validate_json(file.read(MOST_FILE_BYTES + 1))
     except FileNotFoundError:
-        return ()
+        return nothing
     except (OSError, ValidationError) as error:
         _log.info("%s is not used: %s", path, error)
-        return ()
-    return remembered.measurements if remembered.facts == facts else ()
+        return nothing
+    return remembered if remembered.facts == facts else nothing
 
 
-def _write(path: Path, facts: dict[str, str], measurements: Sequence[Measurement]) -> None:
-    """Replace the file in one step; the oldest are left out when there are too many.
+def _write(path: Path, remembered: _Remembered) -> None:
+    """Replace the file in one step; the oldest are left out when there are too many, and no network is settled then.
 
     Where that cannot be done the next run measures again.
     """
-    while len(text := _adapter().dump_json(_Remembered(facts, tuple(measurements)), indent=1)) > MOST_FILE_BYTES:
-        measurements = measurements[1 + len(measurements) // 8 :]
+    while len(text := _adapter().dump_json(remembered, indent=1)) > MOST_FILE_BYTES:
+        measurements, refusals = remembered.measurements, remembered.refusals
+        remembered = _Remembered(
+            remembered.facts,
+            measurements[1 + len(measurements) // 8 :],
+            refusals[1 + len(refusals) // 8 :],
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
