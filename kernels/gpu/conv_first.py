@@ -90,6 +90,11 @@ def _wide(shape: ConvShape) -> int:
     return min(WIDTHS, key=lambda wide: -(-mx // wide) * -(-my // (TILE // wide)))
 
 
+def _units(shape: LayerShape) -> str:
+    """What computes: fp32 allows no rounding to tf32."""
+    return "float" if shape.precision == "fp32" else "tensor"
+
+
 def _kernel(itemsize: int, fin: int, groups: int, kx: int, activation: Activation, *, vectors: bool) -> str:
     value = "half" if itemsize == 2 else "float"
     return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}>"
@@ -133,11 +138,15 @@ class ConvFirst:
             return f"takes kernels up to {WIDEST} along x, not {shape.k[2]}"
         if shape.batch > MOST_IMAGES:
             return f"takes up to {MOST_IMAGES} images, not {shape.batch}"
+        plan = _plan(shape.fin, shape.fout, shape.k, _units(shape))
+        needed, there = _shared_bytes(plan, shape.fin, shape.k, _wide(shape)), machine.gpu.shared_block_bytes
+        if needed > there:
+            return f"one row of its taps wants {needed} bytes of shared memory, and a block has {there}"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del machine
-        return (Variant.of(units="float" if shape.precision == "fp32" else "tensor"),)
+        return (Variant.of(units=_units(shape)),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads

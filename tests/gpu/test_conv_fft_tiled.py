@@ -193,6 +193,16 @@ def test_zeros_give_the_bias(device: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_kernels_that_are_next_to_nothing_give_the_bias(device: Any, precision: Precision) -> None:
+    """What would bring their spectra to size is more than float32 holds."""
+    shape = replace(SHAPES[1], activation="none", precision=precision)
+    weights = random_weights(shape)
+    weights.weight[...] *= np.float32(1e-37)
+    out, _ = run(device, shape, random_input(shape), weights, tiled(shape))
+    assert np.array_equal(out, np.broadcast_to(weights.bias, shape.out_shape).astype(out.dtype))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=str)
 def test_kernels_are_streamed(device: Any, shape: ConvShape, precision: Precision) -> None:
     shape = replace(shape, precision=precision)
@@ -346,6 +356,17 @@ def test_groups_cover_every_tile_once(shape: ConvShape, group: int) -> None:
     assert sum(g.tiles for g in cover.groups) == cover.tiles
     assert all(g.tiles <= max(group, x) for g in cover.groups)
     assert sum(cover.rows_out(g)[1] * g.slabs for g in cover.groups) == shape.batch * z * shape.unpooled[1]
+
+
+@pytest.mark.parametrize("group", [1, 7, 64, 200, 10**6])
+@pytest.mark.parametrize("pool", [(1, 1, 1), (2, 2, 2), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("tile", [(16, 16, 16), (8, 32, 32)], ids=str)
+def test_groups_are_counted_and_measured_without_being_made(tile: Vec3, pool: Vec3, group: int) -> None:
+    cover = Cover(ConvShape(3, 20, 30, (50, 61, 45), (3, 4, 3), pool=pool), tile, group)
+    assert cover.count == len(cover.groups)
+    for spectra in ("half", "split", "float"):
+        sizes = zip(*(cover.bytes_of(g, spectra) for g in cover.groups), strict=True)
+        assert cover.most_bytes(spectra) == tuple(map(max, sizes))
 
 
 @pytest.mark.parametrize("tile", [(8, 16, 16), (16, 24, 24), (32, 32, 32)], ids=str)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SLABS = 32  # in which kernel spectra are streamed
 SLICE = MAPS  # output maps whose kernels are transformed at a time
 WORDS: dict[Spectra, int] = {"half": 1, "quick": 1, "split": 2}
+_MOST_SCALE = 2.0**126  # of kernels: float32 holds little more, and kernels that need it are next to nothing
 _TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, and as far as can be from nothing
 
 
@@ -118,7 +119,7 @@ def transform_kernels(
         slices.transform(first)
         pack["weight_bounds"](blocks, (256,), slices.spectra, count, fin, SLICE, most, total)
     largest, heaviest = (float(device.get(word)[0]) for word in (most, total))
-    scale = 2.0 ** np.floor(np.log2(_TOP / largest)) if 0 < largest < np.inf else 1.0
+    scale = min(_MOST_SCALE, 2.0 ** np.floor(np.log2(_TOP / largest))) if 0 < largest < np.inf else 1.0
     for first in range(0, fout, SLICE):
         some = slices.transform(first)
         sizes = (count, fin, SLICE, first % there, some, there, padded(fin), words, packed.nbytes // 2 // words)
