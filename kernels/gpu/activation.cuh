@@ -1,7 +1,7 @@
 /* Bias and activation, as the last thing a convolution does to a value.
  *
  * The numbers are positions in znnpy.shapes.ACTIVATIONS; softmax runs over the maps of a voxel, so a kernel that offers
- * it must see them all: `activate` leaves it alone.
+ * it must see them all (conv_direct.cu): `activate` leaves it alone.
  *
  * Tested  tests/gpu/test_device_ops.py
  */
@@ -23,11 +23,3 @@ DEVICE float activate(float value, int kind) {
 
 /* The same, of which the kind is known when the kernel is compiled. */
 template <int KIND> DEVICE float activate(float value) { return activate(value, KIND); }
-
-/* softmax of the `maps` values of one voxel, in place. */
-DEVICE void softmax(float* values, int maps) {
-    float largest = values[0], sum = 0.0f;
-    for (int map = 1; map < maps; ++map) largest = fmaxf(largest, values[map]);
-    for (int map = 0; map < maps; ++map) sum += values[map] = expf(values[map] - largest);
-    for (int map = 0; map < maps; ++map) values[map] /= sum;
-}

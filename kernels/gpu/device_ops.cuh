@@ -52,7 +52,6 @@ DEVICE long long global_thread() { return (long long)blockIdx.x * blockDim.x + t
 DEVICE long long global_threads() { return (long long)gridDim.x * blockDim.x; }
 
 /* float16, rounded to nearest even; beyond 65504 it becomes infinite. */
-using Half = half;
 DEVICE half to_half(float value) { return __float2half_rn(value); }
 DEVICE float to_float(half value) { return __half2float(value); }
 DEVICE float to_float(float value) { return value; }

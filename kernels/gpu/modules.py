@@ -1,4 +1,4 @@
-"""The text of kernels as a compiler gets it: our own headers inlined, so that a hash of the text covers all of them.
+"""The text of kernels as a compiler gets it: our own headers inlined, so that a change in any of them changes it.
 
 CuPy keeps compiled kernels on disk by source text, options and compiler version, but does not look into included files:
 a changed header would go unnoticed. CUDA's own headers stay includes.
@@ -6,7 +6,6 @@ a changed header would go unnoticed. CUDA's own headers stay includes.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,11 +37,6 @@ def source_text(source: str) -> str:
     FileNotFoundError names a header that is in neither.
     """
     return "\n".join(_inlined(KERNELS / source, set())) + "\n"
-
-
-def source_hash(source: str) -> str:
-    """Digest of all our text behind `source`: a change in any header changes it."""
-    return hashlib.sha256(source_text(source).encode()).hexdigest()[:16]
 
 
 def compiler_options(defines: Mapping[str, int | str]) -> tuple[str, ...]:

@@ -171,8 +171,6 @@ extern "C" __global__ void activations(const float* in, float* out, long long co
     out[3 * count + i] = activate(in[i], SIGMOID);
 }
 
-extern "C" __global__ void softmaxes(float* values, int maps) { softmax(values + threadIdx.x * maps, maps); }
-
 extern "C" __global__ void times(const float* in, float* out, float factor) {
     out[threadIdx.x] = in[threadIdx.x] * factor;
 }

@@ -18,7 +18,7 @@ from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.gpu.libraries import Kind, Lines
+    from znnpy.kernels.gpu.libraries import Kind
     from znnpy.kernels.primitive import ConvWeights
 
 FFT = ConvFft()
@@ -133,21 +133,22 @@ def test_what_it_holds_is_what_it_promised(device: Any) -> None:
     assert resident is not None
 
 
-@pytest.mark.parametrize("lines", [10**9, 40])
+@pytest.mark.parametrize("at_once", [10**9, 40])
 @pytest.mark.parametrize("maps", [1, 2, 3, 8, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_plan_of_cufft_is_promised(
-    monkeypatch: pytest.MonkeyPatch, shape: ConvShape, maps: int, lines: int
+    monkeypatch: pytest.MonkeyPatch, shape: ConvShape, maps: int, at_once: int
 ) -> None:
     """And the table of sines: what a step takes beside what it prepared."""
-    monkeypatch.setattr(conv_fft, "LINES_VALUES", lines)
+    monkeypatch.setattr(conv_fft, "LINES_VALUES", at_once)
     variant = Variant.of(maps=maps)
-    with EmulatedDevice() as device:
+    with EmulatedDevice() as emulated:
+        device: Any = emulated
         resident = FFT.prepare(random_weights(shape), variant, device)
         planned: list[str] = []
         make = device.libraries.lines
 
-        def noted(kind: Kind, n: int, count: int) -> Lines:
+        def noted(kind: Kind, n: int, count: int) -> Any:
             planned.append(kind)
             return make(kind, n, count)
 

@@ -11,7 +11,7 @@ import pytest
 from emulated import EMULATED_GPU, SMALL_GPU, EmulatedDevice
 
 from znnpy.errors import DeviceError
-from znnpy.kernels.gpu.modules import KERNELS, source_hash, source_text
+from znnpy.kernels.gpu.modules import KERNELS, source_text
 from znnpy.shapes import ACTIVATIONS
 
 SOURCE = str(Path(__file__).parent / "ops.cu")
@@ -33,7 +33,6 @@ NAMES = (
     "product_tf32",
     "copies<0>",
     "activations",
-    "softmaxes",
     "times",
 )
 FAULTS = ("sum_of_block<0>", "untouched<1>", "half_a_barrier", "copies<2>", "beyond", "add_one")
@@ -225,14 +224,6 @@ def test_denormals_are_zeros(device: Any, kernels: dict[str, Any]) -> None:
     assert values[0] * np.float32(2) > 0  # on the host they are what they were
 
 
-def test_softmax_is_over_the_maps_of_a_voxel(device: Any, kernels: dict[str, Any]) -> None:
-    values = np.random.default_rng(10).normal(0, 200, (32, 5)).astype(np.float32)
-    array = device.put(values, "values")
-    kernels["softmaxes"]((1,), (32,), array, np.int32(5))
-    wide = np.exp(values.astype(np.float64) - values.max(axis=1, keepdims=True))
-    np.testing.assert_allclose(device.get(array), wide / wide.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-37)
-
-
 def test_shared_memory_holds_nothing_when_a_block_starts(emulated: Any) -> None:
     kernel = emulated.kernels(SOURCE, NAMES)["untouched<0>"]
     out = emulated.put(np.zeros((3, 2, 64), np.float32), "a result")
@@ -309,16 +300,14 @@ def test_headers_are_part_of_the_text_once() -> None:
     assert text.count("DEVICE void sync_block()") == 1
     assert '\n#include "' not in text
     assert '#line 1 "device_ops.cuh"' in text
-    assert source_hash(SOURCE) == source_hash(SOURCE)
 
 
-def test_a_changed_header_changes_the_hash(tmp_path: Path) -> None:
+def test_a_changed_header_changes_the_text(tmp_path: Path) -> None:
     (tmp_path / "part.cuh").write_text("int part = 1;\n")
     (tmp_path / "whole.cu").write_text('#include "part.cuh"\n#include "part.cuh"\nint whole = part;\n')
-    before = source_hash(str(tmp_path / "whole.cu"))
+    assert source_text(str(tmp_path / "whole.cu")).count("int part = 1;") == 1
     (tmp_path / "part.cuh").write_text("int part = 2;\n")
     assert source_text(str(tmp_path / "whole.cu")).count("int part = 2;") == 1
-    assert source_hash(str(tmp_path / "whole.cu")) != before
 
 
 def test_a_header_that_is_nowhere_is_named(tmp_path: Path) -> None:
