@@ -184,7 +184,7 @@ class ConvFftTiled:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape, cover, spectra = _of(shape, variant)
-        whole = len(cover.groups) == 1  # all of the input is read before the output is written
+        whole = cover.count == 1  # all of the input is read before the output is written
         tile = variant.size("tile")
         names = ("columns", "spectra", "products", "results")
         packed, streamed = packed_bytes(shape.fin, shape.fout, tile, spectra), _streams(variant)
@@ -226,7 +226,7 @@ class ConvFftTiled:
         planes = 2.5 * prod(tile) * log2(tile[1] * tile[2]) * cover.tiles
         unit = _FFT[tile[1]]
         times = 3 if spectra == "split" else 1
-        kernels = len(cover.groups) * packed_bytes(shape.fin, shape.fout, tile, spectra)
+        kernels = cover.count * packed_bytes(shape.fin, shape.fout, tile, spectra)
         moved = kept * (fin + fout) + kernels
         return (
             Work("gpu_fft16", along_z * prod(shape.n[1:]) * fin, float(ends[0] + columns[0] * fin)),

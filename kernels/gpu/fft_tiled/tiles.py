@@ -154,18 +154,44 @@ class Cover:
     @cached_property
     def groups(self) -> Sequence[Group]:
         """As equal as may be."""
-        z, y, x = self.grid
-        slabs, more = self.shape.batch * z, self.shape.pool[1] - 1
+        _, y, x = self.grid
+        if not self._rows:
+            return [Group(lo, hi - lo, 0, y, x) for lo, hi in _pieces(self._slabs, self.count)]
+        return [Group(slab, 1, lo, hi - lo, x, twice) for slab in range(self._slabs) for lo, hi, twice in self._rows]
+
+    @cached_property
+    def count(self) -> int:
+        """How many groups there are; plans ask for thousands of covers and need no more."""
+        if self._rows:
+            return self._slabs * len(self._rows)
+        return -(-self._slabs // max(1, self.group // prod(self.grid[1:])))
+
+    @cached_property
+    def largest(self) -> Sequence[Group]:
+        """Groups that none is larger than: one of whole slabs, or those of the first slab."""
+        _, y, x = self.grid
+        if not self._rows:
+            return [Group(0, -(-self._slabs // self.count), 0, y, x)]
+        return [Group(0, 1, lo, hi - lo, x, twice) for lo, hi, twice in self._rows]
+
+    @cached_property
+    def _slabs(self) -> int:
+        return self.shape.batch * self.grid[0]
+
+    @cached_property
+    def _rows(self) -> Sequence[tuple[int, int, int]]:
+        """Of the groups of one slab: first, end, and those they have twice; empty where groups are of whole slabs."""
+        _, y, x = self.grid
         if self.group >= y * x:
-            return [Group(lo, hi - lo, 0, y, x) for lo, hi in _parts(slabs, max(1, self.group // (y * x)))]
+            return ()
+        more = self.shape.pool[1] - 1
         at_most = max(1, self.group // x, -(-(more + 1) // self.step[1]))
         pieces = -(-self.windows[1] // (at_most * self.step[1] - more))
-        rows = [
+        return [
             (lo, hi, more * piece)
             for piece, (lo, hi) in enumerate(_pieces(-(-(self.windows[1] + more * pieces) // self.step[1]), pieces))
             if lo * self.step[1] - more * piece < self.windows[1]
         ]
-        return [Group(slab, 1, lo, hi - lo, x, twice) for slab in range(slabs) for lo, hi, twice in rows]
 
     def rows_in(self, group: Group) -> tuple[int, int]:
         """First row along y of the input that a group reads, and how many."""
@@ -192,14 +218,8 @@ class Cover:
 
     def most_bytes(self, spectra: Spectra) -> tuple[int, int, int, int]:
         """The largest of any group."""
-        different = {(g.slabs, g.row, g.rows, g.columns, g.overlap): g for g in self.groups}.values()  # few of hundreds
-        a, b, c, d = (max(sizes) for sizes in zip(*(self.bytes_of(g, spectra) for g in different), strict=True))
+        a, b, c, d = (max(sizes) for sizes in zip(*(self.bytes_of(g, spectra) for g in self.largest), strict=True))
         return a, b, c, d
-
-
-def _parts(count: int, at_most: int) -> Iterator[tuple[int, int]]:
-    """`range(count)` in pieces of at most `at_most`, as equal as may be."""
-    return _pieces(count, -(-count // at_most))
 
 
 def _pieces(count: int, pieces: int) -> Iterator[tuple[int, int]]:
