@@ -144,7 +144,8 @@ class Moves:
         n, period, steps = (m[0] * pz, m[1] * py, m[2] * px), (pz, py, px), (sz, sy, sx)
         lines = (m[1] * m[2] * maps, m[2] * maps)
         across = abs(steps[o]) < abs(sx)
-        to, tx = (NARROW, px * -(-NARROW // px)) if across else (4, px * -(-TILE // (4 * px)))
+        tx = px * -(-NARROW // px) if across else px * -(-TILE // (4 * px))
+        to = min(NARROW, max(1, 2 * TILE // tx)) if across else 4  # fewer where a period is long: any card has room
         table = (py * px, px)
         self._kernels[f"store<{self._values}, {self._out}>"](
             (n[r] * -(-n[o] // to) * -(-n[2] // tx),),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from emulated import SMALL_GPU, EmulatedDevice
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.moves import C_NAMES, Moves
@@ -135,6 +136,19 @@ def test_fragments_go_to_their_places(
     mover.store(0, device.put(fragments, "fragments"), store.transpose(axes), device.address(peak))
     np.testing.assert_array_equal(device.get(store).transpose(axes), dense.astype(out_type))
     assert device.get(peak)[0] == np.abs(fragments).max()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_long_periods_fit_the_shared_memory_of_any_card(axis: int) -> None:
+    windows: tuple[Vec3, ...] = ((1, 1, 16), (1, 1, 16))
+    fragments = np.random.default_rng(7).standard_normal((256, 35, 2, 2, 8)).astype(np.float32)
+    dense = reference.recombine(fragments, windows)[0].transpose(3, 0, 1, 2)
+    axes = (0, *(1 + along for along in turn(axis)))
+    with EmulatedDevice(SMALL_GPU) as small:
+        store = poisoned(small, np.empty(dense.shape).transpose(np.argsort(axes)).shape, np.float32)
+        mover = moves(small, windows=windows)
+        mover.store(0, small.put(fragments, "fragments"), store.transpose(axes))
+        np.testing.assert_array_equal(small.get(store).transpose(axes), dense)
 
 
 def test_fragments_come_in_parts(device: Any) -> None:
