@@ -152,6 +152,7 @@ class Rates:
     stage_seconds: float = CPU_STAGE_SECONDS
     measured: Mapping[Case, float] = field(default_factory=dict)
     refused: Mapping[Case, str] = field(default_factory=dict)
+    _factors: dict[Case, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # looked up before
 
     def of(self, unit: Unit) -> Rate:
         return self.units[unit]
@@ -180,14 +181,15 @@ class Rates:
 
     def _factor(self, wanted: Case) -> float:
         """That of the case itself, or the mean of those that are most like it; 1 where none is."""
-        exact = self.measured.get(wanted)
+        exact = self.measured.get(wanted, self._factors.get(wanted))
         if exact is not None:
             return exact
         alike: dict[tuple[int, int], list[float]] = {}
         for known, factor in self.measured.items():
             if (likeness := known.likeness(wanted)) is not None:
                 alike.setdefault(likeness, []).append(factor)
-        return geometric_mean(alike[max(alike)]) if alike else 1.0
+        found = self._factors[wanted] = geometric_mean(alike[max(alike)]) if alike else 1.0
+        return found
 
     def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with this very variant."""

@@ -116,7 +116,7 @@ def test_what_cudas_libraries_take_of_the_process_is_promised(place: Place) -> N
 
 
 def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, and not where a plan is given."""
+    """By default, and not where a plan is given; within what CUDA and its libraries leave of the limit."""
     asked: list[Any] = []
 
     def measured(device: Any, machine: Machine, network: Network, precision: str, *, vram_bytes: int) -> Rates:
@@ -129,7 +129,9 @@ def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest
     made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M", precision="tf32")
     assert made.seconds > 1 > whole.seconds
     load_network(place.folder / "net.yaml")(np.zeros((9, 10, 11), np.uint8), device="gpu", vram="800M")
-    assert asked == [(EmulatedDevice, "tiny", p, 800 * 2**20) for p in ("tf32", "fp32")]
+    room = 800 * 2**20 - made.memory.context
+    assert 0 < room <= 600 * 2**20
+    assert asked == [(EmulatedDevice, "tiny", p, room) for p in ("tf32", "fp32")]
     go(place, plan=made, threads=None)
     assert len(asked) == 2
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.machine import Gpu, Limits, Machine, limits_of, this_machine
+from znnpy.planner.memory import context_bytes
 from znnpy.run.calibration import measured_rates
 from znnpy.shapes import PRECISIONS, Precision
 
@@ -59,7 +60,7 @@ class Site:
         """Speed of the network's layers on the GPU, measured now or before; None on a CPU, which is not measured."""
         if self.gpu is None or limits.vram_bytes is None:
             return None
-        room = limits.vram_bytes - self.context_bytes
+        room = limits.vram_bytes - context_bytes(self.context_bytes)
         return measured_rates(self.gpu, self.machine, network, self.precision, vram_bytes=room)
 
     def words(self) -> dict[str, Any]:
