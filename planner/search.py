@@ -45,8 +45,7 @@ def make_plan(
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
-    itemsize_in   bytes per voxel of the volume as stored
-    itemsize_out  bytes per value of the output
+    itemsize_in   bytes per voxel of the volume as stored; itemsize_out: per value of the output
     patch         this output patch only; a multiple of the pooling period, else ShapeError
     only          name or names of primitives; where one of them applies to a layer no other is considered
     rates         speeds of the machine; assumed from `machine` when not given
@@ -63,8 +62,6 @@ def make_plan(
     only = (only,) if isinstance(only, str) else tuple(only)
     _check_wishes(network, output, limits, patch, only, table)
     _check_device(machine, limits, device, only)
-    if device == "cpu":
-        precision = "fp32"
     rates = rates or assumed_rates(machine, limits.threads, device)
     there = tuple(primitive for primitive in table if device_of(primitive.name) == device)
     options = Options(there, machine, limits.threads, rates, frozenset(only))
@@ -83,7 +80,7 @@ def make_plan(
             masks=masks,
             splits=splits(space.network) if depth_first else splits(space.network)[:1],
         )
-        for space in all_spaces(network, output, precision)
+        for space in all_spaces(network, output, precision if device == "gpu" else "fp32")
         if columns is None or space.walks == columns
     ]
     if not searches:
@@ -94,13 +91,7 @@ def make_plan(
         ((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1][0].seconds
     )
     if not ranked:
-        raise _no_plan(
-            network,
-            searches,
-            words="".join(
-                f", or drop --{word}" for word, given in _narrowing(patch, only, columns, depth_first) if given
-            ),
-        )
+        raise _no_plan(network, searches, _narrowing(patch, only, columns, depth_first))
     return _plan(network, machine, ranked)
 
 
@@ -142,16 +133,15 @@ def _check_device(machine: Machine, limits: Limits, device: DeviceKind, only: Se
             )
 
 
-def _narrowing(
-    patch: Vec3 | None, only: Sequence[str], columns: bool | None, depth_first: bool
-) -> tuple[tuple[str, bool], ...]:
-    """Words of the command line that leave plans out, and which of them were given."""
-    return (
+def _narrowing(patch: Vec3 | None, only: Sequence[str], columns: bool | None, depth_first: bool) -> str:
+    """Advice to drop those words of the command line that were given and leave plans out; empty where none was."""
+    words = (
         ("patch", patch is not None),
         ("only", bool(only)),
         ("cover", columns is not None),
         ("no-depth-first", not depth_first),
     )
+    return "".join(f", or drop --{word}" for word, given in words if given)
 
 
 def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch, list[Found]]]) -> Plan:

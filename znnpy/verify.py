@@ -98,8 +98,7 @@ def verify(
         raise ValueError(f"{samples} samples show nothing: give 1 or more")
     if tolerance is not None and not (isfinite(tolerance) and tolerance > 0):
         raise ValueError(f"a tolerance must be positive and finite, not {tolerance}")
-    started = time.perf_counter()
-    output = Path(output)
+    started, output = time.perf_counter(), Path(output)
     worst, beyond = None, 0
     with open_volume(output) as prediction:
         said = store_for(output).attributes_of(output)
