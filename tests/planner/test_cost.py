@@ -97,6 +97,9 @@ def test_a_measurement_corrects_every_size_of_a_layer() -> None:
         0.5 + 2 * plain * prod(large.out_shape) / prod(shape.out_shape)
     )
     assert taught.seconds(FAST, large, variant) == rates.seconds(FAST, large, variant)
+    other = Variant.of(scale=2)
+    before = taught.seconds(SLOW, shape, other)
+    assert taught.learnt(SLOW, shape, other, 5 * before).seconds(SLOW, shape, other) == pytest.approx(0.5 + 5 * before)
 
 
 def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> None:
