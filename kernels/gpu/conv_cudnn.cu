@@ -1,7 +1,7 @@
 /* What follows a convolution of cuDNN that brings no bias and activation along: both, in place.
  *
  * Computes   out[i] = activation(out[i] + bias[i % fout]), for images of `size` values, `step` values from one to the next.
- * Launch     blocks of 256 threads, one value each along x of the grid, images along y.
+ * Launch     blocks of 256 threads, one value each along x of the grid, images along y of it.
  * Bound      memory: reads and writes every value once.
  * Source     first principles.
  * Tested     tests/gpu/test_conv_cudnn.py
@@ -10,8 +10,11 @@
 #include "activation.cuh"
 
 template <class T>
-__global__ void finish(T* out, const float* bias, long long size, long long step, long long fout, long long activation) {
-    T* const image = out + blockIdx.y * step;
-    for (long long i = global_thread(); i < size; i += global_threads())
-        store_activation(image + i, activate(to_float(image[i]) + bias[i % fout], (int)activation));
+__global__ void finish(T* out, const float* bias, long long images, long long size, long long step, long long fout,
+                       long long activation) {
+    for (long long s = blockIdx.y; s < images; s += gridDim.y) {
+        T* const image = out + s * step;
+        for (long long i = global_thread(); i < size; i += global_threads())
+            store_activation(image + i, activate(to_float(image[i]) + bias[i % fout], (int)activation));
+    }
 }

@@ -52,6 +52,7 @@ CHECK_BYTES = 8 * MIB  # of workspace for the small layer
 LOOKS = 15  # voxels that are looked at, and the last
 NAIVE = "eng0"  # the name of the plan that is always there, and takes 50 times as long as others
 THREADS = 256
+MOST_IMAGES = 65535  # of a grid along y: a loop takes what is left
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
 
 
@@ -219,13 +220,14 @@ class _Step:
         given, into = self._parts(call, x, out)
         call.by.plan.run(given, self._resident.kernels, self._resident.bias, into, workspace)
         if call.by.problem.finish is None:
-            size = prod(into.shape[1:])
+            images, size = into.shape[0], prod(into.shape[1:])
             self._finish(
-                (-(-size // THREADS), into.shape[0]),
+                (-(-size // THREADS), min(images, MOST_IMAGES)),
                 (THREADS,),
                 into,
                 self._resident.bias,
-                *(size, into.strides[0] // into.dtype.itemsize, shape.fout, ACTIVATIONS.index(shape.activation)),
+                *(images, size, into.strides[0] // into.dtype.itemsize, shape.fout),
+                ACTIVATIONS.index(shape.activation),
             )
 
     def _tried(self, call: _Call, x: Any, out: Any, workspace: Any) -> bool:
@@ -319,7 +321,7 @@ class _Step:
 def parts(shape: ConvShape, x_step: int, out_step: int, most_values: int) -> list[tuple[slice, slice]]:
     """Images and planes of the output that go together, so that no tensor has `most_values` or more.
 
-    None where a plane has more than that.
+    An empty list where a plane has more than that.
     """
     mz, my, mx = shape.out
     line_in, line_out = shape.n[1] * shape.n[2] * shape.fin, my * mx * shape.fout

@@ -109,7 +109,11 @@ def test_images_may_lie_apart(device: Any, precision: Precision, planes: tuple[i
     assert error_apart(device, precision, planes) <= ALLOWED[precision]
 
 
-def test_images_may_lie_apart_where_bias_and_activation_follow(device: Any, offers: list[Offer]) -> None:
+@pytest.mark.parametrize("most", [65535, 2])
+def test_images_may_lie_apart_where_bias_and_activation_follow(
+    device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(conv_cudnn, "MOST_IMAGES", most)  # of five
     offers[:] = [Offer(finishes=False)]
     assert error_apart(device, "tf32", (3, 2)) <= 1e-3
 
