@@ -341,7 +341,7 @@ def _report(
         gpu=machine.gpu.name if machine.gpu else None,
         vram_bytes=done.vram_bytes if done else None,
         notes=notes,
-        warnings=(*(() if machine.gpu else _lacking(machine)), *(done.sentences if done else ())),
+        warnings=(*(_lacking(machine) if plan.device == "cpu" else ()), *(done.sentences if done else ())),
     )
 
 

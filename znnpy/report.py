@@ -27,7 +27,7 @@ class Report:
     plan: Plan
     blas: str  # kernels of the matrix products, e.g. `openblas SkylakeX`
     warnings: tuple[str, ...]
-    gpu: str | None = None  # name of the one that the layers ran on; None: the CPU
+    gpu: str | None = None  # name of the one that the layers ran on; None: the CPU, or nothing was left to do
     vram_bytes: int | None = None  # that the process took of it in the end
     notes: tuple[str, ...] = ()  # why it is not another device or precision
 

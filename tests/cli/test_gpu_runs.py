@@ -17,6 +17,7 @@ import pytest
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from place import Place
 
+from znnpy import inference
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer, plan
 from znnpy.machine import Gpu, Machine
@@ -214,6 +215,15 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(stopped: Place) -> None:
     resumed = stopped.prediction()
     go(stopped, patch=(4, 8, 8), precision="tf32", overwrite=True)
     np.testing.assert_array_equal(resumed.view(np.uint32), stopped.prediction().view(np.uint32))
+
+
+def test_a_finished_run_hears_nothing_of_the_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "why_not", lambda machine: "no compiled kernels")
+    go(place)
+    report = go(place, resume=True, device="auto")
+    assert (report.computed, report.plan.device, report.warnings) == (0, "gpu", ())
+    go(place, device="cpu", overwrite=True)
+    assert any("no compiled kernels" in warning for warning in go(place, resume=True, device="cpu").warnings)
 
 
 def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
