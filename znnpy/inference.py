@@ -266,7 +266,8 @@ class _Run:
         begun, network = self.output.header, self.trained.network
         if self.wishes.plan is not None:
             raise refused
-        wishes = replace(self.wishes, vram=site.less_than(plan), threads=plan.limits.threads)
+        ram = plan.limits.ram_bytes
+        wishes = replace(self.wishes, ram=ram, vram=site.less_than(plan), threads=plan.limits.threads)
         if begun is not None:
             only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"
             wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision)

@@ -204,7 +204,7 @@ def stopped(place: Place) -> Place:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        go(place, patch=(4, 8, 8), precision="tf32", progress=interrupt)
+        go(place, patch=(4, 8, 8), precision="tf32", ram="2.5G", progress=interrupt)
     return place
 
 
@@ -345,6 +345,7 @@ def test_refused_memory_keeps_finished_patches(stopped: Place, monkeypatch: pyte
     report = go(stopped, resume=True)
     assert 0 < report.computed < report.voxels
     assert report.plan.patch_out == (4, 8, 8)
+    assert report.plan.limits.ram_bytes == 5 * 2**29
     (warning,) = (w for w in report.warnings if "planned anew" in w)
     assert warning.endswith("; what was finished before may be rounded differently")
     assert np.abs(stopped.prediction() - on_the_cpu(stopped)).max() <= TOLERANCES["tf32"]
