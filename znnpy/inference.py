@@ -266,7 +266,7 @@ class _Run:
         begun, network = self.output.header, self.trained.network
         if self.wishes.plan is not None:
             raise refused
-        ram = plan.limits.ram_bytes
+        ram = plan.limits.ram_bytes if self.wishes.ram is None else self.wishes.ram
         wishes = replace(self.wishes, ram=ram, vram=site.less_than(plan), threads=plan.limits.threads)
         if begun is not None:
             only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"

@@ -340,12 +340,15 @@ def test_refused_memory_is_planned_anew_once(place: Place, monkeypatch: pytest.M
         go(place, overwrite=True)
 
 
-def test_refused_memory_keeps_finished_patches(stopped: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ram", "limit"), [(None, 5 * 2**29), ("2G", 2**31)])
+def test_refused_memory_keeps_finished_patches(
+    stopped: Place, monkeypatch: pytest.MonkeyPatch, ram: str | None, limit: int
+) -> None:
     monkeypatch.setattr(devices, "Device", refusing(1))
-    report = go(stopped, resume=True)
+    report = go(stopped, resume=True, ram=ram)
     assert 0 < report.computed < report.voxels
     assert report.plan.patch_out == (4, 8, 8)
-    assert report.plan.limits.ram_bytes == 5 * 2**29
+    assert report.plan.limits.ram_bytes == limit
     (warning,) = (w for w in report.warnings if "planned anew" in w)
     assert warning.endswith("; what was finished before may be rounded differently")
     assert np.abs(stopped.prediction() - on_the_cpu(stopped)).max() <= TOLERANCES["tf32"]
