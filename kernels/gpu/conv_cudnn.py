@@ -287,11 +287,11 @@ class _Step:
             if len(smaller) > len(ways[-1]):
                 ways.append(smaller)
         naive: tuple[_Call, ...] = ()
-        refusal: DeviceError | None = None
+        refusal: _NoPlanError | None = None
         for way in ways:
             try:
                 calls = self._calls_for(way, x_step, out_step)
-            except DeviceError as error:  # it stands where smaller parts do not help
+            except _NoPlanError as error:  # it stands where smaller parts do not help
                 refusal = refusal or error
                 continue
             if not any(_is_naive(call.by.plan) for call in calls):
@@ -316,6 +316,10 @@ class _Step:
                 chosen[size] = choose(self._device, asked, self._limit, self._choice)
             calls.append(_Call(images, planes, chosen[size]))
         return tuple(calls)
+
+
+class _NoPlanError(DeviceError):
+    """cuDNN has no plan that computes a layer of this size right."""
 
 
 def parts(shape: ConvShape, x_step: int, out_step: int, most_values: int) -> list[tuple[slice, slice]]:
@@ -365,7 +369,7 @@ def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chose
         return right[-1]
     told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
     told += f"; refused to run: {', '.join(refused)}" if refused else ""
-    raise DeviceError(
+    raise _NoPlanError(
         f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; take another primitive with --only"
     )
 

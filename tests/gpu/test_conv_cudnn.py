@@ -301,7 +301,17 @@ def test_says_why_not() -> None:
     assert "pool" in (PLAIN.why_not(PoolShape(1, 2, (5, 5, 5), (2, 2, 2)), WITH_GPU) or "")
 
 
-@pytest.mark.parametrize(("precision", "fin", "applies"), [("fp32", 1, False), ("tf32", 6, False), ("fp16", 12, False)])
+@pytest.mark.parametrize(
+    ("precision", "fin", "applies"),
+    [
+        ("fp32", 1, False),
+        ("fp32", 4, True),
+        ("tf32", 6, False),
+        ("tf32", 12, True),
+        ("fp16", 12, False),
+        ("fp16", 16, True),
+    ],
+)
 def test_planes_begin_where_it_can_read_them(precision: Precision, fin: int, applies: bool) -> None:
     shape = replace(SHAPE, fin=fin, precision=precision)
     assert (PLAIN.why_not(shape, WITH_GPU) is None) == applies

@@ -28,7 +28,6 @@ def _columns() -> list[Instance]:
             ("inverse", f"inverse_z<{side}, {number}, {value}>", plain),
             ("inverse", f"inverse_z_pool<{side}, {number}, {value}>", pooling),
         )
-        if "pool" not in name or (value == "float" and (number == "half2" or side == SIDES_Z[0]))  # seconds each
     ]
 
 
