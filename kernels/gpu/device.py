@@ -37,14 +37,15 @@ ALIGNMENT = 256  # bytes, of what is allocated
 _STATIC_SHARED = 48 << 10  # bytes of dynamic shared memory a kernel may have without asking
 _NO_DEVICE = 100  # cudaErrorNoDevice
 _OLD_DRIVER = 35  # cudaErrorInsufficientDriver: also where there is no driver at all
+_OLDEST = (8, 0)  # compute capability that the kernels are written for: Ampere
 _LOG_LINES = 12  # of a compiler's complaint
 
 
 def find_gpu() -> Gpu:
     """The first CUDA device that this process may see (CUDA_VISIBLE_DEVICES decides), as it describes itself.
 
-    Raises DeviceError, one sentence: CuPy is not installed, there is no driver, the driver is older than CuPy's CUDA,
-    or there is no device.
+    Raises DeviceError, one sentence: CuPy or CUDA's compiler is not installed, there is no driver, the driver is older
+    than CuPy's CUDA, there is no device, or it is too old.
     """
     cupy = _cupy()
     runtime = cupy.cuda.runtime
@@ -67,7 +68,14 @@ def find_gpu() -> Gpu:
             "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES, "
             "or run on the CPU"
         )
-    return _describe(cupy, driver, library)
+    gpu = _describe(cupy, driver, library)
+    if gpu.capability < _OLDEST:
+        major, minor = gpu.capability
+        raise DeviceError(
+            f"the GPU, a {gpu.name}, is of compute capability {major}.{minor}, and kernels are made for "
+            f"{_OLDEST[0]}.{_OLDEST[1]} (Ampere) and newer: run on the CPU"
+        )
+    return gpu
 
 
 def refusal(call: str, code: object, nbytes: int | None = None, free: int | None = None) -> DeviceError:
@@ -387,7 +395,11 @@ def _describe(cupy: Any, driver: int, library: int) -> Gpu:
 
 
 def _versions(cupy: Any, library: int) -> tuple[tuple[str, str], ...]:
-    compiler = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    try:
+        compiler = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except (ImportError, RuntimeError) as error:  # CuPy alone, without CUDA's libraries
+        told = str(error).strip().partition("\n")[0]
+        raise DeviceError(f"CUDA's compiler, which CuPy needs, cannot be loaded ({told}): {INSTALL}") from error
     found = [("cupy", cupy.__version__), ("cuda", _dotted(library)), ("nvrtc", compiler)]
     for package in ("nvidia-cublas", "nvidia-cufft", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"):
         try:

@@ -271,7 +271,12 @@ class Refused(RuntimeError):
 
 
 def fake_cupy(
-    driver: int = 13000, library: int = 13020, devices: int = 1, refused: Refused | None = None
+    driver: int = 13000,
+    library: int = 13020,
+    devices: int = 1,
+    refused: Refused | None = None,
+    major: int = 8,
+    no_compiler: str = "",
 ) -> SimpleNamespace:
     """What `find_gpu` asks of CuPy, as if the machine were so."""
 
@@ -280,7 +285,7 @@ def fake_cupy(
             raise refused
         return devices
 
-    properties = {"name": b"Fake", "major": 8, "minor": 6, "multiProcessorCount": 82}
+    properties = {"name": b"Fake", "major": major, "minor": 6, "multiProcessorCount": 82}
     properties |= {"totalGlobalMem": 24 << 30, "l2CacheSize": 6 << 20}
     runtime = SimpleNamespace(
         CUDARuntimeError=Refused,
@@ -294,7 +299,13 @@ def fake_cupy(
         cudaDevAttrMemoryClockRate=9751000,
         cudaDevAttrGlobalMemoryBusWidth=384,
     )
-    nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
+
+    def compiler() -> tuple[int, int]:
+        if no_compiler:
+            raise RuntimeError(no_compiler)
+        return 13, 0
+
+    nvrtc = SimpleNamespace(getVersion=compiler)
     return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc), __version__="14.2.0")
 
 
@@ -314,6 +325,14 @@ def test_a_card_is_described_from_what_cuda_says(monkeypatch: pytest.MonkeyPatch
             fake_cupy(driver=12080),
             "the NVIDIA driver speaks CUDA 12.8 and CuPy needs CUDA 13: install a newer driver, or run on the CPU",
         ),
+        (
+            fake_cupy(major=7),
+            r"the GPU, a Fake, is of compute capability 7\.6, and kernels are made for 8\.0 \(Ampere\) and newer: .*",
+        ),
+        (
+            fake_cupy(no_compiler="no libnvrtc.so.13\nsearched here\nand there"),
+            r"CUDA's compiler, which CuPy needs, cannot be loaded \(no libnvrtc.so.13\): pip install 'znnpy\[gpu\]'",
+        ),
         (fake_cupy(devices=0), "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and .*"),
         (
             fake_cupy(refused=Refused(100, "cudaErrorNoDevice")),
@@ -324,7 +343,7 @@ def test_a_card_is_described_from_what_cuda_says(monkeypatch: pytest.MonkeyPatch
             "cudaGetDeviceCount was refused: cudaErrorUnknown: unknown error",
         ),
     ],
-    ids=["no CuPy", "no driver", "old driver", "no device", "none visible", "unknown"],
+    ids=["no CuPy", "no driver", "old driver", "too old a card", "no compiler", "no device", "none visible", "unknown"],
 )
 def test_why_there_is_no_gpu_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, cupy: SimpleNamespace | None, sentence: str

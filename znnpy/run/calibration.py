@@ -251,7 +251,7 @@ def _fastest(
             if primitive.kind == shape.kind
             and (primitive.why_not(shape, machine) or rates.why_not(primitive, shape)) is None
             for variant in primitive.variants(shape, machine)
-            if _needs(primitive, shape, variant) <= vram_bytes
+            if _fits(primitive, shape, variant, vram_bytes)
         ]
         if not ways:
             continue
@@ -274,10 +274,12 @@ def _can_be_told(primitive: Primitive, shape: LayerShape, variant: Variant, mach
     )
 
 
-def _needs(primitive: Primitive, shape: LayerShape, variant: Variant) -> int:
+def _fits(primitive: Primitive, shape: LayerShape, variant: Variant, vram_bytes: int) -> bool:
+    """Within the memory of the GPU, and taking none of the host's: no plan has promised that yet."""
     footprint = primitive.footprint(shape, variant, 1)
     scratch = sum(s.nbytes for s in footprint.scratch)
-    return shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.allowance
+    needed = shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.allowance
+    return needed <= vram_bytes and footprint.host == 0
 
 
 def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:
