@@ -14,6 +14,7 @@ from znnpy.kernels.gpu.instances import ARCHITECTURES, instances
 from znnpy.kernels.gpu.modules import KERNELS, Instance
 
 EVERYTHING = "ZNNPY_COMPILE_EVERYTHING"  # set: all instances for all architectures, minutes
+SLOW, QUICKEST = "inverse_z_pool<", "inverse_z_pool<8,"  # seconds each: of these only the shortest otherwise
 
 
 def chosen() -> Iterator[tuple[int, Instance]]:
@@ -25,6 +26,7 @@ def chosen() -> Iterator[tuple[int, Instance]]:
         if os.environ.get(EVERYTHING):
             yield from product(ARCHITECTURES, kernels)
             continue
+        kernels = [k for k in kernels if not k.name.startswith(SLOW) or k.name.startswith(QUICKEST)]
         for turn in range(max(len(kernels), len(ARCHITECTURES))):  # a few kernels have several turns
             yield ARCHITECTURES[turn % len(ARCHITECTURES)], kernels[turn % len(kernels)]
 
