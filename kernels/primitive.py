@@ -252,8 +252,11 @@ def why_not_fp32(shape: LayerShape) -> str | None:
     return None if shape.precision == "fp32" else f"computes in fp32, not in {shape.precision}"
 
 
-def why_not_plain(shape: LayerShape) -> str | None:
-    """None if `shape` is a convolution and nothing more; else what it is, for primitives that compute no more."""
+def why_not_plain(shape: LayerShape, pooling: str = "cpu.conv.fft_lanes") -> str | None:
+    """None if `shape` is a convolution and nothing more; else what it is, for primitives that compute no more.
+
+    pooling  the primitive of the same device that pools what it computes
+    """
     if not isinstance(shape, ConvShape):
         return f"computes convolutions, not {shape.kind}"
-    return "does not pool into fragments what it computes: see cpu.conv.fft_lanes" if shape.pools else None
+    return f"does not pool into fragments what it computes: see {pooling}" if shape.pools else None

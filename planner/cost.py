@@ -53,8 +53,8 @@ CPU_RATES: Mapping[Unit, Rate] = {
     "lane_stream": Rate(flops=500e9, nbytes=42e9),
 }
 CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them
-# Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's of 30 runs of 80 to 80 maps, k = 2 to 9, tiles of 16
-# to 32, all precisions (2026-11-21), within 20 %, most within 10 %.
+# Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's were fitted to runs of 80 to 80 maps, of which
+# benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3 and 5; the others are assumed.
 GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_fft16": Rate(flops=18e12, nbytes=3.4e12),
     "gpu_fft24": Rate(flops=19e12, nbytes=3.0e12),

@@ -26,7 +26,7 @@ from znnpy.volume.store import store_for
 from znnpy.volume.volume import Volume
 
 # Largest difference of one voxel, by the precision of the prediction: of fp32 its rounding, of the others ten times the
-# rms error that a layer may have. Worst of 11 million voxels of fib25_boundary on an H200: 2.6e-6, 6.1e-3, 4.5e-3.
+# rms error that a layer may have.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2}
 BLOCK = 2**14  # samples judged at a time: memory does not grow with their number
 BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps: they stay in cache

@@ -50,7 +50,7 @@ ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of what is 
 BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output but one
 CHECK_BYTES = 8 * MIB  # of workspace for the small layer
 LOOKS = 15  # voxels that are looked at, and the last
-NAIVE = "eng0"  # the name of the plan that is always there, and takes 50 times as long as others
+NAIVE = "eng0"  # the name of the plan that is always there, and many times as slow as others
 THREADS = 256
 MOST_IMAGES = 65535  # of a grid along y: a loop takes what is left
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
@@ -67,7 +67,7 @@ class ConvCudnn:
     source: str = "ZNNi IV-B.1; NVIDIA cuDNN 9"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if reason := why_not_plain(shape):
+        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
             return reason
         shape = as_conv(shape)
         if machine.gpu is None:

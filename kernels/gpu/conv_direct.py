@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class ConvDirect:
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
             return "needs a CUDA device"
-        if not isinstance(shape, ConvShape):
-            return f"computes convolutions, not {shape.kind}"
-        return "does not pool into fragments what it computes: see gpu.conv.fft_tiled" if shape.pools else None
+        return why_not_plain(shape, "gpu.conv.fft_tiled")
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine

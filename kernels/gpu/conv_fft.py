@@ -96,7 +96,7 @@ class ConvFft:
     source: str = "ZNNi IV-B.2 (algorithm 3) with the pruned transforms of III-C, on cuFFT"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if reason := why_not_plain(shape):
+        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
             return reason
         shape = as_conv(shape)
         if machine.gpu is None:

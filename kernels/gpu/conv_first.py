@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -126,10 +126,9 @@ class ConvFirst:
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
             return "needs a CUDA device"
-        if not isinstance(shape, ConvShape):
-            return f"computes convolutions, not {shape.kind}"
-        if shape.pools:
-            return "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
+        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+            return reason
+        shape = as_conv(shape)
         if shape.activation == "softmax":
             return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
         if shape.fin > MOST_MAPS:

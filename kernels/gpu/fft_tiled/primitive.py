@@ -65,7 +65,6 @@ EXCESS = 1.3  # times the least volume that tiles cover together: those that cov
 _FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
 _WARP = 32
 _CHUNK = 160  # of the product's depth that is in shared memory at a time
-_NEEDS_DEVICE = "needs a CUDA device"
 
 
 def spectra_for(shape: ConvShape) -> Spectra:
@@ -153,7 +152,7 @@ class ConvFftTiled:
         if not isinstance(shape, ConvShape):
             return f"computes convolutions, not {shape.kind}"
         if machine.gpu is None:
-            return _NEEDS_DEVICE
+            return "needs a CUDA device"
         if machine.gpu.capability < (8, 0):
             return (
                 f"needs tensor cores of sm_80 or newer, not sm_{machine.gpu.capability[0]}{machine.gpu.capability[1]}"
