@@ -313,6 +313,9 @@ class _Step:
                 asked = Convolution(
                     size[0], shape.fin, shape.fout, n, shape.k, shape.precision, x_step, out_step, shape.activation
                 )
+                if asked.batch == 1:  # cuDNN refuses steps of 2^31 even where there is no second image
+                    size_in, size_out = prod(n) * shape.fin, prod(valid(n, shape.k)) * shape.fout
+                    asked = replace(asked, x_step=size_in, out_step=size_out)
                 chosen[size] = choose(self._device, asked, self._limit, self._choice)
             calls.append(_Call(images, planes, chosen[size]))
         return tuple(calls)

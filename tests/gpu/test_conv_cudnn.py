@@ -155,6 +155,18 @@ def test_a_plan_that_refuses_to_run_is_replaced(device: Any, offers: list[Offer]
     assert {(problem.n, name) for problem, name in conv_cudnn._REFUSED} == ({(SHAPE.n, "some")} if large else set())
 
 
+def test_steps_of_one_image_are_those_of_its_part(
+    device: Any, offers: list[Offer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the whole layer: cuDNN refuses to step over 2^31 values."""
+    offers[:] = [Offer(refuses=lambda problem: problem.batch == 1 and not _is_dense(problem))]
+    shape = replace(SHAPE, batch=1)
+    monkeypatch.setattr(conv_cudnn, "MOST_VALUES", 5 * 7 * 9 * 8)
+    x, weights = random_input(shape), random_weights(shape)
+    assert_close(run(device, shape, x, weights), x, weights, shape)
+    assert max(parts_tried(device)) < shape.n[0]
+
+
 def parts_tried(device: Any) -> list[int]:
     """Planes of the input of each part, in the order in which plans for them were looked for, each once."""
     return list(dict.fromkeys(problem.n[0] for problem in device.libraries.asked))
