@@ -33,7 +33,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,8 +56,7 @@ from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, LayerShape, Maxout
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive, Variant
-    from znnpy.machine import Machine
-    from znnpy.shapes import Precision, Vec3
+    from znnpy.shapes import Vec3
 
 MIB = 2**20
 LEAST_BYTES = 24 * MIB
@@ -194,18 +193,16 @@ def run(case: Case, weights: ConvWeights | None) -> None:
         step.run(x, out, arena.scratch(0))
 
 
-def smallest(primitive: Primitive, machine: Machine | None = None, precision: Precision = "fp32") -> Case:
+def smallest(primitive: Primitive) -> Case:
     """A few voxels."""
-    machine = machine or this_machine()
+    machine = this_machine()
     shapes: tuple[LayerShape, ...] = (
         ConvShape(1, 2, 2, (9, 9, 9), (2, 2, 2), "tanh"),
-        ConvShape(1, 32, 32, (12, 12, 12), (3, 3, 3), "tanh"),
         PoolShape(1, 2, (5, 5, 5), (2, 2, 2)),
         PoolShape(1, 2, (4, 4, 4), (2, 2, 2), fragments=False),
         FilterShape(1, 2, (5, 5, 5), (2, 2, 2)),
         MaxoutShape(1, 4, (5, 5, 5), 2),
     )
-    shapes = tuple(replace(shape, precision=precision) for shape in shapes)
     shape = next(shape for shape in shapes if primitive.why_not(shape, machine) is None)
     return Case(primitive, shape, primitive.variants(shape, machine)[0], 1)
 

@@ -6,8 +6,8 @@
 For every primitive random shapes that it takes, in a random precision, each with a random variant: input, output and
 scratch lie in one allocation, placed as a plan places them. Measured is how far the memory that is free on the card
 fell at its lowest from just before the weights are prepared, whoever took it, libraries included; a thread asks while
-it runs. What libraries take when they are first used is not counted: the same primitive ran on a few voxels before, and
-what a plan adds for CUDA holds it. Promised is arena + resident + allowance.
+it runs. What kernels and libraries take when they are loaded is not counted: the same layer ran before, and what a plan
+adds for CUDA holds it. Promised is arena + resident + allowance.
 
 Up to OWN_BYTES are how memory is handed out: in steps of 2 MiB. measured - OWN_BYTES <= promised <= 1.15 measured is a
 promise that is kept and wastes little. Shapes are those whose promise is at least LEAST_BYTES.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gpu_card import Device, Lowest, gpu_header
-from memory import Case, prepared, random_shape, smallest
+from memory import Case, prepared, random_shape
 from networks_gpu import NETWORKS, lines_of
 
 from znnpy.errors import ShapeError
@@ -141,10 +141,9 @@ def run(case: Case, weights: ConvWeights | None, device: Device, lowest: Lowest 
     looked()
 
 
-def measured(case: Case, device: Device, machine: Machine) -> Row:
-    first = smallest(case.primitive, machine, case.shape.precision)
-    run(first, prepared(first), device)
+def measured(case: Case, device: Device) -> Row:
     weights = prepared(case)
+    run(case, weights, device)
     gc.collect()
     device.synchronize()
     before, held = device.free_bytes(), device.allocated
@@ -220,7 +219,7 @@ def primitives(device: Device, machine: Machine, options: argparse.Namespace) ->
         if not cases:
             print(f"{primitive.name:24} takes no shape here")
             continue
-        yield [measured(case, device, machine) for case in cases]
+        yield [measured(case, device) for case in cases]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

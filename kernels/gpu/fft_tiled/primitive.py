@@ -19,7 +19,7 @@ Tested   tests/gpu/test_conv_fft_tiled.py
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import log2, prod
 from typing import TYPE_CHECKING, Any
@@ -189,7 +189,7 @@ class ConvFftTiled:
         packed, streamed = packed_bytes(shape.fin, shape.fout, tile, spectra), _streams(variant)
         count = frequencies(tile)
         slabs = Scratch("kernels", 2 * packed // count * slab_frequencies(count), 2, 2)
-        return Footprint(
+        footprint = Footprint(
             resident=4 * shape.fout + (0 if streamed else packed),
             host=packed if streamed else 0,
             input_until=0 if whole else 4,
@@ -205,8 +205,9 @@ class ConvFftTiled:
             reads_carried=True,
             reads_peak=True,
             raises_peak=True,
-            allowance=preparing_bytes(shape.fin, shape.k, tile, spectra, streamed=streamed),
         )
+        preparing = preparing_bytes(shape.fin, shape.k, tile, spectra, streamed=streamed)  # before there is an arena
+        return replace(footprint, allowance=max(0, preparing - footprint.working(shape)))
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape, cover, spectra = _of(shape, variant)
