@@ -17,6 +17,7 @@ from znnpy.kernels.gpu.device import Device
 from znnpy.kernels.table import TABLE
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.candidates import splits
+from znnpy.run.pipeline import Event
 from znnpy.shapes import Precision, turned, turned_back
 
 SURE = ("gpu.conv.direct", "gpu.pool.fragments", "gpu.maxfilter.direct", "gpu.maxout.direct")
@@ -126,19 +127,22 @@ def test_nan_is_written_where_the_field_of_view_holds_one(device: Any) -> None:
 def test_ctrl_c_ends_a_run_within_half_a_second(cuda_device: Device) -> None:
     """Memory and all, in the middle of layers of a tenth of a second; and the device goes on to be of use."""
     network = Network("slow", 1, (Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 48, "relu"), Conv((5, 5, 5), 2)))
-    net, volume = trained(network), np.zeros((1, 500, 132, 132), np.uint8)
+    net, volume = trained(network), np.zeros((1, 2500, 132, 132), np.uint8)
     plan = planned(network, network.dense_size(volume.shape[1:]), (80, 120, 120), ways=ways(cuda_device))
     held, sent = cuda_device.allocated, list[float]()
 
     def press() -> None:
-        time.sleep(0.7)
         sent.append(time.perf_counter())
         signal.raise_signal(signal.SIGINT)
 
-    presser = threading.Thread(target=press)
-    presser.start()
+    presser = threading.Timer(0.03, press)
+
+    def begun(event: Event) -> None:
+        if event.steps_done == 3:
+            presser.start()
+
     with pytest.raises(KeyboardInterrupt):
-        ran(plan, net, volume, device=cuda_device)
+        ran(plan, net, volume, device=cuda_device, progress=begun)
     took = time.perf_counter() - sent[0]
     presser.join()
     assert took < 0.5

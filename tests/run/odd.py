@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -270,6 +270,7 @@ def ran(
     dtype: npt.DTypeLike = np.float32,
     table: tuple[Primitive, ...] = TABLE,
     device: Any = None,
+    progress: Callable[[pipeline.Event], None] | None = None,
 ) -> npt.NDArray[Any]:
     """What a plan gives, (maps, z, y, x): through the pipeline, from an arena of NaN, every voxel written once."""
     network = trained.network
@@ -277,7 +278,7 @@ def ran(
     assert source.output == plan.output
     output = Poisoned.of((network.output_channels, *plan.output), dtype)
     with poisoned_session(plan, trained, table, device) as session:
-        pipeline.run(session, session.crew, source, output, plan.cover(network))
+        pipeline.run(session, session.crew, source, output, plan.cover(network), progress)
     assert (output.times == 1).all()
     assert output.finished == list(range(plan.columns))
     return output.array
