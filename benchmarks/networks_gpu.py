@@ -6,13 +6,15 @@
 The volume is noise, uint8, `--side` voxels along every axis; the output is float32, valid, and every part of it is
 written. Weights are random. znnpy runs the whole volume by its own plan: `voxels_per_second` is the whole run with the
 filling and draining of its pipeline, `steady` the share of all work that is done per second in between; either counts
-borders and transfers. What is prepared once for all patches (plan, kernels compiled, their spectra) is told apart.
+borders and transfers. What is prepared once for all patches (plan, kernels compiled, their spectra, pinned buffers) is
+told apart: the second of two runs counts, as PyTorch's patches after the first do.
 
 PyTorch, as fragments in bf16, tf32 and fp32 and dilated in bf16, runs single patches of the same volume, each from
 voxels in the host's memory to a prediction there; the median, times the patches that cover the output, is its time for
-the whole volume. For each convolution the fastest of cuDNN's first four algorithms is taken. From the largest patch
-whose tensors have no more than 2^31 values (beyond, PyTorch's kernels fail) the volume is halved where it does not fit
-or would take too long, and once more, until a smaller one is slower. The best counts.
+the whole volume. For each convolution the fastest of the first `--tried` algorithms that cuDNN names is taken; where
+kernels are large, the second may take a hundred times as long as the first. From the largest patch whose tensors have
+no more than 2^31 values (beyond, PyTorch's kernels fail) the volume is halved where it does not fit or would take too
+long, and once more, until a smaller one is slower. The best counts.
 
 Outputs are compared: znnpy's of every precision with PyTorch's in float32, on the first voxels.
 """
@@ -126,6 +128,7 @@ class Match:
             "on": options.torch_on,
             "run_seconds": options.run_seconds,
             "repeat_seconds": options.repeat_seconds,
+            "tried": options.tried,
             "corner": str(self._folder / f"{Path(name).stem}-reference.npy"),
         }
         end = time.monotonic() + min(options.torch_seconds, self._left())
@@ -324,6 +327,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patches", type=int, nargs="*", default=[], help="PyTorch: these output sides, largest first")
     parser.add_argument("--run-seconds", type=float, default=6, help="PyTorch: patches that take longer are not tried")
     parser.add_argument("--repeat-seconds", type=float, default=3, help="PyTorch: shorter runs are repeated")
+    parser.add_argument("--tried", type=int, default=4, help="algorithms of cuDNN for each convolution in PyTorch")
     parser.add_argument("--torch-on", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--torch-seconds", type=float, default=50, help="for all ways of PyTorch, of a network")
     parser.add_argument("--our-seconds", type=float, default=200, help="limit of znnpy's process of a network")
