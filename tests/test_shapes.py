@@ -15,6 +15,7 @@ from znnpy.shapes import (
     LayerShape,
     MaxoutShape,
     PoolShape,
+    Sliding,
     ceil_divide,
     fused,
     text,
@@ -140,4 +141,28 @@ ERRORS: list[tuple[Callable[[], LayerShape], str]] = [
 def test_what_does_not_fit(make: Callable[[], LayerShape], message: str) -> None:
     with pytest.raises(ShapeError) as caught:
         make()
+    assert str(caught.value) == message
+
+
+def test_a_window_slides() -> None:
+    """AlexNet's first layer, a valid convolution, and steps that leave voxels over."""
+    assert Sliding((1, 4, 4), (0, 2, 2)).positions((1, 224, 224), (1, 11, 11)) == (1, 55, 55)
+    assert Sliding().positions((7, 8, 9), (2, 3, 9)) == (6, 6, 1)
+    assert Sliding((2, 3, 1)).positions((6, 7, 4), (3, 2, 2)) == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("slide", "message"),
+    [
+        (lambda: Sliding((1, 0, 1)), "a stride must be at least 1 along every axis, not 1x0x1"),
+        (lambda: Sliding(padding=(0, 0, -1)), "padding must be at least 0 along every axis, not 0x0x-1"),
+        (
+            lambda: Sliding(padding=(0, 1, 0)).positions((4, 2, 4), (2, 5, 2)),
+            "a window of 2x5x2 is larger than the image of 4x2x4 with 0x1x0 zeros around it",
+        ),
+    ],
+)
+def test_a_window_that_does_not_slide(slide: Callable[[], object], message: str) -> None:
+    with pytest.raises(ShapeError) as caught:
+        slide()
     assert str(caught.value) == message

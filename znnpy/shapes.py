@@ -78,6 +78,33 @@ def valid(n: Vec3, k: Vec3) -> Vec3:
     return n[0] - k[0] + 1, n[1] - k[1] + 1, n[2] - k[2] + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """How a window moves over an image, along z, y and x (Chetlur et al., cuDNN, 2014, table 1: u, v and pad)."""
+
+    stride: Vec3 = (1, 1, 1)
+    padding: Vec3 = (0, 0, 0)  # zeros, as many before the image as behind it
+
+    def __post_init__(self) -> None:
+        if min(self.stride) < 1:
+            raise ShapeError(f"a stride must be at least 1 along every axis, not {text(self.stride)}")
+        if min(self.padding) < 0:
+            raise ShapeError(f"padding must be at least 0 along every axis, not {text(self.padding)}")
+
+    def positions(self, n: Vec3, k: Vec3) -> Vec3:
+        """Of a window of size `k` on an image of size `n`: floor((n - k + 2 padding) / stride) + 1.
+
+        ShapeError where there is none.
+        """
+        room = tuple(m + 2 * pad - size for m, pad, size in zip(n, self.padding, k, strict=True))
+        if min(room) < 0:
+            raise ShapeError(
+                f"a window of {text(k)} is larger than the image of {text(n)} with {text(self.padding)} zeros around it"
+            )
+        z, y, x = (left // step + 1 for left, step in zip(room, self.stride, strict=True))
+        return z, y, x
+
+
 def _check_fits(shape: object, n: Vec3, k: Vec3, window: str) -> None:
     for axis, size, extent in zip("zyx", n, k, strict=True):
         if size < extent:
