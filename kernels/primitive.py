@@ -42,7 +42,9 @@ Unit = Literal[
     "gpu_split_product",  # of spectra as two float16 each
     "gpu_float_product",  # of complex64 matrices
     "gpu_direct",
+    "gpu_gemm_float",  # the implicit matrix product, on float32 units
     "gpu_first",
+    "gpu_cuconv",
     "gpu_stream",  # poolings, copies
     "gpu_upload",  # from pinned memory of the host
     "gpu_cufft",

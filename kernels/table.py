@@ -18,6 +18,7 @@ from znnpy.kernels.gpu.conv_direct import ConvDirect as GpuConvDirect
 from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled as GpuConvFftTiled
+from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
 from znnpy.kernels.gpu.pool import PoolFragments as GpuPoolFragments
@@ -45,6 +46,7 @@ TABLE: tuple[Primitive, ...] = (
     ConvCudnn(),
     ConvCudnnWorkspace(),
     GpuConvFirst(),
+    ConvImplicitGemm(),
     GpuConvDirect(),
     GpuPoolMax(),
     GpuPoolFragments(),

@@ -63,6 +63,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_split_product": Rate(flops=300e12, nbytes=2.8e12),
     "gpu_float_product": Rate(flops=37e12, nbytes=3.5e12),
     "gpu_direct": Rate(flops=8e12, nbytes=3.0e12),
+    "gpu_gemm_float": Rate(flops=8e12, nbytes=3.0e12),
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
     "gpu_stream": Rate(flops=25e12, nbytes=2.8e12),
     "gpu_cufft": Rate(flops=8e12, nbytes=2.5e12),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, moves, pool
 from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
+from znnpy.kernels.gpu.implicit_gemm import floats
 from znnpy.kernels.gpu.modules import Instance
 
 ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H200; RTX 50
@@ -18,6 +19,7 @@ def instances() -> tuple[Instance, ...]:
         conv_direct.instances,
         conv_first.instances,
         fft_tiled.instances,
+        floats.instances,
         pool.instances,
         _conv_fft,
         _moves,
