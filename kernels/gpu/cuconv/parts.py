@@ -1,0 +1,90 @@
+"""How cuConv cuts a layer: sides of its blocks, taps of a part, voxels of a launch. Arithmetic only.
+
+A part is the sum over some taps of all f values; the paper's is one tap (a row of a filter). More taps in one part make
+fewer partial sums and fewer blocks. All taps in one part make a single stage, as 1x1x1 is in any case.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from znnpy.shapes import FLOAT32, ConvShape
+
+SIDES = (16, 32, 64)  # voxels, and maps, of a block; stages.cu
+THREADS, STAGES = 128, 4  # stages.cu
+PARTS_BYTES = 32 << 20  # of partial sums at a time: they stay in the L2 cache of a large card until they are summed
+MOST_PARTS = 65535  # of a grid along y
+TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
+# Clocks, assumed, of a card of the last years; only their ratios choose.
+LAUNCH, BEGIN, LATENCY = 3000, 1500, 800  # a kernel behind another, a block before its first product, a read of L2
+L2_BYTES = 64  # a clock and multiprocessor
+TOGETHER = 4  # blocks that a multiprocessor has the memory for
+
+
+class Cut(NamedTuple):
+    """One layer, cut."""
+
+    side: int  # voxels, and maps, of a block
+    taps: int  # of a part; the last may have fewer
+    parts: int
+    maps: int  # of the output, in whole fours
+    values: int  # of the input's maps, in whole fours
+    voxels: int  # of all images
+    at_once: int  # voxels of a launch
+
+    @property
+    def parts_bytes(self) -> int:
+        """Partial sums of one launch; none where one part has all taps."""
+        return FLOAT32 * self.maps * self.parts * self.at_once if self.parts > 1 else 0
+
+
+def cut(shape: ConvShape, side: int, taps: int) -> Cut:
+    """`shape` in blocks of `side` voxels by `side` maps, and parts of `taps` taps."""
+    parts, maps, values = -(-prod(shape.k) // taps), _fours(shape.fout), _fours(shape.fin)
+    voxels = shape.batch * prod(shape.out)
+    largest = SIDES[-1]
+    fitting = max(1, PARTS_BYTES // (FLOAT32 * maps * parts * largest)) * largest
+    return Cut(side, taps, parts, maps, values, voxels, voxels if parts == 1 else min(voxels, fitting))
+
+
+def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[int, int], ...]:
+    """(side, taps) worth trying, the likeliest first: of each side the best, and the paper's single taps.
+
+    Parts of which not even the fewest voxels fit PARTS_BYTES are left out.
+    """
+    kz, ky, kx = shape.k
+    counts = [taps for taps in dict.fromkeys((1, kx, ky * kx)) if taps < kz * ky * kx and _fits(shape, taps)]
+    counts.append(kz * ky * kx)
+
+    def clocks_of(choice: tuple[int, int]) -> float:
+        return clocks(cut(shape, *choice), kz * ky * kx, multiprocessors, units)
+
+    tried = [min(((side, taps) for taps in counts), key=clocks_of) for side in SIDES]
+    tried.append(min(((side, counts[0]) for side in SIDES), key=clocks_of))
+    return tuple(sorted(dict.fromkeys(tried), key=clocks_of))
+
+
+def clocks(c: Cut, all_taps: int, multiprocessors: int, units: str) -> float:
+    """Roughly, of both stages: blocks in rounds, each step as long as its products, its reads or a latency."""
+    depth = 1024 // c.side
+    launches = -(-c.voxels // c.at_once)
+    blocks = -(-c.at_once // c.side) * -(-c.maps // c.side) * c.parts
+    together = min(TOGETHER, -(-blocks // multiprocessors))
+    speed = THREADS * (TENSOR_SPEED if units == "tensor" else 1.0)
+    work = max(c.side * c.side * depth / speed, 2 * c.side * depth * FLOAT32 / L2_BYTES)
+    step = max(together * work, LATENCY / (STAGES - 1))
+    steps = -(-min(c.taps, all_taps) * c.values // depth)
+    one = -(-blocks // (multiprocessors * together)) * (BEGIN + steps * step)
+    if c.parts > 1:
+        one += LAUNCH + 2 * c.parts_bytes / (multiprocessors * L2_BYTES)
+    return launches * (LAUNCH + one)
+
+
+def _fits(shape: ConvShape, taps: int) -> bool:
+    c = cut(shape, SIDES[0], taps)
+    return c.parts <= MOST_PARTS and c.parts_bytes <= PARTS_BYTES
+
+
+def _fours(maps: int) -> int:
+    return -(-maps // 4) * 4

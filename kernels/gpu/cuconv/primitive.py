@@ -1,0 +1,196 @@
+"""cuConv on a GPU: many small blocks, each with few rows of the filters; what small layers of one image want.
+
+Method   0  Products of rows of filters with the rows of the input that they meet, as they lie in memory: partial sums,
+            each of a few taps. Rows of both come to shared memory, in blocks of 16, 32 or 64 voxels and as many maps.
+         1  Partial sums of a voxel added, bias, activation. Where one part has all taps, as of a 1x1x1 kernel, there is
+            no such stage. units=float: on float32 units; units=tensor: in matrix products of tf32, whose rounding tf32
+            and fp16 allow. stages.cu.
+Memory   Partial sums of as many voxels as 32 MiB hold.
+Bound    Large layers: arithmetic, 2 k^3 f f' flops a voxel. Small ones, which it is for: latency of a few steps.
+Source   Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021; in 3D, channels
+         last.
+Tested   tests/gpu/test_cuconv.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.gpu.cuconv.parts import SIDES, TENSOR_SPEED, THREADS, Cut, choices, cut
+from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.machine import Machine
+
+SOURCE = "cuconv/stages.cu"
+REGISTERS = 128
+FOUR = 4  # values of one copy
+HEAVIEST = 2**31  # taps of one map of a kernel: they are counted in 32 bits
+
+
+def _units(shape: LayerShape) -> str:
+    """What computes: fp32 allows no rounding to tf32."""
+    return "float" if shape.precision == "fp32" else "tensor"
+
+
+def _products(itemsize: int, side: int, units: str, *, vectors: bool) -> str:
+    value = "half" if itemsize == 2 else "float"
+    return f"products<{value}, {side}, {str(units == 'tensor').lower()}, {str(vectors).lower()}>"
+
+
+def _sum_parts(itemsize: int) -> str:
+    return f"sum_parts<{'half' if itemsize == 2 else 'float'}>"
+
+
+def instances() -> list[Instance]:
+    """All there are."""
+    kinds = ((4, "float"), (4, "tensor"), (2, "tensor"))
+    names = [
+        _products(itemsize, side, units, vectors=vectors)
+        for itemsize, units in kinds
+        for side in SIDES
+        for vectors in (False, True)
+    ]
+    return [Instance(SOURCE, name, REGISTERS) for name in (*names, _sum_parts(4), _sum_parts(2))]
+
+
+class _Resident(NamedTuple):
+    kernels: Any  # (kz * ky * kx, padded f, padded f') float32
+    bias: Any  # (padded f',) float32
+
+
+@dataclass(frozen=True, slots=True)
+class CuConv:
+    """Direct convolution in two stages, or in one."""
+
+    name: str = "gpu.conv.cuconv"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "small layers of one image, 1x1x1 kernels: many small blocks, and the sums of what they computed"
+    source: str = "Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+            return reason
+        shape = as_conv(shape)
+        if shape.activation == "softmax":
+            return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
+        if prod(shape.k) >= HEAVIEST:
+            return f"takes kernels of fewer than {HEAVIEST} taps, not {prod(shape.k)}"
+        return None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        """Sides of the blocks and taps of a part, the likeliest first."""
+        assert machine.gpu is not None
+        units = _units(shape)
+        found = choices(as_conv(shape), machine.gpu.multiprocessors, units)
+        return tuple(Variant.of(side=side, taps=taps, units=units) for side, taps in found)
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del threads
+        shape = as_conv(shape)
+        c = _cut(shape, variant)
+        resident = FLOAT32 * c.maps * (prod(shape.k) * c.values + 1)
+        scratch = () if c.parts == 1 else (Scratch("parts", c.parts_bytes),)
+        return Footprint(resident=resident, scratch=scratch, raises_peak=True)
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        shape = as_conv(shape)
+        c = _cut(shape, variant)
+        rows, columns = -(-c.voxels // c.side) * c.side, -(-c.maps // c.side) * c.side
+        flops = 2.0 * rows * columns * prod(shape.k) * c.values
+        flops = flops if variant.word("units") == "float" else flops / TENSOR_SPEED
+        if c.parts == 1:
+            return (Work("gpu_cuconv", flops, shape.in_bytes + shape.out_bytes),)
+        sums = c.voxels * c.maps * c.parts
+        return (
+            Work("gpu_cuconv", flops, shape.in_bytes + FLOAT32 * sums),
+            Work("gpu_stream", float(sums), FLOAT32 * sums + shape.out_bytes),
+        )
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
+        assert weights is not None
+        fout, fin = weights.weight.shape[:2]
+        matrix = weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fin, fout)
+        kernels = np.pad(matrix, ((0, 0), (0, -fin % FOUR), (0, -fout % FOUR)))
+        return _Resident(
+            device.put(kernels if variant.word("units") == "float" else _tf32(kernels), "kernels of gpu.conv.cuconv"),
+            device.put(np.pad(weights.bias, (0, -fout % FOUR)), "biases of gpu.conv.cuconv"),
+        )
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
+        return _Step(resident, as_conv(shape), variant, device)
+
+
+def _cut(shape: ConvShape, variant: Variant) -> Cut:
+    return cut(shape, variant.count("side"), variant.count("taps"))
+
+
+def _tf32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """To the nearest."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+class _Step:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
+        self._resident, self._shape, self._device = resident, shape, device
+        self._cut = _cut(shape, variant)
+        units = variant.word("units")
+        products = [_products(shape.itemsize, self._cut.side, units, vectors=vectors) for vectors in (False, True)]
+        sums = _sum_parts(shape.itemsize)
+        compiled = device.kernels(SOURCE, [*products, sums])
+        self._products, self._sums = [compiled[name] for name in products], compiled[sums]
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        del before, x_peak
+        shape, c, itemsize, (_, my, mx) = self._shape, self._cut, self._shape.itemsize, self._shape.out
+        products = self._products[self._in_fours(x, shape.fin)]
+        to, voxels = (out, out.strides[0] // itemsize), prod(shape.out)
+        last = (
+            shape.fout,
+            ACTIVATIONS.index(shape.activation),
+            int(self._in_fours(out, shape.fout)),
+            np.uint64(out_peak),
+        )
+        parts = None if c.parts == 1 else scratch["parts"]
+        for first in range(0, c.voxels, c.at_once):
+            count = min(c.at_once, c.voxels - first)
+            products(
+                (-(-count // c.side) * -(-shape.fout // c.side), c.parts),
+                (THREADS,),
+                *(x, x.strides[0] // itemsize, *to, parts, *self._resident, first, count),
+                *(*shape.n[1:], shape.fin, my, mx, voxels, prod(shape.k), c.taps, *shape.k[1:], *last),
+            )
+            if parts is not None:
+                self._sums(
+                    (-(-count * c.maps // (FOUR * THREADS)),),
+                    (THREADS,),
+                    *(parts, c.parts, *to, self._resident.bias, first, count, voxels, *last),
+                )
+
+    def _in_fours(self, images: Any, maps: int) -> bool:
+        """Four maps of any voxel begin where a copy of four may."""
+        begins = (self._device.address(images), images.strides[0], maps * self._shape.itemsize)
+        return all(begin % (FOUR * self._shape.itemsize) == 0 for begin in begins)
