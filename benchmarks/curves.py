@@ -44,8 +44,12 @@ def draw(
     legend: Sequence[tuple[str, Colour]],
     across: Sequence[float],
     rows: Sequence[Sequence[Diagram]],
+    unit: str = " GiB",
 ) -> None:
-    """Write a PNG: title, lines of notes, the legend, then rows of diagrams with the ticks `across`, all positive."""
+    """Write a PNG: title, lines of notes, the legend, then rows of diagrams with the ticks `across`, all positive.
+
+    unit  behind the last tick
+    """
     head = MARGIN + 34 + ROW * (len(notes) + 1.5)
     wide = max(LEAST_WIDTH, WIDTH * max(len(row) for row in rows))
     size = (2 * MARGIN + wide) * SCALE, int(head + HEIGHT * len(rows) + MARGIN) * SCALE
@@ -63,7 +67,7 @@ def draw(
         x += 52 + pen.width(label, 13)
     for down, row in enumerate(rows):
         for along, diagram in enumerate(row):
-            _diagram(pen, MARGIN + along * WIDTH, head + down * HEIGHT, diagram, across)
+            _diagram(pen, MARGIN + along * WIDTH, head + down * HEIGHT, diagram, across, unit)
     image.save(path, optimize=True)
 
 
@@ -89,7 +93,7 @@ class _Pen:
         self._on.ellipse(box, colour, "white", SCALE // 2)
 
 
-def _diagram(pen: _Pen, left: float, top: float, diagram: Diagram, across: Sequence[float]) -> None:
+def _diagram(pen: _Pen, left: float, top: float, diagram: Diagram, across: Sequence[float], unit: str) -> None:
     lo, hi = log2(min(across)) - 0.25, log2(max(across)) + 0.25
     found = [y for curve in diagram.curves for _, y in (*curve.line, *curve.points)]
     high = 1.08 * max(found, default=1.0)
@@ -102,11 +106,11 @@ def _diagram(pen: _Pen, left: float, top: float, diagram: Diagram, across: Seque
     for tick in ticks(high):
         _, y = place((across[0], tick))
         pen.line([(x0, y), (x1, y)], PALE, 0.5)
-        pen.write((x0 - 6, y), f"{tick:,.0f}", 11, "rm")
+        pen.write((x0 - 6, y), f"{tick:,.10g}", 11, "rm")
     for tick in across:
         x, _ = place((tick, 0))
         pen.line([(x, y0), (x, y0 + 4)], INK, 0.5)
-        pen.write((x, y0 + 6), f"{tick:g} GiB" if tick == across[-1] else f"{tick:g}", 11, "ma")
+        pen.write((x, y0 + 6), f"{tick:g}{unit if tick == across[-1] else ''}", 11, "ma")
     pen.line([(x0, y1), (x0, y0), (x1, y0)], INK, 0.5)
     for curve in diagram.curves:
         if len(curve.line) > 1:

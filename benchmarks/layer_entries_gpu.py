@@ -125,6 +125,7 @@ class Ours:
         machine: Machine,
         options: argparse.Namespace,
         best: float = float("inf"),
+        clock: Times | None = None,  # None: one by events of the device
     ) -> None:
         self._best = best  # seconds an output voxel, of the fastest so far
         self._given, self._device, self._machine, self._options = given, device, machine, options
@@ -135,7 +136,12 @@ class Ours:
         self._peaks = device.put(np.array([given.largest, 0], np.float32), "the largest values")
         self._scratch: Any = np.empty(0, np.uint8)  # as much as the greediest needs
         self._views: dict[str, dict[str, Any]] = {}  # of it, by primitive and variant
-        self._clock = Clock(device)
+        self._clock = clock or Clock(device)
+
+    @property
+    def out(self) -> Any:
+        """The output on the device, of whichever entry ran last: (S, z, y, x, f)."""
+        return self._out
 
     def entries(self, void: list[str]) -> Iterator[Entry]:
         """Each primitive that applies, with the variant that ran fastest; variants that failed are added to `void`.
@@ -160,7 +166,7 @@ class Ours:
                 less = smaller(shape, spent, self._options.slow_seconds)
                 if less != shape:
                     there = random_input(less, self._device)
-                    where = Ours(there, self._device, self._machine, self._options, self._best)
+                    where = Ours(there, self._device, self._machine, self._options, self._best, self._clock)
             if entry := where._fastest(primitive, void):
                 self._best = where._best
                 yield entry
@@ -184,14 +190,14 @@ class Ours:
             figures = "; ".join(f"{variant or 'plain'} {1e3 * seconds:.2f}" for variant, seconds in spent.items())
             print(f"  {primitive.name}, ms: {figures}")
         self._best = min(self._best, min(spent.values()) / voxels)
-        return self._entry(primitive, min(spent, key=spent.__getitem__))
+        return self.entry(primitive, min(spent, key=spent.__getitem__))
 
     def _spent(self, primitive: Primitive, variants: Sequence[Variant], void: list[str]) -> dict[Variant, float]:
         """Seconds of each that runs."""
         found: dict[Variant, float] = {}
         for variant in variants:
             try:
-                run = self._entry(primitive, variant).run
+                run = self.entry(primitive, variant).run
                 self._clock.seconds(run)
             except RuntimeError as error:  # a DeviceError, or cuDNN's own: told, and the others are measured
                 void.append(f"{primitive.name} {variant} on {self._given.shape}: {str(error)[:300]}")
@@ -208,7 +214,8 @@ class Ours:
         needed = more + 2 * footprint.resident + footprint.allowance
         return bool(needed + ROOM * self._device.gpu.memory_bytes <= self._device.free_bytes())
 
-    def _entry(self, primitive: Primitive, variant: Variant) -> Entry:
+    def entry(self, primitive: Primitive, variant: Variant) -> Entry:
+        """The primitive in this variant, prepared and bound."""
         shape, device = self._given.shape, self._device
         footprint = primitive.footprint(shape, variant, 1)
         step = primitive.bind(primitive.prepare(self._given.weights, variant, device), shape, variant, device)

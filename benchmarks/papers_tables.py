@@ -1,0 +1,302 @@
+"""What `papers.py` makes of its measurements: each paper's own table, with the paper's figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from papers_cases import (
+    CUCONV_SAYS,
+    CUDNN_BATCH_16,
+    CUDNN_SAYS,
+    PASCAL_SAYS,
+    POST_SAYS,
+    PROFILES,
+    Paper,
+)
+
+if TYPE_CHECKING:
+    from znnpy.machine import Gpu
+
+OURS, COPIED, CUDNN, PROCESSOR = "ours", "ours, with copies", "cuDNN", "processor"
+FLOPS_A_CLOCK = {  # of a multiprocessor, not sparse: NVIDIA's white papers on the A100 and the H100
+    (8, 0): {"fp32": 128, "tf32": 1024, "fp16": 2048},
+    (9, 0): {"fp32": 256, "tf32": 2048, "fp16": 4096},
+}
+GAIN_HEAD = f"{'':28}{'cases':>6}{'won':>5}{'surely':>7}{'share':>8}{'mean won':>9}{'mean':>7}{'most':>7}{'least':>7}"
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One competitor on one layer."""
+
+    set: str
+    layer: str  # side-kernel-fout-fin
+    side: int
+    kernel: int
+    batch: int
+    precision: str
+    why: str
+    flops: float
+    who: str
+    name: str
+    variant: str
+    seconds: tuple[float, ...]  # of every round; of one alone where it was far behind
+    error: float  # rms, of the rms of the definition
+    scratch_bytes: int
+
+    @property
+    def us(self) -> float:
+        return 1e6 * median(self.seconds)
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} {self.variant}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A layer, and the fastest of either side on it."""
+
+    rows: Sequence[Row]
+    ours: Row | None
+    cudnn: Row | None
+
+    @property
+    def case(self) -> Row:
+        """Any row: what they say of the case is the same."""
+        return self.rows[0]
+
+    @property
+    def speedup(self) -> float | None:
+        """cuDNN's time over ours; None where one of them is missing."""
+        return None if self.ours is None or self.cudnn is None else self.cudnn.us / self.ours.us
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """Least and most of single rounds."""
+        if self.ours is None or self.cudnn is None:
+            return None
+        single = [b / a for a, b in zip(self.ours.seconds, self.cudnn.seconds, strict=False)]
+        return min(single), max(single)
+
+    def tflops(self, row: Row | None) -> float | None:
+        return None if row is None else self.case.flops / row.us / 1e6
+
+    def summary(self) -> Found:
+        case = self.case
+        found: Found = {key: getattr(case, key) for key in ("set", "layer", "batch", "precision", "why")}
+        for key, row in (("ours", self.ours), ("cudnn", self.cudnn)):
+            if row is not None:
+                found |= {key: row.words, f"{key}_us": row.us, f"{key}_tflops": self.tflops(row)}
+        if self.band is not None:
+            found |= {"speedup": self.speedup, "speedup_least": self.band[0], "speedup_most": self.band[1]}
+        return found
+
+
+def match(rows: Sequence[Row]) -> Match:
+    def fastest(who: str) -> Row | None:
+        return min((row for row in rows if row.who == who), key=lambda row: row.us, default=None)
+
+    return Match(rows, fastest(OURS), fastest(CUDNN))
+
+
+def gains(matches: Iterable[Match]) -> Found:
+    """How often ours was faster and by how much; `won_surely`: in every round."""
+    ratios = [(m.speedup, m.band) for m in matches if m.speedup is not None]
+    speedups = [speedup for speedup, _ in ratios if speedup is not None]
+    if not speedups:
+        return {"cases": 0}
+    won = [speedup for speedup in speedups if speedup > 1]
+    found: Found = {"cases": len(speedups), "won": len(won), "share_won": len(won) / len(speedups)}
+    found["won_surely"] = sum(band is not None and band[0] > 1 for _, band in ratios)
+    found |= {"mean": mean(speedups), "least": min(speedups), "most": max(speedups)}
+    return found | ({"mean_where_won": mean(won)} if won else {})
+
+
+def cuconv(matches: Sequence[Match], peaks: Mapping[str, float | None]) -> Found:
+    """Share of configurations won and by how much, by kernel and batch; the profiled layers beside Tables 3 to 5."""
+    del peaks
+    found: Found = {"paper": dict(CUCONV_SAYS)}
+    for precision in _in_order(m.case.precision for m in matches):
+        alike = [m for m in matches if m.case.precision == precision]
+        here = found[precision] = gains(alike)
+        here["by_kernel_and_batch"] = [
+            {"kernel": kernel, "batch": batch} | gains(_of(alike, kernel=kernel, batch=batch))
+            for kernel in sorted({m.case.kernel for m in alike})
+            for batch in sorted({m.case.batch for m in alike})
+        ]
+        here["profiles"] = [
+            {"table": p.table, "layer": str(p.layer), "batch": p.batch}
+            | {"paper_us": p.ours_us, "paper_cudnn_us": min(p.cudnn_us.values()), "paper_speedup": p.speedup}
+            | {key: value for m in _of(alike, layer=str(p.layer), batch=p.batch) for key, value in m.summary().items()}
+            for p in PROFILES
+        ]
+    return found
+
+
+def pascal(matches: Sequence[Match], peaks: Mapping[str, float | None]) -> Found:
+    """Speed-ups of one map and of several, by kernel and by size of the image."""
+    del peaks
+    found: Found = {}
+    for name in _in_order(m.case.set for m in matches):
+        alike, says = _of(matches, set=name), PASCAL_SAYS[name]
+        found[name] = gains(alike) | {"paper": {"mean": says.mean, "least": says.least, "most": says.most}}
+        found[name]["by_kernel_and_side"] = [
+            {"kernel": kernel, "side": side} | gains(_of(alike, kernel=kernel, side=side))
+            for kernel in sorted({m.case.kernel for m in alike})
+            for side in sorted({m.case.side for m in alike})
+        ]
+    return found
+
+
+def cudnn(matches: Sequence[Match], peaks: Mapping[str, float | None]) -> Found:
+    """Share of what the card computes at most, and of what the best batch has."""
+    found: Found = {"paper": {"share_of_peak": CUDNN_SAYS, "batch_16_of_best": CUDNN_BATCH_16}, "layers": []}
+    for m in matches:
+        case, summary, peak = m.case, m.summary(), peaks.get(m.case.precision)
+        others = [other.tflops(other.ours) for other in _of(matches, set=case.set, precision=case.precision)]
+        best = max((value for value in others if value is not None), default=None)
+        for key, row in (("ours", m.ours), ("cudnn", m.cudnn)):
+            speed = m.tflops(row)
+            if speed is not None and peak:
+                summary[f"{key}_of_peak"] = 1e12 * speed / peak
+        speed = m.tflops(m.ours)
+        if speed is not None and best:
+            summary["of_best_batch"] = speed / best
+        number = case.set.removeprefix("layer ")
+        summary["paper_of_peak"] = {card: shares[int(number) - 1] for card, shares in CUDNN_SAYS.items()}
+        found["layers"].append(summary)
+    return found
+
+
+def first_principles(matches: Sequence[Match], peaks: Mapping[str, float | None]) -> Found:
+    """Milliseconds of every way by kernel; how many times the processor's time a GPU saves, with copies and without."""
+    del peaks
+    found: Found = {"paper": POST_SAYS | {"times": POST_SAYS["processor"] / POST_SAYS["GPU"]}, "kernels": []}
+    for m in matches:
+        fastest: dict[str, Row] = {}
+        for row in sorted(m.rows, key=lambda row: row.us):
+            fastest.setdefault(row.who, row)
+        here: Found = {"kernel": m.case.kernel, "ms": {f"{row.words}": row.us / 1e3 for row in m.rows}}
+        here["fastest"] = {who: {"name": row.words, "ms": row.us / 1e3} for who, row in fastest.items()}
+        for who in (OURS, COPIED):
+            if who in fastest and PROCESSOR in fastest:
+                here[f"processor over {who}"] = fastest[PROCESSOR].us / fastest[who].us
+        found["kernels"].append(here)
+    return found
+
+
+TABLES: Mapping[Paper, Callable[[Sequence[Match], Mapping[str, float | None]], Found]] = {
+    "first_principles": first_principles,
+    "pascal": pascal,
+    "cuconv": cuconv,
+    "cudnn": cudnn,
+}
+
+
+def peak_flops(gpu: Gpu, readings: Mapping[str, str] | None, precision: str) -> float | None:
+    """Operations a second at the highest clock that the driver names; None where either is not known."""
+    clock = (readings or {}).get("clocks.max.sm", "").removesuffix(" MHz")
+    flops = FLOPS_A_CLOCK.get(gpu.capability, {}).get(precision)
+    return gpu.multiprocessors * flops * 1e6 * float(clock) if flops and clock.isdigit() else None
+
+
+def lines(paper: Paper, table: Found) -> list[str]:
+    """The table as it is printed."""
+    match paper:
+        case "cuconv":
+            return _cuconv_lines(table)
+        case "pascal":
+            return _pascal_lines(table)
+        case "cudnn":
+            return _cudnn_lines(table)
+        case "first_principles":
+            return _first_lines(table)
+
+
+def _cuconv_lines(table: Found) -> list[str]:
+    says = table["paper"]
+    out = [f"{'paper, V100, cuDNN 7.1, fp32':28}{602:6}{50:5}{'':7}{says['share won']:8.2%}"
+           f"{says['mean speed-up where it wins']:9.2f}{'':7}{says['largest speed-up']:7.2f}"]  # fmt: skip
+    for precision, here in table.items():
+        if precision == "paper":
+            continue
+        out.append(_gain_line(f"all, {precision}", here))
+        out += [
+            _gain_line(f"  k = {part['kernel']}, batch {part['batch']}, {precision}", part)
+            for part in here["by_kernel_and_batch"]
+        ]
+        out += [
+            "",
+            f"{'Table':6}{'layer, batch':20}{'paper us':>9}{'cuDNN':>8}{'times':>7}{'us':>9}{'cuDNN':>8}{'times':>7}",
+        ]
+        for p in here["profiles"]:
+            name = f"{p['layer']}, {p['batch']}"
+            paper = f"{p['paper_us']:9.2f}{p['paper_cudnn_us']:8.2f}{p['paper_speedup']:7.2f}"
+            out.append(f"{p['table']:6}{name:20}{paper}{_pair(p)}  {p.get('cudnn', '')}")
+        out.append("")
+    return [GAIN_HEAD, *out]
+
+
+def _pascal_lines(table: Found) -> list[str]:
+    out = [GAIN_HEAD]
+    for name, here in table.items():
+        says = here["paper"]
+        paper = f"{f'{name}, paper, GTX 1080 Ti':28}{'':6}{'':5}{'':7}{1:8.2%}{'':9}"
+        out.append(f"{paper}{says['mean']:7.2f}{says['most']:7.2f}{says['least']:7.2f}")
+        out.append(_gain_line(f"{name}, all", here))
+        out += [_gain_line(f"  k = {part['kernel']}, side {part['side']}", part) for part in here["by_kernel_and_side"]]
+    return out
+
+
+def _cudnn_lines(table: Found) -> list[str]:
+    cards = "".join(f"{card:>11}" for card in CUDNN_SAYS)
+    out = [f"{'layer, batch':26}{'TFLOP/s':>9}{'cuDNN':>8}{'times':>7}{'of peak':>9}{'cuDNN':>8}{'of best':>9}{cards}"]
+    for row in table["layers"]:
+        name = f"{row['set']}, {row['batch']}, {row['precision']}"
+        speeds = _number(row, "ours_tflops", 9, 1) + _number(row, "cudnn_tflops", 8, 1) + _number(row, "speedup", 7, 2)
+        shares = _share(row, "ours_of_peak", 9) + _share(row, "cudnn_of_peak", 8) + _share(row, "of_best_batch", 9)
+        out.append(f"{name:26}{speeds}{shares}{''.join(f'{share:11.0%}' for share in row['paper_of_peak'].values())}")
+    return out
+
+
+def _first_lines(table: Found) -> list[str]:
+    paper = table["paper"]
+    out = [f"the post: {paper['processor']} s on a processor, {paper['GPU']} s on a GPU: {paper['times']:.1f} times"]
+    for here in table["kernels"]:
+        times = "; ".join(f"{key}: {value:,.1f}" for key, value in here.items() if key.startswith(PROCESSOR))
+        out.append(f"k = {here['kernel']:2}  {times}")
+        out += [f"    {ms:12.4f} ms  {name}" for name, ms in sorted(here["ms"].items(), key=lambda item: item[1])]
+    return out
+
+
+def _gain_line(name: str, gain: Found) -> str:
+    if not gain["cases"]:
+        return f"{name:28}{0:6}"
+    won = f"{gain['won']:5}{gain['won_surely']:7}{gain['share_won']:8.2%}{_number(gain, 'mean_where_won', 9, 2)}"
+    return f"{name:28}{gain['cases']:6}{won}{gain['mean']:7.2f}{gain['most']:7.2f}{gain['least']:7.2f}"
+
+
+def _pair(row: Found) -> str:
+    return _number(row, "ours_us", 9, 2) + _number(row, "cudnn_us", 8, 2) + _number(row, "speedup", 7, 2)
+
+
+def _number(row: Found, key: str, width: int, digits: int) -> str:
+    return f"{row[key]:{width}.{digits}f}" if key in row else " " * width
+
+
+def _share(row: Found, key: str, width: int) -> str:
+    return f"{row[key]:{width}.0%}" if key in row else " " * width
+
+
+def _of(matches: Iterable[Match], **wanted: object) -> list[Match]:
+    return [m for m in matches if all(getattr(m.case, key) == value for key, value in wanted.items())]
+
+
+def _in_order(words: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(words))
