@@ -17,6 +17,7 @@ from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace
 from znnpy.kernels.gpu.conv_direct import ConvDirect as GpuConvDirect
 from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
+from znnpy.kernels.gpu.cuconv.primitive import CuConv
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled as GpuConvFftTiled
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
@@ -46,6 +47,7 @@ TABLE: tuple[Primitive, ...] = (
     ConvCudnn(),
     ConvCudnnWorkspace(),
     GpuConvFirst(),
+    CuConv(),
     ConvImplicitGemm(),
     GpuConvDirect(),
     GpuPoolMax(),

@@ -64,7 +64,10 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_float_product": Rate(flops=37e12, nbytes=3.5e12),
     "gpu_direct": Rate(flops=8e12, nbytes=3.0e12),
     "gpu_gemm_float": Rate(flops=8e12, nbytes=3.0e12),
+    "gpu_gemm_half": Rate(flops=250e12, nbytes=2.5e12),  # assumed
+    "gpu_gemm_split": Rate(flops=250e12, nbytes=2.5e12),  # assumed
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
+    "gpu_cuconv": Rate(flops=20e12, nbytes=2.7e12),
     "gpu_stream": Rate(flops=25e12, nbytes=2.8e12),
     "gpu_cufft": Rate(flops=8e12, nbytes=2.5e12),
     "gpu_cudnn_fp32": Rate(flops=28e12, nbytes=3.0e12),
@@ -83,7 +86,16 @@ _FLOPS_OF_H200: Mapping[tuple[int, int], tuple[float, float]] = {
     (9, 0): (1.0, 1.0),
     (12, 0): (1.10, 0.25),
 }
-_TENSOR: frozenset[Unit] = frozenset({"gpu_half_product", "gpu_split_product", "gpu_cudnn_tf32", "gpu_cudnn_fp16"})
+_TENSOR: frozenset[Unit] = frozenset(
+    {
+        "gpu_half_product",
+        "gpu_split_product",
+        "gpu_gemm_half",
+        "gpu_gemm_split",
+        "gpu_cudnn_tf32",
+        "gpu_cudnn_fp16",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, moves, pool
+from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
-from znnpy.kernels.gpu.implicit_gemm import floats
+from znnpy.kernels.gpu.implicit_gemm import floats, tensor
 from znnpy.kernels.gpu.modules import Instance
 
 ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H200; RTX 50
@@ -18,8 +19,10 @@ def instances() -> tuple[Instance, ...]:
         conv_cudnn.instances,
         conv_direct.instances,
         conv_first.instances,
+        cuconv.instances,
         fft_tiled.instances,
         floats.instances,
+        tensor.instances,
         pool.instances,
         _conv_fft,
         _moves,
