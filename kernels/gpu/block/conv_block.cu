@@ -1,0 +1,239 @@
+/* Direct convolution of many input maps by stride-fixed blocks, on float32 units.
+ *
+ * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * kernels[d, f, g])
+ * Shapes     x (S, n, f), out (S, n - k + 1, f') float or half, images in C order, any number of values apart; f rounded up
+ *            to whole QUADs, f' to whole blocks of MAPS. The taps (dz, dy) are gone through in pieces of `span` along x,
+ *            and those in segments of SEGMENT maps f, the last of each as short as it must be. kernels
+ *            [f' / MAPS][dz][dy][piece][segment][dx of the piece][f of the segment][MAPS] float, bias (padded f') float.
+ * Launch     128 threads: VOXELS output voxels, a tile of wide x lines x planes, and MAPS maps. A step is one segment of
+ *            one piece: SEGMENT maps of the voxels that lie under it and its kernels, which come to shared memory while
+ *            the step before is summed. Thread 8 v + m sums voxels v, v + 16, ... and maps m WIDTH + (0 .. WIDTH), ...
+ *            grid (blocks of maps, tiles along x, y, z, images), the first fastest, as one number.
+ * Bound      arithmetic (float32 units): VOXELS / 16 * MAPS / 8 products for VOXELS / 64 + MAPS / 8 / WIDTH reads of 16
+ *            bytes of shared memory, 64 for 4 at VOXELS = 128, MAPS = 64.
+ * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2. There a
+ *            segment runs along one filter, which lies in memory from map to map; channels last, maps of a voxel do.
+ * Tested     tests/gpu/test_block.py
+ */
+#include "activation.cuh"
+
+constexpr int THREADS = 128;                             // block/primitive.py
+constexpr int MAP_LANES = 8, VOXEL_LANES = THREADS / MAP_LANES;
+constexpr int QUAD = 4;                                  // input maps that are read at a time; block/primitive.py
+
+/* Values from one staged voxel to the next: on 16 bytes, and four voxels that are neighbours meet no bank twice. */
+template <class T, int SEGMENT> constexpr int PITCH = SEGMENT + (SEGMENT * sizeof(T) % 64 ? 0 : 16 / sizeof(T));
+
+/* A voxel of the input that a tile needs, at the first tap. */
+struct Place {
+    long long at;  // in its image, in values, as if all planes were there
+    int x, z;      // z: -1 where no output needs it
+};
+
+/* Where a tile begins. Kept in shared memory: the registers are for sums. */
+struct Origin {
+    long long s, z, y, x;
+};
+
+struct Sizes {
+    long long carried, ny, nx, fin;
+    int ky, kx, span;
+};
+
+/* Which taps and maps a step takes: a segment, then the next piece, row, plane of taps. */
+struct Walk {
+    int dz = 0, dy = 0, dx = 0, first = 0;
+    DEVICE int taps(const Sizes& n) const { return min(n.span, n.kx - dx); }
+    template <int SEGMENT> DEVICE int quads(const Sizes& n) const {
+        return (min((long long)SEGMENT, n.fin - first) + QUAD - 1) / QUAD;
+    }
+    template <int SEGMENT> DEVICE void advance(const Sizes& n) {
+        if ((first += SEGMENT) < n.fin) return;
+        first = 0;
+        if ((dx += n.span) < n.kx) return;
+        dx = 0;
+        if (++dy < n.ky) return;
+        dy = 0;
+        ++dz;
+    }
+};
+
+/* The step's maps of all voxels under it: QUADs that reach beyond the maps and voxels that nobody needs become zeros. */
+template <class T, int SEGMENT, int BYTES>
+DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places, int voxels, const Walk& step, const Sizes& n) {
+    constexpr int UNIT = BYTES / sizeof(T), UNITS = SEGMENT / UNIT;
+    const long long shift = ((step.dz * n.ny + step.dy) * n.nx + step.dx) * n.fin + step.first;
+    const int filled = step.quads<SEGMENT>(n) * QUAD;
+#pragma unroll 1
+    for (int unit = threadIdx.x; unit < voxels * UNITS; unit += THREADS) {
+        const int f = unit % UNITS * UNIT;
+        if (f >= filled) continue;
+        const Place place = places[unit / UNITS];
+        const bool there = place.z >= 0 && place.x + step.dx < n.nx && step.first + f < n.fin;
+        const T* const image = place.z + step.dz < n.carried ? before : x;
+        const T* const from = image + place.at + shift + f;
+        T* const target = to + unit / UNITS * PITCH<T, SEGMENT> + f;
+        if constexpr (BYTES < 4)
+            store_activation(target, there ? load_activation(from) : 0.0f);
+        else
+            cp_async<BYTES>(target, there ? from : image, there);
+    }
+}
+
+DEVICE void stage_kernels(float* to, const float* from, int count) {
+#pragma unroll 1
+    for (int i = 4 * threadIdx.x; i < count; i += 4 * THREADS) cp_async<16>(to + i, from + i);
+}
+
+/* WIDTH neighbouring values of shared memory. */
+template <int WIDTH> DEVICE void read(float* to, const float* from) {
+    if constexpr (WIDTH == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+        const float2 two = *reinterpret_cast<const float2*>(from);
+        to[0] = two.x, to[1] = two.y;
+    }
+}
+template <int WIDTH> DEVICE void read(float* to, const half* from) {
+    static_assert(WIDTH == 4, "kernels, which are read two at a time, are float");
+    const uint2 bits = *reinterpret_cast<const uint2*>(from);
+    const float2 low = to_float2(half2_from_bits(bits.x)), high = to_float2(half2_from_bits(bits.y));
+    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+}
+
+/* One step; `at`: where this thread's voxels are staged, in values; `kernels` from its first map on. */
+template <class T, int SEGMENT, int VOXELS, int MAPS, int WIDTH>
+DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const T* tile, const float* kernels,
+                     const int (&at)[VOXELS / VOXEL_LANES], int taps, int quads) {
+    constexpr int MINE = VOXELS / VOXEL_LANES, MY_MAPS = MAPS / MAP_LANES;
+#pragma unroll 1
+    for (int dx = 0; dx < taps; ++dx, tile += PITCH<T, SEGMENT>) {
+#pragma unroll 1
+        for (int quad = 0; quad < quads; ++quad, kernels += QUAD * MAPS) {
+            float in[MINE][QUAD];
+#pragma unroll
+            for (int v = 0; v < MINE; ++v) read<QUAD>(in[v], tile + at[v] + quad * QUAD);
+#pragma unroll
+            for (int f = 0; f < QUAD; ++f) {
+                float w[MY_MAPS];
+#pragma unroll
+                for (int g = 0; g < MY_MAPS; g += WIDTH) read<WIDTH>(w + g, kernels + f * MAPS + g * MAP_LANES);
+#pragma unroll
+                for (int v = 0; v < MINE; ++v)
+#pragma unroll
+                    for (int g = 0; g < MY_MAPS; ++g) sums[v][g] += in[v][f] * w[g];
+            }
+        }
+    }
+}
+
+/* BYTES: of a copy of inputs, as all addresses and the number of maps allow. KIND: the activation. VECTORS: four maps may
+ * be written at once.
+ */
+template <class T, int SEGMENT, int VOXELS, int MAPS, int BYTES, int KIND, bool VECTORS>
+__global__ void __launch_bounds__(THREADS, 3)
+    block(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
+          const float* kernels, const float* bias, long long carried, long long ny, long long nx, long long fin,
+          long long mz, long long my, long long mx, long long maps, long long kz, long long ky, long long kx,
+          long long span, long long wide, long long lines, float* peak) {
+    constexpr int MINE = VOXELS / VOXEL_LANES, MY_MAPS = MAPS / MAP_LANES, WIDTH = MAPS % 32 ? 2 : 4;
+    EXTERN_SHARED(Place, places);  // of all staged voxels; then twice: the voxels, a step's kernels
+    const Sizes n = {carried, ny, nx, fin, (int)ky, (int)kx, (int)span};
+    const int columns = (int)wide + (int)span - 1, staged = VOXELS / (int)wide * columns;
+    const int tile_bytes = staged * PITCH<T, SEGMENT> * (int)sizeof(T);
+    const int buffer_bytes = tile_bytes + (int)span * SEGMENT * MAPS * (int)sizeof(float);
+    unsigned char* const buffers = reinterpret_cast<unsigned char*>(places + staged);
+
+    SHARED(Origin, origins, [1]);
+    const Origin& begin = origins[0];
+    const int planes = VOXELS / (int)(wide * lines), map_blocks = (maps + MAPS - 1) / MAPS;
+    const int g0 = blockIdx.x % map_blocks * MAPS;
+    if (threadIdx.x == 0) {
+        const int tiles_x = (mx + wide - 1) / wide, tiles_y = (my + lines - 1) / lines, tiles_z = (mz + planes - 1) / planes;
+        const int tile = blockIdx.x / map_blocks, row = tile / tiles_x, plane = row / tiles_y;
+        origins[0] = {plane / tiles_z, plane % tiles_z * (long long)planes, row % tiles_y * lines, tile % tiles_x * wide};
+    }
+    sync_block();
+    for (int i = threadIdx.x; i < staged; i += THREADS) {
+        const int row = i / columns, column = i % columns;
+        const long long z = begin.z + row / lines, y = begin.y + row % lines;
+        places[i].at = ((z * ny + y) * nx + begin.x + column) * fin;
+        places[i].x = begin.x + column;
+        places[i].z = z < mz && y < my ? z : -1;
+    }
+    const long long padded = (fin + QUAD - 1) / QUAD * QUAD;
+    const float* coming = kernels + g0 * kz * ky * kx * padded;
+
+    const int group = threadIdx.x / MAP_LANES, mine = threadIdx.x % MAP_LANES * WIDTH;
+    float sums[MINE][MY_MAPS];
+    int at[MINE];
+#pragma unroll
+    for (int v = 0; v < MINE; ++v) {
+        const int voxel = v * VOXEL_LANES + group;
+        at[v] = (voxel / (int)wide * columns + voxel % (int)wide) * PITCH<T, SEGMENT>;
+#pragma unroll
+        for (int g = 0; g < MY_MAPS; g += WIDTH)
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) sums[v][g + i] = bias[g0 + g * MAP_LANES + mine + i];
+    }
+    sync_block();
+
+    Walk next;
+    int taps = 0, quads = 0;
+#pragma unroll 1
+    for (int turn = 0;; turn ^= 1) {  // this turn's step comes, last turn's is summed
+        const bool more = next.dz < kz;
+        const int next_taps = next.taps(n), next_quads = next.quads<SEGMENT>(n);
+        unsigned char* const to = buffers + turn * buffer_bytes;
+        if (more) {
+            const int count = next_taps * next_quads * QUAD * MAPS;
+            stage_voxels<T, SEGMENT, BYTES>(reinterpret_cast<T*>(to), before + begin.s * before_image,
+                                            x + begin.s * x_image - carried * ny * nx * fin, places, staged, next, n);
+            stage_kernels(reinterpret_cast<float*>(to + tile_bytes), coming, count);
+            coming += count;
+            next.advance<SEGMENT>(n);
+        }
+        cp_async_commit();
+        const unsigned char* const from = buffers + (turn ^ 1) * buffer_bytes;
+        const float* const ready = reinterpret_cast<const float*>(from + tile_bytes) + mine;
+        add_step<T, SEGMENT, VOXELS, MAPS, WIDTH>(sums, reinterpret_cast<const T*>(from), ready, at, taps, quads);
+        if (!more) break;
+        taps = next_taps, quads = next_quads;
+        cp_async_wait<0>();
+        sync_block();
+    }
+
+    float largest = 0.0f;
+#pragma unroll
+    for (int v = 0; v < MINE; ++v) {
+        sync_warp();  // one voxel after the other: the registers hold no more addresses
+        const int voxel = v * VOXEL_LANES + group, row = voxel / (int)wide;
+        const long long z = begin.z + row / lines, y = begin.y + row % lines, column = begin.x + voxel % wide;
+        const bool inside = z < mz && y < my && column < mx;
+        T* const to = out + begin.s * out_image + ((z * my + y) * mx + column) * maps + g0 + mine;
+#pragma unroll
+        for (int g = 0; g < MY_MAPS; g += WIDTH) {
+            const long long known = inside ? maps - g0 - mine - g * MAP_LANES : 0;
+            float value[WIDTH];
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                value[i] = activate<KIND>(sums[v][g + i]);
+                if (i < known) largest = larger_magnitude(largest, value[i]);
+            }
+            T* const there = to + g * MAP_LANES;
+            if constexpr (VECTORS) {
+                if (known <= 0) continue;
+                if constexpr (WIDTH == 4)
+                    store_activation4(there, make_float4(value[0], value[1], value[2], value[3]));
+                else
+                    store_activation2(there, make_float2(value[0], value[1]));
+            } else {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i)
+                    if (i < known) store_activation(there + i, value[i]);
+            }
+        }
+    }
+    raise_peak_by_warp(peak, largest);
+}

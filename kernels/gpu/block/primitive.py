@@ -1,0 +1,280 @@
+"""Direct convolution of many input maps on a GPU by stride-fixed blocks.
+
+Method   A block sums a tile of voxels x some output maps in registers, on float32 units in every precision. It goes
+         through the taps a row of the kernel and 32 or 64 bytes of a voxel's maps at a time ("segment"): a whole number
+         of the 32 bytes that memory gives, and few, so that many output maps fit beside it. While one step is summed,
+         the next is copied to the other half of shared memory (cp.async). How many voxels, maps and taps a step has
+         follows from what the card needs to hide its memory's latency: division.py. conv_block.cu.
+Memory   Nothing beside kernels, in float32 in every precision.
+Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units, of whole tiles.
+Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2.
+Tested   tests/gpu/test_block.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.gpu.block.division import card_of
+from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3, ceil_divide
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.machine import Gpu, Machine
+
+SOURCE = "block/conv_block.cu"
+WARP, THREADS, QUAD, PLACE_BYTES = 32, 128, 4, 16  # conv_block.cu
+COPY_ISSUES, KERNEL_ISSUES = 20, 4  # instructions of one copy of inputs and of kernels, about
+SEGMENTS = (32, 64)  # bytes of a voxel's maps; the paper's
+VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # of a block that the kernel is made for
+NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
+MOST_BLOCKS = 2**31 - 1  # of a grid along x
+RESIDENT = 3  # blocks of a multiprocessor: so many its registers are shared out for
+MOST_SHARED = 99 << 10  # bytes of a block: what cards of any kind give
+REGISTERS = 168
+
+
+class _Division(NamedTuple):
+    """How a layer is divided: what a Variant says."""
+
+    channels: int  # input maps of a segment
+    span: int  # taps along x of a step
+    voxels: int  # of a block
+    maps: int  # of a block
+
+    @classmethod
+    def of(cls, variant: Variant) -> _Division:
+        return cls(*(variant.count(name) for name in cls._fields))
+
+    @property
+    def variant(self) -> Variant:
+        return Variant.of(**self._asdict())
+
+    def blocks(self, fout: int) -> int:
+        """Of maps."""
+        return -(-fout // self.maps)
+
+    def shared_bytes(self, wide: int, itemsize: int) -> int:
+        """Of a block: where voxels are, and twice the voxels and kernels of a step."""
+        staged = self.voxels // wide * (wide + self.span - 1)
+        segment = self.channels * itemsize
+        pitch = segment if segment % 64 else segment + 16  # lanes meet no bank twice: conv_block.cu
+        return staged * PLACE_BYTES + 2 * (staged * pitch + FLOAT32 * self.span * self.channels * self.maps)
+
+
+class _Tile(NamedTuple):
+    """Of voxels, along x, y and z."""
+
+    wide: int
+    lines: int
+    planes: int
+
+    def count(self, out: Vec3) -> int:
+        """Tiles that cover an image."""
+        return prod(ceil_divide(out, (self.planes, self.lines, self.wide)))
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << bit for bit in range(most.bit_length())]
+
+
+def _tile(out: Vec3, division: _Division, itemsize: int) -> _Tile:
+    """The one that covers least beyond the image; of these the widest, whose input is smallest."""
+    found = []
+    for wide, lines in product(_powers(division.voxels), _powers(division.voxels)):
+        fits = wide * lines <= division.voxels and division.shared_bytes(wide, itemsize) <= MOST_SHARED
+        if wide >= NARROWEST and fits:
+            found.append(_Tile(wide, lines, division.voxels // (wide * lines)))
+    return min(found, key=lambda tile: (tile.count(out), -tile.wide, tile.planes))
+
+
+def _blocks(shape: ConvShape, division: _Division) -> int:
+    return shape.batch * _tile(shape.out, division, shape.itemsize).count(shape.out) * division.blocks(shape.fout)
+
+
+def _span(kx: int, division: _Division, itemsize: int, room: int) -> int:
+    """The most taps along x of a step, in equal pieces, for which a tile of any shape fits `room` bytes; at least 1."""
+    for pieces in range(1, kx + 1):
+        span = -(-kx // pieces)
+        if division._replace(span=span).shared_bytes(16, itemsize) <= room:
+            return span
+    return 1
+
+
+def _divide(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]:
+    """The paper's 3.2 over the sizes that the kernel is made for: cycles of a multiprocessor, estimated, and how.
+
+    Some blocks share a multiprocessor. A step of theirs lasts as long as its products, or as memory takes to bring the
+    next where these are too few (steps 3 and 4).
+    """
+    card, channels = card_of(gpu), segment // shape.itemsize
+    room = min(gpu.shared_multiprocessor_bytes // RESIDENT, MOST_SHARED)
+    found = []
+    for voxels, maps in product(VOXELS, MAPS):
+        division = _Division(channels, 1, voxels, maps)
+        division = division._replace(span=_span(shape.k[2], division, shape.itemsize, room))
+        step = _step_cycles(shape, division, card.products)
+        steps = shape.k[0] * shape.k[1] * -(-shape.k[2] // division.span) * -(-shape.fin // channels)
+        rounds, rest = divmod(-(-_blocks(shape, division) // card.multiprocessors), RESIDENT)
+        cycles = rounds * max(RESIDENT * step, card.latency) + (max(rest * step, card.latency) if rest else 0.0)
+        found.append((steps * cycles, division))
+    return min(found)
+
+
+def _step_cycles(shape: ConvShape, division: _Division, products: int) -> float:
+    """Of one block's step alone: what its threads issue, or its reads of shared memory if these take longer.
+
+    products  a cycle.
+    """
+    mine, my_maps, width = division.voxels // 16, division.maps // 8, 2 if division.maps % 32 else 4
+    taps = division.span * min(division.channels, _quads(shape.fin))
+    reads = mine / QUAD + my_maps / width  # a tap, by a thread
+    passes = 2 * mine / QUAD + my_maps / 2  # of shared memory, by a warp: 64 bytes of different addresses each
+    copies = (division.voxels + division.span - 1) * division.channels * shape.itemsize / _copy_bytes(shape)
+    kernels = FLOAT32 * taps * division.maps / 16
+    issued = THREADS * taps * (mine * my_maps + reads) + COPY_ISSUES * copies + KERNEL_ISSUES * kernels
+    return max(issued / products, THREADS // WARP * taps * passes)
+
+
+def _copy_bytes(shape: ConvShape) -> int:
+    """The most bytes at a time in which maps of voxels can be copied."""
+    return next(nbytes for nbytes in (16, 8, 4, 2) if shape.fin * shape.itemsize % nbytes == 0)
+
+
+def _kernel(itemsize: int, division: _Division, nbytes: int, activation: Activation, *, vectors: bool) -> str:
+    value = "half" if itemsize == 2 else "float"
+    sizes = f"{division.channels}, {division.voxels}, {division.maps}, {nbytes}"
+    return f"block<{value}, {sizes}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}>"
+
+
+def instances() -> list[Instance]:
+    """The widest, the commonest and the narrowest."""
+    kinds = ((4, 8), (4, 16), (2, 16), (2, 32))
+    names = [_kernel(item, _Division(f, 1, 128, 80), 16, "relu", vectors=True) for item, f in kinds]
+    names += [_kernel(item, _Division(f, 1, 128, 64), 16, "relu", vectors=True) for item, f in kinds]
+    names += [_kernel(item, _Division(f, 1, 32, 16), item, "sigmoid", vectors=False) for item, f in kinds]
+    return [Instance(SOURCE, name, REGISTERS) for name in names]
+
+
+class _Resident(NamedTuple):
+    kernels: Any  # float32, cut as the variant says: conv_block.cu
+    bias: Any  # (padded f',) float32
+
+
+@dataclass(frozen=True, slots=True)
+class ConvBlock:
+    """Direct convolution by stride-fixed blocks."""
+
+    name: str = "gpu.conv.block"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "many input maps, float32 units: 32 or 64 bytes of maps at a time, the next fetched meanwhile"
+    source: str = "Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU, 3.2"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if machine.gpu is None:
+            return "needs a CUDA device"
+        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+            return reason
+        shape = as_conv(shape)
+        if shape.activation == "softmax":
+            return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
+        blocks = max(_blocks(shape, _Division.of(variant)) for variant in self.variants(shape, machine))
+        if blocks > MOST_BLOCKS:
+            return f"takes up to {MOST_BLOCKS} blocks of voxels and maps, not {blocks}"
+        return None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        shape = as_conv(shape)
+        assert machine.gpu is not None
+        segments = [n for n in SEGMENTS if n == min(SEGMENTS) or n // 2 < shape.fin * shape.itemsize]
+        found = [_divide(shape, machine.gpu, segment) for segment in segments]
+        return tuple(division.variant for _, division in sorted(found))
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        del threads
+        shape, division = as_conv(shape), _Division.of(variant)
+        padded = division.blocks(shape.fout) * division.maps
+        resident = FLOAT32 * padded * (prod(shape.k) * _quads(shape.fin) + 1)
+        return Footprint(resident=resident, reads_carried=True, raises_peak=True)
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        shape, division = as_conv(shape), _Division.of(variant)
+        sums = _blocks(shape, division) * division.voxels * division.maps
+        products = sums * prod(shape.k) * _quads(shape.fin)
+        return (Work("gpu_block", 2.0 * products, shape.in_bytes + shape.out_bytes),)
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
+        assert weights is not None
+        division, (fout, fin, kz, ky, kx) = _Division.of(variant), weights.weight.shape
+        blocks = division.blocks(fout)
+        more, rest = blocks * division.maps - fout, _quads(fin) - fin
+        taps = weights.weight.transpose(2, 3, 4, 1, 0).reshape(kz * ky, kx, fin, fout)
+        padded = np.pad(taps, ((0, 0), (0, 0), (0, rest), (0, more)))
+        cut = padded.reshape(kz * ky, kx, fin + rest, blocks, division.maps).transpose(3, 0, 1, 2, 4)
+        steps = [
+            cut[:, :, x : x + division.span, f : f + division.channels].reshape(blocks, kz * ky, -1)
+            for x in range(0, kx, division.span)
+            for f in range(0, fin, division.channels)
+        ]
+        return _Resident(
+            device.put(np.concatenate(steps, axis=2), "kernels of gpu.conv.block"),
+            device.put(np.pad(weights.bias, (0, more)), "biases of gpu.conv.block"),
+        )
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
+        return _Step(resident, as_conv(shape), _Division.of(variant), device)
+
+
+def _quads(fin: int) -> int:
+    """Input maps, in whole QUADs."""
+    return -(-fin // QUAD) * QUAD
+
+
+class _Step:
+    def __init__(self, resident: _Resident, shape: ConvShape, division: _Division, device: Device) -> None:
+        self._resident, self._shape, self._division, self._device = resident, shape, division, device
+        self._tile = _tile(shape.out, division, shape.itemsize)
+        self._nbytes = _copy_bytes(shape)  # where images lie for it
+        sizes = ((self._nbytes, shape.fout % 4 == 0), (shape.itemsize, False))
+        names = [_kernel(shape.itemsize, division, n, shape.activation, vectors=vectors) for n, vectors in sizes]
+        compiled = device.kernels(SOURCE, list(dict.fromkeys(names)))
+        self._kernel, self._unaligned = (compiled[name] for name in names)
+
+    def run(
+        self,
+        x: Any,
+        out: Any,
+        scratch: Mapping[str, Any],
+        before: Any | None = None,
+        *,
+        x_peak: int = 0,
+        out_peak: int = 0,
+    ) -> None:
+        del scratch, x_peak
+        shape, division, tile, itemsize, d = self._shape, self._division, self._tile, self._shape.itemsize, self._device
+        old = x if before is None else before
+        (mz, my, mx), (kz, ky, kx) = shape.out, shape.k
+        begins = (d.address(old), old.strides[0], d.address(x), x.strides[0])
+        ends = (d.address(out), out.strides[0])
+        aligned = all(n % self._nbytes == 0 for n in begins) and all(n % (4 * itemsize) == 0 for n in ends)
+        kernel = self._kernel if aligned else self._unaligned
+        kernel(
+            (division.blocks(shape.fout) * tile.count(shape.out) * len(x),),
+            (THREADS,),
+            *(old, old.strides[0] // itemsize, x, x.strides[0] // itemsize, out, out.strides[0] // itemsize),
+            *self._resident,
+            *(shape.n[0] - x.shape[1], *shape.n[1:], shape.fin, mz, my, mx, shape.fout, kz, ky, kx),
+            *(division.span, tile.wide, tile.lines),
+            np.uint64(out_peak),
+            shared=division.shared_bytes(tile.wide, itemsize),
+        )
