@@ -198,6 +198,7 @@ def smallest(primitive: Primitive) -> Case:
     machine = this_machine()
     shapes: tuple[LayerShape, ...] = (
         ConvShape(1, 2, 2, (9, 9, 9), (2, 2, 2), "tanh"),
+        ConvShape(1, 32, 32, (12, 12, 12), (3, 3, 3), "tanh"),
         PoolShape(1, 2, (5, 5, 5), (2, 2, 2)),
         PoolShape(1, 2, (4, 4, 4), (2, 2, 2), fragments=False),
         FilterShape(1, 2, (5, 5, 5), (2, 2, 2)),
