@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 FAR_BEHIND = 1.6  # times the time of cuDNN's best plan: not in the rounds
 SLOW_SECONDS, SLOW_ROUNDS = 0.5, 2  # what runs longer, and how often then
+LISTED = 6  # of what is left out, on stdout
 QUICK_BYTES = 2**12  # of the copy that holds work back
 Asked = tuple[PaperCase, Precision]
 Key = tuple[str, int, str]  # layer, batch, precision
@@ -292,7 +293,8 @@ def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> 
     print("\n".join(["", *lines(paper, TABLES[paper](bench.matches, peaks))]))
     for what, some in (("left out", bench.left_out), ("of cuDNN, wrong or refused", bench.wrong)):
         if some:
-            print(f"{what}: {len(some)}\n  " + "\n  ".join(some))
+            more = ["the others are in the JSON file"] if len(some) > LISTED else []
+            print("\n  ".join([f"{what}: {len(some)}", *some[:LISTED], *more]))
     if bench.void:
         raise SystemExit("void:\n" + "\n".join(bench.void))
 
