@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
-from znnpy.shapes import Activation, Vec3, valid
+from znnpy.shapes import Activation, Sliding, Vec3, valid
 
 Real = npt.NDArray[np.float64]
 AnyReal = npt.NDArray[np.floating]
+Mode = Literal["correlation", "convolution"]
+VALID = Sliding()
 
 
 def convolve(x: AnyReal, weight: AnyReal, bias: AnyReal, activation: Activation = "none") -> Real:
@@ -36,6 +39,24 @@ def convolve(x: AnyReal, weight: AnyReal, bias: AnyReal, activation: Activation 
     for row in np.ndindex(out.shape[:3]):
         out[row] = windows[row].reshape(out.shape[3], -1) @ matrix
     return activate(out + bias, activation)
+
+
+def convolve_sliding(
+    x: AnyReal,
+    weight: AnyReal,
+    bias: AnyReal,
+    activation: Activation = "none",
+    sliding: Sliding = VALID,
+    mode: Mode = "correlation",
+) -> Real:
+    """out[s, p, g] = activation(bias[g] + sum over d, f of x0[s, p * stride + c(d) - padding, f] * weight[g, f, d]).
+
+    x0 is x with zeros around it; c(d) is d for a correlation and k - 1 - d for a convolution (Chetlur et al., cuDNN,
+    2014, 3, which states the second).
+    """
+    turned = weight if mode == "correlation" else weight[:, :, ::-1, ::-1, ::-1]
+    sz, sy, sx = sliding.stride
+    return convolve(_padded(x, sliding.padding, 0.0), turned, bias, activation)[:, ::sz, ::sy, ::sx]
 
 
 def activate(x: Real, activation: Activation) -> Real:
@@ -63,6 +84,29 @@ def max_filter(x: AnyReal, p: Vec3) -> Real:
 def max_pool(x: AnyReal, p: Vec3) -> Real:
     """The maximum over windows that do not overlap: (S, n / p, f); what is left over at the end is not looked at."""
     return max_filter(x, p)[:, :: p[0], :: p[1], :: p[2]]
+
+
+def softmax_of_images(x: AnyReal) -> Real:
+    """Softmax over all values of an image."""
+    return activate(x.astype(np.float64).reshape(len(x), -1), "softmax").reshape(x.shape)
+
+
+def pool_sliding(
+    x: AnyReal, window: Vec3, sliding: Sliding, how: Literal["max", "average"], *, counts_padding: bool = False
+) -> Real:
+    """The maximum or the mean of what a window has of the image, at every position: (S, positions, f).
+
+    counts_padding  the mean is over the whole window, zeros around the image included.
+    """
+    sz, sy, sx = sliding.stride
+    start, counted = (-np.inf, 1.0) if how == "max" else (0.0, 1.0 if counts_padding else 0.0)
+    values, counts = (
+        sliding_window_view(_padded(array, sliding.padding, around), window, axis=(1, 2, 3))[:, ::sz, ::sy, ::sx]
+        for array, around in ((x, start), (np.ones(x.shape), counted))
+    )
+    if how == "max":
+        return np.asarray(values.max(axis=(-3, -2, -1)))
+    return np.asarray(values.sum(axis=(-3, -2, -1)) / counts.sum(axis=(-3, -2, -1)))
 
 
 def fragments(x: AnyReal, p: Vec3) -> Real:
@@ -133,6 +177,12 @@ def _run(network: Network, weights: Sequence[ConvWeights], x: AnyReal, *, dense:
 
 def _size(x: AnyReal) -> Vec3:
     return x.shape[1], x.shape[2], x.shape[3]
+
+
+def _padded(x: AnyReal, padding: Vec3, value: float) -> Real:
+    """float64 of x with so many planes of `value` before and behind it along z, y and x."""
+    around = ((0, 0), *((pad, pad) for pad in padding), (0, 0))
+    return np.pad(x.astype(np.float64), around, constant_values=value)
 
 
 def _window(x: AnyReal, at: tuple[int, ...], size: Vec3) -> AnyReal:

@@ -1,25 +1,30 @@
-"""Direct convolution on a GPU, any shape: the slow but sure one.
+"""Direct convolution on a GPU, by the definition: any shape, slow but sure.
 
-Method   The definition as a matrix product [voxels x taps] @ [taps x maps] whose left matrix exists only in shared
-         memory, some taps at a time; sums in float32 registers. conv_direct.cu.
+Method   kernel=shared: a block stages the input of a tile of voxels in shared memory, some maps and planes of taps at a
+         time; a lane sums four neighbours and up to 16 maps in registers. kernel=plain: a thread computes one voxel,
+         all its maps, and asks memory for everything. Both take strides and zero padding. conv_direct.cu.
 Memory   Nothing beside kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units.
-Source   First principles; lowering within the kernel after Chetlur et al., cuDNN, 2014.
+Source   First principles, after the post Convolution in CUDA from first principles, whose shared-memory version is only
+         announced; strides and padding as Chetlur et al., cuDNN, 2014, 3.
 Tested   tests/gpu/test_conv_direct.py
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
-from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
+from znnpy.shapes import ACTIVATIONS, FLOAT32, LayerShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -27,30 +32,112 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SOURCE = "conv_direct.cu"
-WARP, MOST_WARPS = 32, 4
-VOXELS, STEP, ROW = 128, 16, 130  # conv_direct.cu
-WINDOW_BYTES, SUMMED_BYTES = 24, 8  # conv_direct.cu: Window, Summed
-REGISTERS = 128
+THREADS, WARP, MOST_WARPS, LANE, HEAD = 128, 32, 6, 4, 32  # conv_direct.cu
+SUMMED_BYTES = 8  # conv_direct.cu: Summed
+WIDTHS = (32, 16, 8)  # of a tile along x
+SHARED_BYTES = 40 << 10  # of what is staged: two blocks fit a multiprocessor of any card
+LONGEST = 512  # products summed in a row where there are more: a float32 sum of 4,000 is wrong by 1e-6
+MOST_BYTES = 99 << 10  # that a block of any card may have
+FEW = 4  # input maps staged at a time, at least, where all planes of taps fit with so many
+BANKS = 32
+STAGED = 8  # products of a lane in the time of one input staged, roughly: to choose a tile it does
+PLAIN = 4.0  # times slower than with its input in shared memory, assumed
+REGISTERS = {"plain": 128, "shared": 168}
 
 
 def _group(maps: int) -> int:
-    """Maps that a warp sums at a time."""
-    return 4 if maps <= 4 else 16
+    """Maps that a thread sums at a time."""
+    return next(group for group in (1, 4, 16) if maps <= group or group == 16)
 
 
 def _padded(maps: int) -> int:
     return -(-maps // _group(maps)) * _group(maps)
 
 
-def _kernel(itemsize: int, group: int) -> str:
-    return f"direct<{'half' if itemsize == 2 else 'float'}, {group}>"
+def _kernel(kernel: str, itemsize: int, group: int) -> str:
+    name = {"plain": "plain", "shared": "tiled"}[kernel]
+    return f"{name}<{'half' if itemsize == 2 else 'float'}, {group}>"
 
 
 def instances() -> list[Instance]:
-    forgiven = (24, 64)  # bytes on the stack, spilled: by sm_120's compiler alone
     return [
-        Instance(SOURCE, _kernel(itemsize, group), REGISTERS, (), *forgiven) for itemsize in (2, 4) for group in (4, 16)
+        Instance(SOURCE, _kernel(kernel, itemsize, group), registers)
+        for kernel, registers in REGISTERS.items()
+        for itemsize in (2, 4)
+        for group in (1, 4, 16)
     ]
+
+
+class _Tile(NamedTuple):
+    """How a block of kernel=shared works: its voxels, its maps, and what it stages at a time."""
+
+    size: Vec3  # voxels of the output
+    warps_y: int
+    warps_maps: int  # that share voxels
+    warps: int
+    planes: int  # of taps at a time
+    chunk: int  # input maps at a time
+    pitch: int  # floats from line to line
+    plane: int  # floats from map to map
+    apart: bool  # sums of what is staged at a time are added up in shared memory
+
+    def shared_bytes(self, group: int, *, soft: bool) -> int:
+        totals = LANE * group * MOST_WARPS * WARP if self.apart else 0
+        summed = SUMMED_BYTES * LANE * self.warps * WARP if soft else 0
+        return FLOAT32 * (HEAD + -(-self.chunk * self.plane // 2) * 2 + totals) + summed
+
+    def blocks(self, out: Vec3) -> int:
+        """Of one image."""
+        return prod(-(-m // t) for m, t in zip(out, self.size, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _tile(problem: Lowering) -> _Tile | None:
+    """The tile with the least work; None where not even one line of taps of one map fits shared memory."""
+    groups = _padded(problem.fout) // _group(problem.fout)
+    warps_maps = -(-groups // -(-groups // MOST_WARPS))
+    warps_voxels = MOST_WARPS // warps_maps
+    best, least = None, float("inf")
+    for wide in WIDTHS:
+        for warps_y in (w for w in range(1, warps_voxels + 1) if warps_voxels % w == 0):
+            size = warps_voxels // warps_y, warps_y * (WARP // wide) * LANE, wide
+            tile = _staged(problem, size, warps_y, warps_maps)
+            if tile is None:
+                continue
+            inputs = prod((t - 1) * s + k for t, s, k in zip(size, problem.sliding.stride, problem.k, strict=True))
+            products = prod(size) * problem.taps * _group(problem.fout) * warps_maps
+            work = tile.blocks(problem.out) * (products + STAGED * inputs)
+            if work < least:
+                best, least = tile, work
+    return best
+
+
+def _staged(problem: Lowering, size: Vec3, warps_y: int, warps_maps: int) -> _Tile | None:
+    """What is staged at a time for a tile of `size`: all planes of taps if that leaves room for a few maps."""
+    (deep, high, wide), (sz, sy, sx), (kz, ky, kx) = size, problem.sliding.stride, problem.k
+    warps = deep * warps_y * warps_maps
+    lines, pitch = (high - 1) * sy + ky, _pitch((wide - 1) * sx + kx, wide, sy, sx)
+    apart = problem.taps * problem.fin > LONGEST
+    for planes in range(kz, 0, -1):
+        plane = ((deep - 1) * sz + planes) * lines * pitch | 1  # odd: maps are written beside each other
+        chunk = min(problem.fin, (SHARED_BYTES // FLOAT32 - HEAD - 1) // plane)
+        if apart:
+            chunk = min(chunk, LONGEST // (planes * ky * kx))
+        if chunk >= min(FEW, problem.fin):
+            break
+    tile = _Tile(size, warps_y, warps_maps, warps, planes, max(chunk, 1), pitch, plane, apart)
+    return tile if tile.shared_bytes(_group(problem.fout), soft=True) <= MOST_BYTES else None
+
+
+@lru_cache(maxsize=1024)
+def _pitch(columns: int, wide: int, step_y: int, step_x: int) -> int:
+    """Floats from line to line, of lines of so many, such that lanes of a warp meet in as few banks as can be."""
+
+    def most_in_a_bank(pitch: int) -> int:
+        floats = {lane % wide * step_x + lane // wide * LANE * step_y * pitch for lane in range(WARP)}
+        return max(Counter(at % BANKS for at in floats).values())
+
+    return min(range(columns, columns + 8), key=most_in_a_bank)
 
 
 class _Resident(NamedTuple):
@@ -64,9 +151,9 @@ class ConvDirect:
 
     name: str = "gpu.conv.direct"
     kind: Kind = "conv"
-    version: int = 1
-    summary: str = "any shape, slow but sure: 1x1x1 kernels, softmax, few maps"
-    source: str = "definition; lowering within the kernel after Chetlur et al., cuDNN, 2014"
+    version: int = 2
+    summary: str = "any shape, slow but sure, by the definition: softmax, few maps"
+    source: str = "definition; Convolution in CUDA from first principles"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
@@ -74,44 +161,61 @@ class ConvDirect:
         return why_not_plain(shape, "gpu.conv.fft_tiled")
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        del shape, machine
-        return (Variant(),)
+        """Shared memory first, where its tile fits."""
+        del machine
+        plain = Variant.of(kernel="plain")
+        return (plain,) if _tile(Lowering.of(as_conv(shape))) is None else (Variant.of(kernel="shared"), plain)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant, threads
         shape = as_conv(shape)
-        padded = _padded(shape.fout)
-        resident = FLOAT32 * padded * (prod(shape.k) * shape.fin + 1)
+        resident = FLOAT32 * _padded(shape.fout) * (prod(shape.k) * shape.fin + 1)
         return Footprint(resident=resident, reads_carried=True, raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        del variant
         shape = as_conv(shape)
-        rounds = 2 if shape.activation == "softmax" else 1
-        products = prod(shape.out_shape[:4]) * prod(shape.k) * shape.fin * _padded(shape.fout)
-        return (Work("gpu_direct", 2.0 * rounds * products, shape.in_bytes + shape.out_bytes),)
+        problem, voxels, maps = Lowering.of(shape), prod(shape.out_shape[1:4]), _padded(shape.fout)
+        held, slower = _group(shape.fout), PLAIN
+        if variant.word("kernel") == "shared":
+            tile = _tile(problem)
+            assert tile is not None, "was not among the variants"
+            held, slower = tile.warps_maps * _group(shape.fout), 1.0
+            voxels, maps = tile.blocks(shape.out) * prod(tile.size), -(-maps // held) * held
+        rounds = 2 if shape.activation == "softmax" and maps > held else 1
+        flops = 2.0 * rounds * shape.batch * voxels * problem.taps * shape.fin * maps
+        return (Work("gpu_direct", slower * flops, shape.in_bytes + shape.out_bytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         del variant
         assert weights is not None
-        fout = len(weights.bias)
-        matrix = weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)
-        more = _padded(fout) - fout
-        return _Resident(
-            device.put(np.pad(matrix, ((0, 0), (0, more))), "kernels of gpu.conv.direct"),
-            device.put(np.pad(weights.bias, (0, more)), "biases of gpu.conv.direct"),
-        )
+        return prepare(weights, device)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
-        del variant
-        return _Step(resident, as_conv(shape), device)
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> DirectStep:
+        return DirectStep(resident, Lowering.of(as_conv(shape)), device, variant.word("kernel"))
 
 
-class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, device: Device) -> None:
-        self._resident, self._shape = resident, shape
-        self._group = _group(shape.fout)
-        name = _kernel(shape.itemsize, self._group)
+def prepare(weights: ConvWeights, device: Device) -> _Resident:
+    """Kernels and biases on the device, as both kernels read them."""
+    fout = len(weights.bias)
+    matrix = weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)
+    more = _padded(fout) - fout
+    return _Resident(
+        device.put(np.pad(matrix, ((0, 0), (0, more))), "kernels of gpu.conv.direct"),
+        device.put(np.pad(weights.bias, (0, more)), "biases of gpu.conv.direct"),
+    )
+
+
+class DirectStep:
+    """A DeviceStep, of any stride and padding.
+
+    kernel  plain | shared; None: shared where its tile fits.
+    """
+
+    def __init__(self, resident: _Resident, problem: Lowering, device: Device, kernel: str | None = None) -> None:
+        self._resident, self._problem, self._device = resident, problem, device
+        self._tile = None if kernel == "plain" else _tile(problem)
+        assert kernel != "shared" or self._tile is not None, "was not among the variants"
+        name = _kernel("plain" if self._tile is None else "shared", problem.itemsize, _group(problem.fout))
         self._kernel = device.kernels(SOURCE, [name])[name]
 
     def run(
@@ -125,18 +229,28 @@ class _Step:
         out_peak: int = 0,
     ) -> None:
         del scratch, x_peak
-        shape, itemsize, (mz, my, mx) = self._shape, self._shape.itemsize, self._shape.out
+        problem, tile, d = self._problem, self._tile, self._device
         old = x if before is None else before
-        warps = min(MOST_WARPS, -(-shape.fout // self._group))
-        blocks = 1 if shape.activation == "softmax" else -(-shape.fout // (warps * self._group))
-        self._kernel(
-            (-(-len(x) * mz * my * mx // VOXELS), blocks),
-            (warps * WARP,),
-            *(old, old.strides[0] // itemsize, x, x.strides[0] // itemsize, out, out.strides[0] // itemsize),
+        begins = (d.address(out), out.strides[0], problem.fout * problem.itemsize)
+        vectors = all(begin % (4 * problem.itemsize) == 0 for begin in begins)
+        arguments = (
+            *(old, image_step(old), x, image_step(x), out, image_step(out)),
             *self._resident,
-            *(len(x), shape.n[0] - x.shape[1], *shape.n[1:], shape.fin, my, mx, mz * my * mx),
-            *(prod(shape.k) * shape.fin, *shape.k[1:], shape.fout),
-            ACTIVATIONS.index(shape.activation),
+            *(len(x), problem.n[0] - x.shape[1], *problem.n, problem.fin, *problem.out, problem.fout, *problem.k),
+            *(*problem.sliding.stride, *problem.sliding.padding),
+            *(ACTIVATIONS.index(problem.activation), int(vectors)),
             np.uint64(out_peak),
-            shared=WINDOW_BYTES * VOXELS + FLOAT32 * STEP * ROW + SUMMED_BYTES * warps * VOXELS,
+        )
+        if tile is None:
+            self._kernel((-(-len(x) * prod(problem.out) // THREADS),), (THREADS,), *arguments)
+            return
+        soft = problem.activation == "softmax"
+        maps = tile.warps_maps * _group(problem.fout)
+        self._kernel(
+            (len(x) * tile.blocks(problem.out), 1 if soft else -(-problem.fout // maps)),
+            (tile.warps * WARP,),
+            *arguments,
+            *(tile.size[2], tile.warps_y, tile.warps_maps, tile.planes, tile.chunk, tile.pitch, tile.plane),
+            int(tile.apart),
+            shared=tile.shared_bytes(_group(problem.fout), soft=soft),
         )
