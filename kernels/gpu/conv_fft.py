@@ -10,7 +10,8 @@ Method   0  For some maps at a time, of one image or of several: lines along x, 
             lines that are wanted; scale, bias and activation while they go to their places.
 Layout   Spectra planar, [x][y][z]: what is transformed next always lies innermost. Channels last outside.
 Memory   Table II of the paper: input + spectra; spectra in and out + kernels; spectra out + output; beside each, of
-         what is under way, the values before the last turn: a part `n_z / g_z` of a spectrum.
+         what is under way, the values before the last turn: a part `n_z / g_z` of a spectrum. cuFFT's tables are there
+         from `bind` on, those of all layers at once: they count as what is kept between patches.
 Bound    Memory: spectra of kernels are written once and read once.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), III-C and IV-B.2, algorithm 3.
 Tested   tests/gpu/test_conv_fft.py
@@ -124,8 +125,9 @@ class ConvFft:
         shape = as_conv(shape)
         t = _sizes(shape, variant)
         rows = COMPLEX64 * t.half * t.padded[1]  # of one plane before its last turn
+        plans = sum(2 if axis == "x" else 1 for axis, _ in _batches(shape, t))
         return Footprint(
-            resident=shape.weight_bytes,
+            resident=shape.weight_bytes + TABLES_BYTES * plans + COMPLEX64 * t.padded[0],  # the last: a table of sines
             input_until=0,
             output_from=2,
             stages=3,
@@ -139,8 +141,6 @@ class ConvFft:
             ),
             reads_carried=True,
             raises_peak=True,
-            allowance=TABLES_BYTES * sum(2 if axis == "x" else 1 for axis, _ in _batches(shape, t))
-            + COMPLEX64 * t.padded[0],  # the table of sines
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
