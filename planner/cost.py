@@ -54,7 +54,8 @@ CPU_RATES: Mapping[Unit, Rate] = {
 }
 CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them
 # Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's were fitted to runs of 80 to 80 maps, of which
-# benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3 and 5; the others are assumed.
+# benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3, 5 and 7, and layers_k9-.. 9; the others are
+# assumed.
 GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_fft16": Rate(flops=18e12, nbytes=3.4e12),
     "gpu_fft24": Rate(flops=19e12, nbytes=3.0e12),
