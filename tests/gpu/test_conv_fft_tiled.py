@@ -225,6 +225,32 @@ def test_many_kernels_are_streamed(cuda_device: Any, precision: Precision) -> No
         assert np.array_equal(out, kept)
 
 
+@pytest.mark.parametrize("kernels", ["kept", "streamed"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_preparing_takes_is_promised(
+    device: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, kernels: str
+) -> None:
+    """Where it is more than the layer takes as it runs; at the same time there is no arena."""
+    shape = ConvShape(1, 20, 18, (4, 5, 6), (3, 4, 5), "relu", precision=precision)
+    variant = tiled(shape, kernels=kernels)
+    footprint = TILED.footprint(shape, variant, 1)
+    assert footprint.allowance > 0
+    allocate, held, peak = device.allocate, device.allocated, 0
+
+    def noted(nbytes: int, what: str) -> Any:
+        nonlocal peak
+        array = allocate(nbytes, what)
+        peak = max(peak, device.allocated - held)
+        return array
+
+    monkeypatch.setattr(device, "allocate", noted)
+    resident = TILED.prepare(random_weights(shape), variant, device)
+    assert device.allocated - held <= footprint.resident
+    assert resident is not None
+    most = footprint.resident + footprint.working(shape)  # with the allowance
+    assert most - 4 * shape.fout <= peak <= most, "biases come last, when all else was given back"
+
+
 def test_what_streaming_spares_and_costs() -> None:
     here = replace(MACHINE, gpu=LARGE)
     for shape, many in (

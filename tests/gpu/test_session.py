@@ -5,15 +5,28 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from odd import MACHINE, NETWORKS, ODDER, Ways, definition, planned, ran, small, some_volume, trained
+from odd import (
+    MACHINE,
+    NETWORKS,
+    ODDER,
+    Ways,
+    definition,
+    planned,
+    poisoned_session,
+    ran,
+    small,
+    some_volume,
+    trained,
+)
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.gpu.device import Device
+from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.candidates import splits
@@ -79,6 +92,40 @@ def test_every_primitive_in_columns(device: Any, primitive: str, precision: Prec
         if primitive not in {choice.primitive for choice in plan.choices}:
             pytest.skip(f"{primitive} does not apply here")
         assert error_of(ran(plan, net, volume, device=device), exact) <= 2 * RMS[precision]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A primitive that notes when it prepares weights."""
+
+    primitive: Primitive
+    order: list[str]
+
+    def __getattr__(self, of: str) -> Any:
+        return getattr(self.primitive, of)
+
+    def prepare(self, *given: Any) -> Any:
+        self.order.append("weights")
+        resident = self.primitive.prepare(*given)
+        self.order.append("prepared")
+        return resident
+
+
+def test_weights_are_prepared_before_there_is_an_arena(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them: what that takes beside them is promised in its place."""
+    network, order, allocate = NETWORKS[0], list[str](), device.allocate
+    net, layers = trained(network), len(network.layers)
+    plan = planned(network, (8, 9, 10), network.round_up((8, 9, 10)), ways=ways(device))
+
+    def noted(nbytes: int, what: str) -> Any:
+        if what == "the arena":
+            order.append(what)
+        return allocate(nbytes, what)
+
+    monkeypatch.setattr(device, "allocate", noted)
+    table = tuple(Told(primitive, order) for primitive in TABLE)
+    with poisoned_session(plan, net, table, device):
+        assert order == ["weights", "prepared"] * layers + ["the arena"]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16"])
