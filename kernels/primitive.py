@@ -118,7 +118,8 @@ class Footprint:
     reads_carried: bool = False  # its steps are `CarryingStep`s
     reads_peak: bool = False  # on a GPU: its steps need the largest |x| there is
     raises_peak: bool = False  # on a GPU: its steps find the largest |out| themselves
-    allowance: int = 0  # what the libraries (FFTW, BLAS, numpy) allocate themselves while it runs
+    # What the libraries (FFTW, BLAS, numpy) allocate themselves while it runs, or while weights are prepared.
+    allowance: int = 0
 
     def working(self, shape: LayerShape) -> int:
         """Peak bytes while running: input, output and scratch of the fullest stage."""
