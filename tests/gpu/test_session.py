@@ -185,7 +185,7 @@ def test_ctrl_c_ends_a_run_within_half_a_second(cuda_device: Device) -> None:
     presser = threading.Timer(0.03, press)
 
     def begun(event: Event) -> None:
-        if event.steps_done == 3:
+        if event.steps_done >= 3 and presser.ident is None:  # once, though a step is told twice or not at all
             presser.start()
 
     with pytest.raises(KeyboardInterrupt):
