@@ -42,8 +42,11 @@ Unit = Literal[
     "gpu_split_product",  # of spectra as two float16 each
     "gpu_float_product",  # of complex64 matrices
     "gpu_direct",
-    "gpu_gemm_float",  # the implicit matrix product, on float32 units
+    "gpu_gemm_float",  # the implicit matrix product: on float32 units, in float16, in two of them
+    "gpu_gemm_half",
+    "gpu_gemm_split",
     "gpu_first",
+    "gpu_block",
     "gpu_cuconv",
     "gpu_stream",  # poolings, copies
     "gpu_upload",  # from pinned memory of the host

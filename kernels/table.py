@@ -13,6 +13,7 @@ from znnpy.kernels.cpu.conv_fft_tasks import ConvFftTasks
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.cpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
 from znnpy.kernels.cpu.pool_lanes import MaxFilterLanes, PoolFragmentsLanes, PoolMaxLanes
+from znnpy.kernels.gpu.block.primitive import ConvBlock
 from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace
 from znnpy.kernels.gpu.conv_direct import ConvDirect as GpuConvDirect
 from znnpy.kernels.gpu.conv_fft import ConvFft
@@ -47,6 +48,7 @@ TABLE: tuple[Primitive, ...] = (
     ConvCudnn(),
     ConvCudnnWorkspace(),
     GpuConvFirst(),
+    ConvBlock(),
     CuConv(),
     ConvImplicitGemm(),
     GpuConvDirect(),

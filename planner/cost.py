@@ -68,6 +68,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_gemm_half": Rate(flops=250e12, nbytes=2.5e12),  # assumed
     "gpu_gemm_split": Rate(flops=250e12, nbytes=2.5e12),  # assumed
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
+    "gpu_block": Rate(flops=26e12, nbytes=2.7e12),
     "gpu_cuconv": Rate(flops=20e12, nbytes=2.7e12),
     "gpu_stream": Rate(flops=25e12, nbytes=2.8e12),
     "gpu_cufft": Rate(flops=8e12, nbytes=2.5e12),

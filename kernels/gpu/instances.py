@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, moves, pool
+from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor
@@ -16,6 +17,7 @@ ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H2
 def instances() -> tuple[Instance, ...]:
     """Of every source in kernels/gpu: the extremes of what its primitives ask for, and the commonest."""
     sources: Sequence[Callable[[], Sequence[Instance]]] = (
+        block.instances,
         conv_cudnn.instances,
         conv_direct.instances,
         conv_first.instances,

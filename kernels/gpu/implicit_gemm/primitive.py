@@ -1,9 +1,11 @@
 """The implicit matrix product: a convolution as one product, whose left matrix nobody writes to memory.
 
 Method   [voxels x (taps, maps)] @ [(taps, maps) x maps], the left matrix of which is built in shared memory, a part
-         at a time. units=float: on float32 units, any shape and activation. floats.cu.
+         at a time. units=tensor: in float16 on tensor cores, values as one word (tf32, fp16) or two (fp32), the voxels
+         that the windows of a tile meet kept instead of the matrix's rows; tensor.cu. units=float: on float32 units,
+         any shape and activation; floats.cu.
 Memory   Nothing beside kernels.
-Bound    float: arithmetic, 2 k^3 f f' flops a voxel.
+Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many where values are two words.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
 Tested   tests/gpu/test_implicit_gemm.py
 """
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.implicit_gemm import floats
+from znnpy.kernels.gpu.implicit_gemm import floats, tensor
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
-    from znnpy.shapes import ConvShape, LayerShape
+    from znnpy.shapes import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +44,60 @@ class ConvImplicitGemm:
         return why_not_plain(shape, "gpu.conv.fft_tiled")
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        del shape, machine
-        return (Variant.of(units="float"),)
+        """On tensor cores first, where they may be used; weights are stored for the precision."""
+        shape = as_conv(shape)
+        assert machine.gpu is not None
+        found = [Variant.of(units="float")]
+        tensors = shape.activation != "softmax" and machine.gpu.capability >= (8, 0)
+        plan = tensor.plan_of(Lowering.of(shape), shape.batch, machine.gpu.shared_block_bytes) if tensors else None
+        if plan is not None:
+            found.insert(0, Variant.of(units="tensor", precision=shape.precision))
+        return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        del variant, threads
+        del threads
         shape = as_conv(shape)
-        resident = floats.resident_bytes(shape.fin, shape.fout, prod(shape.k))
-        return Footprint(resident=resident, reads_carried=True, raises_peak=True)
+        if variant.word("units") == "float":
+            resident = floats.resident_bytes(shape.fin, shape.fout, prod(shape.k))
+            return Footprint(resident=resident, reads_carried=True, raises_peak=True)
+        resident = tensor.resident_bytes(shape.fin, shape.fout, prod(shape.k), shape.precision)
+        return Footprint(resident=resident, reads_carried=True, reads_peak=shape.precision != "fp16", raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        del variant
         shape = as_conv(shape)
-        rounds = 2 if shape.activation == "softmax" else 1
-        products = prod(shape.out_shape[:4]) * prod(shape.k) * shape.fin * floats.padded(shape.fout)
-        return (Work("gpu_gemm_float", 2.0 * rounds * products, shape.in_bytes + shape.out_bytes),)
+        ends = float(shape.in_bytes + shape.out_bytes)
+        if variant.word("units") == "float":
+            rounds = 2 if shape.activation == "softmax" else 1
+            products = prod(shape.out_shape[:4]) * prod(shape.k) * shape.fin * floats.padded(shape.fout)
+            return (Work("gpu_gemm_float", 2.0 * rounds * products, ends),)
+        problem, block = Lowering.of(shape), tensor.block_of(shape.fout, shape.precision)
+        plan = tensor.plan_of(problem, shape.batch, tensor.LARGE)
+        assert plan is not None, "a smaller one was found"
+        columns = -(-shape.fout // block.maps) * block.maps
+        tiles = tensor.tiles_of(problem, shape.batch, plan.tile)
+        products = tiles * block.voxels * problem.taps * tensor.chunks_of(shape.fin) * tensor.CHUNK * columns
+        split = shape.precision == "fp32"
+        flops = 2.0 * (3 if split else 1) * block.crowding * products
+        return (Work("gpu_gemm_split" if split else "gpu_gemm_half", flops, ends),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Any:
-        del variant
         assert weights is not None
-        return floats.prepare(weights, device)
+        if variant.word("units") == "float":
+            return floats.prepare(weights, device)
+        return tensor.prepare(weights, tensor.PRECISIONS[variant.word("precision")], device)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
-        del variant
-        return _Step(resident, as_conv(shape), device)
+        shape = as_conv(shape)
+        if variant.word("units") == "float":
+            return _Step(floats.FloatProduct(resident, Lowering.of(shape), device))
+        return _Step(tensor.TensorProduct(resident, Lowering.of(shape), shape.batch, device))
 
 
 class _Step:
     """A DeviceStep."""
 
-    def __init__(self, resident: Any, shape: ConvShape, device: Device) -> None:
-        self._product = floats.FloatProduct(resident, Lowering.of(shape), device)
+    def __init__(self, product: floats.FloatProduct | tensor.TensorProduct) -> None:
+        self._product = product
 
     def run(
         self,

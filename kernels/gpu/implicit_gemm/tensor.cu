@@ -1,0 +1,306 @@
+/* Convolution as a product of the lowered matrix with the kernels, on tensor cores; strides and padding.
+ *
+ * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, stride i - padding + d, f] * kernels[g, f, d])
+ * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart. kernels
+ *            [slice of maps][chunk of maps in][dz][(dy, dx)][word][BN][CHUNK] half times a power of two, zeros where maps
+ *            end; bias (slices * BN) float.
+ * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product.
+ *            float values are scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
+ * Launch     A block: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
+ *            maps. For CHUNK maps and one dz it holds all voxels that its windows meet, its region, in shared memory:
+ *            the rows of the lowered matrix are rows of the region, for each (dy, dx) others. While one region is
+ *            multiplied the next comes through registers, and kernels come for the taps of the next round.
+ *            grid (tiles, slices).
+ * Bound      tensor cores: 2 BM BN CHUNK flops for (MT * WARPS_N + NT * WARPS_M / 2) * 512 bytes of shared memory.
+ * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
+ * Tested     tests/gpu/test_implicit_gemm.py
+ */
+#include "activation.cuh"
+
+constexpr int CHUNK = 16;  // maps in, of one product; tensor.py
+constexpr int PITCH = 24;  // float16 from row to row: 8 rows meet no bank twice; tensor.py
+constexpr int PIECE = 8;   // maps of a voxel that a thread brings at once
+constexpr float TOP = 14;  // values are scaled to less than 2^TOP; tensor.py
+
+struct Sizes {
+    long long before_image, x_image, out_image, outer;  // outer: planes of all images' outputs
+    int carried, nz, ny, nx, fin, mz, my, mx, fout, ky, kx, kz, sz, sy, sx, pz, py, px, ty, tx, lines, columns, rows;
+    float by_lines, by_columns;
+    bool wide;  // 8 maps may be read at once
+};
+
+/* One of the planes of a tile: where windows begin, as if all planes were there, and where results go. */
+template <class T> struct Plane {
+    const T *before, *x;  // null: there is no such plane
+    T* out;
+    long long z;
+};
+
+/* n / d for 0 <= n < 2^20, by 1 / d. */
+DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
+
+/* 8 maps of a voxel on their way from memory to the region. */
+template <class T> struct Piece;
+template <> struct Piece<half> {
+    uint4 words;
+    DEVICE void clear() { words = make_uint4(0, 0, 0, 0); }
+    DEVICE void load(const half* from) { words = *reinterpret_cast<const uint4*>(from); }
+    DEVICE void load(const half* from, int count) {
+        unsigned short some[PIECE];
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) some[i] = i < count ? reinterpret_cast<const unsigned short*>(from)[i] : 0;
+        words = make_uint4(some[0] | (unsigned)some[1] << 16, some[2] | (unsigned)some[3] << 16,
+                           some[4] | (unsigned)some[5] << 16, some[6] | (unsigned)some[7] << 16);
+    }
+    template <int WORDS> DEVICE void put(half* to, int, float) const { *reinterpret_cast<uint4*>(to) = words; }
+};
+template <> struct Piece<float> {
+    float values[PIECE];
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) values[i] = 0.0f;
+    }
+    DEVICE void load(const float* from) {
+        const float4 low = load_activation4(from), high = load_activation4(from + 4);
+        values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+        values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+    }
+    DEVICE void load(const float* from, int count) {
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) values[i] = i < count ? load_activation(from + i) : 0.0f;
+    }
+    template <int WORDS> DEVICE void put(half* to, int apart, float scale) const {
+        unsigned high[PIECE / 2], low[PIECE / 2];
+#pragma unroll
+        for (int i = 0; i < PIECE / 2; ++i) {
+            const float a = scale * values[2 * i], b = scale * values[2 * i + 1];
+            const half2 both = to_half2(a, b);
+            const float2 kept = to_float2(both);
+            high[i] = bits_of(both), low[i] = bits_of(to_half2(a - kept.x, b - kept.y));
+        }
+        *reinterpret_cast<uint4*>(to) = make_uint4(high[0], high[1], high[2], high[3]);
+        if (WORDS == 2) *reinterpret_cast<uint4*>(to + apart) = make_uint4(low[0], low[1], low[2], low[3]);
+    }
+};
+
+/* A power of two that brings values up to `peak` below 2^TOP; 1 where there is no peak, or none that is a number. */
+DEVICE float scale_of(const float* peak) {
+    if (peak == nullptr || !(*peak > 0.0f) || *peak > 3e38f) return 1.0f;
+    const int e = (int)TOP - 1 - ilogbf(*peak);
+    return scalbnf(1.0f, e < -120 ? -120 : e > 120 ? 120 : e);
+}
+
+template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct Gemm {
+    static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
+    static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
+    static constexpr int TAP = WORDS * BN;  // rows of kernels of one tap
+
+    struct Fragments {
+        unsigned a[WORDS][MT][4], b[WORDS][(NT + 1) / 2][4];
+    };
+
+    const Sizes& n;
+    const Plane<T>* planes;
+    half *regions, *taps;  // shared: 2 x WORDS x rows x PITCH; 2 x group x TAP x PITCH
+    int y0, x0;            // of the tile
+    float scale;
+
+    DEVICE half* region(int stage) const { return regions + (stage & 1) * WORDS * n.rows * PITCH; }
+
+    DEVICE void fetch(Piece<T>& piece, int index, int stage) const {
+        const int row = index / 2, c = stage / n.kz * CHUNK + index % 2 * PIECE, dz = stage % n.kz;
+        const int all = quotient(row, n.by_columns), column = row - all * n.columns;
+        const int q = quotient(all, n.by_lines), line = all - q * n.lines;
+        const Plane<T>& plane = planes[q];
+        const long long z = plane.z + dz;
+        const int y = y0 * n.sy - n.py + line, x = x0 * n.sx - n.px + column;
+        const bool inside = plane.x != nullptr && z >= 0 && z < n.nz && y >= 0 && y < n.ny && x >= 0 && x < n.nx;
+        if (!inside || c >= n.fin) {
+            piece.clear();
+            return;
+        }
+        const T* const from = (z < n.carried ? plane.before : plane.x) + ((z * n.ny + y) * n.nx + x) * n.fin + c;
+        if (n.wide)
+            piece.load(from);
+        else
+            piece.load(from, n.fin - c);
+    }
+
+    DEVICE void put(const Piece<T>& piece, int index, int stage) const {
+        piece.template put<WORDS>(region(stage) + index / 2 * PITCH + index % 2 * PIECE, n.rows * PITCH, scale);
+    }
+
+    DEVICE void bring_taps(half* to, const half* from, int count) const {
+        for (int i = threadIdx.x; i < count * TAP * 2; i += THREADS)
+            cp_async<16>(to + i / 2 * PITCH + i % 2 * PIECE, from + i * PIECE);
+        cp_async_commit();
+    }
+
+    /* Of a tap: `rows` where those of this lane's voxels begin in the region, `kernels` its own. */
+    DEVICE void load(Fragments& f, const half* rows, const int (&voxels)[MT], const half* kernels) const {
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+#pragma unroll
+            for (int i = 0; i < MT; ++i) ldmatrix(f.a[word][i], rows + word * n.rows * PITCH + voxels[i]);
+#pragma unroll
+            for (int j = 0; j < NT; j += 2) {
+                const half* const at = kernels + (word * BN + j * 8) * PITCH;
+                if (j + 1 < NT) {
+                    ldmatrix(f.b[word][j / 2], at);
+                } else {
+                    unsigned two[2];
+                    ldmatrix(two, at);
+                    f.b[word][j / 2][0] = two[0], f.b[word][j / 2][1] = two[1];
+                }
+            }
+        }
+    }
+
+    DEVICE void multiply(float (&sums)[MT][NT][4], const Fragments& f) const {
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
+                const int pair = j / 2, low = j % 2 * 2;
+                if (WORDS == 2) {  // the small ones first
+                    mma_half(sums[i][j], f.a[WORDS - 1][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
+                    mma_half(sums[i][j], f.a[0][i], {f.b[WORDS - 1][pair][low], f.b[WORDS - 1][pair][low + 1]});
+                }
+                mma_half(sums[i][j], f.a[0][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
+            }
+    }
+
+    /* The row of the region where the window of a tile's m-th voxel begins. */
+    DEVICE int row_of(int m) const {
+        const int x = m % n.tx, y = m / n.tx % n.ty, q = m / (n.tx * n.ty);
+        const int row = (q * n.lines + y * n.sy) * n.columns + x * n.sx;
+        return row < n.rows ? row : 0;  // voxels beyond the last plane of the tile are not written
+    }
+
+    DEVICE void run(float (&sums)[MT][NT][4], const half* kernels, const int* offsets, int group) const {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        const int stages = n.kz * ((n.fin + CHUNK - 1) / CHUNK), all = n.ky * n.kx, pieces = 2 * n.rows;
+        int voxels[MT];
+#pragma unroll
+        for (int i = 0; i < MT; ++i) voxels[i] = row_of((warp / WARPS_N * MT + i) * 16 + lane % 16) * PITCH;
+        const half* const own = taps + (warp % WARPS_N * NT * 8 + lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8;
+        const int buffer = group * TAP * PITCH;
+        Piece<T> piece;
+        for (int index = threadIdx.x; index < pieces; index += THREADS) {
+            fetch(piece, index, 0);
+            put(piece, index, 0);
+        }
+        bring_taps(taps, kernels, min(group, all));
+        int round = 0;
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) {
+            const half* const rows = region(stage) + lane / 16 * 8;
+            const bool more = stage + 1 < stages;
+            int index = threadIdx.x;
+#pragma unroll 1
+            for (int first = 0; first < all; first += group, ++round) {
+                const int count = min(group, all - first);
+                cp_async_wait<0>();
+                sync_block();
+                kernels += count * TAP * CHUNK;
+                if (first + count < all || more)
+                    bring_taps(taps + ((round + 1) & 1) * buffer, kernels, min(group, first + count < all ? all - first - count : all));
+                const half* const at = own + (round & 1) * buffer;
+                Fragments f[2];
+                load(f[0], rows + offsets[first], voxels, at);
+#pragma unroll 1
+                for (int tap = 0; tap < count; tap += 2) {
+#pragma unroll
+                    for (int odd = 0; odd < 2; ++odd) {
+                        if (tap + odd >= count) break;
+                        const bool brings = more && index < pieces;
+                        if (brings) fetch(piece, index, stage + 1);
+                        if (tap + odd + 1 < count)
+                            load(f[1 - odd], rows + offsets[first + tap + odd + 1], voxels, at + (tap + odd + 1) * TAP * PITCH);
+                        multiply(sums, f[odd]);
+                        if (brings) put(piece, index, stage + 1);
+                        index += THREADS;
+                    }
+                }
+            }
+            for (; more && index < pieces; index += THREADS) {
+                fetch(piece, index, stage + 1);
+                put(piece, index, stage + 1);
+            }
+        }
+    }
+
+    /* Pairs: two maps may be written at once. */
+    DEVICE float store(const float (&sums)[MT][NT][4], const float* bias, float unscale, int activation, bool pairs) const {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+        const int first = blockIdx.y * BN + warp % WARPS_N * NT * 8 + 2 * t;
+        const float back = 1.0f / scale;  // one after the other: their product may be too small for a number
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int m = (warp / WARPS_N * MT + i) * 16 + h * 8 + g;
+                const int x = x0 + m % n.tx, y = y0 + m / n.tx % n.ty, q = m / (n.tx * n.ty);
+                if (q * n.lines * n.columns >= n.rows || x >= n.mx || y >= n.my || planes[q].x == nullptr) continue;
+                T* const to = planes[q].out + ((long long)y * n.mx + x) * n.fout;
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                    const int map = first + j * 8;
+                    if (map >= n.fout) continue;
+                    const float a = activate(back * (unscale * sums[i][j][2 * h]) + bias[map], activation);
+                    const float b = activate(back * (unscale * sums[i][j][2 * h + 1]) + bias[map + 1], activation);
+                    largest = larger_magnitude(largest, a);
+                    if (map + 1 < n.fout) largest = larger_magnitude(largest, b);
+                    if (pairs) {
+                        store_activation2(to + map, make_float2(a, b));
+                    } else {
+                        store_activation(to + map, a);
+                        if (map + 1 < n.fout) store_activation(to + map + 1, b);
+                    }
+                }
+            }
+        return largest;
+    }
+};
+
+template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT>
+__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, 1)
+    gemm(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
+         const half* kernels, const float* bias, float unscale, const float* x_peak, float* out_peak, long long images,
+         long long carried, long long nz, long long ny, long long nx, long long fin, long long mz, long long my, long long mx,
+         long long fout, long long kz, long long ky, long long kx, long long sz, long long sy, long long sx, long long pz,
+         long long py, long long px, long long tq, long long ty, long long tx, long long group, long long wide,
+         long long pairs, long long activation) {
+    using Product = Gemm<T, WORDS, WARPS_M, WARPS_N, MT, NT>;
+    const int lines = ((int)ty - 1) * (int)sy + (int)ky, columns = ((int)tx - 1) * (int)sx + (int)kx;
+    const Sizes n = {before_image, x_image, out_image, images * mz,
+                     (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz, (int)my, (int)mx, (int)fout, (int)ky,
+                     (int)kx, (int)kz, (int)sz, (int)sy, (int)sx, (int)pz, (int)py, (int)px, (int)ty, (int)tx, lines,
+                     columns, (int)tq * lines * columns, 1.0f / lines, 1.0f / columns, wide != 0};
+    EXTERN_SHARED(Plane<T>, planes);  // [tq]; then offsets of taps in the region, regions, kernels of taps
+    int* const offsets = reinterpret_cast<int*>(planes + tq);
+    half* const regions = reinterpret_cast<half*>(offsets + (ky * kx + 3) / 4 * 4);
+    const int tiles_x = (n.mx + n.tx - 1) / n.tx, tiles_y = (n.my + n.ty - 1) / n.ty;
+    const int tile = blockIdx.x / tiles_x, x0 = blockIdx.x % tiles_x * n.tx, y0 = tile % tiles_y * n.ty;
+    const long long q0 = (long long)(tile / tiles_y) * tq;
+    for (int q = threadIdx.x; q < tq; q += Product::THREADS) {
+        const long long at = q0 + q, image = at / n.mz, z = at % n.mz;
+        const bool there = at < n.outer;
+        planes[q].before = before + image * n.before_image;
+        planes[q].x = there ? x + image * n.x_image - carried * ny * nx * fin : nullptr;
+        planes[q].out = out + image * n.out_image + z * my * mx * fout;
+        planes[q].z = z * n.sz - n.pz;
+    }
+    for (int tap = threadIdx.x; tap < ky * kx; tap += Product::THREADS)
+        offsets[tap] = (tap / n.kx * columns + tap % n.kx) * PITCH;
+    sync_block();
+
+    const float scale = WORDS == 1 && sizeof(T) == 2 ? 1.0f : scale_of(x_peak);
+    const Product product = {n, planes, regions, regions + 2 * WORDS * n.rows * PITCH, y0, x0, scale};
+    const int chunks = (n.fin + CHUNK - 1) / CHUNK;
+    float sums[MT][NT][4] = {};
+    product.run(sums, kernels + (long long)blockIdx.y * chunks * n.kz * n.ky * n.kx * Product::TAP * CHUNK, offsets, (int)group);
+    const float largest = product.store(sums, bias, unscale, (int)activation, pairs != 0);
+    raise_peak_by_warp(out_peak, largest);
+}
