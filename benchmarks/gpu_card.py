@@ -50,6 +50,7 @@ ARITHMETIC = {  # which product limits which unit of work
     "gpu_float_product": "fp32",
     "gpu_direct": "fp32",
     "gpu_first": "fp32",
+    "gpu_block": "fp32",
     "gpu_cuconv": "fp32",
     "gpu_stream": "fp32",
     "gpu_cufft": "fp32",

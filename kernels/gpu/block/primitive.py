@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 from znnpy.kernels.gpu.block.division import card_of
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
-from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3, ceil_divide
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -80,27 +81,34 @@ class _Tile(NamedTuple):
 
     def count(self, out: Vec3) -> int:
         """Tiles that cover an image."""
-        return prod(ceil_divide(out, (self.planes, self.lines, self.wide)))
+        return -(-out[0] // self.planes) * -(-out[1] // self.lines) * -(-out[2] // self.wide)
 
 
 def _powers(most: int) -> list[int]:
     return [1 << bit for bit in range(most.bit_length())]
 
 
-def _tile(out: Vec3, division: _Division, itemsize: int) -> _Tile:
-    """The one that covers least beyond the image; of these the widest, whose input is smallest."""
+@cache
+def _tiles(division: _Division, itemsize: int) -> tuple[_Tile, ...]:
+    """That fit shared memory; the widest, whose input is smallest, first."""
     found = []
     for wide, lines in product(_powers(division.voxels), _powers(division.voxels)):
         fits = wide * lines <= division.voxels and division.shared_bytes(wide, itemsize) <= MOST_SHARED
         if wide >= NARROWEST and fits:
             found.append(_Tile(wide, lines, division.voxels // (wide * lines)))
-    return min(found, key=lambda tile: (tile.count(out), -tile.wide, tile.planes))
+    return tuple(sorted(found, key=lambda tile: (-tile.wide, tile.planes)))
+
+
+def _tile(out: Vec3, division: _Division, itemsize: int) -> _Tile:
+    """The one that covers least beyond the image."""
+    return min(_tiles(division, itemsize), key=lambda tile: tile.count(out))
 
 
 def _blocks(shape: ConvShape, division: _Division) -> int:
     return shape.batch * _tile(shape.out, division, shape.itemsize).count(shape.out) * division.blocks(shape.fout)
 
 
+@cache
 def _span(kx: int, division: _Division, itemsize: int, room: int) -> int:
     """The most taps along x of a step, in equal pieces, for which a tile of any shape fits `room` bytes; at least 1."""
     for pieces in range(1, kx + 1):
@@ -110,6 +118,7 @@ def _span(kx: int, division: _Division, itemsize: int, room: int) -> int:
     return 1
 
 
+@lru_cache(maxsize=2 * len(SEGMENTS))  # why_not and variants of a shape are asked for one after the other
 def _divide(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]:
     """The paper's 3.2 over the sizes that the kernel is made for: cycles of a multiprocessor, estimated, and how.
 
@@ -161,7 +170,8 @@ def instances() -> list[Instance]:
     kinds = ((4, 8), (4, 16), (2, 16), (2, 32))
     names = [_kernel(item, _Division(f, 1, 128, 80), 16, "relu", vectors=True) for item, f in kinds]
     names += [_kernel(item, _Division(f, 1, 128, 64), 16, "relu", vectors=True) for item, f in kinds]
-    names += [_kernel(item, _Division(f, 1, 32, 16), item, "sigmoid", vectors=False) for item, f in kinds]
+    names += [_kernel(item, _Division(16, 1, 128, 80), item, "tanh", vectors=False) for item in (4, 2)]
+    names += [_kernel(item, _Division(16, 1, 32, 16), item, "sigmoid", vectors=False) for item in (4, 2)]
     return [Instance(SOURCE, name, REGISTERS) for name in names]
 
 
