@@ -381,6 +381,12 @@ _RIGHT: dict[tuple[object, ...], bool] = {}  # what this process has checked
 _REFUSED: set[tuple[Convolution, str]] = set()  # plans that did not run, of these very sizes
 
 
+def forget() -> None:
+    """Check all plans anew from here on, as a new process does."""
+    _RIGHT.clear()
+    _REFUSED.clear()
+
+
 def _is_naive(plan: ConvolutionPlan) -> bool:
     return plan.name.split("_")[0] == NAIVE
 

@@ -16,6 +16,8 @@ import pytest
 from PIL import Image
 
 from znnpy.formats.weights import random_weights
+from znnpy.kernels.gpu import conv_cudnn
+from znnpy.kernels.gpu.conv_cudnn import ConvCudnn
 from znnpy.kernels.gpu.device import Device
 from znnpy.kernels.primitive import Work
 from znnpy.kernels.reference import dense_by_fragments
@@ -320,3 +322,24 @@ def test_memory(imported: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch,
     row = memory.measured(replace(case, primitive=Greedy()), device)
     assert row.measured >= row.promised + 8 * MIB
     assert not row.kept
+
+
+def test_memory_counts_what_checks_of_plans_take(
+    imported: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's plans are tried on a small layer once in a process: in the run that is measured too."""
+    memory, primitive, tried = imported("memory_gpu"), ConvCudnn(), list[str]()
+    shape = ConvShape(1, 8, 8, (6, 7, 9), (3, 2, 4), "relu")
+    conv_cudnn.forget()
+    with imported("emulated").EmulatedDevice() as device:
+        put = device.put
+
+        def noted(host: Any, what: str) -> Any:
+            tried.extend([what] if what == "a small layer" else [])
+            return put(host, what)
+
+        monkeypatch.setattr(device, "put", noted)
+        machine = replace(this_machine(), gpu=device.gpu)
+        row = memory.measured(memory.Case(primitive, shape, primitive.variants(shape, machine)[0], 1), device)
+    assert len(tried) == 2
+    assert row.measured <= row.promised
