@@ -126,6 +126,27 @@ def test_copies_are_as_wide_as_maps_allow(device: Any, fin: int) -> None:
     assert_close(run(device, shape, x, weights, NARROW)[0], x, weights, shape)
 
 
+@pytest.mark.parametrize(
+    ("into", "gap", "wide"), [("x", 0, True), ("x", 4, True), ("x", 2, False), ("out", 4, True), ("out", 2, False)]
+)
+def test_wide_copies_are_for_images_that_lie_for_them(device: Any, into: str, gap: int, wide: bool) -> None:
+    """Both are true of the copies of inputs and of the stores of outputs, which one kernel has."""
+    shape = ConvShape(2, 4, 8, (2, 3, 5), (2, 1, 2))
+    step = BLOCK.bind(BLOCK.prepare(random_weights(shape), NARROW, device), shape, NARROW, device)
+    taken = []
+    step._kernel = lambda *_, **__: taken.append(True)
+    step._unaligned = lambda *_, **__: taken.append(False)
+
+    def images(what: str, image: tuple[int, ...]) -> Any:
+        stride = int(np.prod(image)) + gap * (what == into)
+        data = device.put(np.zeros(2 * stride, np.float32), what)
+        strides = (4 * stride, *np.empty(image, np.float32).strides)
+        return device.view(data, (2, *image), np.float32, strides=strides)
+
+    step.run(images("x", shape.in_shape[1:]), images("out", shape.out_shape[1:]), {})
+    assert taken == [wide]
+
+
 def test_a_result_that_is_not_finite_shows_in_the_peak(device: Any) -> None:
     shape, variant = replace(SHAPES[1][0], activation="relu"), SHAPES[1][1]
     weights, x = random_weights(shape), random_input(shape)

@@ -76,6 +76,12 @@ def test_a_large_image_of_few_filters_is_divided_by_lines() -> None:
     assert found == Single("image", 1, 32, 4 * (41 * 1024 + 25 * 32), 25 * 32 * 37 * 1024, hides=True)
 
 
+def test_a_division_that_hides_is_taken_though_it_holds_more() -> None:
+    """56 x 56, 64 filters of 3 x 3: 2 lines a multiprocessor are 64,512 products, 66,048 are needed."""
+    found = divide_single(GTX_1080_TI, Image(56, 56, 2), 64, 9)
+    assert found == Single("filters", 1, 3, 4 * (27 + 58 * 56), 27 * 56 * 56, hides=True)
+
+
 def test_what_has_too_little_to_do_is_divided_no_further() -> None:
     found = divide_single(GTX_1080_TI, Image(28, 28, 0), 32, 1)
     assert (found.pieces, found.hides) == (1, False)
