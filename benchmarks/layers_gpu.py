@@ -99,17 +99,18 @@ class Bench:
         self.copied = copy_rate(device, self._nbytes)
         self.products = product_rates() if self._cuda else {}
         self.rows: list[list[Row]] = []
-        self.left_out: list[str] = []
+        self.left_out: list[str] = []  # cases that were not measured, or not yet
         self.void: list[str] = []
 
     def run(self, cases: Sequence[tuple[GpuCase, Precision]]) -> Iterator[list[Row]]:
         """Case after case, until the time is up."""
-        for case, precision in cases:
-            shape = replace(case.shape, precision=precision)
+        shapes = [replace(case.shape, precision=precision) for case, precision in cases]
+        self.left_out = list(map(str, shapes))
+        for (case, _), shape in zip(cases, shapes, strict=True):
             if time.monotonic() > self._end:
-                self.left_out.append(str(shape))
-                continue
+                break
             rows = self._measure(case, random_input(shape, self._device))
+            self.left_out.pop(0)
             if self._cuda:
                 import torch
 
@@ -338,6 +339,8 @@ def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> 
         show(rows)
         if options.out or not options.quick:
             write(bench, out, header)
+    if options.out or not options.quick:
+        write(bench, out, header)  # what was left out, or void, after the last that has rows
     show_all([summary(rows) for rows in bench.rows])
     if bench.left_out:
         print(f"no time left for {', '.join(bench.left_out)}")

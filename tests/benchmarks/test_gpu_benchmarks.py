@@ -137,10 +137,38 @@ def test_a_wrong_layer_is_void(imported: Callable[[str], Any], device: Any, wron
     assert bench.void[0].startswith("bad fp32")
 
 
-def test_time_is_up(imported: Callable[[str], Any], device: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    given = options(imported, "--no-torch", "--minutes", 0, "--precisions", "fp32")
+def test_time_is_up(
+    imported: Callable[[str], Any], device: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "layers.json"
+    given = options(imported, "--no-torch", "--minutes", 0, "--precisions", "fp32", "--out", out)
     imported("layers_gpu").benchmark(device, replace(this_machine(), gpu=device.gpu), given)
     assert "no time left for conv 2x4->5" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert found["rows"] == []
+    assert found["left_out"] == [str(case.shape) for case in imported("layer_cases_gpu").QUICK]
+
+
+def test_what_a_killed_run_leaves_names_the_cases_that_are_missing(
+    imported: Callable[[str], Any], device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, out = imported("layers_gpu"), tmp_path / "layers.json"
+    given = options(imported, "--no-torch", "--only", "gpu.conv.fft", "--precisions", "fp16", "fp32", "--out", out)
+    measure, asked = layers.Bench._measure, list[str]()
+
+    def killed(bench: Any, case: Any, of: Any) -> Any:
+        asked.append(str(of.shape))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return measure(bench, case, of)
+
+    monkeypatch.setattr(layers.Bench, "_measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        layers.benchmark(device, replace(this_machine(), gpu=device.gpu), given)
+    found = json.loads(out.read_text())
+    every = [str(replace(case.shape, precision=how)) for case, how in layers.chosen(given)]
+    assert {row["shape"] for row in found["rows"]} == set(every[:2])
+    assert found["left_out"] == every[2:]
 
 
 def test_shares_of_limits(imported: Callable[[str], Any]) -> None:
