@@ -19,6 +19,11 @@ TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 uni
 # Clocks, assumed, of a card of the last years; only their ratios choose.
 LAUNCH, BEGIN, LATENCY = 3000, 1500, 800  # a kernel behind another, a block before its first product, a read of L2
 L2_BYTES = 64  # a clock and multiprocessor
+OF_PEAK = {
+    16: 0.5,
+    32: 0.6,
+    64: 0.8,
+}  # products, as reads of shared memory allow: lanes that sum less read more
 TOGETHER = 4  # blocks that a multiprocessor has the memory for
 
 
@@ -71,7 +76,7 @@ def clocks(c: Cut, all_taps: int, multiprocessors: int, units: str) -> float:
     launches = -(-c.voxels // c.at_once)
     blocks = -(-c.at_once // c.side) * -(-c.maps // c.side) * c.parts
     together = min(TOGETHER, -(-blocks // multiprocessors))
-    speed = THREADS * (TENSOR_SPEED if units == "tensor" else 1.0)
+    speed = THREADS * OF_PEAK[c.side] * (TENSOR_SPEED if units == "tensor" else 1.0)
     work = max(c.side * c.side * depth / speed, 2 * c.side * depth * FLOAT32 / L2_BYTES)
     step = max(together * work, LATENCY / (STAGES - 1))
     steps = -(-min(c.taps, all_taps) * c.values // depth)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SOURCE = "cuconv/stages.cu"
-REGISTERS = 128
+REGISTERS, MOST_REGISTERS = 128, 168  # of a thread; the second: of blocks of 64 on float32 units
 FOUR = 4  # values of one copy
 HEAVIEST = 2**31  # taps of one map of a kernel: they are counted in 32 bits
 
@@ -55,13 +55,14 @@ def _sum_parts(itemsize: int) -> str:
 def instances() -> list[Instance]:
     """All there are."""
     kinds = ((4, "float"), (4, "tensor"), (2, "tensor"))
-    names = [
-        _products(itemsize, side, units, vectors=vectors)
+    products = [
+        Instance(SOURCE, _products(itemsize, side, units, vectors=vectors), registers)
         for itemsize, units in kinds
         for side in SIDES
+        for registers in (MOST_REGISTERS if (side, units) == (SIDES[-1], "float") else REGISTERS,)
         for vectors in (False, True)
     ]
-    return [Instance(SOURCE, name, REGISTERS) for name in (*names, _sum_parts(4), _sum_parts(2))]
+    return [*products, *(Instance(SOURCE, _sum_parts(itemsize), REGISTERS) for itemsize in (4, 2))]
 
 
 class _Resident(NamedTuple):

@@ -1,21 +1,21 @@
 /* cuConv: products of rows of filters with rows of the input, then the sums of those that belong together.
  *
- * Computes   products  parts[p, i, g] = sum over the taps d of part p, and over f, of x[s, i + d, f] * kernels[d, f, g];
- *                      where one part has all taps, out[s, i, g] = activation(bias[g] + that sum): a single stage.
+ * Computes   products  parts[p, i, g] = sum over the taps d of part p, and over f, of x[s, i + d, f] * kernels[d, f, g]
+ *                      where one part has all taps, out[s, i, g] = activation(bias[g] + that sum): a single stage
  *            sum_parts out[s, i, g] = activation(bias[g] + sum over p of parts[p, i, g])
  * Shapes     x (S, n, f), out (S, n - k + 1, f') float or half, images in C order, any number of values apart; kernels
  *            (kz * ky * kx, padded f, padded f') float, padded with zeros to whole fours, for TENSOR rounded to tf32;
- *            bias (padded f') float; parts (parts, voxels of a launch, padded f') float. A row: the f values of one voxel,
- *            or of one tap.
- * Launch     products  A block of 128 threads: SIDE voxels, counted through all images, and SIDE maps, of one part. Rows
- *                      come to shared memory DEPTH values at a time, the next STAGES - 1 times on their way, as they lie
- *                      in memory: neighbouring lanes read neighbouring values, and nothing is transformed beforehand.
+ *            bias (padded f') float; parts (parts, voxels of a launch, padded f') float. A row: the f values of one
+ *            voxel, or of one tap.
+ * Launch     products  A block of 128 threads: SIDE voxels, counted through all images, and SIDE maps, of one part.
+ *                      Rows come to shared memory DEPTH values at a time, the next STAGES - 1 times on their way, as
+ *                      they lie in memory: neighbouring lanes read neighbours, and nothing is transformed beforehand.
  *                      Small blocks, of which a small layer has more, have few sums for their threads: slices of the
  *                      threads take a share of the DEPTH values each, and their sums are added at the end.
  *                      grid (blocks of maps, fastest, times blocks of voxels; parts).
  *            sum_parts A thread: four maps of one voxel, four parts on their way.
- * Bound      products  SIDE = 64: arithmetic, 128 products a lane for 12 reads of shared memory; SIDE = 16: L2, 1 / 8 of
- *                      a value a product, for layers so small that latency is what counts.
+ * Bound      products  SIDE = 64: arithmetic, 256 products a lane for 16 reads of shared memory; SIDE = 16: L2, 1 / 8
+ *                      of a value a product, for layers so small that latency is what counts.
  *            sum_parts memory, or L2 where it holds the parts: they are read once.
  * Source     Jorda, Valero-Lara, Pena: cuConv, 2021, 3, with channels last; several taps in one block: ibid., 6; matrix
  *            fragments: PTX ISA, mma.m16n8k8.
@@ -25,20 +25,21 @@
 
 constexpr int THREADS = 128, STAGES = 4;  // parts.py
 
-/* How a block is divided: on float32 units a lane sums ROWS voxels, ACROSS apart, and 4 maps; TENSOR: a warp sums ROWS
- * fragments of 16 voxels by COLUMNS of 8 maps.
+/* How a block is divided: on float32 units a lane sums ROWS voxels, ACROSS apart, by COLUMNS times 4 maps, 4 ALONG
+ * apart; TENSOR: a warp sums ROWS fragments of 16 voxels by COLUMNS of 8 maps.
  */
 template <int SIDE, bool TENSOR> struct Block {
     static constexpr int DEPTH = 1024 / SIDE;      // values of a row at a time; parts.py
     static constexpr int KERNEL_PITCH = SIDE + 8;  // floats between rows of maps: lanes of a warp meet no bank twice
     static constexpr int SUM_PITCH = SIDE + 4;
     static constexpr int ROWS = TENSOR ? (SIDE == 64 ? 2 : 1) : (SIDE == 64 ? 8 : 4);
-    static constexpr int COLUMNS = TENSOR ? (SIDE == 16 ? 2 : 4) : 1;
+    static constexpr int COLUMNS = TENSOR ? (SIDE == 16 ? 2 : 4) : (SIDE == 64 ? 2 : 1);
     static constexpr int ACROSS = SIDE / (TENSOR ? 16 * ROWS : ROWS);  // warps, or lanes, for all voxels
-    static constexpr int ALONG = SIDE / (TENSOR ? 8 * COLUMNS : 4);    // for all maps
+    static constexpr int ALONG = SIDE / ((TENSOR ? 8 : 4) * COLUMNS);  // for all maps
     static constexpr int UNITS = THREADS / (TENSOR ? WARP : 1);        // warps, or lanes, of the block
     static constexpr int SLICES = UNITS / (ACROSS * ALONG);
     static constexpr int SHARE = DEPTH / SLICES;  // of a slice, of the DEPTH values
+    static constexpr int RESIDENT = SIDE == 64 && !TENSOR ? 3 : 4;  // blocks that registers suffice for, on any card
 };
 
 /* Values from one voxel's row to the next in shared memory: 16 bytes more than there are, for the banks. */
@@ -96,7 +97,8 @@ DEVICE void copy_inputs(T* to, const T* const* windows, int known, const Column&
 }
 
 /* DEPTH rows of SIDE maps: so many rows and maps there are. */
-template <int SIDE> DEVICE void copy_kernels(float* to, const float* from, long long rows, long long maps, long long pitch) {
+template <int SIDE>
+DEVICE void copy_kernels(float* to, const float* from, long long rows, long long maps, long long pitch) {
     constexpr int LANES = SIDE / 4;
     const int map = threadIdx.x % LANES * 4;
 #pragma unroll
@@ -111,28 +113,33 @@ DEVICE float4 four(const float* from) { return *reinterpret_cast<const float4*>(
 
 /* Products of this lane's share of DEPTH values, on float32 units, 4 values of a row at a time. */
 template <int SIDE>
-DEVICE void multiply(float (&sums)[Block<SIDE, false>::ROWS][1][4], const float* in, const float* kernels) {
+DEVICE void multiply(float (&sums)[Block<SIDE, false>::ROWS][Block<SIDE, false>::COLUMNS][4], const float* in,
+                     const float* kernels) {
     using B = Block<SIDE, false>;
     const auto mine = place<SIDE, false>();
     const float* row = in + mine.across * INPUT_PITCH<float, SIDE> + mine.slice * B::SHARE;
     const float* column = kernels + mine.slice * B::SHARE * B::KERNEL_PITCH + mine.along * 4;
 #pragma unroll
     for (int k = 0; k < B::SHARE; k += 4) {
-        float4 w[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) w[j] = four(column + (k + j) * B::KERNEL_PITCH);
+        float a[B::ROWS][4];
 #pragma unroll
         for (int v = 0; v < B::ROWS; ++v) {
-            const float4 a = four(row + v * B::ACROSS * INPUT_PITCH<float, SIDE> + k);
-            const float values[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                sums[v][0][0] += values[j] * w[j].x;
-                sums[v][0][1] += values[j] * w[j].y;
-                sums[v][0][2] += values[j] * w[j].z;
-                sums[v][0][3] += values[j] * w[j].w;
-            }
+            const float4 values = four(row + v * B::ACROSS * INPUT_PITCH<float, SIDE> + k);
+            a[v][0] = values.x, a[v][1] = values.y, a[v][2] = values.z, a[v][3] = values.w;
         }
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int c = 0; c < B::COLUMNS; ++c) {
+                const float4 w = four(column + (k + j) * B::KERNEL_PITCH + c * B::ALONG * 4);
+#pragma unroll
+                for (int v = 0; v < B::ROWS; ++v) {
+                    sums[v][c][0] += a[v][j] * w.x;
+                    sums[v][c][1] += a[v][j] * w.y;
+                    sums[v][c][2] += a[v][j] * w.z;
+                    sums[v][c][3] += a[v][j] * w.w;
+                }
+            }
     }
 }
 
@@ -182,7 +189,7 @@ DEVICE void put_sums(float* to, const float (&sums)[Block<SIDE, TENSOR>::ROWS][B
                 *reinterpret_cast<float2*>(at) = make_float2(sum[0], sum[1]);
                 *reinterpret_cast<float2*>(at + 8 * B::SUM_PITCH) = make_float2(sum[2], sum[3]);
             } else {
-                float* const at = to + (mine.across + r * B::ACROSS) * B::SUM_PITCH + mine.along * 4;
+                float* const at = to + (mine.across + r * B::ACROSS) * B::SUM_PITCH + (mine.along + c * B::ALONG) * 4;
                 *reinterpret_cast<float4*>(at) = make_float4(sum[0], sum[1], sum[2], sum[3]);
             }
         }
@@ -192,7 +199,8 @@ DEVICE void add(float4& sum, float4 more) { sum.x += more.x, sum.y += more.y, su
 
 /* Writes four neighbouring maps, of which `known` exist; returns the largest magnitude so far. */
 template <class T>
-DEVICE float finish(T* to, float4 sum, const float* bias, long long known, int activation, bool vectors, float largest) {
+DEVICE float finish(T* to, float4 sum, const float* bias, long long known, int activation, bool vectors,
+                    float largest) {
     const float4 start = load_activation4(bias);
     float value[4] = {sum.x + start.x, sum.y + start.y, sum.z + start.z, sum.w + start.w};
 #pragma unroll
@@ -206,15 +214,15 @@ DEVICE float finish(T* to, float4 sum, const float* bias, long long known, int a
     return largest;
 }
 
-/* `parts` null: one part has all taps. `first`, `count`: the voxels of this launch. VECTORS: inputs are copied four at a
- * time, `vectors`: outputs are written so: numbers of maps and all addresses allow it.
+/* `parts` null: one part has all taps. `first`, `count`: the voxels of this launch. VECTORS: inputs are copied four at
+ * a time, `vectors`: outputs are written so: numbers of maps and all addresses allow it.
  */
 template <class T, int SIDE, bool TENSOR, bool VECTORS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, Block<SIDE, TENSOR>::RESIDENT)
     products(const T* x, long long x_image, T* out, long long out_image, float* parts, const float* kernels,
-             const float* bias, long long first, long long count, long long ny, long long nx, long long fin, long long my,
-             long long mx, long long voxels, long long all_taps, long long taps, long long ky, long long kx, long long maps,
-             long long activation, long long vectors, float* peak) {
+             const float* bias, long long first, long long count, long long ny, long long nx, long long fin,
+             long long my, long long mx, long long voxels, long long all_taps, long long taps, long long ky,
+             long long kx, long long maps, long long activation, long long vectors, float* peak) {
     using B = Block<SIDE, TENSOR>;
     constexpr int WIDE = VECTORS ? 4 : 1, INPUTS = SIDE * INPUT_PITCH<T, SIDE> * (int)sizeof(T) / 4;
     constexpr int STAGE = INPUTS + B::DEPTH * B::KERNEL_PITCH;
@@ -224,7 +232,8 @@ __global__ void __launch_bounds__(THREADS)
     const Sizes n = {ny, nx, fin, (int)ky, (int)kx};
     const long long padded_in = (fin + 3) / 4 * 4, padded = (maps + 3) / 4 * 4, map_blocks = (maps + SIDE - 1) / SIDE;
     const long long g0 = blockIdx.x % map_blocks * SIDE, base = blockIdx.x / map_blocks * SIDE;
-    const int begin = blockIdx.y * (int)taps, end = min(begin + taps, all_taps), known = min((long long)SIDE, count - base);
+    const int begin = blockIdx.y * (int)taps, end = min(begin + taps, all_taps);
+    const int known = min((long long)SIDE, count - base);
     for (int v = threadIdx.x; v < SIDE; v += THREADS) {
         const long long s = (first + base + v) / voxels, i = (first + base + v) % voxels;
         windows[v] = x;
@@ -241,7 +250,8 @@ __global__ void __launch_bounds__(THREADS)
             float* const to = staged + step % STAGES * STAGE;
             const long long row = step * B::DEPTH;
             copy_inputs<SIDE, WIDE>(reinterpret_cast<T*>(to), windows, known, column, end, fin);
-            copy_kernels<SIDE>(to + INPUTS, kernels + (begin * padded_in + row) * padded + g0, rows - row, padded - g0, padded);
+            const float* const from = kernels + (begin * padded_in + row) * padded + g0;
+            copy_kernels<SIDE>(to + INPUTS, from, rows - row, padded - g0, padded);
             advance(column, B::DEPTH, padded_in, n);
         }
         cp_async_commit();
