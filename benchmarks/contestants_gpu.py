@@ -247,18 +247,20 @@ def way_of_torch(way: Way, network: Network, volume: Voxels, request: Request, e
     from dense_torch import DenseTorch
 
     weights = random_weights(network)
-    net = DenseTorch(network, weights, way.method, way.precision, way.layout, request["on"], tried=request["tried"])
+    net = DenseTorch(
+        network, weights, way.method, way.precision, way.layout, request["on"], tried=request["algorithms"]
+    )
     best = 0.0
     for side in way.sides:
         left = end - time.perf_counter()
         patch: Vec3 = (side,) * 3
         once = patch_flops(network, patch) / way.flops
-        if once > request["run_seconds"] or (request["tried"] + 2) * once > left:
+        if once > request["run_seconds"] or (request["algorithms"] + 2) * once > left:
             yield {"patch_out": patch, "failure": "not tried: it would take too long"}
             continue
         yield {"patch_out": patch, "failure": "it killed the process"}  # unless another line on it follows
         try:
-            seconds = list(patches(net, network, volume, patch, min(left, request["repeat_seconds"])))
+            seconds = list(patches(net, network, volume, patch, request["repeat_seconds"], end))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             yield {"patch_out": patch, "failure": "out of memory"}
@@ -276,18 +278,22 @@ def way_of_torch(way: Way, network: Network, volume: Voxels, request: Request, e
 
 
 def patches(
-    net: Callable[[Voxels], Voxels], network: Network, volume: Voxels, patch: Vec3, repeat_seconds: float
+    net: Callable[[Voxels], Voxels], network: Network, volume: Voxels, patch: Vec3, repeat_seconds: float, end: float
 ) -> Iterator[float]:
-    """Seconds from voxels in the host's memory to a prediction in it, of patches along a diagonal; after a warm one."""
+    """Seconds from voxels in the host's memory to a prediction in it, of patches along a diagonal; after a warm one.
+
+    One at least, then as many as are likely to take no more than `repeat_seconds`, nor go on beyond `end`. The warm one
+    counts in neither way: in it cuDNN tries its algorithms.
+    """
     size = network.patch_in(patch)
-    spent, turn = 0.0, 0
-    while turn < 2 or spent * (1 + 1 / turn) < repeat_seconds:
+    spent, seconds, turn = 0.0, 0.0, 0
+    while turn < 2 or (spent * turn / (turn - 1) < repeat_seconds and time.perf_counter() + seconds < end):
         lo = [turn * side % max(1, n - m + 1) for side, n, m in zip(patch, volume.shape[1:], size, strict=True)]
         begin = time.perf_counter()
         net(volume[:, lo[0] : lo[0] + size[0], lo[1] : lo[1] + size[1], lo[2] : lo[2] + size[2]])
         seconds = time.perf_counter() - begin
-        spent += seconds
         if turn:
+            spent += seconds
             yield seconds
         turn += 1
 

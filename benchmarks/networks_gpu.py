@@ -11,10 +11,9 @@ told apart: the second of two runs counts, as PyTorch's patches after the first 
 
 PyTorch, as fragments in bf16, tf32 and fp32 and dilated in bf16, runs single patches of the same volume, each from
 voxels in the host's memory to a prediction there; the median, times the patches that cover the output, is its time for
-the whole volume. For each convolution the fastest of the first `--tried` algorithms that cuDNN names is taken; where
-kernels are large, the second may take a hundred times as long as the first. From the largest patch whose tensors have
-no more than 2^31 values (beyond, PyTorch's kernels fail) the volume is halved where it does not fit or would take too
-long, and once more, until a smaller one is slower. The best counts.
+the whole volume. For each convolution the fastest of the first `--algorithms` that cuDNN names is taken. From the
+largest patch whose tensors have no more than 2^31 values (beyond, PyTorch's kernels fail) the volume is halved where it
+does not fit or would take too long, and once more, until a smaller one is slower. The best counts.
 
 Outputs are compared: znnpy's of every precision with PyTorch's in float32, on the first voxels.
 """
@@ -72,6 +71,7 @@ class Row:
     difference: float | None  # rms from PyTorch's float32 output, over that output's rms
     failure: str | None
     details: dict[str, Any]
+    header: int = 0  # of those that were joined, the one it was measured under
 
 
 def lines_of(request: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
@@ -128,7 +128,7 @@ class Match:
             "on": options.torch_on,
             "run_seconds": options.run_seconds,
             "repeat_seconds": options.repeat_seconds,
-            "tried": options.tried,
+            "algorithms": options.algorithms,
             "corner": str(self._folder / f"{Path(name).stem}-reference.npy"),
         }
         end = time.monotonic() + min(options.torch_seconds, self._left())
@@ -301,11 +301,17 @@ def write(options: argparse.Namespace, rows: Sequence[Row], header: dict[str, An
 
 
 def join(options: argparse.Namespace) -> None:
-    """The rows of several results in one, which says of each what it was measured on."""
-    found = [json.loads(path.read_text()) for path in options.join]
-    rows = [Row(**row | {"patch_out": tuple(row["patch_out"])}) for one in found for row in one["rows"]]
-    (options.side,) = {one["header"]["side"] for one in found}
-    write(options, rows, found[0]["header"] | {"joined": [one["header"] for one in found]})
+    """All rows of several results in one, failures too; each says under which of their headers it was measured."""
+    headers: list[dict[str, Any]] = []
+    rows = []
+    for path in options.join:
+        one = json.loads(path.read_text())
+        for row in one["rows"]:
+            header = len(headers) + (row["header"] if "joined" in one["header"] else 0)
+            rows.append(Row(**row | {"patch_out": tuple(row["patch_out"]), "header": header}))
+        headers += one["header"].get("joined", [one["header"]])
+    (options.side,) = {header["side"] for header in headers}
+    write(options, rows, headers[0] | {"joined": headers})
 
 
 def _monai() -> str:
@@ -327,7 +333,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patches", type=int, nargs="*", default=[], help="PyTorch: these output sides, largest first")
     parser.add_argument("--run-seconds", type=float, default=6, help="PyTorch: patches that take longer are not tried")
     parser.add_argument("--repeat-seconds", type=float, default=3, help="PyTorch: shorter runs are repeated")
-    parser.add_argument("--tried", type=int, default=4, help="algorithms of cuDNN for each convolution in PyTorch")
+    parser.add_argument("--algorithms", type=int, default=4, help="of cuDNN, tried for each convolution in PyTorch")
     parser.add_argument("--torch-on", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--torch-seconds", type=float, default=50, help="for all ways of PyTorch, of a network")
     parser.add_argument("--our-seconds", type=float, default=200, help="limit of znnpy's process of a network")
@@ -357,10 +363,9 @@ def main(given: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         match = Match(options, Path(folder))
         for network in options.networks:
-            if options.torch:
-                match.peers(network)
-            match.ours(network)
-            write(options, match.rows, header)
+            for measure in (match.peers, match.ours) if options.torch else (match.ours,):
+                measure(network)
+                write(options, match.rows, header)  # a run may be killed before it ends
     for found in summary(match.rows):
         print(json.dumps(found))
     print(options.out)

@@ -275,20 +275,73 @@ def test_a_volume_on_a_gpu(
 
 
 def test_results_are_joined(imported: Callable[[str], Any], tmp_path: Path) -> None:
+    """With what failed; of results that were joined before too each row keeps its header."""
     networks, emulated = imported("networks_gpu"), imported("emulated")
     header = imported("gpu_card").gpu_header(emulated.EMULATED_GPU)
-    for name, speed in (("n337", 5e6), ("n926", 1e6)):
+    speeds = {"n337": 5e6, "n926": 1e6, "n537": 2e6}
+
+    def path(name: str) -> str:
+        return str(tmp_path / f"{name}.json")
+
+    for name, speed in speeds.items():
         row = networks.Row(name, "znnpy", "tf32", (8, 8, 8), speed, speed, 1.0, 0.1, None, None, {})
         row.details["planned_voxels_per_second"] = speed
-        given = networks.arguments(["--side", "99", "--out", str(tmp_path / f"{name}.json")])
-        networks.write(given, [row], header | {"command": name})
-    parts = [str(tmp_path / f"{name}.json") for name in ("n337", "n926")]
-    networks.main(["--join", *parts, "--out", str(tmp_path / "both.json")])
-    found = json.loads((tmp_path / "both.json").read_text())
-    assert [(row["network"], row["voxels_per_second"]) for row in found["rows"]] == [("n337", 5e6), ("n926", 1e6)]
-    assert [one["command"] for one in found["header"]["joined"]] == ["n337", "n926"]
+        failed = networks._failed(name, "PyTorch fragments", "tf32", "not run")
+        given = networks.arguments(["--side", "99", "--out", path(name)])
+        networks.write(given, [failed, row], header | {"command": name})
+    networks.main(["--join", path("n337"), path("n926"), "--out", path("two")])
+    networks.main(["--join", path("n537"), path("two"), "--out", path("all")])
+    found = json.loads((tmp_path / "all.json").read_text())
+    commands = [one["command"] for one in found["header"]["joined"]]
+    assert commands == ["n537", "n337", "n926"]
     assert found["header"]["side"] == 99
-    assert [one["times_original"] for one in found["summary"]] == pytest.approx([5e6 / 1.06e6, 1e6 / 0.375e6])
+    for row in found["rows"]:
+        assert commands[row["header"]] == row["network"]
+        assert row["voxels_per_second"] == (0 if row["failure"] else speeds[row["network"]])
+    assert [row["failure"] for row in found["rows"]] == ["not run", None] * 3
+    ratios = [2e6 / 0.33e6, 5e6 / 1.06e6, 1e6 / 0.375e6]
+    assert [one["times_original"] for one in found["summary"]] == pytest.approx(ratios)
+
+
+@pytest.mark.parametrize(("repeat", "end", "times"), [(3.5, 99.0, 3), (0.0, 99.0, 1), (9.0, 12.5, 2), (9.0, 1.0, 1)])
+def test_a_warm_patch_does_not_count(
+    imported: Callable[[str], Any], tiny: Path, monkeypatch: pytest.MonkeyPatch, repeat: float, end: float, times: int
+) -> None:
+    """It took ten seconds, and a second each of those behind it."""
+    child, now, calls = imported("contestants_gpu"), 0.0, list[Any]()
+
+    def net(voxels: Any) -> Any:
+        nonlocal now
+        now += 1.0 if calls else 10.0
+        calls.append(voxels)
+        return voxels
+
+    monkeypatch.setattr(child.time, "perf_counter", lambda: now)
+    network = child.random_network(str(tiny))
+    volume = child.noise((20, 20, 20), 2)
+    assert list(child.patches(net, network, volume, (4, 4, 4), repeat, end)) == [1.0] * times
+    assert len(calls) == 1 + times
+
+
+def test_pytorch_is_kept_before_znnpy_runs(
+    imported: Callable[[str], Any], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed in between leaves what it measured."""
+    networks, emulated = imported("networks_gpu"), imported("emulated")
+    device = importlib.import_module("znnpy.kernels.gpu.device")
+    monkeypatch.setattr(device, "find_gpu", lambda: emulated.EMULATED_GPU)
+    monkeypatch.setattr(networks, "require_torch", lambda: None)
+    row = networks.Row(str(tiny), "PyTorch fragments", "tf32", (8, 8, 8), 7.0, 7.0, 1.0, 0.1, None, None, {})
+    monkeypatch.setattr(networks.Match, "peers", lambda match, name: match.rows.append(row))
+
+    def killed(match: Any, name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(networks.Match, "ours", killed)
+    out = tmp_path / "networks.json"
+    with pytest.raises(KeyboardInterrupt):
+        networks.main(["--networks", str(tiny), "--out", str(out)])
+    assert [one["voxels_per_second"] for one in json.loads(out.read_text())["rows"]] == [7.0]
 
 
 def test_what_kills_pytorch_is_not_tried_again(
