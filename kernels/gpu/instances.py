@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, moves, pool
+from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, moves, ops, pool
 from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
@@ -25,6 +25,7 @@ def instances() -> tuple[Instance, ...]:
         fft_tiled.instances,
         floats.instances,
         tensor.instances,
+        ops.instances,
         pool.instances,
         _conv_fft,
         _moves,

@@ -1,0 +1,213 @@
+"""What networks need beside convolutions, on arrays of a device: activations, softmax, pooling, layouts; convolutions.
+
+`znnpy.ops` checks arguments and says what they are. Everything is queued on `device.stream`. Arrays are float32 or
+float16, computed in float32, images in C order, any number of values apart; `copy` takes any strides. ops.cu.
+
+Memory   Nothing, but 8 bytes a block for the softmax of images, and the kernels and biases of convolutions.
+Bound    Memory: everything is read once (softmax of an image: twice) and written once; convolutions: see theirs.
+Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
+Tested   tests/gpu/test_ops.py
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from znnpy.kernels.gpu import conv_direct
+from znnpy.kernels.gpu.implicit_gemm import floats, tensor
+from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
+from znnpy.kernels.gpu.modules import Instance
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, Sliding, Vec3
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.primitive import ConvWeights
+
+SOURCE = "ops.cu"
+THREADS, WARP, SUMMED_BYTES = 256, 32, 8  # ops.cu
+WAVES = 16  # blocks a multiprocessor: enough to hide each other's latency
+PARTS = 512  # of an image that a softmax sums up at most: each block reads them all
+TILE, NARROW = 1024, 32  # values of a tile that is turned, and of the first of its sides at most
+MOST_IMAGES = 65535  # of a grid along y: loops take what is left
+REGISTERS = 80
+
+
+def _value(itemsize: int) -> str:
+    return "half" if itemsize == 2 else "float"
+
+
+def _families(value: str) -> list[list[str]]:
+    """Kernels for one type that are compiled together."""
+    return [
+        [f"pointwise<{value}, {width}>" for width in (1, 4)],
+        [f"softmax_maps<{value}>", *(f"softmax_{k}<{value}, {w}>" for k in ("parts", "image") for w in (1, 4))],
+        [f"slide<{value}, {width}, {is_max}>" for width in (1, 4) for is_max in ("true", "false")],
+        [f"turn<{value}, {other}>" for other in ("half", "float")],
+    ]
+
+
+def instances() -> list[Instance]:
+    names = [name for value in ("half", "float") for family in _families(value) for name in family]
+    return [Instance(SOURCE, name, REGISTERS) for name in names]
+
+
+def pointwise(device: Device, activation: Activation, x: Any, out: Any) -> None:
+    """out = activation(x), value by value; out may be x."""
+    count = prod(x.shape[1:])
+    width = _width(device, count, x, out)
+    _launch(
+        device,
+        f"pointwise<{_value(x.dtype.itemsize)}, {width}>",
+        _grid(device, len(x), count // width),
+        *(x, image_step(x), out, image_step(out), len(x), count, ACTIVATIONS.index(activation)),
+    )
+
+
+def softmax(device: Device, x: Any, out: Any, *, over_maps: bool) -> None:
+    """Over the maps of each voxel, or over all values of an image; out may be x."""
+    value, count, maps = _value(x.dtype.itemsize), prod(x.shape[1:]), x.shape[-1]
+    if over_maps:
+        voxels, lanes = count // maps, min(WARP, _power(maps))
+        _launch(
+            device,
+            f"softmax_maps<{value}>",
+            _grid(device, 1, len(x) * voxels * lanes),
+            *(x, image_step(x), out, image_step(out), len(x), voxels, maps, lanes),
+        )
+        return
+    width = _width(device, count, x, out)
+    blocks, images = _grid(device, len(x), count // width)
+    parts = min(blocks, PARTS)
+    found = device.allocate(SUMMED_BYTES * parts * len(x), "parts of a softmax")
+    names = f"softmax_parts<{value}, {width}>", f"softmax_image<{value}, {width}>"
+    _launch(device, names[0], (parts, images), x, image_step(x), found, len(x), count)
+    arguments = (x, image_step(x), out, image_step(out), found, parts, len(x), count)
+    _launch(device, names[1], (blocks, images), *arguments)
+
+
+def pool(
+    device: Device,
+    x: Any,
+    out: Any,
+    window: Vec3,
+    sliding: Sliding,
+    how: Literal["max", "average"],
+    *,
+    counts_padding: bool,
+) -> None:
+    """The maximum or the mean of what each window has of the image."""
+    maps = x.shape[-1]
+    width = _width(device, maps, x, out)
+    _launch(
+        device,
+        f"slide<{_value(x.dtype.itemsize)}, {width}, {'true' if how == 'max' else 'false'}>",
+        _grid(device, 1, prod(out.shape) // width),
+        *(x, image_step(x), out, image_step(out), len(x), *x.shape[1:], *out.shape[1:4]),
+        *(*window, *sliding.stride, *sliding.padding, int(counts_padding)),
+    )
+
+
+def copy(device: Device, x: Any, out: Any) -> None:
+    """out = x, of equal shapes of up to 5 axes and any strides; values are rounded to out's type."""
+    turn = turning(x.shape, _steps(x), _steps(out))
+    tiles = -(-turn.n[3] // turn.tile[0]) * -(-turn.n[4] // turn.tile[1]) * prod(turn.n[:3])
+    _launch(
+        device,
+        f"turn<{_value(x.dtype.itemsize)}, {_value(out.dtype.itemsize)}>",
+        (min(tiles, WAVES * device.gpu.multiprocessors), 1),
+        *(x, out, *turn.n, *turn.x_steps, *turn.out_steps, *turn.tile, int(turn.across)),
+        shared=FLOAT32 * turn.tile[0] * (turn.tile[1] + 1),
+    )
+
+
+def convolve(
+    device: Device,
+    x: Any,
+    out: Any,
+    weights: ConvWeights,
+    sliding: Sliding,
+    activation: Activation,
+    method: Literal["direct", "implicit_gemm"],
+) -> None:
+    """Cross-correlation with zeros around the image, bias and activation; kernels are uploaded anew.
+
+    implicit_gemm of float16 runs on tensor cores, which round kernels to float16 too, else on float32 units.
+    """
+    nz, ny, nx, fin = x.shape[1:]
+    kz, ky, kx = weights.weight.shape[2:]
+    precision: Literal["fp16", "fp32"] = "fp16" if x.dtype.itemsize == 2 else "fp32"
+    problem = Lowering(fin, len(weights.bias), (nz, ny, nx), (kz, ky, kx), activation, precision, sliding)
+    if method == "direct":
+        conv_direct.DirectStep(conv_direct.prepare(weights, device), problem, device).run(x, out, {})
+    elif precision == "fp16" and activation != "softmax" and _fits_tensor_cores(device, problem, len(x)):
+        parts = tensor.prepare(weights, precision, device)
+        tensor.TensorProduct(parts, problem, len(x), device).run(x, out, None, 0, 0)
+    else:
+        floats.FloatProduct(floats.prepare(weights, device), problem, device).run(x, out, None, 0, 0)
+
+
+def _fits_tensor_cores(device: Device, problem: Lowering, images: int) -> bool:
+    return tensor.plan_of(problem, images, device.gpu.shared_block_bytes) is not None
+
+
+class Turning(NamedTuple):
+    """A copy between two layouts as the kernel takes it: five axes, of which the last two are cut into tiles."""
+
+    n: tuple[int, ...]
+    x_steps: tuple[int, ...]  # values
+    out_steps: tuple[int, ...]
+    tile: tuple[int, int]  # along the last two axes
+    across: bool  # out is contiguous along the last axis but one
+
+
+def turning(shape: Sequence[int], x_steps: Sequence[int], out_steps: Sequence[int]) -> Turning:
+    """Axes that follow each other in both layouts become one; the last is x's nearest, the one before it out's."""
+    axes = [axis for axis in zip(shape, x_steps, out_steps, strict=True) if axis[0] != 1]
+    axes.sort(key=lambda axis: (-abs(axis[1]), -abs(axis[2])))
+    merged: list[tuple[int, int, int]] = []
+    for size, x_step, out_step in axes:
+        if merged and merged[-1][1:] == (size * x_step, size * out_step):
+            size *= merged.pop()[0]
+        merged.append((size, x_step, out_step))
+    merged = [(1, 0, 0)] * (5 - len(merged)) + merged
+    last = merged.pop()
+    known = [axis for axis in merged if axis[0] > 1]
+    nearest = min(known, key=lambda axis: abs(axis[2])) if known else merged[-1]
+    merged.remove(nearest)
+    n, x_ready, out_ready = zip(*merged, nearest, last, strict=True)
+    narrow = min(_power(last[0]), NARROW)
+    tile_3 = min(_power(nearest[0]), TILE // narrow)
+    tile = tile_3, min(_power(last[0]), TILE // tile_3)
+    return Turning(n, x_ready, out_ready, tile, nearest[0] > 1 and abs(nearest[2]) < abs(last[2]))
+
+
+def _steps(array: Any) -> tuple[int, ...]:
+    return tuple(step // array.dtype.itemsize for step in array.strides)
+
+
+def _power(count: int) -> int:
+    """The next power of 2."""
+    return 1 << (count - 1).bit_length()
+
+
+def _width(device: Device, run: int, *arrays: Any) -> int:
+    """Values that a thread takes at once: 4 where runs of so many and all images begin on four."""
+    four = 4 * arrays[0].dtype.itemsize
+    begins = [number for array in arrays for number in (device.address(array), array.strides[0])]
+    return 4 if run % 4 == 0 and all(begin % four == 0 for begin in begins) else 1
+
+
+def _grid(device: Device, images: int, threads: int) -> tuple[int, int]:
+    """Blocks for so many threads an image: loops take what is left when the device is full."""
+    most = WAVES * device.gpu.multiprocessors
+    along = max(1, min(-(-threads // THREADS), most))
+    return along, max(1, min(images, -(-most // along), MOST_IMAGES))
+
+
+def _launch(device: Device, name: str, grid: tuple[int, int], *arguments: Any, shared: int = 0) -> None:
+    value = name.partition("<")[2].partition(",")[0].rstrip(">")
+    family = next(names for names in _families(value) if name in names)
+    device.kernels(SOURCE, family)[name](grid, (THREADS,), *arguments, shared=shared)

@@ -1,0 +1,149 @@
+"""znnpy.ops on arrays of a device against the float64 definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated import EMULATED_GPU, EmulatedDevice
+from ops_cases import CONVOLUTIONS, IMAGES, ROUNDING, WINDOWS, Convolution, Window, assert_near, values
+
+from znnpy import ops
+from znnpy.errors import ShapeError
+from znnpy.kernels import reference
+from znnpy.kernels.gpu.ops import turning
+from znnpy.shapes import Activation
+
+POINTWISE: list[tuple[Activation, Callable[..., Any]]] = [
+    ("relu", ops.relu),
+    ("sigmoid", ops.sigmoid),
+    ("tanh", ops.tanh),
+]
+TYPES = pytest.mark.parametrize("dtype", list(ROUNDING))
+GAPS = pytest.mark.parametrize("gap", [0, 7], ids=["close", "apart"])
+
+
+def images(device: Any, host: Any, gap: int) -> Any:
+    """`host` on the device, `gap` values between images."""
+    step, kind = host[0].size + gap, host.dtype
+    apart = np.full((len(host), step), np.nan, kind)
+    apart[:, : step - gap] = host.reshape(len(host), -1)
+    strides = (step * kind.itemsize, *np.empty(host.shape[1:], kind).strides)
+    return device.view(device.put(apart, "images"), host.shape, kind, strides=strides)
+
+
+def poisoned(device: Any, shape: tuple[int, ...], dtype: str, gap: int = 0) -> Any:
+    return images(device, np.full(shape, np.nan, dtype), gap)
+
+
+@GAPS
+@TYPES
+@pytest.mark.parametrize("shape", [(2, 3, 5, 4, 3), (3, 4, 90), (5,)])
+@pytest.mark.parametrize(("activation", "op"), POINTWISE)
+def test_activations(
+    device: Any, activation: Activation, op: Callable[..., Any], shape: tuple[int, ...], dtype: str, gap: int
+) -> None:
+    host = values(shape, dtype)
+    x, out = images(device, host, gap), poisoned(device, shape, dtype, gap)
+    exact = reference.activate(host.astype(np.float64), activation)
+    assert op(x, device=device, out=out) is out
+    assert_near(device.get(out), exact, dtype)
+    assert_near(device.get(op(x, device=device)), exact, dtype)
+    assert op(x, device=device, out=x) is x
+    assert_near(device.get(x), exact, dtype)
+
+
+def test_activations_of_values_at_the_ends(device: Any) -> None:
+    x = device.put(np.array([np.nan, np.inf, -np.inf, -200, 200], np.float32), "x")
+    np.testing.assert_array_equal(device.get(ops.relu(x, device=device)), [np.nan, np.inf, 0, 0, 200])
+    np.testing.assert_array_equal(device.get(ops.sigmoid(x, device=device)), [np.nan, 1, 0, 0, 1])
+
+
+@GAPS
+@TYPES
+@pytest.mark.parametrize("shape", [*IMAGES, (2, 1, 12, 16, 12), (1, 1, 3, 2, 70)])
+@pytest.mark.parametrize("over", ["maps", "all"])
+def test_softmax(device: Any, over: ops.Over, shape: tuple[int, ...], dtype: str, gap: int) -> None:
+    host = 20 * values(shape, dtype)  # far apart: exp of a sum of them alone would overflow
+    x, wide = images(device, host, gap), host.astype(np.float64)
+    exact = reference.activate(wide, "softmax") if over == "maps" else reference.softmax_of_images(wide)
+    assert_near(device.get(ops.softmax(x, over, device=device, out=poisoned(device, shape, dtype, gap))), exact, dtype)
+    assert ops.softmax(x, over, device=device, out=x) is x
+    assert_near(device.get(x), exact, dtype)
+
+
+@GAPS
+@TYPES
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_pooling(device: Any, case: Window, dtype: str, gap: int) -> None:
+    host, sliding = values(case.shape, dtype), case.sliding
+    x = images(device, host, gap)
+    exact = reference.pool_sliding(host, case.window, sliding, "max")
+    words: dict[str, Any] = {"stride": sliding.stride, "padding": sliding.padding, "device": device}
+    out = ops.max_pool(x, case.window, out=poisoned(device, exact.shape, dtype, gap), **words)
+    np.testing.assert_array_equal(device.get(out), exact)
+    for counts in (False, True):
+        exact = reference.pool_sliding(host, case.window, sliding, "average", counts_padding=counts)
+        assert_near(device.get(ops.average_pool(x, case.window, counts_padding=counts, **words)), exact, dtype)
+
+
+@pytest.mark.parametrize("layout", ["szyxf -> sfzyx", "szyxf->xfzsy", "szyxf->szyxf", "szyxf -> fxyzs"])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6), (1, 2, 20, 35, 3), (1, 1, 1, 70, 65), (1, 1, 1, 1, 1)])
+def test_layouts(device: Any, layout: str, shape: tuple[int, ...]) -> None:
+    host = values(shape)
+    before, _, after = layout.replace(" ", "").partition("->")
+    exact = np.einsum(f"{before}->{after}", host)
+    x = device.put(host, "x")
+    np.testing.assert_array_equal(device.get(ops.convert_layout(x, layout, device=device)), exact)
+    room = poisoned(device, (*exact.shape[:3], 2 * exact.shape[3], exact.shape[4] + 1), "float16")
+    out = room[:, :, :, ::2, 1:]
+    assert ops.convert_layout(x, layout, device=device, out=out) is out
+    whole = device.get(room)
+    np.testing.assert_array_equal(whole[:, :, :, ::2, 1:], exact.astype(np.float16))
+    assert np.isnan(whole[:, :, :, 1::2]).all()
+    assert np.isnan(whole[..., 0]).all()
+    part = x[:, :, ::2, 1:]
+    if part.size:
+        narrow = device.get(ops.convert_layout(part, layout, dtype=np.float16, device=device))
+        np.testing.assert_array_equal(narrow, np.einsum(f"{before}->{after}", host[:, :, ::2, 1:]).astype(np.float16))
+
+
+def test_a_layout_is_turned_along_what_is_contiguous() -> None:
+    turn = turning((2, 3, 10, 50, 50), (75000, 1, 7500, 150, 3), (75000, 25000, 2500, 50, 1))  # channels first
+    assert (turn.n, turn.x_steps, turn.out_steps) == ((1, 1, 2, 25000, 3), (0, 0, 75000, 3, 1), (0, 0, 75000, 1, 25000))
+    assert (turn.tile, turn.across) == ((256, 4), True)
+    same = turning((2, 3, 4, 5, 6), (360, 120, 30, 6, 1), (360, 120, 30, 6, 1))
+    assert (same.n[4], same.across) == (720, False)
+
+
+@TYPES
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("mode", ["correlation", "convolution"])
+@pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
+def test_convolutions(device: Any, method: ops.Method, mode: ops.Mode, case: Convolution, dtype: str) -> None:
+    host, weights, sliding = values(case.shape, dtype), case.weights(), case.sliding
+    x = images(device, host, 5)
+    for activation in ("relu", "softmax"):
+        words: dict[str, Any] = {"activation": activation, "mode": mode}
+        exact = reference.convolve_sliding(host, weights.weight, weights.bias, sliding=sliding, **words)
+        words |= {"stride": sliding.stride, "padding": sliding.padding, "method": method, "device": device}
+        out = poisoned(device, exact.shape, dtype, 3)
+        assert ops.convolve(x, weights, out=out, **words) is out
+        on_tensor_cores = method == "implicit_gemm" and dtype == "float16"  # kernels are rounded to float16 too
+        assert_near(device.get(out), exact, dtype, 5e-3 if on_tensor_cores else None)
+
+
+def test_what_a_device_cannot_take_is_told() -> None:
+    with EmulatedDevice(EMULATED_GPU) as emulated:
+        device: Any = emulated
+        x = device.put(values((2, 3, 4, 5, 6)), "x")
+        turned = x.transpose(0, 4, 1, 2, 3)
+        with pytest.raises(
+            ShapeError, match=r"x, \(2, 6, 3, 4, 5\) with strides .*, is not in C order within an image"
+        ):
+            ops.softmax(turned, device=device)
+        with pytest.raises(ShapeError, match=r"out, .* is not in C order within an image; use ops.convert_layout"):
+            ops.relu(x, device=device, out=x[..., ::-1])
+        assert ops.softmax(x[:0], device=device).shape == (0, 3, 4, 5, 6)

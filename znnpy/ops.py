@@ -1,0 +1,302 @@
+"""Operations of convolutional networks on arrays, one call each: on numpy's arrays, or on those of a GPU.
+
+    from znnpy import ops
+    y = ops.convolve(x, weights, stride=(1, 2, 2), padding=(1, 1, 1), activation="relu")
+    y = ops.max_pool(y, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1))
+    y = ops.softmax(ops.average_pool(y, y.shape[1:4]))
+    z = ops.convert_layout(y, "szyxf -> sfzyx")
+
+Arrays are (S, z, y, x, f), channels last, float32 or float16; a 2D image has depth 1. Arithmetic is in float32; a
+result has the type of x, and what float16 cannot hold becomes infinite.
+
+    x        read only. A numpy array may have any strides; one of a GPU is in C order within an image, images any
+             distance apart (`convert_layout` takes and gives any strides).
+    device   the Device that x and out lie on; calls return before the work is done: it is queued on `device.stream`.
+             None: they are numpy's, and the work is done on the CPU.
+    out      where the result goes, of its shape and type; it may be x itself for activations and softmax, else the two
+             share no memory. None: new memory. It is returned.
+
+ShapeError says which size, type or order does not fit; TypeError that something is no array of numpy, without `device`.
+Sessions do not run these: they plan (`znnpy.plan`), fuse, and keep what they prepared.
+
+Source  Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3: its primitives, in 3D.
+Tested  tests/kernels/test_ops.py, tests/gpu/test_ops.py
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from znnpy.errors import ShapeError
+from znnpy.kernels.cpu import ops as on_cpu
+from znnpy.kernels.gpu import ops as on_gpu
+from znnpy.network import ConvWeights
+from znnpy.shapes import ACTIVATIONS, Activation, Sliding, Vec3, text
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from znnpy.kernels.gpu.device import Device
+
+    Array = Any  # numpy.ndarray, or one of a Device
+
+Over = Literal["maps", "all"]
+Mode = Literal["correlation", "convolution"]
+Method = Literal["direct", "implicit_gemm"]
+
+ONE, ZERO = (1, 1, 1), (0, 0, 0)
+MOST_AXES = 5
+_LAYOUT = re.compile(r"\s*([a-z]+)\s*->\s*([a-z]+)\s*")
+
+
+def relu(x: Array, *, device: Device | None = None, out: Array | None = None) -> Array:
+    """max(x, 0), value by value, of an array with any number of axes; NaN stays NaN."""
+    return _pointwise("relu", x, device, out)
+
+
+def sigmoid(x: Array, *, device: Device | None = None, out: Array | None = None) -> Array:
+    """1 / (1 + exp(-x)), value by value, of an array with any number of axes."""
+    return _pointwise("sigmoid", x, device, out)
+
+
+def tanh(x: Array, *, device: Device | None = None, out: Array | None = None) -> Array:
+    """The hyperbolic tangent, value by value, of an array with any number of axes."""
+    return _pointwise("tanh", x, device, out)
+
+
+def softmax(x: Array, over: Over = "maps", *, device: Device | None = None, out: Array | None = None) -> Array:
+    """exp(x - largest) / sum of exp(x - largest), over the maps of each voxel or over all values of each image."""
+    _check_word("over", over, get_args(Over))
+    _check(x, device)
+    result = _result(x.shape, x, device, out)
+    if not result.size:
+        return result
+    if device is None:
+        on_cpu.softmax(x, result, over_maps=over == "maps")
+    else:
+        on_gpu.softmax(device, x, result, over_maps=over == "maps")
+    return result
+
+
+def max_pool(
+    x: Array,
+    window: Vec3,
+    *,
+    stride: Vec3 | None = None,
+    padding: Vec3 = ZERO,
+    device: Device | None = None,
+    out: Array | None = None,
+) -> Array:
+    """The maximum of each window, (S, floor((n - window + 2 padding) / stride) + 1, f); padding is never the largest.
+
+    stride   from window to window; default: `window`, so that they do not overlap.
+    padding  planes around the image, less than the window.
+    """
+    return _pool("max", x, window, stride, padding, device, out, counts_padding=False)
+
+
+def average_pool(
+    x: Array,
+    window: Vec3,
+    *,
+    stride: Vec3 | None = None,
+    padding: Vec3 = ZERO,
+    counts_padding: bool = False,
+    device: Device | None = None,
+    out: Array | None = None,
+) -> Array:
+    """The mean of each window; sizes as of `max_pool`.
+
+    counts_padding  the zeros around the image count as values of the window.
+    """
+    return _pool("average", x, window, stride, padding, device, out, counts_padding=counts_padding)
+
+
+def convert_layout(
+    x: Array,
+    layout: str,
+    *,
+    dtype: npt.DTypeLike | None = None,
+    device: Device | None = None,
+    out: Array | None = None,
+) -> Array:
+    """The same values with their axes in another order, in C order or in the strides of `out`.
+
+    layout  a letter an axis, before and after: "szyxf -> sfzyx" makes channels first of channels last. Up to 5 axes.
+    dtype   float32 or float16; default: that of x, or of `out`.
+
+    x and out may have any strides: parts of images, axes that were turned.
+    """
+    _check_array(x, device)
+    match = _LAYOUT.fullmatch(layout)
+    if match is None or len(set(match[1])) != len(match[1]) or sorted(match[1]) != sorted(match[2]):
+        raise ShapeError(f"{layout!r} is no layout: write the same letters, each once, before and after '->'")
+    if len(match[1]) != x.ndim or x.ndim > MOST_AXES:
+        raise ShapeError(
+            f"{layout!r} names {len(match[1])} axes of {x.ndim}, {x.shape}; up to {MOST_AXES} may be turned"
+        )
+    turned = x.transpose([match[1].index(axis) for axis in match[2]])
+    kind = np.dtype(dtype if dtype is not None else x.dtype if out is None else out.dtype)
+    if kind not in (np.float32, np.float16):
+        raise ShapeError(f"layouts are converted to float32 or float16, not {kind}")
+    result = _result(turned.shape, turned, device, out, kind, any_order=True)
+    if not result.size:
+        return result
+    if device is None:
+        on_cpu.copy(turned, result)
+    else:
+        on_gpu.copy(device, turned, result)
+    return result
+
+
+def convolve(
+    x: Array,
+    weights: ConvWeights,
+    *,
+    activation: Activation = "none",
+    stride: Vec3 = ONE,
+    padding: Vec3 = ZERO,
+    mode: Mode = "correlation",
+    method: Method = "direct",
+    device: Device | None = None,
+    out: Array | None = None,
+) -> Array:
+    """activation(bias + x convolved with the kernels): (S, floor((n - k + 2 padding) / stride) + 1, f').
+
+    weights  of numpy: kernels (f', f, kz, ky, kx) float32 and biases (f',) float32.
+    padding  planes of zeros before and behind the image.
+    mode     correlation: out[p] sums x[p * stride + d - padding] * w[d]; convolution: w[k - 1 - d], the kernel turned.
+    method   direct: tap by tap; implicit_gemm: one matrix product, whose lowered matrix exists a part at a time.
+    """
+    for word, given, known in (
+        ("activation", activation, ACTIVATIONS),
+        ("mode", mode, get_args(Mode)),
+        ("method", method, get_args(Method)),
+    ):
+        _check_word(word, given, known)
+    _check(x, device)
+    sliding = Sliding(stride, padding)
+    _check_weights(x, weights)
+    k = weights.weight.shape[2:]
+    positions = sliding.positions(x.shape[1:4], (k[0], k[1], k[2]))
+    if mode == "convolution":
+        weights = ConvWeights(weights.weight[:, :, ::-1, ::-1, ::-1], weights.bias)
+    result = _result((x.shape[0], *positions, len(weights.bias)), x, device, out)
+    if not result.size:
+        return result
+    if device is None:
+        on_cpu.convolve(x, result, weights, sliding, activation, method)
+    else:
+        on_gpu.convolve(device, x, result, weights, sliding, activation, method)
+    return result
+
+
+def _pointwise(activation: Activation, x: Array, device: Device | None, out: Array | None) -> Array:
+    _check_array(x, device)
+    _check_order("x", x, device)
+    result = _result(x.shape, x, device, out)
+    if not result.size:
+        return result
+    if device is None:
+        on_cpu.pointwise(activation, x, result)
+    else:
+        on_gpu.pointwise(device, activation, x, result)
+    return result
+
+
+def _pool(
+    how: Literal["max", "average"],
+    x: Array,
+    window: Vec3,
+    stride: Vec3 | None,
+    padding: Vec3,
+    device: Device | None,
+    out: Array | None,
+    *,
+    counts_padding: bool,
+) -> Array:
+    _check(x, device)
+    if min(window) < 1:
+        raise ShapeError(f"a window must be at least 1 along every axis, not {text(window)}")
+    sliding = Sliding(window if stride is None else stride, padding)
+    if any(pad >= size for pad, size in zip(padding, window, strict=True)):
+        raise ShapeError(
+            f"padding {text(padding)} leaves windows of {text(window)} without a value; give less than the window"
+        )
+    result = _result((x.shape[0], *sliding.positions(x.shape[1:4], window), x.shape[4]), x, device, out)
+    if not result.size:
+        return result
+    if device is None:
+        on_cpu.pool(x, result, window, sliding, how, counts_padding=counts_padding)
+    else:
+        on_gpu.pool(device, x, result, window, sliding, how, counts_padding=counts_padding)
+    return result
+
+
+def _result(
+    shape: tuple[int, ...],
+    x: Array,
+    device: Device | None,
+    out: Array | None,
+    dtype: npt.DTypeLike | None = None,
+    *,
+    any_order: bool = False,
+) -> Array:
+    """`out`, checked, or new memory; of x's type if `dtype` does not say another."""
+    kind = np.dtype(x.dtype if dtype is None else dtype)
+    if out is not None:
+        _check_array(out, device)
+        if out.shape != tuple(shape) or out.dtype != kind:
+            raise ShapeError(f"the result is {tuple(shape)} {kind}, and out is {out.shape} {out.dtype}")
+        if not any_order:
+            _check_order("out", out, device)
+        return out
+    if device is None:
+        return np.empty(shape, kind)
+    return device.view(device.allocate(prod(shape) * kind.itemsize, "a result"), shape, kind)
+
+
+def _check(x: Array, device: Device | None) -> None:
+    _check_array(x, device)
+    if x.ndim != MOST_AXES:
+        raise ShapeError(f"x has {x.ndim} axes, {x.shape}; it must be (S, z, y, x, f), with z = 1 for 2D images")
+    _check_order("x", x, device)
+
+
+def _check_array(array: Array, device: Device | None) -> None:
+    if device is None and not isinstance(array, np.ndarray):
+        raise TypeError(f"{type(array).__name__} is no array of numpy: say on which device it lies, device=")
+    if array.dtype not in (np.float32, np.float16):
+        raise ShapeError(f"arrays are float32 or float16, not {array.dtype}; use array.astype(numpy.float32)")
+
+
+def _check_order(what: str, array: Array, device: Device | None) -> None:
+    if device is None or not array.size:
+        return
+    if array.ndim == 0 or not array[0].flags.c_contiguous:
+        raise ShapeError(
+            f"{what}, {array.shape} with strides {array.strides}, is not in C order within an image; "
+            "use ops.convert_layout"
+        )
+
+
+def _check_weights(x: Array, weights: ConvWeights) -> None:
+    kernels, bias = weights.weight, weights.bias
+    if kernels.ndim != MOST_AXES or kernels.shape[1] != x.shape[4] or bias.shape != kernels.shape[:1]:
+        raise ShapeError(
+            f"{x.shape[4]} maps of x take kernels (f', {x.shape[4]}, kz, ky, kx) and biases (f',), "
+            f"not {kernels.shape} and {bias.shape}"
+        )
+    if kernels.dtype != np.float32 or bias.dtype != np.float32:
+        raise ShapeError(f"kernels and biases are float32, not {kernels.dtype} and {bias.dtype}")
+    if not kernels.size:
+        raise ShapeError(f"kernels {kernels.shape} are empty")
+
+
+def _check_word(what: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ValueError(f"{what} is {given!r}; it may be {', '.join(known)}")
