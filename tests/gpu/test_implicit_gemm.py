@@ -238,3 +238,21 @@ def test_its_work_on_tensor_cores_is_that_of_whole_blocks(precision: Precision, 
     assert plan is not None
     voxels = tensor.tiles_of(Lowering.of(shape), 1, plan.tile) * 256
     assert (work.unit, work.flops) == (unit, 2.0 * times * voxels * (2 * 2 * 3 * 32) * 80)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("way", WAYS[2:], ids="-".join)
+def test_a_block_takes_tile_after_tile(
+    device: Any, monkeypatch: pytest.MonkeyPatch, way: tuple[str, Precision], blocks: int
+) -> None:
+    """Of several planes and images, in several stages and rounds; the last tiles reach beyond the output."""
+    monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=blocks))
+    monkeypatch.setattr(tensor.Block, "resident", 1)
+    monkeypatch.setattr(tensor, "MOST_GROUP", 2)
+    tensor.plan_of.cache_clear()
+    shape = ConvShape(2, 19, 20, (5, 20, 21), (2, 3, 2), "none")
+    x, weights = rounded(random_input(shape), way[1]), random_weights(shape)
+    out, peak = run(device, way, shape, x, weights)
+    tensor.plan_of.cache_clear()
+    assert error(out, exact_of(shape, x, weights)) <= ALLOWED[way[1]]
+    assert peak == pytest.approx(np.abs(out).max(), rel=1e-3 if way[1] == "fp16" else 0)

@@ -6,11 +6,11 @@
  *            end; bias (slices * BN) float.
  * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product.
  *            float values are scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
- * Launch     A block: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
- *            maps. For CHUNK maps and one dz it holds all voxels that its windows meet, its region, in shared memory:
- *            the rows of the lowered matrix are rows of the region, for each (dy, dx) others. While one region is
- *            multiplied the next comes through registers, and kernels come for the taps of the next round.
- *            grid (tiles, slices).
+ * Launch     A tile: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
+ *            maps. For CHUNK maps and one dz a block holds all voxels that the tile's windows meet, its region, in shared
+ *            memory: the rows of the lowered matrix are rows of the region, for each (dy, dx) others. While one region is
+ *            multiplied the next comes through registers, of the next tile too, and kernels come for the taps of the next
+ *            round. A block takes every gridDim.x-th tile. grid (blocks, slices).
  * Bound      tensor cores: 2 BM BN CHUNK flops for (MT * WARPS_N + NT * WARPS_M / 2) * 512 bytes of shared memory.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
  * Tested     tests/gpu/test_implicit_gemm.py
@@ -22,19 +22,24 @@ constexpr int PITCH = 24;  // float16 from row to row: 8 rows meet no bank twice
 constexpr int PIECE = 8;   // maps of a voxel that a thread brings at once
 constexpr float TOP = 14;  // values are scaled to less than 2^TOP; tensor.py
 
-struct Sizes {
+/* Of a launch: in shared memory, so that the registers are for sums. */
+struct alignas(16) Sizes {
     long long before_image, x_image, out_image, outer;  // outer: planes of all images' outputs
     int carried, nz, ny, nx, fin, mz, my, mx, fout, ky, kx, kz, sz, sy, sx, pz, py, px, ty, tx, lines, columns, rows;
     float by_lines, by_columns;
     bool wide;  // 8 maps may be read at once
 };
 
+static_assert(sizeof(Sizes) == 144, "tensor.py");
+
 /* One of the planes of a tile: where windows begin, as if all planes were there, and where results go. */
 template <class T> struct Plane {
     const T *before, *x;  // null: there is no such plane
     T* out;
     long long z;
+    int y0, x0;  // the first voxel of the output
 };
+constexpr int TABLES = 3;  // of planes: a tile's results may be on their way while the next but one begins
 
 /* n / d for 0 <= n < 2^20, by 1 / d. */
 DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
@@ -95,25 +100,43 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct G
     static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
     static constexpr int TAP = WORDS * BN;  // rows of kernels of one tap
 
+    // Fragments of the next tap are loaded while those before are multiplied, where registers hold them.
+    static constexpr int AHEAD = 4 * MT * NT + 8 * WORDS * (MT + (NT + 1) / 2) <= 160 ? 1 : 0;
+
     struct Fragments {
         unsigned a[WORDS][MT][4], b[WORDS][(NT + 1) / 2][4];
     };
 
     const Sizes& n;
-    const Plane<T>* planes;
+    Plane<T>* tables;      // shared: TABLES x tq
     half *regions, *taps;  // shared: 2 x WORDS x rows x PITCH; 2 x group x TAP x PITCH
-    int y0, x0;            // of the tile
+    int tq, tiles_y, tiles_x;
     float scale;
 
     DEVICE half* region(int stage) const { return regions + (stage & 1) * WORDS * n.rows * PITCH; }
 
-    DEVICE void fetch(Piece<T>& piece, int index, int stage) const {
+    /* The planes of a tile, into the table of this block's `turn`-th. */
+    DEVICE void tabulate(long long tile, int turn, const T* before, const T* x, T* out) const {
+        const long long q0 = tile / tiles_x / tiles_y * tq;
+        for (int q = threadIdx.x; q < tq; q += THREADS) {
+            const long long at = q0 + q, image = at / n.mz, z = at % n.mz;
+            Plane<T>& plane = tables[turn % TABLES * tq + q];
+            plane.before = before + image * n.before_image;
+            plane.x = at < n.outer ? x + image * n.x_image - (long long)n.carried * n.ny * n.nx * n.fin : nullptr;
+            plane.out = out + image * n.out_image + z * n.my * n.mx * n.fout;
+            plane.z = z * n.sz - n.pz;
+            plane.y0 = (int)(tile / tiles_x % tiles_y) * n.ty;
+            plane.x0 = (int)(tile % tiles_x) * n.tx;
+        }
+    }
+
+    DEVICE void fetch(Piece<T>& piece, int index, int stage, const Plane<T>* planes) const {
         const int row = index / 2, c = stage / n.kz * CHUNK + index % 2 * PIECE, dz = stage % n.kz;
         const int all = quotient(row, n.by_columns), column = row - all * n.columns;
         const int q = quotient(all, n.by_lines), line = all - q * n.lines;
         const Plane<T>& plane = planes[q];
         const long long z = plane.z + dz;
-        const int y = y0 * n.sy - n.py + line, x = x0 * n.sx - n.px + column;
+        const int y = plane.y0 * n.sy - n.py + line, x = plane.x0 * n.sx - n.px + column;
         const bool inside = plane.x != nullptr && z >= 0 && z < n.nz && y >= 0 && y < n.ny && x >= 0 && x < n.nx;
         if (!inside || c >= n.fin) {
             piece.clear();
@@ -177,7 +200,20 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct G
         return row < n.rows ? row : 0;  // voxels beyond the last plane of the tile are not written
     }
 
-    DEVICE void run(float (&sums)[MT][NT][4], const half* kernels, const int* offsets, int group) const {
+    /* The first region and the first kernels. */
+    DEVICE void begin(const half* kernels, int group, const Plane<T>* planes) const {
+        Piece<T> piece;
+        for (int index = threadIdx.x; index < 2 * n.rows; index += THREADS) {
+            fetch(piece, index, 0, planes);
+            put(piece, index, 0);
+        }
+        bring_taps(taps, kernels, min(group, n.ky * n.kx));
+    }
+
+    /* A tile, whose first region and kernels are there or on their way: its sums. `stage` and `round` go on from tile to
+     * tile; `next`: planes of the tile behind it, null where there is none. */
+    DEVICE void run(float (&sums)[MT][NT][4], const half* kernels, const int* offsets, int group, int& stage, int& round,
+                    const Plane<T>* planes, const Plane<T>* next) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
         const int stages = n.kz * ((n.fin + CHUNK - 1) / CHUNK), all = n.ky * n.kx, pieces = 2 * n.rows;
         int voxels[MT];
@@ -185,53 +221,51 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct G
         for (int i = 0; i < MT; ++i) voxels[i] = row_of((warp / WARPS_N * MT + i) * 16 + lane % 16) * PITCH;
         const half* const own = taps + (warp % WARPS_N * NT * 8 + lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8;
         const int buffer = group * TAP * PITCH;
+        const half* coming = kernels;
         Piece<T> piece;
-        for (int index = threadIdx.x; index < pieces; index += THREADS) {
-            fetch(piece, index, 0);
-            put(piece, index, 0);
-        }
-        bring_taps(taps, kernels, min(group, all));
-        int round = 0;
 #pragma unroll 1
-        for (int stage = 0; stage < stages; ++stage) {
+        for (int done = 0; done < stages; ++done, ++stage) {
             const half* const rows = region(stage) + lane / 16 * 8;
-            const bool more = stage + 1 < stages;
+            const bool last = done + 1 == stages, more = !last || next != nullptr;
+            const Plane<T>* const behind = last ? next : planes;
+            const int following = last ? 0 : done + 1;
             int index = threadIdx.x;
 #pragma unroll 1
             for (int first = 0; first < all; first += group, ++round) {
-                const int count = min(group, all - first);
+                const int count = min(group, all - first), left = all - first - count;
                 cp_async_wait<0>();
                 sync_block();
-                kernels += count * TAP * CHUNK;
-                if (first + count < all || more)
-                    bring_taps(taps + ((round + 1) & 1) * buffer, kernels, min(group, first + count < all ? all - first - count : all));
+                coming = left == 0 && last ? kernels : coming + count * TAP * CHUNK;
+                if (left > 0 || more) bring_taps(taps + ((round + 1) & 1) * buffer, coming, min(group, left > 0 ? left : all));
                 const half* const at = own + (round & 1) * buffer;
-                Fragments f[2];
-                load(f[0], rows + offsets[first], voxels, at);
+                Fragments f[1 + AHEAD];
+                if (AHEAD) load(f[0], rows + offsets[first], voxels, at);
 #pragma unroll 1
                 for (int tap = 0; tap < count; tap += 2) {
 #pragma unroll
                     for (int odd = 0; odd < 2; ++odd) {
-                        if (tap + odd >= count) break;
+                        const int now = tap + odd, wanted = now + AHEAD;
+                        if (now >= count) break;
                         const bool brings = more && index < pieces;
-                        if (brings) fetch(piece, index, stage + 1);
-                        if (tap + odd + 1 < count)
-                            load(f[1 - odd], rows + offsets[first + tap + odd + 1], voxels, at + (tap + odd + 1) * TAP * PITCH);
-                        multiply(sums, f[odd]);
+                        if (brings) fetch(piece, index, following, behind);
+                        if (wanted < count)
+                            load(f[AHEAD * (1 - odd)], rows + offsets[first + wanted], voxels, at + wanted * TAP * PITCH);
+                        multiply(sums, f[AHEAD * odd]);
                         if (brings) put(piece, index, stage + 1);
                         index += THREADS;
                     }
                 }
             }
             for (; more && index < pieces; index += THREADS) {
-                fetch(piece, index, stage + 1);
+                fetch(piece, index, following, behind);
                 put(piece, index, stage + 1);
             }
         }
     }
 
     /* Pairs: two maps may be written at once. */
-    DEVICE float store(const float (&sums)[MT][NT][4], const float* bias, float unscale, int activation, bool pairs) const {
+    DEVICE float store(const float (&sums)[MT][NT][4], const Plane<T>* planes, const float* bias, float unscale,
+                       int activation, bool pairs) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
         const int first = blockIdx.y * BN + warp % WARPS_N * NT * 8 + 2 * t;
         const float back = 1.0f / scale;  // one after the other: their product may be too small for a number
@@ -241,8 +275,10 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct G
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int m = (warp / WARPS_N * MT + i) * 16 + h * 8 + g;
-                const int x = x0 + m % n.tx, y = y0 + m / n.tx % n.ty, q = m / (n.tx * n.ty);
-                if (q * n.lines * n.columns >= n.rows || x >= n.mx || y >= n.my || planes[q].x == nullptr) continue;
+                const int q = m / (n.tx * n.ty);
+                if (q >= tq || planes[q].x == nullptr) continue;
+                const int x = planes[q].x0 + m % n.tx, y = planes[q].y0 + m / n.tx % n.ty;
+                if (x >= n.mx || y >= n.my) continue;
                 T* const to = planes[q].out + ((long long)y * n.mx + x) * n.fout;
 #pragma unroll
                 for (int j = 0; j < NT; ++j) {
@@ -273,34 +309,42 @@ __global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, 1)
          long long py, long long px, long long tq, long long ty, long long tx, long long group, long long wide,
          long long pairs, long long activation) {
     using Product = Gemm<T, WORDS, WARPS_M, WARPS_N, MT, NT>;
-    const int lines = ((int)ty - 1) * (int)sy + (int)ky, columns = ((int)tx - 1) * (int)sx + (int)kx;
-    const Sizes n = {before_image, x_image, out_image, images * mz,
-                     (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz, (int)my, (int)mx, (int)fout, (int)ky,
-                     (int)kx, (int)kz, (int)sz, (int)sy, (int)sx, (int)pz, (int)py, (int)px, (int)ty, (int)tx, lines,
-                     columns, (int)tq * lines * columns, 1.0f / lines, 1.0f / columns, wide != 0};
-    EXTERN_SHARED(Plane<T>, planes);  // [tq]; then offsets of taps in the region, regions, kernels of taps
-    int* const offsets = reinterpret_cast<int*>(planes + tq);
-    half* const regions = reinterpret_cast<half*>(offsets + (ky * kx + 3) / 4 * 4);
-    const int tiles_x = (n.mx + n.tx - 1) / n.tx, tiles_y = (n.my + n.ty - 1) / n.ty;
-    const int tile = blockIdx.x / tiles_x, x0 = blockIdx.x % tiles_x * n.tx, y0 = tile % tiles_y * n.ty;
-    const long long q0 = (long long)(tile / tiles_y) * tq;
-    for (int q = threadIdx.x; q < tq; q += Product::THREADS) {
-        const long long at = q0 + q, image = at / n.mz, z = at % n.mz;
-        const bool there = at < n.outer;
-        planes[q].before = before + image * n.before_image;
-        planes[q].x = there ? x + image * n.x_image - carried * ny * nx * fin : nullptr;
-        planes[q].out = out + image * n.out_image + z * my * mx * fout;
-        planes[q].z = z * n.sz - n.pz;
+    EXTERN_SHARED(Sizes, shared);  // then planes [TABLES][tq], offsets of taps in the region, regions, kernels of taps
+    const Sizes& n = *shared;
+    if (threadIdx.x == 0) {
+        const int lines = ((int)ty - 1) * (int)sy + (int)ky, columns = ((int)tx - 1) * (int)sx + (int)kx;
+        *shared = {before_image, x_image, out_image, images * mz,
+                   (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz, (int)my, (int)mx, (int)fout, (int)ky,
+                   (int)kx, (int)kz, (int)sz, (int)sy, (int)sx, (int)pz, (int)py, (int)px, (int)ty, (int)tx, lines,
+                   columns, (int)tq * lines * columns, 1.0f / lines, 1.0f / columns, wide != 0};
     }
-    for (int tap = threadIdx.x; tap < ky * kx; tap += Product::THREADS)
-        offsets[tap] = (tap / n.kx * columns + tap % n.kx) * PITCH;
     sync_block();
-
+    Plane<T>* const tables = reinterpret_cast<Plane<T>*>(shared + 1);
+    int* const offsets = reinterpret_cast<int*>(tables + TABLES * ((tq + 1) / 2 * 2));
+    half* const regions = reinterpret_cast<half*>(offsets + (ky * kx + 3) / 4 * 4);
+    for (int tap = threadIdx.x; tap < ky * kx; tap += Product::THREADS)
+        offsets[tap] = (tap / n.kx * n.columns + tap % n.kx) * PITCH;
     const float scale = WORDS == 1 && sizeof(T) == 2 ? 1.0f : scale_of(x_peak);
-    const Product product = {n, planes, regions, regions + 2 * WORDS * n.rows * PITCH, y0, x0, scale};
+    const int tiles_y = (n.my + n.ty - 1) / n.ty, tiles_x = (n.mx + n.tx - 1) / n.tx;
+    const Product product = {n, tables, regions, regions + 2 * WORDS * n.rows * PITCH, (int)tq, tiles_y, tiles_x, scale};
+    const long long tiles = (n.outer + tq - 1) / tq * tiles_y * tiles_x;
     const int chunks = (n.fin + CHUNK - 1) / CHUNK;
-    float sums[MT][NT][4] = {};
-    product.run(sums, kernels + (long long)blockIdx.y * chunks * n.kz * n.ky * n.kx * Product::TAP * CHUNK, offsets, (int)group);
-    const float largest = product.store(sums, bias, unscale, (int)activation, pairs != 0);
+    kernels += (long long)blockIdx.y * chunks * n.kz * n.ky * n.kx * Product::TAP * CHUNK;
+
+    product.tabulate(blockIdx.x, 0, before, x, out);
+    sync_block();
+    product.begin(kernels, (int)group, tables);
+    int stage = 0, round = 0, turn = 0;
+    float largest = 0.0f;
+#pragma unroll 1
+    for (long long tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+        const bool more = tile + gridDim.x < tiles;
+        if (more) product.tabulate(tile + gridDim.x, turn + 1, before, x, out);
+        const Plane<T>* const planes = tables + turn % TABLES * tq;
+        float sums[MT][NT][4] = {};
+        product.run(sums, kernels, offsets, (int)group, stage, round, planes,
+                    more ? tables + (turn + 1) % TABLES * tq : nullptr);
+        largest = larger_magnitude(largest, product.store(sums, planes, bias, unscale, (int)activation, pairs != 0));
+    }
     raise_peak_by_warp(out_peak, largest);
 }

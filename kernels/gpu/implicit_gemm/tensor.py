@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SOURCE = "implicit_gemm/tensor.cu"
 WARP = 32
 CHUNK, PITCH, TOP = 16, 24, 14  # tensor.cu
-PLANE_BYTES, OFFSET_BYTES = 32, 4  # tensor.cu: Plane, offsets
+SIZES_BYTES, PLANE_BYTES, OFFSET_BYTES, TABLES = 144, 40, 4, 3  # tensor.cu: Sizes, Plane, offsets, TABLES
 MOST_SCALE = 100  # of a power of two
 WORDS: dict[Precision, int] = {"fp32": 2, "tf32": 1, "fp16": 1}
 MOST_GROUP = 12  # taps between two barriers: with more, shared memory serves the region better
@@ -54,6 +54,11 @@ class Block:
     @property
     def threads(self) -> int:
         return WARP * prod(self.warps)
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor has registers for, about."""
+        return 1 if prod(self.matrices) >= 8 else 2
 
     @property
     def crowding(self) -> float:
@@ -105,7 +110,8 @@ def _shared_bytes(problem: Lowering, block: Block, tile: Vec3, group: int) -> in
     words = WORDS[problem.precision]
     offsets = -(-problem.k[1] * problem.k[2] // 4) * 4
     rows = words * (region_rows(problem, tile) + group * block.maps)
-    return PLANE_BYTES * tile[0] + OFFSET_BYTES * offsets + 2 * rows * PITCH * FLOAT16
+    planes = TABLES * PLANE_BYTES * (-(-tile[0] // 2) * 2)
+    return SIZES_BYTES + planes + OFFSET_BYTES * offsets + 2 * rows * PITCH * FLOAT16
 
 
 @lru_cache(maxsize=4096)
@@ -205,8 +211,10 @@ class TensorProduct:
         """See DeviceStep."""
         problem, (block, tile, group) = self._problem, self._plan
         old = x if before is None else before
+        slices = -(-problem.fout // block.maps)
+        at_once = max(1, block.resident * self._device.gpu.multiprocessors // slices)
         self._kernel(
-            (tiles_of(problem, len(x), tile), -(-problem.fout // block.maps)),
+            (min(tiles_of(problem, len(x), tile), at_once), slices),
             (block.threads,),
             *(old, image_step(old), x, image_step(x), out, image_step(out)),
             *self._weights,
