@@ -11,8 +11,8 @@
  *            Lane 4 g + t sums maps 16 c + 4 t + (0..3) of four voxels: plain 4 g + (0..3), tensor g + 8 (0..3).
  *            grid (tiles, blocks of maps, images).
  * Bound      plain: arithmetic from k = 3 on (float32 units), below the writing of out; tensor: writing up to k = 5.
- * Source     Chen et al., Optimizing convolution for single-channel inputs on Pascal, 3.1 (input tile in shared memory,
- *            all filters a block); matrix fragments: PTX ISA, mma.m16n8k8.
+ * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1 (input tile
+ *            in shared memory, division of the filters); matrix fragments: PTX ISA, mma.m16n8k8.
  * Tested     tests/gpu/test_conv_first.py
  */
 #include "activation.cuh"

@@ -2,10 +2,11 @@
 
 Method   A block stages the input of a tile of 192 voxels in shared memory and sums all output maps, up to 80 of them,
          in registers. units=float: on float32 units; units=tensor: in matrix products of tf32, whose rounding tf32 and
-         fp16 allow. Kernels come in chunks of whole rows of taps, so that any size fits shared memory. conv_first.cu.
+         fp16 allow. Kernels come in chunks of whole rows of taps, so that any size fits shared memory. Where an image
+         has not tiles enough for the card, a block sums fewer maps, as the paper's division says. conv_first.cu.
 Memory   Nothing beside kernels.
 Bound    float: arithmetic from k = 3 on, 2 k^3 f f' flops a voxel; tensor: writing the output up to k = 5.
-Source   Chen et al., Optimizing convolution for single-channel inputs on Pascal, 3.1.
+Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1.
 Tested   tests/gpu/test_conv_first.py
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.gpu.block.division import Image, card_of, divide_single
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
@@ -26,7 +28,7 @@ from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.kernels.primitive import ConvWeights
-    from znnpy.machine import Machine
+    from znnpy.machine import Gpu, Machine
 
 SOURCE = "conv_first.cu"
 THREADS, TILE, GROUP, HEAD = 192, 192, 16, 32  # conv_first.cu
@@ -36,6 +38,7 @@ MOST_MAPS = 4  # of the input
 WIDEST = 11  # kernel along x: the inputs of a row of taps stay in registers
 MOST_IMAGES = 65535  # of a grid along z
 SHARED_BYTES = 49 << 10  # of a block: two fit a multiprocessor of any card
+RESIDENT = 2  # blocks of a multiprocessor
 BLOCKS = 16  # a multiprocessor that there should be: so many z may one block take
 REGISTERS = 168
 TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
@@ -56,9 +59,8 @@ class _Plan(NamedTuple):
         return self.blocks * self.groups * GROUP
 
 
-def _plan(fin: int, fout: int, k: Vec3, units: str) -> _Plan:
-    blocks = -(-fout // (MOST_GROUPS * GROUP))
-    groups = -(-fout // (blocks * GROUP))
+def _plan(fin: int, fout: int, k: Vec3, units: str, groups: int) -> _Plan:
+    blocks = -(-fout // (groups * GROUP))
     all_rows, rows, chunks = k[0] * k[1], k[0] * k[1], 1
     while True:
         taps = rows * fin * k[2]
@@ -71,6 +73,24 @@ def _plan(fin: int, fout: int, k: Vec3, units: str) -> _Plan:
         while -(-all_rows // chunks) >= rows:
             chunks += 1
         rows = -(-all_rows // chunks)
+
+
+def _most_groups(fout: int) -> int:
+    """Of a block, where all blocks have as many."""
+    return -(-fout // (-(-fout // (MOST_GROUPS * GROUP)) * GROUP))
+
+
+def _divided_groups(shape: ConvShape, gpu: Gpu) -> int:
+    """Of a block: the most, but where these are blocks for less than the card, what the paper's 3.1 gives."""
+    most, wide, (mz, my, mx) = _most_groups(shape.fout), _wide(shape), shape.out
+    tiles = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide)
+    if tiles * -(-shape.fout // (most * GROUP)) >= RESIDENT * gpu.multiprocessors:
+        return most
+    (nz, ny, nx), (kz, ky, _) = shape.n, shape.k
+    flat = Image(shape.batch * ny, nx, ky - 1, shape.fin)
+    image = flat if nz == 1 else Image(shape.batch * nz, ny * nx, kz - 1, shape.fin)
+    divided = divide_single(card_of(gpu), image, shape.fout, prod(shape.k) * shape.fin)
+    return min(most, -(-divided.filters // GROUP))
 
 
 def _shared_bytes(plan: _Plan, fin: int, k: Vec3, wide: int) -> int:
@@ -119,9 +139,9 @@ class ConvFirst:
 
     name: str = "gpu.conv.first"
     kind: Kind = "conv"
-    version: int = 1
+    version: int = 2
     summary: str = "1 to 4 input maps: all output maps of a tile at once, the input from shared memory"
-    source: str = "Chen et al., Optimizing convolution for single-channel inputs on Pascal, 3.1"
+    source: str = "Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU, 3.1"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
@@ -137,20 +157,22 @@ class ConvFirst:
             return f"takes kernels up to {WIDEST} along x, not {shape.k[2]}"
         if shape.batch > MOST_IMAGES:
             return f"takes up to {MOST_IMAGES} images, not {shape.batch}"
-        plan = _plan(shape.fin, shape.fout, shape.k, _units(shape))
+        plan = _plan(shape.fin, shape.fout, shape.k, _units(shape), _most_groups(shape.fout))
         needed, there = _shared_bytes(plan, shape.fin, shape.k, _wide(shape)), machine.gpu.shared_block_bytes
         if needed > there:
             return f"one row of its taps wants {needed} bytes of shared memory, and a block has {there}"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        del machine
-        return (Variant.of(units=_units(shape)),)
+        shape = as_conv(shape)
+        assert machine.gpu is not None
+        choices = dict.fromkeys((_divided_groups(shape, machine.gpu), _most_groups(shape.fout)))
+        return tuple(Variant.of(groups=groups, units=_units(shape)) for groups in choices)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape = as_conv(shape)
-        plan = _plan(shape.fin, shape.fout, shape.k, variant.word("units"))
+        plan = _plan(shape.fin, shape.fout, shape.k, variant.word("units"), variant.count("groups"))
         floats = plan.padded * prod(shape.k) * shape.fin
         if variant.word("units") == "tensor":
             floats = plan.blocks * plan.chunks * plan.kernel_floats
@@ -158,8 +180,8 @@ class ConvFirst:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
-        units = variant.word("units")
-        plan, wide, (mz, my, mx) = _plan(shape.fin, shape.fout, shape.k, units), _wide(shape), shape.out
+        units, wide, (mz, my, mx) = variant.word("units"), _wide(shape), shape.out
+        plan = _plan(shape.fin, shape.fout, shape.k, units, variant.count("groups"))
         voxels = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide) * TILE
         flops = 2.0 * voxels * prod(shape.k) * shape.fin * plan.padded
         equal = flops if units == "float" else flops / TENSOR_SPEED
@@ -168,7 +190,7 @@ class ConvFirst:
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
         units, (fout, fin, *k) = variant.word("units"), weights.weight.shape
-        plan = _plan(fin, fout, (k[0], k[1], k[2]), units)
+        plan = _plan(fin, fout, (k[0], k[1], k[2]), units, variant.count("groups"))
         more = plan.padded - fout
         taps = np.pad(weights.weight.transpose(2, 3, 1, 4, 0), (*[(0, 0)] * 4, (0, more)))  # (dz, dy, f, dx, maps)
         matrix = taps.reshape(k[0] * k[1], fin * k[2], plan.blocks, plan.groups * GROUP)
@@ -201,9 +223,10 @@ def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.f
 class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
-        self._plan = plan = _plan(shape.fin, shape.fout, shape.k, variant.word("units"))
+        units, groups = variant.word("units"), variant.count("groups")
+        self._plan = plan = _plan(shape.fin, shape.fout, shape.k, units, groups)
         self._wide = _wide(shape)
-        kx = 0 if variant.word("units") == "tensor" else shape.k[2]
+        kx = 0 if units == "tensor" else shape.k[2]
         names = [
             _kernel(shape.itemsize, shape.fin, plan.groups, kx, shape.activation, vectors=vectors)
             for vectors in (False, True)

@@ -132,7 +132,7 @@ def test_copies_are_as_wide_as_maps_allow(device: Any, fin: int) -> None:
 def test_wide_copies_are_for_images_that_lie_for_them(device: Any, into: str, gap: int, wide: bool) -> None:
     """Both are true of the copies of inputs and of the stores of outputs, which one kernel has."""
     shape = ConvShape(2, 4, 8, (2, 3, 5), (2, 1, 2))
-    step = BLOCK.bind(BLOCK.prepare(random_weights(shape), NARROW, device), shape, NARROW, device)
+    step: Any = BLOCK.bind(BLOCK.prepare(random_weights(shape), NARROW, device), shape, NARROW, device)
     taken = []
     step._kernel = lambda *_, **__: taken.append(True)
     step._unaligned = lambda *_, **__: taken.append(False)

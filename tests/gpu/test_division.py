@@ -82,6 +82,15 @@ def test_a_division_that_hides_is_taken_though_it_holds_more() -> None:
     assert found == Single("filters", 1, 3, 4 * (27 + 58 * 56), 27 * 56 * 56, hides=True)
 
 
+def test_a_card_of_many_multiprocessors_is_filled_first() -> None:
+    """132 multiprocessors: 28 lines would leave most of them idle, though 28 of them would hide their memory."""
+    card = card_of(H200)
+    found = divide_single(card, Image(28, 28, 2), 512, 9)
+    assert (found.divided, found.filters, found.hides) == ("filters", 4, False)
+    found = divide_single(card, Image(1024, 1024, 2), 32, 9)
+    assert (found.divided, found.filters, found.hides) == ("image", 32, True)
+
+
 def test_what_has_too_little_to_do_is_divided_no_further() -> None:
     found = divide_single(GTX_1080_TI, Image(28, 28, 0), 32, 1)
     assert (found.pieces, found.hides) == (1, False)

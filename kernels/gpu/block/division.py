@@ -92,15 +92,20 @@ def card_of(gpu: Gpu) -> Card:
 
 
 class Image(NamedTuple):
-    """One map that is convolved; cut only between lines: rows of an image, or the planes of a volume."""
+    """What is convolved; cut only between lines: rows of an image, or the planes of a volume."""
 
     lines: int  # W_y
-    values: int  # of a line, W_x
+    voxels: int  # of a line, W_x
     halo: int  # lines that a piece shares with the next: K - 1
+    maps: int = 1  # the paper's has one
+
+    @property
+    def line_bytes(self) -> int:
+        return FLOAT32 * self.maps * self.voxels
 
     @property
     def nbytes(self) -> int:
-        return FLOAT32 * self.lines * self.values
+        return self.lines * self.line_bytes
 
 
 class Single(NamedTuple):
@@ -115,19 +120,23 @@ class Single(NamedTuple):
 
 
 def divide_single(card: Card, image: Image, filters: int, taps: int) -> Single:
-    """3.1: the filters or the image among multiprocessors, whichever leaves more shared memory free.
+    """3.1: the filters or the image among multiprocessors, whichever leaves more shared memory free (step 4).
 
-    taps  K K, of one filter.
+    Before that counts whether there are filters or lines for all multiprocessors, which the paper's card, with its 28,
+    always had, and whether they hide that the next data are on their way.
+
+    taps  values of one filter: K K, of each input map.
     """
     first, second = _among_filters(card, image, filters, taps), _among_images(card, image, filters, taps)
-    return min(second, first, key=lambda found: (not found.hides, found.nbytes))
+    units = {"filters": min(filters, card.multiprocessors), "image": min(image.lines, card.multiprocessors)}
+    return min(second, first, key=lambda found: (-units[found.divided], not found.hides, found.nbytes))
 
 
 def _among_filters(card: Card, image: Image, filters: int, taps: int) -> Single:
     """Each multiprocessor has some filters and takes the image in P pieces: formulas 4 to 6."""
     mine = ceil(filters / card.multiprocessors)
-    held = FLOAT32 * (taps * mine + image.halo * image.values)
-    products = taps * mine * image.lines * image.values
+    held = FLOAT32 * taps * mine + image.halo * image.line_bytes
+    products = taps * mine * image.lines * image.voxels
     pieces = _pieces(card, held, image.nbytes, products, image.lines)
     nbytes = held + ceil(image.nbytes / (pieces or 1))
     return Single("filters", pieces or 1, mine, nbytes, products // (pieces or 1), pieces is not None)
@@ -136,8 +145,8 @@ def _among_filters(card: Card, image: Image, filters: int, taps: int) -> Single:
 def _among_images(card: Card, image: Image, filters: int, taps: int) -> Single:
     """Each multiprocessor has some lines and takes the filters in Q pieces: formulas 7 to 9."""
     lines = ceil(image.lines / card.multiprocessors)
-    held = FLOAT32 * (lines + image.halo) * image.values
-    products = taps * filters * lines * image.values
+    held = (lines + image.halo) * image.line_bytes
+    products = taps * filters * lines * image.voxels
     pieces = _pieces(card, held, FLOAT32 * taps * filters, products, filters)
     mine = ceil(filters / (pieces or 1))
     nbytes = held + FLOAT32 * taps * mine
