@@ -195,7 +195,8 @@ def test_blocks_sum_fewer_maps_where_images_are_small() -> None:
         return [variant.count("groups") for variant in variants]
 
     assert groups((1, 28, 28), 512, (1, 3, 3)) == [1, 5]
-    assert groups((1, 28, 28), 512, (1, 3, 3), batch=8) == [5]  # 280 blocks: two for each of 132, and more
+    assert groups((1, 9, 300), 512, (1, 3, 3)) == [1, 5]
+    assert groups((1, 9, 300), 512, (1, 3, 3), batch=2) == [5]  # 280 blocks: two for each of 132, and more
     assert groups((1, 1024, 1024), 32, (1, 3, 3)) == [2]
     assert groups((1, 32, 32), 32, (1, 5, 5)) == [2]  # as many lines as filters, which leave less over
     assert groups((48, 512, 512), 80, (3, 3, 3)) == [5]
