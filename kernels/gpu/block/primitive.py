@@ -40,7 +40,7 @@ VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # of a block that the kernel
 NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
 MOST_BLOCKS = 2**31 - 1  # of a grid along x
 RESIDENT = 3  # blocks of a multiprocessor: so many its registers are shared out for
-MOST_SHARED = 99 << 10  # bytes of a block: what cards of any kind give
+MOST_SHARED = 98 << 10  # bytes of a block: what cards of any kind give, less what the kernel has of fixed size
 REGISTERS = 168
 
 
