@@ -208,6 +208,5 @@ def _grid(device: Device, images: int, threads: int) -> tuple[int, int]:
 
 
 def _launch(device: Device, name: str, grid: tuple[int, int], *arguments: Any, shared: int = 0) -> None:
-    value = name.partition("<")[2].partition(",")[0].rstrip(">")
-    family = next(names for names in _families(value) if name in names)
+    family = next(names for value in ("half", "float") for names in _families(value) if name in names)
     device.kernels(SOURCE, family)[name](grid, (THREADS,), *arguments, shared=shared)
