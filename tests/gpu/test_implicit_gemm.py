@@ -37,6 +37,8 @@ SHAPES = [
     ConvShape(3, 2, 6, (4, 5, 6), (4, 5, 6), "sigmoid"),  # one voxel out
     ConvShape(1, 18, 70, (3, 4, 15), (2, 1, 3), "relu"),  # more maps than a chunk, or a group of floats.cu
     ConvShape(2, 24, 40, (3, 19, 18), (2, 1, 2), "relu"),  # several tiles, pieces of 8 maps
+    ConvShape(2, 2, 9, (3, 4, 14), (2, 3, 10), "relu"),  # folded: two groups of 8 voxels
+    ConvShape(1, 4, 81, (2, 19, 18), (1, 2, 3), "none"),  # folded, two slices
     ConvShape(1, 8, 130, (2, 3, 14), (1, 3, 5), "none"),  # two slices of maps; rounds of taps
 ]
 
@@ -202,6 +204,24 @@ def test_a_plan_fits_every_card(precision: Precision, k: int, shared: int) -> No
     computed = tensor.tiles_of(problem, 1, plan.tile) * plan.block.voxels
     assert 1 <= computed / 100**3 <= (1.35 if shared > 2**17 or k < 9 else 3)
     assert 1 <= plan.group <= k * k
+
+
+@pytest.mark.parametrize(
+    ("fin", "k", "depth", "taps", "products"),
+    [
+        (1, (2, 2, 2), 16, (2, 1, 1), 2),  # two lines of 8 voxels
+        (1, (5, 5, 5), 16, (5, 3, 1), 15),
+        (2, (3, 3, 3), 16, (3, 3, 1), 9),  # two maps of 8 voxels
+        (3, (1, 3, 9), 48, (1, 3, 1), 9),  # two groups of 8 voxels
+        (4, (3, 3, 2), 32, (3, 3, 1), 18),  # as many as there would be otherwise
+        (5, (3, 3, 3), 5, (3, 3, 3), 27),
+        (1, (3, 1, 1), 1, (3, 1, 1), 3),
+    ],
+)
+def test_few_maps_are_folded(fin: int, k: Vec3, depth: int, taps: Vec3, products: int) -> None:
+    matrix = tensor.matrix_of(fin, k)
+    assert matrix.products == products
+    assert (matrix.depth, matrix.k) == (depth, taps) or matrix.depth == fin
 
 
 def test_images_of_few_voxels_share_a_tile() -> None:

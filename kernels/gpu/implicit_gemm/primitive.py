@@ -5,7 +5,7 @@ Method   [voxels x (taps, maps)] @ [(taps, maps) x maps], the left matrix of whi
          that the windows of a tile meet kept instead of the matrix's rows; tensor.cu. units=float: on float32 units,
          any shape and activation; floats.cu.
 Memory   Nothing beside kernels.
-Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many where values are two words.
+Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many where values are two words. Few maps in: writing.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
 Tested   tests/gpu/test_implicit_gemm.py
 """
@@ -60,7 +60,7 @@ class ConvImplicitGemm:
         if variant.word("units") == "float":
             resident = floats.resident_bytes(shape.fin, shape.fout, prod(shape.k))
             return Footprint(resident=resident, reads_carried=True, raises_peak=True)
-        resident = tensor.resident_bytes(shape.fin, shape.fout, prod(shape.k), shape.precision)
+        resident = tensor.resident_bytes(shape.fin, shape.fout, shape.k, shape.precision)
         return Footprint(resident=resident, reads_carried=True, reads_peak=shape.precision != "fp16", raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -70,12 +70,12 @@ class ConvImplicitGemm:
             rounds = 2 if shape.activation == "softmax" else 1
             products = prod(shape.out_shape[:4]) * prod(shape.k) * shape.fin * floats.padded(shape.fout)
             return (Work("gpu_gemm_float", 2.0 * rounds * products, ends),)
-        problem, block = Lowering.of(shape), tensor.block_of(shape.fout, shape.precision)
+        problem = Lowering.of(shape)
         plan = tensor.plan_of(problem, shape.batch, tensor.LARGE)
         assert plan is not None, "a smaller one was found"
-        columns = -(-shape.fout // block.maps) * block.maps
-        tiles = tensor.tiles_of(problem, shape.batch, plan.tile)
-        products = tiles * block.voxels * problem.taps * tensor.chunks_of(shape.fin) * tensor.CHUNK * columns
+        block, tiles = plan.block, tensor.tiles_of(problem, shape.batch, plan.tile)
+        columns = tensor.columns_of(shape.fout, block)
+        products = tiles * block.voxels * tensor.CHUNK * plan.matrix.products * columns
         split = shape.precision == "fp32"
         flops = 2.0 * (3 if split else 1) * block.crowding * products
         return (Work("gpu_gemm_split" if split else "gpu_gemm_half", flops, ends),)

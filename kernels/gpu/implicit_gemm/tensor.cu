@@ -4,6 +4,8 @@
  * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart. kernels
  *            [slice of maps][chunk of maps in][dz][(dy, dx)][word][BN][CHUNK] half times a power of two, zeros where maps
  *            end; bias (slices * BN) float.
+ * Folded     few maps in: what is multiplied as 8 maps are 8 voxels of one map and line, from (y, x) on: `groups` times 8
+ *            for kx, all maps, and `step` lines for the next rows of the kernel. Kernels have zeros where kx and ky end.
  * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product.
  *            float values are scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
  * Launch     A tile: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
@@ -26,11 +28,12 @@ constexpr float TOP = 14;  // values are scaled to less than 2^TOP; tensor.py
 struct alignas(16) Sizes {
     long long before_image, x_image, out_image, outer;  // outer: planes of all images' outputs
     int carried, nz, ny, nx, fin, mz, my, mx, fout, ky, kx, kz, sz, sy, sx, pz, py, px, ty, tx, lines, columns, rows;
+    int step, groups, maps, wide_x;  // folded: lines and 8 voxels along x as maps, maps and kx as they are; else 1, 1, fin, kx
     float by_lines, by_columns;
     bool wide;  // 8 maps may be read at once
 };
 
-static_assert(sizeof(Sizes) == 144, "tensor.py");
+static_assert(sizeof(Sizes) == 160, "tensor.py");
 
 /* One of the planes of a tile: where windows begin, as if all planes were there, and where results go. */
 template <class T> struct Plane {
@@ -50,10 +53,11 @@ template <> struct Piece<half> {
     uint4 words;
     DEVICE void clear() { words = make_uint4(0, 0, 0, 0); }
     DEVICE void load(const half* from) { words = *reinterpret_cast<const uint4*>(from); }
-    DEVICE void load(const half* from, int count) {
+    DEVICE void load_line(const half* from, int apart, int first, int last) {
         unsigned short some[PIECE];
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) some[i] = i < count ? reinterpret_cast<const unsigned short*>(from)[i] : 0;
+        for (int i = 0; i < PIECE; ++i)
+            some[i] = i >= first && i < last ? reinterpret_cast<const unsigned short*>(from)[i * apart] : 0;
         words = make_uint4(some[0] | (unsigned)some[1] << 16, some[2] | (unsigned)some[3] << 16,
                            some[4] | (unsigned)some[5] << 16, some[6] | (unsigned)some[7] << 16);
     }
@@ -70,9 +74,9 @@ template <> struct Piece<float> {
         values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
         values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
     }
-    DEVICE void load(const float* from, int count) {
+    DEVICE void load_line(const float* from, int apart, int first, int last) {
 #pragma unroll
-        for (int i = 0; i < PIECE; ++i) values[i] = i < count ? load_activation(from + i) : 0.0f;
+        for (int i = 0; i < PIECE; ++i) values[i] = i >= first && i < last ? load_activation(from + i * apart) : 0.0f;
     }
     template <int WORDS> DEVICE void put(half* to, int apart, float scale) const {
         unsigned high[PIECE / 2], low[PIECE / 2];
@@ -95,7 +99,7 @@ DEVICE float scale_of(const float* peak) {
     return scalbnf(1.0f, e < -120 ? -120 : e > 120 ? 120 : e);
 }
 
-template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct Gemm {
+template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOLDED> struct Gemm {
     static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
     static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
     static constexpr int TAP = WORDS * BN;  // rows of kernels of one tap
@@ -122,7 +126,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct G
             const long long at = q0 + q, image = at / n.mz, z = at % n.mz;
             Plane<T>& plane = tables[turn % TABLES * tq + q];
             plane.before = before + image * n.before_image;
-            plane.x = at < n.outer ? x + image * n.x_image - (long long)n.carried * n.ny * n.nx * n.fin : nullptr;
+            plane.x = at < n.outer ? x + image * n.x_image - (long long)n.carried * n.ny * n.nx * n.maps : nullptr;
             plane.out = out + image * n.out_image + z * n.my * n.mx * n.fout;
             plane.z = z * n.sz - n.pz;
             plane.y0 = (int)(tile / tiles_x % tiles_y) * n.ty;
@@ -135,18 +139,23 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct G
         const int all = quotient(row, n.by_columns), column = row - all * n.columns;
         const int q = quotient(all, n.by_lines), line = all - q * n.lines;
         const Plane<T>& plane = planes[q];
+        const int group = c / PIECE, wanted = FOLDED ? group % n.groups * PIECE : 0;
         const long long z = plane.z + dz;
-        const int y = plane.y0 * n.sy - n.py + line, x = plane.x0 * n.sx - n.px + column;
-        const bool inside = plane.x != nullptr && z >= 0 && z < n.nz && y >= 0 && y < n.ny && x >= 0 && x < n.nx;
-        if (!inside || c >= n.fin) {
+        const int y = plane.y0 * n.sy - n.py + line + (FOLDED ? group / (n.groups * n.maps) : 0);
+        const int x = plane.x0 * n.sx - n.px + column + wanted;
+        const bool inside = plane.x != nullptr && z >= 0 && z < n.nz && y >= 0 && y < n.ny && c < n.fin;
+        if (!inside || (!FOLDED && (x < 0 || x >= n.nx))) {
             piece.clear();
             return;
         }
-        const T* const from = (z < n.carried ? plane.before : plane.x) + ((z * n.ny + y) * n.nx + x) * n.fin + c;
-        if (n.wide)
-            piece.load(from);
+        const long long voxel = (z * n.ny + y) * n.nx + x;
+        const T* const from = (z < n.carried ? plane.before : plane.x) + voxel * n.maps;
+        if (FOLDED)
+            piece.load_line(from + group / n.groups % n.maps, n.maps, -x, min(n.nx - x, n.wide_x - wanted));
+        else if (n.wide)
+            piece.load(from + c);
         else
-            piece.load(from, n.fin - c);
+            piece.load_line(from + c, 1, 0, n.fin - c);
     }
 
     DEVICE void put(const Piece<T>& piece, int index, int stage) const {
@@ -300,30 +309,31 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT> struct G
     }
 };
 
-template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT>
+template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOLDED>
 __global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, 1)
     gemm(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
          const half* kernels, const float* bias, float unscale, const float* x_peak, float* out_peak, long long images,
          long long carried, long long nz, long long ny, long long nx, long long fin, long long mz, long long my, long long mx,
          long long fout, long long kz, long long ky, long long kx, long long sz, long long sy, long long sx, long long pz,
-         long long py, long long px, long long tq, long long ty, long long tx, long long group, long long wide,
-         long long pairs, long long activation) {
-    using Product = Gemm<T, WORDS, WARPS_M, WARPS_N, MT, NT>;
+         long long py, long long px, long long step, long long groups, long long maps, long long wide_x, long long tq,
+         long long ty, long long tx, long long group, long long wide, long long pairs, long long activation) {
+    using Product = Gemm<T, WORDS, WARPS_M, WARPS_N, MT, NT, FOLDED>;
     EXTERN_SHARED(Sizes, shared);  // then planes [TABLES][tq], offsets of taps in the region, regions, kernels of taps
     const Sizes& n = *shared;
     if (threadIdx.x == 0) {
-        const int lines = ((int)ty - 1) * (int)sy + (int)ky, columns = ((int)tx - 1) * (int)sx + (int)kx;
+        const int lines = ((int)ty - 1) * (int)sy + ((int)ky - 1) * (int)step + 1, columns = ((int)tx - 1) * (int)sx + (int)kx;
         *shared = {before_image, x_image, out_image, images * mz,
                    (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz, (int)my, (int)mx, (int)fout, (int)ky,
                    (int)kx, (int)kz, (int)sz, (int)sy, (int)sx, (int)pz, (int)py, (int)px, (int)ty, (int)tx, lines,
-                   columns, (int)tq * lines * columns, 1.0f / lines, 1.0f / columns, wide != 0};
+                   columns, (int)tq * lines * columns, (int)step, (int)groups, (int)maps, (int)wide_x,
+                   1.0f / lines, 1.0f / columns, wide != 0};
     }
     sync_block();
     Plane<T>* const tables = reinterpret_cast<Plane<T>*>(shared + 1);
     int* const offsets = reinterpret_cast<int*>(tables + TABLES * ((tq + 1) / 2 * 2));
     half* const regions = reinterpret_cast<half*>(offsets + (ky * kx + 3) / 4 * 4);
     for (int tap = threadIdx.x; tap < ky * kx; tap += Product::THREADS)
-        offsets[tap] = (tap / n.kx * n.columns + tap % n.kx) * PITCH;
+        offsets[tap] = (tap / n.kx * n.step * n.columns + tap % n.kx) * PITCH;
     const float scale = WORDS == 1 && sizeof(T) == 2 ? 1.0f : scale_of(x_peak);
     const int tiles_y = (n.my + n.ty - 1) / n.ty, tiles_x = (n.mx + n.tx - 1) / n.tx;
     const Product product = {n, tables, regions, regions + 2 * WORDS * n.rows * PITCH, (int)tq, tiles_y, tiles_x, scale};

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 SOURCE = "implicit_gemm/tensor.cu"
 WARP = 32
-CHUNK, PITCH, TOP = 16, 24, 14  # tensor.cu
-SIZES_BYTES, PLANE_BYTES, OFFSET_BYTES, TABLES = 144, 40, 4, 3  # tensor.cu: Sizes, Plane, offsets, TABLES
+CHUNK, PITCH, PIECE, TOP = 16, 24, 8, 14  # tensor.cu
+MOST_FOLDED = 4  # maps in
+SIZES_BYTES, PLANE_BYTES, OFFSET_BYTES, TABLES = 160, 40, 4, 3  # tensor.cu: Sizes, Plane, offsets, TABLES
 MOST_SCALE = 100  # of a power of two
 WORDS: dict[Precision, int] = {"fp32": 2, "tf32": 1, "fp16": 1}
 MOST_GROUP = 12  # taps between two barriers: with more, shared memory serves the region better
@@ -58,7 +59,7 @@ class Block:
     @property
     def resident(self) -> int:
         """Blocks that a multiprocessor has registers for, about."""
-        return 1 if prod(self.matrices) >= 8 else 2
+        return 1 if prod(self.matrices) >= 8 and self.threads > 128 else 2
 
     @property
     def crowding(self) -> float:
@@ -67,50 +68,87 @@ class Block:
         reads, products = along_voxels + along_maps / 2, along_voxels * along_maps
         return max(1.0, READ_CYCLES * reads / (PRODUCT_CYCLES * products))
 
-    def kernel(self, precision: Precision) -> str:
+    def kernel(self, precision: Precision, *, folded: bool) -> str:
         value = "half" if precision == "fp16" else "float"
-        return f"gemm<{value}, {WORDS[precision]}, {', '.join(map(str, (*self.warps, *self.matrices)))}>"
+        counts = ", ".join(map(str, (*self.warps, *self.matrices)))
+        return f"gemm<{value}, {WORDS[precision]}, {counts}, {'true' if folded else 'false'}>"
 
 
 BLOCKS = (  # the widest first: of equals it is taken
     *(Block((4, 2), (4, maps)) for maps in (8, 7, 6, 5, 4, 3, 2)),
     *(Block((8, 1), (2, maps)) for maps in (3, 2, 1)),
 )
+FOLDED_BLOCKS = tuple(Block((2, 2), (4, maps)) for maps in (5, 4, 3, 2, 1))  # two on a multiprocessor: one writes
 WIDEST = {1: 128, 2: 80}  # maps of a block, by words: what registers hold
 
 
-def block_of(fout: int, precision: Precision) -> Block:
+def block_of(fout: int, precision: Precision, *, folded: bool) -> Block:
     """The block that costs least: maps that are not there count, and what is loaded again for every slice."""
-    fitting = [block for block in BLOCKS if block.maps <= WIDEST[WORDS[precision]]]
+    fitting = [block for block in FOLDED_BLOCKS if folded] or [
+        block for block in BLOCKS if block.maps <= WIDEST[WORDS[precision]]
+    ]
     return min(fitting, key=lambda block: -(-fout // block.maps) * (block.maps + SLICE))
 
 
 def instances() -> list[Instance]:
     """The narrowest block of each precision, the widest, and that of 80 maps: the registers of 256 threads."""
-    wanted = {(maps, precision) for precision in WORDS for maps in (8, 80, WIDEST[WORDS[precision]])}
     blocks = {block.maps: block for block in BLOCKS}
-    return [Instance(SOURCE, blocks[maps].kernel(precision), 255) for maps, precision in sorted(wanted)]
+    wanted = {(maps, precision) for precision in WORDS for maps in (8, 80, WIDEST[WORDS[precision]])}
+    names = [blocks[maps].kernel(precision, folded=False) for maps, precision in sorted(wanted)]
+    names += [FOLDED_BLOCKS[0].kernel(precision, folded=True) for precision in WORDS]
+    return [Instance(SOURCE, name, 255) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The kernels as they are multiplied: a column of the lowered matrix is a tap and one of `depth` maps."""
+
+    depth: int
+    k: Vec3
+    step: int = 1  # lines from one row of k to the next
+    groups: int = 1  # of 8 voxels along x as maps
+
+    @property
+    def products(self) -> int:
+        """Rows of 16 values."""
+        return chunks_of(self.depth) * prod(self.k)
+
+
+def matrix_of(fin: int, k: Vec3) -> Matrix:
+    """As it is, or folded where that takes fewer products: voxels along x, and two lines, as maps."""
+    kz, ky, kx = k
+    groups = -(-kx // PIECE)
+    found = [Matrix(fin, k)]
+    if fin <= MOST_FOLDED:
+        found += [
+            Matrix(step * fin * groups * PIECE, (kz, -(-ky // step), 1), step, groups) for step in (1, 2) if step <= ky
+        ]
+    return min(found, key=lambda matrix: matrix.products)
+
+
+def is_folded(matrix: Matrix, fin: int) -> bool:
+    return matrix.depth != fin
 
 
 class Plan(NamedTuple):
     """How a problem is cut: tile along (planes, y, x), and taps between two barriers."""
 
+    matrix: Matrix
     block: Block
     tile: Vec3
     group: int
 
 
-def region_rows(problem: Lowering, tile: Vec3) -> int:
-    """Voxels of x that the windows of a tile meet, for one dz."""
-    (_, ky, kx), (_, sy, sx) = problem.k, problem.sliding.stride
-    return tile[0] * ((tile[1] - 1) * sy + ky) * ((tile[2] - 1) * sx + kx)
+def region_rows(matrix: Matrix, stride: Vec3, tile: Vec3) -> int:
+    """Rows of 16 values that the windows of a tile meet, for one dz."""
+    _, ky, kx = matrix.k
+    return tile[0] * ((tile[1] - 1) * stride[1] + (ky - 1) * matrix.step + 1) * ((tile[2] - 1) * stride[2] + kx)
 
 
-def _shared_bytes(problem: Lowering, block: Block, tile: Vec3, group: int) -> int:
-    words = WORDS[problem.precision]
-    offsets = -(-problem.k[1] * problem.k[2] // 4) * 4
-    rows = words * (region_rows(problem, tile) + group * block.maps)
-    planes = TABLES * PLANE_BYTES * (-(-tile[0] // 2) * 2)
+def _shared_bytes(plan: Plan, stride: Vec3, precision: Precision) -> int:
+    offsets = -(-plan.matrix.k[1] * plan.matrix.k[2] // 4) * 4
+    rows = WORDS[precision] * (region_rows(plan.matrix, stride, plan.tile) + plan.group * plan.block.maps)
+    planes = TABLES * PLANE_BYTES * (-(-plan.tile[0] // 2) * 2)
     return SIZES_BYTES + planes + OFFSET_BYTES * offsets + 2 * rows * PITCH * FLOAT16
 
 
@@ -120,29 +158,33 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
 
     None where no tile and one tap fit `shared` bytes.
     """
-    block, (mz, my, mx) = block_of(problem.fout, problem.precision), problem.out
-    taps, planes = problem.k[1] * problem.k[2], images * mz
+    matrix, (mz, my, mx), stride = matrix_of(problem.fin, problem.k), problem.out, problem.sliding.stride
+    block = block_of(problem.fout, problem.precision, folded=is_folded(matrix, problem.fin))
+    taps, planes = matrix.k[1] * matrix.k[2], images * mz
+
+    def fits(tile: Vec3, group: int = 1) -> bool:
+        return _shared_bytes(Plan(matrix, block, tile, group), stride, problem.precision) <= shared
+
     best, least = None, inf
     for ty, tx in product(SIDES, SIDES):
         if ty * tx > block.voxels or ty >= 2 * my or tx >= 2 * mx:
             continue
         tile = min(block.voxels // (ty * tx), planes), ty, tx
-        while tile[0] > 1 and _shared_bytes(problem, block, tile, 1) > shared:
+        while tile[0] > 1 and not fits(tile):
             tile = tile[0] // 2, ty, tx
-        rows = region_rows(problem, tile)
-        if rows > MOST_REGION or _shared_bytes(problem, block, tile, 1) > shared:
+        rows = region_rows(matrix, stride, tile)
+        if rows > MOST_REGION or not fits(tile):
             continue
-        tiles = -(-planes // tile[0]) * -(-my // ty) * -(-mx // tx)
-        cost = tiles * (taps * block.voxels + LOADED * rows * block.voxels / 16)
+        cost = tiles_of(problem, images, tile) * block.voxels * (taps + LOADED * rows / 16)
         if cost < least:
             best, least = tile, cost
     if best is None:
         return None
     most = min(taps, MOST_GROUP)
-    while _shared_bytes(problem, block, best, most) > shared:
+    while not fits(best, most):
         most -= 1
     rounds = -(-taps // most)
-    return Plan(block, best, -(-taps // rounds))
+    return Plan(matrix, block, best, -(-taps // rounds))
 
 
 def tiles_of(problem: Lowering, images: int, tile: Vec3) -> int:
@@ -154,14 +196,15 @@ def chunks_of(fin: int) -> int:
     return -(-fin // CHUNK)
 
 
-def resident_bytes(fin: int, fout: int, taps: int, precision: Precision) -> int:
-    columns = _columns(fout, precision)
-    return FLOAT16 * WORDS[precision] * columns * chunks_of(fin) * CHUNK * taps + FLOAT32 * columns
+def resident_bytes(fin: int, fout: int, k: Vec3, precision: Precision) -> int:
+    matrix = matrix_of(fin, k)
+    columns = columns_of(fout, block_of(fout, precision, folded=is_folded(matrix, fin)))
+    return FLOAT16 * WORDS[precision] * columns * CHUNK * matrix.products + FLOAT32 * columns
 
 
-def _columns(fout: int, precision: Precision) -> int:
-    maps = block_of(fout, precision).maps
-    return -(-fout // maps) * maps
+def columns_of(fout: int, block: Block) -> int:
+    """Maps out, with those that fill the last slice."""
+    return -(-fout // block.maps) * block.maps
 
 
 class TensorWeights(NamedTuple):
@@ -173,12 +216,14 @@ class TensorWeights(NamedTuple):
 
 
 def prepare(weights: ConvWeights, precision: Precision, device: Device) -> TensorWeights:
-    fout, fin, kz, ky, kx = weights.weight.shape
-    maps, columns, chunks = block_of(fout, precision).maps, _columns(fout, precision), chunks_of(fin)
-    padded = np.zeros((columns, chunks * CHUNK, kz, ky * kx), np.float32)
-    padded[:fout, :fin] = weights.weight.reshape(fout, fin, kz, ky * kx)
-    scale = _scale(weights.weight)
-    cut = (scale * padded).reshape(columns // maps, maps, chunks, CHUNK, kz, ky * kx).transpose(0, 2, 4, 5, 1, 3)
+    fout, fin, *k = weights.weight.shape
+    matrix = matrix_of(fin, (k[0], k[1], k[2]))
+    block = block_of(fout, precision, folded=is_folded(matrix, fin))
+    columns, chunks, scale = columns_of(fout, block), chunks_of(matrix.depth), _scale(weights.weight)
+    padded = np.zeros((columns, chunks * CHUNK, k[0], prod(matrix.k[1:])), np.float32)
+    padded[:fout, : matrix.depth] = scale * _folded(weights.weight, matrix)
+    cut = padded.reshape(columns // block.maps, block.maps, chunks, CHUNK, *padded.shape[2:])
+    cut = cut.transpose(0, 2, 4, 5, 1, 3)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not a number shows in the result
         high = cut.astype(np.float16)
         words = [high, (cut - high).astype(np.float16)][: WORDS[precision]]
@@ -188,6 +233,18 @@ def prepare(weights: ConvWeights, precision: Precision, device: Device) -> Tenso
         device.put(bias, "biases of gpu.conv.implicit_gemm"),
         float(1 / scale),
     )
+
+
+def _folded(weight: npt.NDArray[np.float32], matrix: Matrix) -> npt.NDArray[np.float32]:
+    """(f', depth, kz, taps of a plane)."""
+    fout, fin, kz, ky, kx = weight.shape
+    if not is_folded(matrix, fin):
+        return weight.reshape(fout, fin, kz, ky * kx)
+    rows, along_x = matrix.k[1], matrix.groups * PIECE
+    whole = np.zeros((fout, fin, kz, rows * matrix.step, along_x), np.float32)
+    whole[:, :, :, :ky, :kx] = weight
+    apart = whole.reshape(fout, fin, kz, rows, matrix.step, along_x)
+    return apart.transpose(0, 4, 1, 5, 2, 3).reshape(fout, matrix.depth, kz, rows)
 
 
 def _scale(weight: npt.NDArray[np.float32]) -> np.float32:
@@ -204,12 +261,12 @@ class TensorProduct:
         plan = plan_of(problem, images, device.gpu.shared_block_bytes)
         assert plan is not None, f"no tile of {problem} fits {device.gpu.shared_block_bytes} bytes of shared memory"
         self._weights, self._problem, self._plan, self._device = weights, problem, plan, device
-        name = plan.block.kernel(problem.precision)
+        name = plan.block.kernel(problem.precision, folded=is_folded(plan.matrix, problem.fin))
         self._kernel = device.kernels(SOURCE, [name])[name]
 
     def run(self, x: Any, out: Any, before: Any | None, x_peak: int, out_peak: int) -> None:
         """See DeviceStep."""
-        problem, (block, tile, group) = self._problem, self._plan
+        problem, (matrix, block, tile, group) = self._problem, self._plan
         old = x if before is None else before
         slices = -(-problem.fout // block.maps)
         at_once = max(1, block.resident * self._device.gpu.multiprocessors // slices)
@@ -219,10 +276,11 @@ class TensorProduct:
             *(old, image_step(old), x, image_step(x), out, image_step(out)),
             *self._weights,
             *(np.uint64(x_peak), np.uint64(out_peak)),
-            *(len(x), problem.n[0] - x.shape[1], *problem.n, problem.fin, *problem.out, problem.fout, *problem.k),
-            *(*problem.sliding.stride, *problem.sliding.padding, *tile, group),
+            *(len(x), problem.n[0] - x.shape[1], *problem.n, matrix.depth, *problem.out, problem.fout, *matrix.k),
+            *(*problem.sliding.stride, *problem.sliding.padding, matrix.step, matrix.groups, problem.fin, problem.k[2]),
+            *(*tile, group),
             *(self._whole(8, old, x), self._whole(2, out), ACTIVATIONS.index(problem.activation)),
-            shared=_shared_bytes(problem, block, tile, group),
+            shared=_shared_bytes(self._plan, problem.sliding.stride, problem.precision),
         )
 
     def _whole(self, maps: int, *arrays: Any) -> int:
