@@ -68,7 +68,7 @@ def instances() -> list[Instance]:
     ]
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """How a block of kernel=shared works: its voxels, its maps, and what it stages at a time."""
 
     size: Vec3  # voxels of the output
@@ -92,7 +92,7 @@ class _Tile(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _tile(problem: Lowering) -> _Tile | None:
+def tile_of(problem: Lowering) -> Tile | None:
     """The tile with the least work; None where not even one line of taps of one map fits shared memory."""
     groups = _padded(problem.fout) // _group(problem.fout)
     warps_maps = -(-groups // -(-groups // MOST_WARPS))
@@ -112,7 +112,7 @@ def _tile(problem: Lowering) -> _Tile | None:
     return best
 
 
-def _staged(problem: Lowering, size: Vec3, warps_y: int, warps_maps: int) -> _Tile | None:
+def _staged(problem: Lowering, size: Vec3, warps_y: int, warps_maps: int) -> Tile | None:
     """What is staged at a time for a tile of `size`: all planes of taps if that leaves room for a few maps."""
     (deep, high, wide), (sz, sy, sx), (kz, ky, kx) = size, problem.sliding.stride, problem.k
     warps = deep * warps_y * warps_maps
@@ -125,7 +125,7 @@ def _staged(problem: Lowering, size: Vec3, warps_y: int, warps_maps: int) -> _Ti
             chunk = min(chunk, LONGEST // (planes * ky * kx))
         if chunk >= min(FEW, problem.fin):
             break
-    tile = _Tile(size, warps_y, warps_maps, warps, planes, max(chunk, 1), pitch, plane, apart)
+    tile = Tile(size, warps_y, warps_maps, warps, planes, max(chunk, 1), pitch, plane, apart)
     return tile if tile.shared_bytes(_group(problem.fout), soft=True) <= MOST_BYTES else None
 
 
@@ -164,7 +164,7 @@ class ConvDirect:
         """Shared memory first, where its tile fits."""
         del machine
         plain = Variant.of(kernel="plain")
-        return (plain,) if _tile(Lowering.of(as_conv(shape))) is None else (Variant.of(kernel="shared"), plain)
+        return (plain,) if tile_of(Lowering.of(as_conv(shape))) is None else (Variant.of(kernel="shared"), plain)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant, threads
@@ -177,7 +177,7 @@ class ConvDirect:
         problem, voxels, maps = Lowering.of(shape), prod(shape.out_shape[1:4]), _padded(shape.fout)
         held, slower = _group(shape.fout), PLAIN
         if variant.word("kernel") == "shared":
-            tile = _tile(problem)
+            tile = tile_of(problem)
             assert tile is not None, "was not among the variants"
             held, slower = tile.warps_maps * _group(shape.fout), 1.0
             voxels, maps = tile.blocks(shape.out) * prod(tile.size), -(-maps // held) * held
@@ -213,7 +213,7 @@ class DirectStep:
 
     def __init__(self, resident: _Resident, problem: Lowering, device: Device, kernel: str | None = None) -> None:
         self._resident, self._problem, self._device = resident, problem, device
-        self._tile = None if kernel == "plain" else _tile(problem)
+        self._tile = None if kernel == "plain" else tile_of(problem)
         assert kernel != "shared" or self._tile is not None, "was not among the variants"
         name = _kernel("plain" if self._tile is None else "shared", problem.itemsize, _group(problem.fout))
         self._kernel = device.kernels(SOURCE, [name])[name]

@@ -10,7 +10,7 @@ import pytest
 from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
 
 from znnpy.kernels import reference
-from znnpy.kernels.gpu.conv_direct import ConvDirect, DirectStep, prepare
+from znnpy.kernels.gpu.conv_direct import ConvDirect, DirectStep, prepare, tile_of
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
@@ -35,6 +35,7 @@ SHAPES = [
     ConvShape(2, 1, 1, (1, 35, 41), (1, 5, 3), "none"),  # a 2D image of several tiles
     ConvShape(1, 2, 8, (9, 3, 10), (2, 2, 3), "relu"),  # tiles along z; four maps at once
     ConvShape(1, 90, 5, (4, 9, 9), (4, 4, 4), "none"),  # maps of the input in several parts
+    ConvShape(1, 2, 3, (5, 11, 22), (3, 9, 20), "none"),  # planes of taps in several parts
 ]
 SLIDINGS = [
     Sliding((2, 1, 3), (1, 0, 2)),
@@ -175,6 +176,19 @@ def test_its_work_is_the_arithmetic_of_whole_tiles_and_groups() -> None:
     assert (shared.unit, shared.nbytes) == ("gpu_direct", shape.in_bytes + shape.out_bytes)
     assert shared.flops == 2 * (2 * 3 * 16 * 8) * taps * 32  # two maps' groups at once: one round
     assert plain.flops == 4 * 2 * 2 * (2 * 2 * 4 * 6) * taps * 32  # one after the other: two rounds; four times slower
+
+
+def test_tiles_are_cut_as_the_shapes_above_mean_to() -> None:
+    tiles = {shape: tile_of(Lowering.of(shape)) for shape in SHAPES[7:]}
+    along_y, along_z, maps, planes = tiles.values()
+    assert along_y is not None
+    assert along_y.blocks((1, 31, 39)) > 1
+    assert along_z is not None
+    assert along_z.size[0] > 1
+    assert maps is not None
+    assert (maps.planes, maps.chunk, maps.apart) == (4, 5, True)
+    assert planes is not None
+    assert (planes.planes, planes.chunk, planes.apart) == (1, 2, True)
 
 
 def test_a_kernel_too_large_for_shared_memory_is_asked_of_memory() -> None:
