@@ -30,9 +30,10 @@ struct Place {
     int x, z;      // z: -1 where no output needs it
 };
 
-/* Where a tile begins. Kept in shared memory: the registers are for sums. */
+/* Where a block begins; g: its first map. Kept in shared memory: the registers are for sums. */
 struct Origin {
     long long s, z, y, x;
+    int g;
 };
 
 struct Sizes {
@@ -129,6 +130,51 @@ DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], cons
     }
 }
 
+/* Where a block's results lie in an image of the output. */
+struct Part {
+    const Origin& begin;
+    long long mz, my, mx, maps, wide, lines;
+};
+
+/* Activation and output of this thread's sums; the largest of their magnitudes. */
+template <class T, int VOXELS, int MAPS, int WIDTH, int KIND, bool VECTORS>
+DEVICE float write(T* image, const float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const Part& part) {
+    const int g0 = part.begin.g + threadIdx.x % MAP_LANES * WIDTH;
+    float largest = 0.0f;
+#pragma unroll
+    for (int v = 0; v < VOXELS / VOXEL_LANES; ++v) {
+        sync_warp();  // one voxel after the other: the registers hold no more addresses
+        const int voxel = v * VOXEL_LANES + threadIdx.x / MAP_LANES, row = voxel / (int)part.wide;
+        const long long z = part.begin.z + row / part.lines, y = part.begin.y + row % part.lines;
+        const long long column = part.begin.x + voxel % part.wide;
+        const bool inside = z < part.mz && y < part.my && column < part.mx;
+        T* const to = image + ((z * part.my + y) * part.mx + column) * part.maps + g0;
+#pragma unroll
+        for (int g = 0; g < MAPS / MAP_LANES; g += WIDTH) {
+            const int known = inside ? (int)part.maps - g0 - g * MAP_LANES : 0;
+            float value[WIDTH];
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                value[i] = activate<KIND>(sums[v][g + i]);
+                if (i < known) largest = larger_magnitude(largest, value[i]);
+            }
+            T* const there = to + g * MAP_LANES;
+            if constexpr (VECTORS) {
+                if (known <= 0) continue;
+                if constexpr (WIDTH == 4)
+                    store_activation4(there, make_float4(value[0], value[1], value[2], value[3]));
+                else
+                    store_activation2(there, make_float2(value[0], value[1]));
+            } else {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i)
+                    if (i < known) store_activation(there + i, value[i]);
+            }
+        }
+    }
+    return largest;
+}
+
 /* BYTES: of a copy of inputs, as all addresses and the number of maps allow. KIND: the activation. VECTORS: four maps may
  * be written at once.
  */
@@ -147,14 +193,17 @@ __global__ void __launch_bounds__(THREADS, 3)
     unsigned char* const buffers = reinterpret_cast<unsigned char*>(places + staged);
 
     SHARED(Origin, origins, [1]);
+    SHARED(int, starts, [VOXELS]);  // where a tile's voxels are staged, in values
     const Origin& begin = origins[0];
     const int planes = VOXELS / (int)(wide * lines), map_blocks = (maps + MAPS - 1) / MAPS;
-    const int g0 = blockIdx.x % map_blocks * MAPS;
     if (threadIdx.x == 0) {
         const int tiles_x = (mx + wide - 1) / wide, tiles_y = (my + lines - 1) / lines, tiles_z = (mz + planes - 1) / planes;
         const int tile = blockIdx.x / map_blocks, row = tile / tiles_x, plane = row / tiles_y;
-        origins[0] = {plane / tiles_z, plane % tiles_z * (long long)planes, row % tiles_y * lines, tile % tiles_x * wide};
+        origins[0] = {plane / tiles_z, plane % tiles_z * (long long)planes, row % tiles_y * lines, tile % tiles_x * wide,
+                      (int)blockIdx.x % map_blocks * MAPS};
     }
+    for (int i = threadIdx.x; i < VOXELS; i += THREADS)
+        starts[i] = (i / (int)wide * columns + i % (int)wide) * PITCH<T, SEGMENT>;
     sync_block();
     for (int i = threadIdx.x; i < staged; i += THREADS) {
         const int row = i / columns, column = i % columns;
@@ -164,19 +213,16 @@ __global__ void __launch_bounds__(THREADS, 3)
         places[i].z = z < mz && y < my ? z : -1;
     }
     const long long padded = (fin + QUAD - 1) / QUAD * QUAD;
-    const float* coming = kernels + g0 * kz * ky * kx * padded;
+    const float* coming = kernels + begin.g * kz * ky * kx * padded;
 
     const int group = threadIdx.x / MAP_LANES, mine = threadIdx.x % MAP_LANES * WIDTH;
     float sums[MINE][MY_MAPS];
-    int at[MINE];
 #pragma unroll
     for (int v = 0; v < MINE; ++v) {
-        const int voxel = v * VOXEL_LANES + group;
-        at[v] = (voxel / (int)wide * columns + voxel % (int)wide) * PITCH<T, SEGMENT>;
 #pragma unroll
         for (int g = 0; g < MY_MAPS; g += WIDTH)
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) sums[v][g + i] = bias[g0 + g * MAP_LANES + mine + i];
+            for (int i = 0; i < WIDTH; ++i) sums[v][g + i] = bias[begin.g + g * MAP_LANES + mine + i];
     }
     sync_block();
 
@@ -198,6 +244,9 @@ __global__ void __launch_bounds__(THREADS, 3)
         cp_async_commit();
         const unsigned char* const from = buffers + (turn ^ 1) * buffer_bytes;
         const float* const ready = reinterpret_cast<const float*>(from + tile_bytes) + mine;
+        int at[MINE];
+#pragma unroll
+        for (int v = 0; v < MINE; ++v) at[v] = starts[v * VOXEL_LANES + group];
         add_step<T, SEGMENT, VOXELS, MAPS, WIDTH>(sums, reinterpret_cast<const T*>(from), ready, at, taps, quads);
         if (!more) break;
         taps = next_taps, quads = next_quads;
@@ -205,36 +254,7 @@ __global__ void __launch_bounds__(THREADS, 3)
         sync_block();
     }
 
-    float largest = 0.0f;
-#pragma unroll
-    for (int v = 0; v < MINE; ++v) {
-        sync_warp();  // one voxel after the other: the registers hold no more addresses
-        const int voxel = v * VOXEL_LANES + group, row = voxel / (int)wide;
-        const long long z = begin.z + row / lines, y = begin.y + row % lines, column = begin.x + voxel % wide;
-        const bool inside = z < mz && y < my && column < mx;
-        T* const to = out + begin.s * out_image + ((z * my + y) * mx + column) * maps + g0 + mine;
-#pragma unroll
-        for (int g = 0; g < MY_MAPS; g += WIDTH) {
-            const long long known = inside ? maps - g0 - mine - g * MAP_LANES : 0;
-            float value[WIDTH];
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) {
-                value[i] = activate<KIND>(sums[v][g + i]);
-                if (i < known) largest = larger_magnitude(largest, value[i]);
-            }
-            T* const there = to + g * MAP_LANES;
-            if constexpr (VECTORS) {
-                if (known <= 0) continue;
-                if constexpr (WIDTH == 4)
-                    store_activation4(there, make_float4(value[0], value[1], value[2], value[3]));
-                else
-                    store_activation2(there, make_float2(value[0], value[1]));
-            } else {
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i)
-                    if (i < known) store_activation(there + i, value[i]);
-            }
-        }
-    }
+    const Part part = {begin, mz, my, mx, maps, wide, lines};
+    const float largest = write<T, VOXELS, MAPS, WIDTH, KIND, VECTORS>(out + begin.s * out_image, sums, part);
     raise_peak_by_warp(peak, largest);
 }

@@ -40,7 +40,8 @@ VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # of a block that the kernel
 NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
 MOST_BLOCKS = 2**31 - 1  # of a grid along x
 RESIDENT = 3  # blocks of a multiprocessor: so many its registers are shared out for
-MOST_SHARED = 98 << 10  # bytes of a block: what cards of any kind give, less what the kernel has of fixed size
+RESERVED = 2 << 10  # bytes of a block's shared memory: CUDA's own, and what the kernel has of fixed size; rounded up
+MOST_SHARED = 98 << 10  # bytes of a block: what cards of any kind give, less what is of fixed size
 REGISTERS = 168
 
 
@@ -126,7 +127,7 @@ def _divide(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]
     next where these are too few (steps 3 and 4).
     """
     card, channels = card_of(gpu), segment // shape.itemsize
-    room = min(gpu.shared_multiprocessor_bytes // RESIDENT, MOST_SHARED)
+    room = min(gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED, MOST_SHARED)
     found = []
     for voxels, maps in product(VOXELS, MAPS):
         division = _Division(channels, 1, voxels, maps)
