@@ -239,6 +239,11 @@ def test_what_does_not_apply_says_why() -> None:
         "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
     )
     assert GEMM.why_not(SHAPES[0], WITH_GPU) is None
+    long = ConvShape(1, 80, 9, (9, 9, 9), (4, 4, 4), "softmax")
+    assert GEMM.why_not(long, WITH_GPU) == (
+        "adds 5,120 products one after another, which costs more than 1e-6 in fp32: see gpu.conv.direct"
+    )
+    assert GEMM.why_not(replace(long, precision="tf32"), WITH_GPU) is None
     old = replace(MACHINE, gpu=replace(GPU, capability=(7, 5)))
     assert GEMM.variants(SHAPES[0], old) == (FLOAT,)
 

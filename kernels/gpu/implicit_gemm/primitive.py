@@ -41,17 +41,24 @@ class ConvImplicitGemm:
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
             return "needs a CUDA device"
-        return why_not_plain(shape, "gpu.conv.fft_tiled")
+        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+            return reason
+        if not self.variants(shape, machine):
+            terms = prod(as_conv(shape).k) * as_conv(shape).fin
+            return f"adds {terms:,} products one after another, which costs more than 1e-6 in fp32: see gpu.conv.direct"
+        return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         """On tensor cores first, where they may be used; weights are stored for the precision."""
         shape = as_conv(shape)
         assert machine.gpu is not None
-        found = [Variant.of(units="float")]
-        tensors = shape.activation != "softmax" and machine.gpu.capability >= (8, 0)
-        plan = tensor.plan_of(Lowering.of(shape), shape.batch, machine.gpu.shared_block_bytes) if tensors else None
-        if plan is not None:
-            found.insert(0, Variant.of(units="tensor", precision=shape.precision))
+        found = []
+        if shape.activation != "softmax" and machine.gpu.capability >= (8, 0):
+            plan = tensor.plan_of(Lowering.of(shape), shape.batch, machine.gpu.shared_block_bytes)
+            if plan is not None:
+                found.append(Variant.of(units="tensor", precision=shape.precision))
+        if shape.precision != "fp32" or prod(shape.k) * shape.fin <= floats.MOST_TERMS:
+            found.append(Variant.of(units="float"))
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:

@@ -108,7 +108,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
     static constexpr int AHEAD = 4 * MT * NT + 8 * WORDS * (MT + (NT + 1) / 2) <= 160 ? 1 : 0;
 
     struct Fragments {
-        unsigned a[WORDS][MT][4], b[WORDS][(NT + 1) / 2][4];
+        unsigned a[WORDS][MT][4], b[WORDS][AHEAD ? (NT + 1) / 2 : 1][4];
     };
 
     const Sizes& n;
@@ -174,32 +174,48 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         for (int word = 0; word < WORDS; ++word) {
 #pragma unroll
             for (int i = 0; i < MT; ++i) ldmatrix(f.a[word][i], rows + word * n.rows * PITCH + voxels[i]);
+        }
+        if (!AHEAD) return;  // kernels then come as they are multiplied
 #pragma unroll
-            for (int j = 0; j < NT; j += 2) {
-                const half* const at = kernels + (word * BN + j * 8) * PITCH;
-                if (j + 1 < NT) {
-                    ldmatrix(f.b[word][j / 2], at);
-                } else {
-                    unsigned two[2];
-                    ldmatrix(two, at);
-                    f.b[word][j / 2][0] = two[0], f.b[word][j / 2][1] = two[1];
-                }
+        for (int j = 0; j < NT; j += 2) load_kernels(f, j, kernels);
+    }
+
+    /* Of 16 maps, or the last 8. */
+    DEVICE void load_kernels(Fragments& f, int j, const half* kernels) const {
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+            const half* const at = kernels + (word * BN + j * 8) * PITCH;
+            unsigned (&words)[4] = f.b[word][AHEAD * (j / 2)];
+            if (j + 1 < NT) {
+                ldmatrix(words, at);
+            } else {
+                unsigned two[2];
+                ldmatrix(two, at);
+                words[0] = two[0], words[1] = two[1];
             }
         }
     }
 
-    DEVICE void multiply(float (&sums)[MT][NT][4], const Fragments& f) const {
+    DEVICE void multiply(float (&sums)[MT][NT][4], Fragments& f, const half* kernels) const {
 #pragma unroll
-        for (int j = 0; j < NT; ++j)
+        for (int j = 0; j < NT; ++j) {
+            if (!AHEAD && j % 2 == 0) load_kernels(f, j, kernels);
+            const int pair = AHEAD * (j / 2), low = j % 2 * 2;
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
-                const int pair = j / 2, low = j % 2 * 2;
-                if (WORDS == 2) {  // the small ones first
-                    mma_half(sums[i][j], f.a[WORDS - 1][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
-                    mma_half(sums[i][j], f.a[0][i], {f.b[WORDS - 1][pair][low], f.b[WORDS - 1][pair][low + 1]});
+                if (WORDS == 1) {
+                    mma_half(sums[i][j], f.a[0][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
+                    continue;
                 }
-                mma_half(sums[i][j], f.a[0][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
+                // The small ones first. Tensor cores cut off what they add, so long sums are added up outside of them.
+                float sum[4] = {};
+                mma_half(sum, f.a[WORDS - 1][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
+                mma_half(sum, f.a[0][i], {f.b[WORDS - 1][pair][low], f.b[WORDS - 1][pair][low + 1]});
+                mma_half(sum, f.a[0][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums[i][j][e] += sum[e];
             }
+        }
     }
 
     /* The row of the region where the window of a tile's m-th voxel begins. */
@@ -259,7 +275,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                         if (brings) fetch(piece, index, following, behind);
                         if (wanted < count)
                             load(f[AHEAD * (1 - odd)], rows + offsets[first + wanted], voxels, at + wanted * TAP * PITCH);
-                        multiply(sums, f[AHEAD * odd]);
+                        multiply(sums, f[AHEAD * odd], at + now * TAP * PITCH);
                         if (brings) put(piece, index, stage + 1);
                         index += THREADS;
                     }

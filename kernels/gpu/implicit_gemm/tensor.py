@@ -94,9 +94,13 @@ def instances() -> list[Instance]:
     """The narrowest block of each precision, the widest, and that of 80 maps: the registers of 256 threads."""
     blocks = {block.maps: block for block in BLOCKS}
     wanted = {(maps, precision) for precision in WORDS for maps in (8, 80, WIDEST[WORDS[precision]])}
-    names = [blocks[maps].kernel(precision, folded=False) for maps, precision in sorted(wanted)]
-    names += [FOLDED_BLOCKS[0].kernel(precision, folded=True) for precision in WORDS]
-    return [Instance(SOURCE, name, 255) for name in names]
+    kernels = [(blocks[maps], precision, False) for maps, precision in sorted(wanted)]
+    kernels += [(FOLDED_BLOCKS[0], precision, True) for precision in WORDS]
+    spilled = {1: (0, 0), 2: (16, 64)}  # bytes on the stack, spilled, by words: outside of the loops
+    return [
+        Instance(SOURCE, block.kernel(precision, folded=folded), 255, (), *spilled[WORDS[precision]])
+        for block, precision, folded in kernels
+    ]
 
 
 @dataclass(frozen=True, slots=True)
