@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_readme_has_every_kind_of_example() -> None:
     assert {kind for kind, _ in BLOCKS} == {"bash", "yaml", "python"}
-    assert {"pip install . && znnpy demo\n", "pip install -e '.[test]' && pytest\n"} <= {code for _, code in BLOCKS}
+    assert {"pip install . && znnpy demo\n", "pip install -e '.[test]' && pytest -n auto\n"} <= {
+        code for _, code in BLOCKS
+    }
 
 
 @pytest.mark.parametrize(("kind", "code"), BLOCKS, ids=[f"{i} {kind}" for i, (kind, _) in enumerate(BLOCKS)])
