@@ -95,7 +95,7 @@ class Timed(Fake):
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         slower = prod(variant.size("tile")) * (1 if self.same else 1 + 0.01 * variant.count("group"))
-        return (Work("gpu_direct", self.flops * slower * prod(shape.out_shape), 0.0),)
+        return (Work("gpu_gemm_float", self.flops * slower * prod(shape.out_shape), 0.0),)
 
     def prepare(self, weights: Any, variant: Variant, crew: Any) -> Any:
         assert (weights is None) == (self.kind != "conv")
@@ -314,7 +314,7 @@ def test_slabs_are_measured_where_another_tile_suits_them() -> None:
     class Tiled(Timed):
         def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
             covered = prod(-(-n // tile) * tile for n, tile in zip(shape.out, variant.size("tile"), strict=True))
-            return (Work("gpu_direct", 1e6 * covered, 0.0),)
+            return (Work("gpu_gemm_float", 1e6 * covered, 0.0),)
 
     tiled = Tiled("gpu.conv.tiled", "conv", tiles=((5, 5, 5), (2, 10, 10)))
     card = Card()
@@ -329,7 +329,7 @@ def test_likeness_of_what_was_not_measured() -> None:
     """The same layer counts before others, equal parameters before unequal ones."""
     shape = ConvShape(1, 4, 4, (20, 20, 20), (3, 3, 3), precision="tf32")
     many = Timed("gpu.conv.many", "conv", flops=1e6, tiles=((1, 1, 1), (2, 2, 2)), groups=(1, 8))
-    rates = Rates({"gpu_direct": Rate(1e12, 1e12)}, stage_seconds=0.0)
+    rates = Rates({"gpu_gemm_float": Rate(1e12, 1e12)}, stage_seconds=0.0)
     small, large = (Variant.of(tile=(n, n, n), group=1) for n in (1, 2))
 
     def factor(of: Rates, shape: ConvShape, variant: Variant) -> float:
