@@ -84,7 +84,7 @@ class ConvImplicitGemm:
         columns = tensor.columns_of(shape.fout, block)
         products = tiles * block.voxels * tensor.CHUNK * plan.matrix.products * columns
         split = shape.precision == "fp32"
-        flops = 2.0 * (3 if split else 1) * block.crowding * products
+        flops = 2.0 * (3 if split else 1) * block.crowding(tensor.WORDS[shape.precision]) * products
         return (Work("gpu_gemm_split" if split else "gpu_gemm_half", flops, ends),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Any:

@@ -5,7 +5,8 @@
  *            [slice of maps][chunk of maps in][dz][(dy, dx)][word][BN][CHUNK] half times a power of two, zeros where maps
  *            end; bias (slices * BN) float.
  * Folded     few maps in: what is multiplied as 8 maps are 8 voxels of one map and line, from (y, x) on: `groups` times 8
- *            for kx, all maps, and `step` lines for the next rows of the kernel. Kernels have zeros where kx and ky end.
+ *            for kx, all maps, and `step` lines for the next rows of the kernel. Kernels have zeros where kx and ky end; what
+ *            is not a number on the line behind them reaches the sums.
  * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product.
  *            float values are scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
  * Launch     A tile: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
@@ -52,12 +53,12 @@ template <class T> struct Piece;
 template <> struct Piece<half> {
     uint4 words;
     DEVICE void clear() { words = make_uint4(0, 0, 0, 0); }
-    DEVICE void load(const half* from) { words = *reinterpret_cast<const uint4*>(from); }
+    DEVICE void load(const half* from) { words = __ldg(reinterpret_cast<const uint4*>(from)); }
     DEVICE void load_line(const half* from, int apart, int first, int last) {
         unsigned short some[PIECE];
 #pragma unroll
         for (int i = 0; i < PIECE; ++i)
-            some[i] = i >= first && i < last ? reinterpret_cast<const unsigned short*>(from)[i * apart] : 0;
+            some[i] = i >= first && i < last ? __ldg(reinterpret_cast<const unsigned short*>(from) + i * apart) : 0;
         words = make_uint4(some[0] | (unsigned)some[1] << 16, some[2] | (unsigned)some[3] << 16,
                            some[4] | (unsigned)some[5] << 16, some[6] | (unsigned)some[7] << 16);
     }
@@ -94,10 +95,13 @@ template <> struct Piece<float> {
 
 /* A power of two that brings values up to `peak` below 2^TOP; 1 where there is no peak, or none that is a number. */
 DEVICE float scale_of(const float* peak) {
-    if (peak == nullptr || !(*peak > 0.0f) || *peak > 3e38f) return 1.0f;
+    if (peak == nullptr || !(*peak > 0.0f) || *peak == INFINITY) return 1.0f;
     const int e = (int)TOP - 1 - ilogbf(*peak);
     return scalbnf(1.0f, e < -120 ? -120 : e > 120 ? 120 : e);
 }
+
+/* Blocks that share a multiprocessor's registers; tensor.py. */
+constexpr int resident(int warps, int matrices) { return warps <= 4 || matrices <= 2 ? 2 : 1; }
 
 template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOLDED> struct Gemm {
     static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
@@ -326,7 +330,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
 };
 
 template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOLDED>
-__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, 1)
+__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, resident(WARPS_M * WARPS_N, MT * NT))
     gemm(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
          const half* kernels, const float* bias, float unscale, const float* x_peak, float* out_peak, long long images,
          long long carried, long long nz, long long ny, long long nx, long long fin, long long mz, long long my, long long mx,

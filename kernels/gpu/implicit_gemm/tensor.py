@@ -30,11 +30,10 @@ WORDS: dict[Precision, int] = {"fp32": 2, "tf32": 1, "fp16": 1}
 MOST_GROUP = 12  # taps between two barriers: with more, shared memory serves the region better
 PRECISIONS: dict[str, Precision] = {word: word for word in WORDS}
 SIDES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LOADED = 0.25  # what a row of the region costs, in products of a voxel: assumed
+LOADED = 2.0  # what a row of the region costs, in products of a voxel: assumed
 READ_CYCLES, PRODUCT_CYCLES = 4.0, 1.6  # of a multiprocessor: 512 bytes, and one product of 16 x 8 x 16: assumed
 LARGE = 227 * 2**10  # bytes of shared memory: what work is estimated with
 SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
-MOST_REGION = 2**19  # rows: what tensor.cu divides by reciprocals
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +57,18 @@ class Block:
 
     @property
     def resident(self) -> int:
-        """Blocks that a multiprocessor has registers for, about."""
-        return 1 if prod(self.matrices) >= 8 and self.threads > 128 else 2
+        """Blocks that share a multiprocessor's registers; tensor.cu."""
+        return 2 if prod(self.warps) <= 4 or prod(self.matrices) <= 2 else 1
 
     @property
-    def crowding(self) -> float:
+    def registers(self) -> int:
+        """Of a thread, at most."""
+        return min(255, 65536 // (self.resident * self.threads) // 8 * 8)
+
+    def crowding(self, words: int) -> float:
         """Cycles that reading shared memory takes, of those that products take on an H200, where it is the more."""
         along_voxels, along_maps = self.matrices
-        reads, products = along_voxels + along_maps / 2, along_voxels * along_maps
+        reads, products = words * (along_voxels + along_maps / 2), along_voxels * along_maps * (3 if words == 2 else 1)
         return max(1.0, READ_CYCLES * reads / (PRODUCT_CYCLES * products))
 
     def kernel(self, precision: Precision, *, folded: bool) -> str:
@@ -93,12 +96,12 @@ def block_of(fout: int, precision: Precision, *, folded: bool) -> Block:
 def instances() -> list[Instance]:
     """The narrowest block of each precision, the widest, and that of 80 maps: the registers of 256 threads."""
     blocks = {block.maps: block for block in BLOCKS}
-    wanted = {(maps, precision) for precision in WORDS for maps in (8, 80, WIDEST[WORDS[precision]])}
+    wanted = {(maps, precision) for precision in WORDS for maps in (8, 24, 80, WIDEST[WORDS[precision]])}
     kernels = [(blocks[maps], precision, False) for maps, precision in sorted(wanted)]
     kernels += [(FOLDED_BLOCKS[0], precision, True) for precision in WORDS]
     spilled = {1: (0, 0), 2: (16, 64)}  # bytes on the stack, spilled, by words: outside of the loops
     return [
-        Instance(SOURCE, block.kernel(precision, folded=folded), 255, (), *spilled[WORDS[precision]])
+        Instance(SOURCE, block.kernel(precision, folded=folded), block.registers, (), *spilled[WORDS[precision]])
         for block, precision, folded in kernels
     ]
 
@@ -176,11 +179,11 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
         tile = min(block.voxels // (ty * tx), planes), ty, tx
         while tile[0] > 1 and not fits(tile):
             tile = tile[0] // 2, ty, tx
-        rows = region_rows(matrix, stride, tile)
-        if rows > MOST_REGION or not fits(tile):
+        if not fits(tile):
             continue
-        cost = tiles_of(problem, images, tile) * block.voxels * (taps + LOADED * rows / 16)
-        if cost < least:
+        rows = region_rows(matrix, stride, tile)
+        cost = tiles_of(problem, images, tile) * (block.voxels * taps + LOADED * rows)
+        if cost <= least:  # of equals the one that is longer along x
             best, least = tile, cost
     if best is None:
         return None
