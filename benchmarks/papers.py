@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 FAR_BEHIND = 1.6  # times the time of cuDNN's best plan: not in the rounds
 SLOW_SECONDS, SLOW_ROUNDS = 0.5, 2  # what runs longer, and how often then
+LATE = ": no time left"
 LISTED = 6  # of what is left out, on stdout
 QUICK_BYTES = 2**12  # of the copy that holds work back
 Asked = tuple[PaperCase, Precision]
@@ -92,7 +93,7 @@ class Bench:
             if (str(case.layer), case.batch, precision) in known:
                 continue
             if time.monotonic() > self._end:
-                self.left_out.append(f"{shape}: no time left")
+                self.left_out.append(f"{shape}{LATE}")
                 continue
             print(f"\n{shape}: {case.why}", flush=True)
             try:
@@ -231,6 +232,7 @@ def resume(bench: Bench, out: Path, paper: Paper, header: dict[str, Any]) -> Non
     rows = [{key: value for key, value in row.items() if key in names} for row in found["rows"]]
     bench.matches = [match(some) for some in _by_case(Row(**row | {"seconds": tuple(row["seconds"])}) for row in rows)]
     bench.wrong, bench.void = found["wrong"], found["void"]
+    bench.left_out += [what for what in found["left_out"] if not what.endswith(LATE)]
 
 
 def chosen(options: argparse.Namespace) -> list[Asked]:
@@ -286,10 +288,13 @@ def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> 
         bench = Bench(device, machine, options, crews)
         if options.resume and out.exists():
             resume(bench, out, paper, header)
+        kept = options.out or not options.quick
         for found in bench.run(chosen(options)):
             show(found)
-            if options.out or not options.quick:
+            if kept:
                 write(out, paper, bench, header, peaks)
+        if kept and bench.matches:
+            write(out, paper, bench, header, peaks)  # what was left out last
     print("\n".join(["", *lines(paper, TABLES[paper](bench.matches, peaks))]))
     for what, some in (("left out", bench.left_out), ("of cuDNN, wrong or refused", bench.wrong)):
         if some:

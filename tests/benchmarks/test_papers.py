@@ -97,11 +97,13 @@ def test_an_experiment_goes_on(
     said = capsys.readouterr().out
     assert "there is no gpu.conv.nobody in the table" in said
     assert "@1x7x7 k1x1x1 none: no time left" in said
+    assert any("@1x7x7 k1x1x1 none: no time left" in what for what in json.loads(out.read_text())["left_out"])
     benchmark("pascal", *words)
     after = json.loads(out.read_text())
     assert after["rows"][: len(before)] == before
     assert [case["layer"] for case in after["cases"]] == ["9-3-5-1", "7-1-4-4"]
-    assert len(after["header"]["joined"]) == 1
+    assert not any("no time left" in what for what in after["left_out"])
+    assert len(after["header"]["joined"]) == 2
     with pytest.raises(SystemExit, match="has the experiment pascal, not cudnn"):
         benchmark("cudnn", *words)
 
