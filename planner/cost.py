@@ -66,7 +66,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_split_product": Rate(flops=300e12, nbytes=2.8e12),
     "gpu_float_product": Rate(flops=37e12, nbytes=3.5e12),
     "gpu_direct": UNSEEN,
-    "gpu_gemm_float": Rate(flops=8e12, nbytes=3.0e12),
+    "gpu_gemm_float": Rate(flops=8e12, nbytes=3.0e12),  # seen: the kernel was gpu.conv.direct's
     "gpu_gemm_half": UNSEEN,
     "gpu_gemm_split": UNSEEN,
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),

@@ -205,6 +205,11 @@ def test_what_does_not_apply_says_why() -> None:
     shape = SHAPES[1][0]
     assert BLOCK.why_not(shape, WITH_GPU) is None
     assert BLOCK.why_not(shape, MACHINE) == "needs a CUDA device"
+    long = ConvShape(1, 80, 16, (9, 9, 9), (4, 4, 4))
+    assert BLOCK.why_not(long, WITH_GPU) == (
+        "adds 5,120 products one after another, which costs more than 1e-6 in fp32: see gpu.conv.direct"
+    )
+    assert BLOCK.why_not(replace(long, precision="tf32"), WITH_GPU) is None
     assert BLOCK.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     for changed, reason in (
         ({"activation": "softmax"}, "softmax needs all maps of a voxel in one place: see gpu.conv.direct"),

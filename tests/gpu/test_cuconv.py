@@ -193,6 +193,7 @@ def test_small_layers_take_small_blocks_and_large_ones_large() -> None:
     side, taps = choices(ConvShape(1, 384, 192, (1, 9, 9), (1, 3, 3)), 132, "float")[0]
     assert side <= 32
     assert taps < 9  # more blocks than one part would give
+    assert all(taps * 512 <= 3000 for _, taps in choices(ConvShape(1, 512, 64, (1, 30, 30), (1, 5, 5)), 132, "float"))
     assert choices(ConvShape(1, 80, 64, (66, 66, 66), (3, 3, 3)), 132, "float")[0] == (64, 27)
 
 

@@ -38,6 +38,7 @@ COPY_ISSUES, KERNEL_ISSUES = 20, 4  # instructions of one copy of inputs and of 
 SEGMENTS = (32, 64)  # bytes of a voxel's maps; the paper's
 VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # of a block that the kernel is made for
 NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
+MOST_TERMS = 3000  # of a sum, one after another, for an error of 1e-6: of gpu.conv.implicit_gemm on float32 units
 MOST_BLOCKS = 2**31 - 1  # of a grid along x
 RESIDENT = 3  # blocks of a multiprocessor: so many its registers are shared out for
 RESERVED = 2 << 10  # bytes of a block's shared memory: CUDA's own, and what the kernel has of fixed size; rounded up
@@ -199,6 +200,9 @@ class ConvBlock:
         shape = as_conv(shape)
         if shape.activation == "softmax":
             return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
+        terms = shape.fin * prod(shape.k)
+        if shape.precision == "fp32" and terms > MOST_TERMS:
+            return f"adds {terms:,} products one after another, which costs more than 1e-6 in fp32: see gpu.conv.direct"
         blocks = max(_blocks(shape, _Division.of(variant)) for variant in self.variants(shape, machine))
         if blocks > MOST_BLOCKS:
             return f"takes up to {MOST_BLOCKS} blocks of voxels and maps, not {blocks}"
