@@ -101,7 +101,7 @@ DEVICE float scale_of(const float* peak) {
 }
 
 /* Blocks that share a multiprocessor's registers; tensor.py. */
-constexpr int resident(int warps, int matrices) { return warps <= 4 || matrices <= 2 ? 2 : 1; }
+template <int WARPS, int MATRICES> constexpr int RESIDENT = WARPS <= 4 || MATRICES <= 2 ? 2 : 1;
 
 template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOLDED> struct Gemm {
     static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
@@ -179,9 +179,10 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
 #pragma unroll
             for (int i = 0; i < MT; ++i) ldmatrix(f.a[word][i], rows + word * n.rows * PITCH + voxels[i]);
         }
-        if (!AHEAD) return;  // kernels then come as they are multiplied
+        if constexpr (AHEAD) {  // else kernels come as they are multiplied
 #pragma unroll
-        for (int j = 0; j < NT; j += 2) load_kernels(f, j, kernels);
+            for (int j = 0; j < NT; j += 2) load_kernels(f, j, kernels);
+        }
     }
 
     /* Of 16 maps, or the last 8. */
@@ -330,7 +331,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
 };
 
 template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOLDED>
-__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, resident(WARPS_M * WARPS_N, MT * NT))
+__global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, RESIDENT<WARPS_M * WARPS_N, MT * NT>)
     gemm(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
          const half* kernels, const float* bias, float unscale, const float* x_peak, float* out_peak, long long images,
          long long carried, long long nz, long long ny, long long nx, long long fin, long long mz, long long my, long long mx,
