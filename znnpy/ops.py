@@ -16,7 +16,8 @@ result has the type of x, and what float16 cannot hold becomes infinite.
     out      where the result goes, of its shape and type; it may be x itself for activations and softmax, else the two
              share no memory. None: new memory. It is returned.
 
-ShapeError says which size, type or order does not fit; TypeError that something is no array of numpy, without `device`.
+ShapeError says which size, type or order does not fit; TypeError that something is no array of `device`, or of numpy
+without one.
 Sessions do not run these: they plan (`znnpy.plan`), fuse, and keep what they prepared.
 
 Source  Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3: its primitives, in 3D.
@@ -270,6 +271,11 @@ def _check(x: Array, device: Device | None) -> None:
 def _check_array(array: Array, device: Device | None) -> None:
     if device is None and not isinstance(array, np.ndarray):
         raise TypeError(f"{type(array).__name__} is no array of numpy: say on which device it lies, device=")
+    if device is not None and not device.holds(array):
+        raise TypeError(
+            f"{type(array).__name__} is no array of {device.gpu.name}: bring it there with device.put, "
+            "or leave device= away"
+        )
     if array.dtype not in (np.float32, np.float16):
         raise ShapeError(f"arrays are float32 or float16, not {array.dtype}; use array.astype(numpy.float32)")
 

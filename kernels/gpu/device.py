@@ -272,6 +272,10 @@ class Device:
         """Of its first element on the device."""
         return int(array.data.ptr)
 
+    def holds(self, array: object) -> bool:
+        """Whether it is an array that lies in the memory of this device, whoever allocated it."""
+        return isinstance(array, self._cupy.ndarray) and array.device.id == 0
+
     def copy_async(self, target: Array, source: Array, stream: Any) -> None:
         """Queue a copy on `stream`: between host and device or within the device; only pinned memory copies alongside.
 

@@ -306,6 +306,12 @@ class EmulatedDevice:
     def address(self, array: npt.NDArray[Any]) -> int:
         return array.ctypes.data
 
+    def holds(self, array: object) -> bool:
+        if not isinstance(array, np.ndarray):
+            return False
+        address = self.address(array)
+        return any(start <= address <= start + nbytes for start, (nbytes, _, _) in list(self._held.items()))
+
     def copy_async(self, target: npt.NDArray[Any], source: npt.NDArray[Any], stream: EmulatedStream) -> None:
         copy_rows(target, source)
         stream.queue(lambda: np.copyto(target, source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,28 @@ def test_convolutions(device: Any, method: ops.Method, mode: ops.Mode, case: Con
         assert ops.convolve(x, weights, out=out, **words) is out
         on_tensor_cores = method == "implicit_gemm" and dtype == "float16"  # kernels are rounded to float16 too
         assert_near(device.get(out), exact, dtype, 5e-3 if on_tensor_cores else None)
+
+
+def test_arrays_of_the_host_are_refused(device: Any) -> None:
+    host = values((2, 3, 4, 5, 6))
+    x = device.put(host, "x")
+    assert device.holds(x)
+    assert device.holds(x[1:, 2, ::2])
+    assert not device.holds(host)
+    words = (
+        rf"^ndarray is no array of {re.escape(device.gpu.name)}: bring it there with device.put, or leave device= away$"
+    )
+    refused: list[Callable[[], object]] = [
+        lambda: ops.relu(host, device=device),
+        lambda: ops.softmax(host, device=device),
+        lambda: ops.max_pool(x, (1, 2, 2), device=device, out=np.empty((2, 3, 2, 2, 6), np.float32)),
+        lambda: ops.convert_layout(x, "szyxf -> sfzyx", device=device, out=host.transpose(0, 4, 1, 2, 3)),
+    ]
+    for call in refused:
+        with pytest.raises(TypeError, match=words):
+            call()
+    with pytest.raises(TypeError, match=r"list is no array of "):
+        ops.relu([1.0], device=device)
 
 
 def test_what_a_device_cannot_take_is_told() -> None:
