@@ -51,6 +51,7 @@ Method = Literal["direct", "implicit_gemm"]
 
 ONE, ZERO = (1, 1, 1), (0, 0, 0)
 MOST_AXES = 5
+OVERLAP_WORK = 10**5  # steps to find whether two arrays share memory: after so many they do
 _LAYOUT = re.compile(r"\s*([a-z]+)\s*->\s*([a-z]+)\s*")
 
 
@@ -73,7 +74,7 @@ def softmax(x: Array, over: Over = "maps", *, device: Device | None = None, out:
     """exp(x - largest) / sum of exp(x - largest), over the maps of each voxel or over all values of each image."""
     _check_word("over", over, get_args(Over))
     _check(x, device)
-    result = _result(x.shape, x, device, out)
+    result = _result(x.shape, x, device, out, in_place=True)
     if not result.size:
         return result
     if device is None:
@@ -199,7 +200,7 @@ def convolve(
 def _pointwise(activation: Activation, x: Array, device: Device | None, out: Array | None) -> Array:
     _check_array(x, device)
     _check_order("x", x, device)
-    result = _result(x.shape, x, device, out)
+    result = _result(x.shape, x, device, out, in_place=True)
     if not result.size:
         return result
     if device is None:
@@ -246,8 +247,9 @@ def _result(
     dtype: npt.DTypeLike | None = None,
     *,
     any_order: bool = False,
+    in_place: bool = False,
 ) -> Array:
-    """`out`, checked, or new memory; of x's type if `dtype` does not say another."""
+    """`out`, checked, or new memory; of x's type if `dtype` does not say another. in_place: it may be x."""
     kind = np.dtype(x.dtype if dtype is None else dtype)
     if out is not None:
         _check_array(out, device)
@@ -255,6 +257,7 @@ def _result(
             raise ShapeError(f"the result is {tuple(shape)} {kind}, and out is {out.shape} {out.dtype}")
         if not any_order:
             _check_order("out", out, device)
+        _check_apart(x, out, device, in_place=in_place)
         return out
     if device is None:
         return np.empty(shape, kind)
@@ -288,6 +291,38 @@ def _check_order(what: str, array: Array, device: Device | None) -> None:
             f"{what}, {array.shape} with strides {array.strides}, is not in C order within an image; "
             "use ops.convert_layout"
         )
+
+
+def _check_apart(x: Array, out: Array, device: Device | None, *, in_place: bool) -> None:
+    places = _place(x, device), _place(out, device)
+    if not np.may_share_memory(*places, max_work=OVERLAP_WORK):  # type: ignore[arg-type]  # any number will do
+        return
+    if not in_place:
+        raise ShapeError("out shares memory with x, which is read while out is written; give memory of its own")
+    steps = [[s for s, n in zip(array.strides, array.shape, strict=True) if n > 1] for array in (x, out)]
+    if _address(x, device) != _address(out, device) or steps[0] != steps[1]:
+        raise ShapeError("out shares some memory with x and is not x; give x itself, or memory of its own")
+
+
+def _address(array: Array, device: Device | None) -> int:
+    return int(array.ctypes.data) if device is None else device.address(array)
+
+
+class _Place:
+    """Where an array lies, for numpy's arithmetic: nothing is read there."""
+
+    def __init__(self, array: Array, address: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": array.dtype.str,
+        }
+
+
+def _place(array: Array, device: Device | None) -> npt.NDArray[Any]:
+    return np.asarray(_Place(array, _address(array, device)))
 
 
 def _check_weights(x: Array, weights: ConvWeights) -> None:

@@ -15,6 +15,7 @@ from znnpy import ops
 from znnpy.errors import ShapeError
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.ops import turning
+from znnpy.kernels.primitive import ConvWeights
 from znnpy.shapes import Activation
 
 POINTWISE: list[tuple[Activation, Callable[..., Any]]] = [
@@ -156,6 +157,29 @@ def test_arrays_of_the_host_are_refused(device: Any) -> None:
             call()
     with pytest.raises(TypeError, match=r"list is no array of "):
         ops.relu([1.0], device=device)
+
+
+def test_results_over_their_input_are_refused(device: Any) -> None:
+    host = values((2, 6, 4, 5, 2))
+    whole, weights = device.put(host, "x"), CONVOLUTIONS[1].weights()
+    x, near, beside = whole[:, :3], whole[:, 2:5], whole[:, 3:]
+    two = ConvWeights(weights.weight[:2], weights.bias[:2])
+    same: dict[str, Any] = {"padding": (0, 1, 1), "device": device}
+    refused: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: ops.max_pool(x, (1, 3, 3), stride=(1, 1, 1), out=x, **same),
+            "out shares memory with x, which is read",
+        ),
+        (lambda: ops.convolve(x, two, out=near, **same), "out shares memory with x, which is read"),
+        (lambda: ops.convert_layout(x, "szyxf -> szyxf", device=device, out=x), "out shares memory with x, which"),
+        (lambda: ops.tanh(x, device=device, out=near), "out shares some memory with x and is not x; give x itself"),
+    ]
+    for call, words in refused:
+        with pytest.raises(ShapeError, match=words):
+            call()
+    np.testing.assert_array_equal(device.get(whole), host)
+    assert ops.relu(x, device=device, out=beside) is beside  # between the images of x, and none of them
+    np.testing.assert_array_equal(device.get(beside), np.maximum(host[:, :3], 0))
 
 
 def test_what_a_device_cannot_take_is_told() -> None:

@@ -190,6 +190,28 @@ def test_what_does_not_fit_is_told() -> None:
         ops.convolve(x, weights, mode="same")  # type: ignore[arg-type]
 
 
+def test_results_over_their_input_are_refused() -> None:
+    whole = values((2, 3, 4, 5, 4))
+    kept, x, weights = whole.copy(), whole[..., :2], CONVOLUTIONS[1].weights()
+    near = np.lib.stride_tricks.as_strided(whole[..., 1:], (2, 3, 4, 5, 2), whole.strides)
+    same: dict[str, Any] = {"padding": (0, 1, 1), "out": near}
+    two = ConvWeights(weights.weight[:2], weights.bias[:2])
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: ops.average_pool(x, (1, 3, 3), stride=(1, 1, 1), **same), "out shares memory with x, which is read"),
+        (lambda: ops.convolve(x, two, **same), "out shares memory with x, which is read"),
+        (lambda: ops.convert_layout(x, "szyxf -> szyxf", out=x), "out shares memory with x, which is read"),
+        (lambda: ops.relu(x, out=near), "out shares some memory with x and is not x; give x itself"),
+        (lambda: ops.softmax(x[:, ::-1], out=x), "out shares some memory with x and is not x"),
+    ]
+    for call, words in refused:
+        with pytest.raises(ShapeError, match=words):
+            call()
+    np.testing.assert_array_equal(whole, kept)
+    beside = whole[..., 2:]  # between the values of x, and none of them
+    assert ops.convolve(x, two, padding=(0, 1, 1), out=beside) is beside
+    assert (ops.sigmoid(x[:1], out=x[:1]) > 0).all()  # another view of the same is x itself
+
+
 def test_nothing_is_nothing() -> None:
     x = np.empty((0, 2, 3, 4, 2), np.float32)
     assert ops.relu(x).shape == ops.softmax(x, "all").shape == x.shape
