@@ -6,7 +6,8 @@
     y = ops.softmax(ops.average_pool(y, y.shape[1:4]))
     z = ops.convert_layout(y, "szyxf -> sfzyx")
 
-Arrays are (S, z, y, x, f), channels last, float32 or float16; a 2D image has depth 1. Arithmetic is in float32; a
+Arrays are (S, z, y, x, f), channels last, float32 or float16; a 2D image has depth 1. There may be no images (S is 0),
+but no empty ones; activations and layouts take any array. Arithmetic is in float32; a
 result has the type of x, and what float16 cannot hold becomes infinite.
 
     x        read only. A numpy array may have any strides; one of a GPU is in C order within an image, images any
@@ -268,6 +269,8 @@ def _check(x: Array, device: Device | None) -> None:
     _check_array(x, device)
     if x.ndim != MOST_AXES:
         raise ShapeError(f"x has {x.ndim} axes, {x.shape}; it must be (S, z, y, x, f), with z = 1 for 2D images")
+    if 0 in x.shape[1:]:
+        raise ShapeError(f"x is {x.shape}: images without a value; there may be no image, but none may be empty")
     _check_order("x", x, device)
 
 

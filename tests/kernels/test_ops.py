@@ -217,3 +217,21 @@ def test_nothing_is_nothing() -> None:
     assert ops.relu(x).shape == ops.softmax(x, "all").shape == x.shape
     assert ops.max_pool(x, (1, 3, 2)).shape == (0, 2, 1, 2, 2)
     assert ops.convert_layout(x, "szyxf -> sfzyx").shape == (0, 2, 2, 3, 4)
+    assert ops.convolve(x, CONVOLUTIONS[1].weights(), padding=(0, 1, 1)).shape == (0, 2, 3, 4, 6)
+    assert ops.relu(np.empty((2, 0), np.float32)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("axis", range(1, 5))
+def test_empty_images_are_refused(axis: int) -> None:
+    shape = [2, 2, 3, 4, 2]
+    shape[axis] = 0
+    x, weights = np.empty(shape, np.float32), ConvWeights(np.ones((1, 2, 2, 2, 2), np.float32), np.ones(1, np.float32))
+    refused: list[Callable[[], object]] = [
+        lambda: ops.softmax(x),
+        lambda: ops.softmax(x, "all"),
+        lambda: ops.average_pool(x, (2, 2, 2), padding=(1, 1, 1)),
+        lambda: ops.convolve(x, weights, padding=(1, 1, 1)),
+    ]
+    for call in refused:
+        with pytest.raises(ShapeError, match=r"x is \(2, .*\): images without a value; there may be no image, but"):
+            call()
