@@ -289,7 +289,7 @@ def _check_array(array: Array, device: Device | None) -> None:
 def _check_order(what: str, array: Array, device: Device | None) -> None:
     if device is None or not array.size:
         return
-    if array.ndim == 0 or not array[0].flags.c_contiguous:
+    if array.ndim and not array[0].flags.c_contiguous:
         raise ShapeError(
             f"{what}, {array.shape} with strides {array.strides}, is not in C order within an image; "
             "use ops.convert_layout"

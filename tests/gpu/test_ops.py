@@ -14,6 +14,7 @@ from ops_cases import CONVOLUTIONS, IMAGES, ROUNDING, WINDOWS, Convolution, Wind
 from znnpy import ops
 from znnpy.errors import ShapeError
 from znnpy.kernels import reference
+from znnpy.kernels.gpu import ops as on_gpu
 from znnpy.kernels.gpu.ops import turning
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.shapes import Activation
@@ -42,7 +43,7 @@ def poisoned(device: Any, shape: tuple[int, ...], dtype: str, gap: int = 0) -> A
 
 @GAPS
 @TYPES
-@pytest.mark.parametrize("shape", [(2, 3, 5, 4, 3), (3, 4, 90), (5,)])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 4, 3), (3, 4, 90), (5,), (1032, 1)])
 @pytest.mark.parametrize(("activation", "op"), POINTWISE)
 def test_activations(
     device: Any, activation: Activation, op: Callable[..., Any], shape: tuple[int, ...], dtype: str, gap: int
@@ -55,6 +56,32 @@ def test_activations(
     assert_near(device.get(op(x, device=device)), exact, dtype)
     assert op(x, device=device, out=x) is x
     assert_near(device.get(x), exact, dtype)
+
+
+@pytest.mark.parametrize("shape", [(120000,), (40000, 3), (1, 120000)])
+def test_thin_arrays_without_gaps_fill_the_device(
+    device: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[object, ...]] = []
+    launch = on_gpu._launch
+
+    def noted(device: Any, name: str, grid: tuple[int, int], *arguments: Any, shared: int = 0) -> None:
+        launched.append((name, grid))
+        launch(device, name, grid, *arguments, shared=shared)
+
+    monkeypatch.setattr(on_gpu, "_launch", noted)
+    host = values(shape)
+    out = ops.relu(device.put(host, "x"), device=device, out=poisoned(device, shape, "float32"))
+    np.testing.assert_array_equal(device.get(out), np.maximum(host, 0))
+    assert launched == [("pointwise<float, 4>", (118, 1))]  # 120,000 values, four a thread, 256 threads a block
+
+
+def test_activations_of_lines_and_numbers(device: Any) -> None:
+    host = values((300,))
+    x = device.put(host, "x")
+    np.testing.assert_array_equal(device.get(ops.relu(x[::3], device=device)), np.maximum(host[::3], 0))
+    number = device.view(x, (), np.float32, offset=28)
+    np.testing.assert_array_equal(device.get(ops.relu(number, device=device)), np.maximum(host[7], 0))
 
 
 def test_activations_of_values_at_the_ends(device: Any) -> None:
