@@ -12,8 +12,10 @@ result has the type of x, and what float16 cannot hold becomes infinite.
 
     x        read only. A numpy array may have any strides; one of a GPU is in C order within an image, images any
              distance apart (`convert_layout` takes and gives any strides).
-    device   the Device that x and out lie on; calls return before the work is done: it is queued on `device.stream`.
-             None: they are numpy's, and the work is done on the CPU.
+    device   the Device that x and out lie on; work is queued on its `stream`. `convolve` and softmax over all values
+             wait for it, since they need memory beside; all others return before it is done, and `device.get` waits.
+             Freeing an array that nobody refers to any more waits too. None: they are numpy's, and the work is done on
+             the CPU.
     out      where the result goes, of its shape and type; it may be x itself for activations and softmax, else the two
              share no memory. None: new memory. It is returned.
 

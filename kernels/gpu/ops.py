@@ -1,7 +1,8 @@
 """What networks need beside convolutions, on arrays of a device: activations, softmax, pooling, layouts; convolutions.
 
-`znnpy.ops` checks arguments and says what they are. Everything is queued on `device.stream`. Arrays are float32 or
-float16, computed in float32, images in C order, any number of values apart; `copy` takes any strides. ops.cu.
+`znnpy.ops` checks arguments and says what they are. Everything is queued on `device.stream`; what takes memory waits
+until it may give it back. Arrays are float32 or float16, computed in float32, images in C order, any number of values
+apart; `copy` takes any strides. ops.cu.
 
 Memory   Nothing, but 8 bytes a block for the softmax of images, and the kernels and biases of convolutions.
 Bound    Memory: everything is read once (softmax of an image: twice) and written once; convolutions: see theirs.
@@ -11,6 +12,8 @@ Tested   tests/gpu/test_ops.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -85,9 +88,10 @@ def softmax(device: Device, x: Any, out: Any, *, over_maps: bool) -> None:
     parts = min(blocks, PARTS)
     found = device.allocate(SUMMED_BYTES * parts * len(x), "parts of a softmax")
     names = f"softmax_parts<{value}, {width}>", f"softmax_image<{value}, {width}>"
-    _launch(device, names[0], (parts, images), x, image_step(x), found, len(x), count)
     arguments = (x, image_step(x), out, image_step(out), found, parts, len(x), count)
-    _launch(device, names[1], (blocks, images), *arguments)
+    with _lent(device, found):
+        _launch(device, names[0], (parts, images), x, image_step(x), found, len(x), count)
+        _launch(device, names[1], (blocks, images), *arguments)
 
 
 def pool(
@@ -134,7 +138,7 @@ def convolve(
     activation: Activation,
     method: Literal["direct", "implicit_gemm"],
 ) -> None:
-    """Cross-correlation with zeros around the image, bias and activation; kernels are uploaded anew.
+    """Cross-correlation with zeros around the image, bias and activation; kernels are uploaded anew, and freed.
 
     implicit_gemm of float16 runs on tensor cores, which round kernels to float16 too, else on float32 units.
     """
@@ -143,16 +147,30 @@ def convolve(
     precision: Literal["fp16", "fp32"] = "fp16" if x.dtype.itemsize == 2 else "fp32"
     problem = Lowering(fin, len(weights.bias), (nz, ny, nx), (kz, ky, kx), activation, precision, sliding)
     if method == "direct":
-        conv_direct.DirectStep(conv_direct.prepare(weights, device), problem, device).run(x, out, {})
+        resident = conv_direct.prepare(weights, device)
+        with _lent(device, *resident):
+            conv_direct.DirectStep(resident, problem, device).run(x, out, {})
     elif precision == "fp16" and activation != "softmax" and _fits_tensor_cores(device, problem, len(x)):
         parts = tensor.prepare(weights, precision, device)
-        tensor.TensorProduct(parts, problem, len(x), device).run(x, out, None, 0, 0)
+        with _lent(device, parts.kernels, parts.bias):
+            tensor.TensorProduct(parts, problem, len(x), device).run(x, out, None, 0, 0)
     else:
-        floats.FloatProduct(floats.prepare(weights, device), problem, device).run(x, out, None, 0, 0)
+        wholes = floats.prepare(weights, device)
+        with _lent(device, *wholes):
+            floats.FloatProduct(wholes, problem, device).run(x, out, None, 0, 0)
 
 
 def _fits_tensor_cores(device: Device, problem: Lowering, images: int) -> bool:
     return tensor.plan_of(problem, images, device.gpu.shared_block_bytes) is not None
+
+
+@contextmanager
+def _lent(device: Device, *arrays: Any) -> Iterator[None]:
+    """Memory for what is queued in this block: afterwards that is waited for, and it is given back."""
+    try:
+        yield
+    finally:
+        device.free(*arrays)
 
 
 class Turning(NamedTuple):

@@ -259,6 +259,7 @@ class EmulatedDevice:
         return array
 
     def free(self, *arrays: npt.NDArray[Any]) -> None:
+        self.synchronize(self.stream)
         for array in arrays:
             address = self.address(array)
             self._held.pop(address, None)

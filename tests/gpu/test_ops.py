@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,37 @@ def test_convolutions(device: Any, method: ops.Method, mode: ops.Mode, case: Con
         assert ops.convolve(x, weights, out=out, **words) is out
         on_tensor_cores = method == "implicit_gemm" and dtype == "float16"  # kernels are rounded to float16 too
         assert_near(device.get(out), exact, dtype, 5e-3 if on_tensor_cores else None)
+
+
+@pytest.mark.parametrize("method", ["direct", "implicit_gemm", "softmax"])
+@TYPES
+def test_memory_beside_is_given_back_when_the_work_is_done(device: Any, method: Any, dtype: str) -> None:
+    x, weights = device.put(values(CONVOLUTIONS[0].shape, dtype), "x"), CONVOLUTIONS[0].weights()
+    gc.collect()
+    held = device.allocated
+    if method == "softmax":
+        out = ops.softmax(x, "all", device=device)
+    else:
+        out = ops.convolve(x, weights, method=method, padding=(1, 1, 1), device=device)
+    assert device.stream.done
+    assert device.allocated == held + out.nbytes
+
+
+def test_what_needs_no_memory_does_not_wait() -> None:
+    with EmulatedDevice(EMULATED_GPU) as emulated:
+        device: Any = emulated
+        x = device.put(values((2, 3, 4, 5, 6)), "x")
+        calls: list[Callable[[], object]] = [
+            lambda: ops.tanh(x, device=device),
+            lambda: ops.softmax(x, device=device),
+            lambda: ops.average_pool(x, (1, 2, 3), device=device),
+            lambda: ops.convert_layout(x, "szyxf -> sfzyx", device=device),
+        ]
+        for call in calls:
+            result = call()
+            assert not emulated.stream.done
+            assert np.isfinite(device.get(result)).all()
+            assert emulated.stream.done
 
 
 def test_arrays_of_the_host_are_refused(device: Any) -> None:
