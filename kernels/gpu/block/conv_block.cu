@@ -9,6 +9,8 @@
  *            one piece: SEGMENT maps of the voxels that lie under it and its kernels, which come to shared memory while
  *            the step before is summed. Thread 8 v + m sums voxels v, v + 16, ... and maps m WIDTH + (0 .. WIDTH), ...
  *            grid (blocks of maps, tiles along x, y, z, images), the first fastest, as one number.
+ *            LONG sums are cut: after every `together` steps a thread adds what it has to its voxels and maps of out,
+ *            which nobody else reads or writes, and starts from 0; the bias comes last. No register holds a second sum.
  * Bound      arithmetic (float32 units): VOXELS / 16 * MAPS / 8 products for VOXELS / 64 + MAPS / 8 / WIDTH reads of 16
  *            bytes of shared memory, 64 for 4 at VOXELS = 128, MAPS = 64.
  * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2. There a
@@ -103,6 +105,26 @@ template <int WIDTH> DEVICE void read(float* to, const half* from) {
     to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
 }
 
+template <int ROWS, int COLUMNS> DEVICE void clear(float (&sums)[ROWS][COLUMNS]) {
+#pragma unroll
+    for (int v = 0; v < ROWS; ++v)
+#pragma unroll
+        for (int g = 0; g < COLUMNS; ++g) sums[v][g] = 0.0f;
+}
+
+/* `bias` from this thread's first map on. */
+template <int VOXELS, int MAPS, int WIDTH>
+DEVICE void add_bias(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const float* bias) {
+#pragma unroll
+    for (int g = 0; g < MAPS / MAP_LANES; g += WIDTH)
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            const float start = bias[g * MAP_LANES + i];
+#pragma unroll
+            for (int v = 0; v < VOXELS / VOXEL_LANES; ++v) sums[v][g + i] += start;
+        }
+}
+
 /* One step; `at`: where this thread's voxels are staged, in values; `kernels` from its first map on. */
 template <class T, int SEGMENT, int VOXELS, int MAPS, int WIDTH>
 DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const T* tile, const float* kernels,
@@ -134,7 +156,32 @@ DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], cons
 struct Part {
     const Origin& begin;
     long long mz, my, mx, maps, wide, lines;
+    /* Where the maps of a voxel of the block begin, in values; -1: it is outside. */
+    DEVICE long long maps_of(int voxel) const {
+        const int row = voxel / (int)wide;
+        const long long z = begin.z + row / lines, y = begin.y + row % lines, x = begin.x + voxel % wide;
+        return z < mz && y < my && x < mx ? ((z * my + y) * mx + x) * maps : -1;
+    }
 };
+
+/* What this thread wrote before joins its sums. */
+template <int VOXELS, int MAPS, int WIDTH>
+DEVICE void add_written(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const float* image, const Part& part) {
+    const int g0 = part.begin.g + threadIdx.x % MAP_LANES * WIDTH;
+#pragma unroll
+    for (int v = 0; v < VOXELS / VOXEL_LANES; ++v) {
+        sync_warp();  // as where they are written
+        const long long at = part.maps_of(v * VOXEL_LANES + threadIdx.x / MAP_LANES);
+        const float* const from = image + at + g0;
+#pragma unroll
+        for (int g = 0; g < MAPS / MAP_LANES; g += WIDTH) {
+            const int known = at >= 0 ? (int)part.maps - g0 - g * MAP_LANES : 0;
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i)
+                if (i < known) sums[v][g + i] += from[g * MAP_LANES + i];
+        }
+    }
+}
 
 /* Activation and output of this thread's sums; the largest of their magnitudes. */
 template <class T, int VOXELS, int MAPS, int WIDTH, int KIND, bool VECTORS>
@@ -144,14 +191,11 @@ DEVICE float write(T* image, const float (&sums)[VOXELS / VOXEL_LANES][MAPS / MA
 #pragma unroll
     for (int v = 0; v < VOXELS / VOXEL_LANES; ++v) {
         sync_warp();  // one voxel after the other: the registers hold no more addresses
-        const int voxel = v * VOXEL_LANES + threadIdx.x / MAP_LANES, row = voxel / (int)part.wide;
-        const long long z = part.begin.z + row / part.lines, y = part.begin.y + row % part.lines;
-        const long long column = part.begin.x + voxel % part.wide;
-        const bool inside = z < part.mz && y < part.my && column < part.mx;
-        T* const to = image + ((z * part.my + y) * part.mx + column) * part.maps + g0;
+        const long long at = part.maps_of(v * VOXEL_LANES + threadIdx.x / MAP_LANES);
+        T* const to = image + at + g0;
 #pragma unroll
         for (int g = 0; g < MAPS / MAP_LANES; g += WIDTH) {
-            const int known = inside ? (int)part.maps - g0 - g * MAP_LANES : 0;
+            const int known = at >= 0 ? (int)part.maps - g0 - g * MAP_LANES : 0;
             float value[WIDTH];
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
@@ -176,14 +220,14 @@ DEVICE float write(T* image, const float (&sums)[VOXELS / VOXEL_LANES][MAPS / MA
 }
 
 /* BYTES: of a copy of inputs, as all addresses and the number of maps allow. KIND: the activation. VECTORS: four maps may
- * be written at once.
+ * be written at once. LONG: only `together` steps are summed at a time.
  */
-template <class T, int SEGMENT, int VOXELS, int MAPS, int BYTES, int KIND, bool VECTORS>
+template <class T, int SEGMENT, int VOXELS, int MAPS, int BYTES, int KIND, bool VECTORS, bool LONG>
 __global__ void __launch_bounds__(THREADS, 3)
     block(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
           const float* kernels, const float* bias, long long carried, long long ny, long long nx, long long fin,
           long long mz, long long my, long long mx, long long maps, long long kz, long long ky, long long kx,
-          long long span, long long wide, long long lines, float* peak) {
+          long long span, long long wide, long long lines, long long together, float* peak) {
     constexpr int MINE = VOXELS / VOXEL_LANES, MY_MAPS = MAPS / MAP_LANES, WIDTH = MAPS % 32 ? 2 : 4;
     EXTERN_SHARED(Place, places);  // of all staged voxels; then twice: the voxels, a step's kernels
     const Sizes n = {carried, ny, nx, fin, (int)ky, (int)kx, (int)span};
@@ -217,17 +261,16 @@ __global__ void __launch_bounds__(THREADS, 3)
 
     const int group = threadIdx.x / MAP_LANES, mine = threadIdx.x % MAP_LANES * WIDTH;
     float sums[MINE][MY_MAPS];
-#pragma unroll
-    for (int v = 0; v < MINE; ++v) {
-#pragma unroll
-        for (int g = 0; g < MY_MAPS; g += WIDTH)
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) sums[v][g + i] = bias[begin.g + g * MAP_LANES + mine + i];
-    }
+    clear(sums);
+    if constexpr (!LONG) add_bias<VOXELS, MAPS, WIDTH>(sums, bias + begin.g + mine);
     sync_block();
 
+    const Part part = {begin, mz, my, mx, maps, wide, lines};
+    T* const image = out + begin.s * out_image;
     Walk next;
     int taps = 0, quads = 0;
+    long long left = together + 1;  // turns until sums are written; the first has none
+    bool written = false;
 #pragma unroll 1
     for (int turn = 0;; turn ^= 1) {  // this turn's step comes, last turn's is summed
         const bool more = next.dz < kz;
@@ -249,12 +292,23 @@ __global__ void __launch_bounds__(THREADS, 3)
         for (int v = 0; v < MINE; ++v) at[v] = starts[v * VOXEL_LANES + group];
         add_step<T, SEGMENT, VOXELS, MAPS, WIDTH>(sums, reinterpret_cast<const T*>(from), ready, at, taps, quads);
         if (!more) break;
+        if constexpr (LONG) {
+            if (--left == 0) {
+                if (written) add_written<VOXELS, MAPS, WIDTH>(sums, image, part);
+                write<T, VOXELS, MAPS, WIDTH, NONE, VECTORS>(image, sums, part);
+                clear(sums);
+                written = true, left = together;
+            }
+        }
         taps = next_taps, quads = next_quads;
         cp_async_wait<0>();
         sync_block();
     }
 
-    const Part part = {begin, mz, my, mx, maps, wide, lines};
-    const float largest = write<T, VOXELS, MAPS, WIDTH, KIND, VECTORS>(out + begin.s * out_image, sums, part);
+    if constexpr (LONG) {
+        if (written) add_written<VOXELS, MAPS, WIDTH>(sums, image, part);
+        add_bias<VOXELS, MAPS, WIDTH>(sums, bias + begin.g + mine);
+    }
+    const float largest = write<T, VOXELS, MAPS, WIDTH, KIND, VECTORS>(image, sums, part);
     raise_peak_by_warp(peak, largest);
 }

@@ -4,7 +4,9 @@ Method   A block sums a tile of voxels x some output maps in registers, on float
          through the taps a row of the kernel and 32 or 64 bytes of a voxel's maps at a time ("segment"): a whole number
          of the 32 bytes that memory gives, and few, so that many output maps fit beside it. While one step is summed,
          the next is copied to the other half of shared memory (cp.async). How many voxels, maps and taps a step has
-         follows from what the card needs to hide its memory's latency: division.py. conv_block.cu.
+         follows from what the card needs to hide its memory's latency: division.py. In fp32, sums of more than
+         MOST_TERMS products are cut into parts, which are added up in the output: rounding grows with a sum's length.
+         conv_block.cu.
 Memory   Nothing beside kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units, of whole tiles.
 Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2.
@@ -38,7 +40,8 @@ COPY_ISSUES, KERNEL_ISSUES = 20, 4  # instructions of one copy of inputs and of 
 SEGMENTS = (32, 64)  # bytes of a voxel's maps; the paper's
 VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # of a block that the kernel is made for
 NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
-MOST_TERMS = 3000  # of a sum, one after another, for an error of 1e-6: of gpu.conv.implicit_gemm on float32 units
+MOST_TERMS = 3000  # of a sum in fp32, one after another, for an error of 1e-6 of the rms answer
+PART_TERMS = 1500  # of a part of a longer one: their errors add up as the parts do, and leave 7e-7
 MOST_BLOCKS = 2**31 - 1  # of a grid along x
 RESIDENT = 3  # blocks of a multiprocessor: so many its registers are shared out for
 RESERVED = 2 << 10  # bytes of a block's shared memory: CUDA's own, and what the kernel has of fixed size; rounded up
@@ -134,10 +137,9 @@ def _divide(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]
         division = _Division(channels, 1, voxels, maps)
         division = division._replace(span=_span(shape.k[2], division, shape.itemsize, room))
         step = _step_cycles(shape, division, card.products)
-        steps = shape.k[0] * shape.k[1] * -(-shape.k[2] // division.span) * -(-shape.fin // channels)
         rounds, rest = divmod(-(-_blocks(shape, division) // card.multiprocessors), RESIDENT)
         cycles = rounds * max(RESIDENT * step, card.latency) + (max(rest * step, card.latency) if rest else 0.0)
-        found.append((steps * cycles, division))
+        found.append((_steps(shape, division) * cycles, division))
     return min(found)
 
 
@@ -161,10 +163,24 @@ def _copy_bytes(shape: ConvShape) -> int:
     return next(nbytes for nbytes in (16, 8, 4, 2) if shape.fin * shape.itemsize % nbytes == 0)
 
 
-def _kernel(itemsize: int, division: _Division, nbytes: int, activation: Activation, *, vectors: bool) -> str:
+def _steps(shape: ConvShape, division: _Division) -> int:
+    """Of a block."""
+    return shape.k[0] * shape.k[1] * -(-shape.k[2] // division.span) * -(-shape.fin // division.channels)
+
+
+def _together(shape: ConvShape, division: _Division) -> int:
+    """Steps that a part of a sum has; 0: the sum is not cut."""
+    if shape.precision != "fp32" or shape.fin * prod(shape.k) <= MOST_TERMS:
+        return 0
+    return PART_TERMS // (division.span * division.channels)  # steps of more do not fit shared memory
+
+
+def _kernel(
+    itemsize: int, division: _Division, nbytes: int, activation: Activation, *, vectors: bool, long: bool = False
+) -> str:
     value = "half" if itemsize == 2 else "float"
     sizes = f"{division.channels}, {division.voxels}, {division.maps}, {nbytes}"
-    return f"block<{value}, {sizes}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}>"
+    return f"block<{value}, {sizes}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}, {str(long).lower()}>"
 
 
 def instances() -> list[Instance]:
@@ -174,6 +190,8 @@ def instances() -> list[Instance]:
     names += [_kernel(item, _Division(f, 1, 128, 64), 16, "relu", vectors=True) for item, f in kinds]
     names += [_kernel(item, _Division(16, 1, 128, 80), item, "tanh", vectors=False) for item in (4, 2)]
     names += [_kernel(item, _Division(16, 1, 32, 16), item, "sigmoid", vectors=False) for item in (4, 2)]
+    names += [_kernel(4, _Division(8, 1, 128, maps), 16, "relu", vectors=True, long=True) for maps in (64, 80)]
+    names += [_kernel(4, _Division(16, 1, 128, 80), 4, "tanh", vectors=False, long=True)]
     return [Instance(SOURCE, name, REGISTERS) for name in names]
 
 
@@ -200,9 +218,6 @@ class ConvBlock:
         shape = as_conv(shape)
         if shape.activation == "softmax":
             return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
-        terms = shape.fin * prod(shape.k)
-        if shape.precision == "fp32" and terms > MOST_TERMS:
-            return f"adds {terms:,} products one after another, which costs more than 1e-6 in fp32: see gpu.conv.direct"
         blocks = max(_blocks(shape, _Division.of(variant)) for variant in self.variants(shape, machine))
         if blocks > MOST_BLOCKS:
             return f"takes up to {MOST_BLOCKS} blocks of voxels and maps, not {blocks}"
@@ -226,7 +241,9 @@ class ConvBlock:
         shape, division = as_conv(shape), _Division.of(variant)
         sums = _blocks(shape, division) * division.voxels * division.maps
         products = sums * prod(shape.k) * _quads(shape.fin)
-        return (Work("gpu_block", 2.0 * products, shape.in_bytes + shape.out_bytes),)
+        together = _together(shape, division)
+        writes = -(-_steps(shape, division) // together) if together else 1
+        return (Work("gpu_block", 2.0 * products, shape.in_bytes + (2 * writes - 1) * shape.out_bytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
@@ -260,8 +277,11 @@ class _Step:
         self._resident, self._shape, self._division, self._device = resident, shape, division, device
         self._tile = _tile(shape.out, division, shape.itemsize)
         self._nbytes = _copy_bytes(shape)  # where images lie for it
-        sizes = ((self._nbytes, shape.fout % 4 == 0), (shape.itemsize, False))
-        names = [_kernel(shape.itemsize, division, n, shape.activation, vectors=vectors) for n, vectors in sizes]
+        self._together = _together(shape, division)
+        sizes, long = ((self._nbytes, shape.fout % 4 == 0), (shape.itemsize, False)), self._together > 0
+        names = [
+            _kernel(shape.itemsize, division, n, shape.activation, vectors=vectors, long=long) for n, vectors in sizes
+        ]
         compiled = device.kernels(SOURCE, list(dict.fromkeys(names)))
         self._kernel, self._unaligned = (compiled[name] for name in names)
 
@@ -289,7 +309,7 @@ class _Step:
             *(old, old.strides[0] // itemsize, x, x.strides[0] // itemsize, out, out.strides[0] // itemsize),
             *self._resident,
             *(shape.n[0] - x.shape[1], *shape.n[1:], shape.fin, mz, my, mx, shape.fout, kz, ky, kx),
-            *(division.span, tile.wide, tile.lines),
+            *(division.span, tile.wide, tile.lines, self._together),
             np.uint64(out_peak),
             shared=division.shared_bytes(tile.wide, itemsize),
         )
