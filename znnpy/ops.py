@@ -39,7 +39,7 @@ from znnpy.errors import ShapeError
 from znnpy.kernels.cpu import ops as on_cpu
 from znnpy.kernels.gpu import ops as on_gpu
 from znnpy.network import ConvWeights
-from znnpy.shapes import ACTIVATIONS, Activation, Sliding, Vec3, text
+from znnpy.shapes import ACTIVATIONS, PRECISIONS, Activation, Precision, Sliding, Vec3, text
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -167,6 +167,7 @@ def convolve(
     padding: Vec3 = ZERO,
     mode: Mode = "correlation",
     method: Method = "direct",
+    precision: Precision = "fp32",
     device: Device | None = None,
     out: Array | None = None,
 ) -> Array:
@@ -176,14 +177,23 @@ def convolve(
     padding  planes of zeros before and behind the image.
     mode     correlation: out[p] sums x[p * stride + d - padding] * w[d]; convolution: w[k - 1 - d], the kernel turned.
     method   direct: tap by tap; implicit_gemm: one matrix product, whose lowered matrix exists a part at a time.
+    precision  of products by implicit_gemm on a device; all else is fp32, and sums are float32 always. Errors are rms,
+               of the rms answer, before a float16 result is rounded.
+               fp32: to 1e-6. Float32 arrays are split into pairs of float16 for tensor cores, and values under 2^-16 of
+               the largest in x lose digits; float16 arrays run on float32 units.
+               tf32: float32 arrays, to 1e-3: values and kernels are rounded to 11 significant bits.
+               fp16: float16 arrays, to 2e-3: kernels are rounded to float16. Softmax runs on float32 units.
+               ShapeError where kernels are too large for the shared memory that tensor cores are fed from.
     """
     for word, given, known in (
         ("activation", activation, ACTIVATIONS),
         ("mode", mode, get_args(Mode)),
         ("method", method, get_args(Method)),
+        ("precision", precision, PRECISIONS),
     ):
         _check_word(word, given, known)
     _check(x, device)
+    _check_precision(x, precision, method, device)
     sliding = Sliding(stride, padding)
     _check_weights(x, weights)
     k = weights.weight.shape[2:]
@@ -196,7 +206,7 @@ def convolve(
     if device is None:
         on_cpu.convolve(x, result, weights, sliding, activation, method)
     else:
-        on_gpu.convolve(device, x, result, weights, sliding, activation, method)
+        on_gpu.convolve(device, x, result, weights, sliding, activation, method, precision)
     return result
 
 
@@ -341,6 +351,16 @@ def _check_weights(x: Array, weights: ConvWeights) -> None:
         raise ShapeError(f"kernels and biases are float32, not {kernels.dtype} and {bias.dtype}")
     if not kernels.size:
         raise ShapeError(f"kernels {kernels.shape} are empty")
+
+
+def _check_precision(x: Array, precision: Precision, method: Method, device: Device | None) -> None:
+    if precision == "fp32":
+        return
+    if device is None or method != "implicit_gemm":
+        raise ValueError(f"{precision} is for method='implicit_gemm' on a device; all else computes in fp32")
+    takes = np.dtype(np.float16 if precision == "fp16" else np.float32)
+    if x.dtype != takes:
+        raise ShapeError(f"{precision} multiplies {takes} arrays, not {x.dtype}: use ops.convert_layout with dtype")
 
 
 def _check_word(what: str, given: str, known: tuple[str, ...]) -> None:

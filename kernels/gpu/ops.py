@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from znnpy.errors import ShapeError
 from znnpy.kernels.gpu import conv_direct
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
 from znnpy.kernels.gpu.modules import Instance
-from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, Sliding, Vec3
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, Precision, Sliding, Vec3, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.kernels.primitive import ConvWeights
 
-SOURCE = "ops.cu"
+SOURCE, PEAK_SOURCE = "ops.cu", "moves.cu"
+PEAKS = ["peak_of<float, 1>", "peak_of<float, 4>"]  # moves.cu
 THREADS, WARP, SUMMED_BYTES = 256, 32, 8  # ops.cu
 WAVES = 16  # blocks a multiprocessor: enough to hide each other's latency
 PARTS = 512  # of an image that a softmax sums up at most: each block reads them all
@@ -137,31 +140,57 @@ def convolve(
     sliding: Sliding,
     activation: Activation,
     method: Literal["direct", "implicit_gemm"],
+    precision: Precision,
 ) -> None:
     """Cross-correlation with zeros around the image, bias and activation; kernels are uploaded anew, and freed.
 
-    implicit_gemm of float16 runs on tensor cores, which round kernels to float16 too, else on float32 units.
+    implicit_gemm runs on tensor cores, float32 arrays in fp32 and tf32, float16 arrays in fp16; float16 arrays in fp32,
+    or where softmax follows, on float32 units.
+
+    ShapeError where tensor cores are to multiply kernels so large that no tile fits shared memory.
     """
     nz, ny, nx, fin = x.shape[1:]
     kz, ky, kx = weights.weight.shape[2:]
-    precision: Literal["fp16", "fp32"] = "fp16" if x.dtype.itemsize == 2 else "fp32"
-    problem = Lowering(fin, len(weights.bias), (nz, ny, nx), (kz, ky, kx), activation, precision, sliding)
+    stored = precision if x.dtype.itemsize == FLOAT32 else "fp16"
+    problem = Lowering(fin, len(weights.bias), (nz, ny, nx), (kz, ky, kx), activation, stored, sliding)
     if method == "direct":
         resident = conv_direct.prepare(weights, device)
         with _lent(device, *resident):
             conv_direct.DirectStep(resident, problem, device).run(x, out, {})
-    elif precision == "fp16" and activation != "softmax" and _fits_tensor_cores(device, problem, len(x)):
-        parts = tensor.prepare(weights, precision, device)
-        with _lent(device, parts.kernels, parts.bias):
-            tensor.TensorProduct(parts, problem, len(x), device).run(x, out, None, 0, 0)
-    else:
+    elif stored != precision or (stored == "fp16" and activation == "softmax"):  # float16 would round what enters it
         wholes = floats.prepare(weights, device)
         with _lent(device, *wholes):
             floats.FloatProduct(wholes, problem, device).run(x, out, None, 0, 0)
+    else:
+        _on_tensor_cores(device, x, out, weights, problem)
 
 
-def _fits_tensor_cores(device: Device, problem: Lowering, images: int) -> bool:
-    return tensor.plan_of(problem, images, device.gpu.shared_block_bytes) is not None
+def _on_tensor_cores(device: Device, x: Any, out: Any, weights: ConvWeights, problem: Lowering) -> None:
+    if tensor.plan_of(problem, len(x), device.gpu.shared_block_bytes) is None:
+        raise ShapeError(
+            f"kernels of {text(problem.k)} are too large for implicit_gemm: no tile of the image fits "
+            f"{device.gpu.shared_block_bytes:,} bytes of shared memory; use method='direct'"
+        )
+    soft = problem.activation == "softmax"  # a pass of its own: a block does not see all maps
+    parts = tensor.prepare(weights, problem.precision, device)
+    peak = device.allocate(FLOAT32, "the largest value of an image")
+    step = tensor.TensorProduct(parts, replace(problem, activation="none") if soft else problem, len(x), device)
+    with _lent(device, parts.kernels, parts.bias, peak):
+        if problem.precision != "fp16":
+            _find_peak(device, x, peak)
+        step.run(x, out, None, device.address(peak), 0)
+        if soft:
+            softmax(device, out, out, over_maps=True)
+
+
+def _find_peak(device: Device, x: Any, peak: Any) -> None:
+    """peak = the largest |x|, of float32."""
+    count = prod(x.shape[1:])
+    width = _width(device, count, x)
+    device.clear(peak)
+    name = f"peak_of<float, {width}>"
+    grid = _grid(device, len(x), count // width)
+    device.kernels(PEAK_SOURCE, PEAKS)[name](grid, (THREADS,), x, image_step(x), len(x), count, peak)
 
 
 @contextmanager

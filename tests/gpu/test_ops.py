@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice
+from emulated import EMULATED_GPU, SMALL_GPU, EmulatedDevice
 from ops_cases import CONVOLUTIONS, IMAGES, ROUNDING, WINDOWS, Convolution, Window, assert_near, values
 
 from znnpy import ops
@@ -18,7 +19,7 @@ from znnpy.kernels import reference
 from znnpy.kernels.gpu import ops as on_gpu
 from znnpy.kernels.gpu.ops import turning
 from znnpy.kernels.primitive import ConvWeights
-from znnpy.shapes import Activation
+from znnpy.shapes import Activation, Precision, Sliding
 
 POINTWISE: list[tuple[Activation, Callable[..., Any]]] = [
     ("relu", ops.relu),
@@ -148,11 +149,32 @@ def test_a_layout_is_turned_along_what_is_contiguous() -> None:
     assert (same.n[4], same.across) == (720, False)
 
 
-@TYPES
+# method, precision, type of arrays, rms error allowed, kernel
+WAYS: list[tuple[ops.Method, Precision, str, float, str]] = [
+    ("direct", "fp32", "float32", 1e-6, "tiled<float"),
+    ("direct", "fp32", "float16", 5e-4, "tiled<half"),
+    ("implicit_gemm", "fp32", "float32", 1e-6, "gemm<float, 2"),
+    ("implicit_gemm", "fp32", "float16", 5e-4, "lowered<half"),
+    ("implicit_gemm", "tf32", "float32", 1e-3, "gemm<float, 1"),
+    ("implicit_gemm", "fp16", "float16", 2e-3, "gemm<half, 1"),
+]
+
+
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("mode", ["correlation", "convolution"])
-@pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
-def test_convolutions(device: Any, method: ops.Method, mode: ops.Mode, case: Convolution, dtype: str) -> None:
+@pytest.mark.parametrize(("method", "precision", "dtype", "allowed", "kernel"), WAYS)
+def test_convolutions(
+    device: Any,
+    method: ops.Method,
+    precision: Precision,
+    dtype: str,
+    allowed: float,
+    kernel: str,
+    mode: ops.Mode,
+    case: Convolution,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = _compiled(device, monkeypatch)
     host, weights, sliding = values(case.shape, dtype), case.weights(), case.sliding
     x = images(device, host, 5)
     for activation in ("relu", "softmax"):
@@ -160,9 +182,68 @@ def test_convolutions(device: Any, method: ops.Method, mode: ops.Mode, case: Con
         exact = reference.convolve_sliding(host, weights.weight, weights.bias, sliding=sliding, **words)
         words |= {"stride": sliding.stride, "padding": sliding.padding, "method": method, "device": device}
         out = poisoned(device, exact.shape, dtype, 3)
-        assert ops.convolve(x, weights, out=out, **words) is out
-        on_tensor_cores = method == "implicit_gemm" and dtype == "float16"  # kernels are rounded to float16 too
-        assert_near(device.get(out), exact, dtype, 5e-3 if on_tensor_cores else None)
+        assert ops.convolve(x, weights, out=out, precision=precision, **words) is out
+        assert_near(device.get(out), exact, dtype, allowed)
+        soft_in_half = precision == "fp16" and activation == "softmax"
+        assert any(name.startswith("lowered<half" if soft_in_half else kernel) for name in compiled)
+        compiled.clear()
+
+
+def _compiled(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of kernels that are asked for from now on."""
+    names: list[str] = []
+    kernels = device.kernels
+
+    def noted(source: str, wanted: list[str], **defines: Any) -> Any:
+        names.extend(wanted)
+        return kernels(source, wanted, **defines)
+
+    monkeypatch.setattr(device, "kernels", noted)
+    return names
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e25])
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-6), ("tf32", 1e-3)])
+def test_values_of_any_size_are_split(device: Any, precision: Precision, allowed: float, size: float) -> None:
+    case = CONVOLUTIONS[0]
+    host, weights = values(case.shape) * np.float32(size), case.weights()
+    weights.bias[...] = 0
+    exact = reference.convolve_sliding(host, weights.weight, weights.bias, "none")
+    x = images(device, host, 5)
+    out = ops.convolve(x, weights, method="implicit_gemm", precision=precision, device=device)
+    assert_near(device.get(out) / np.float32(size), exact / size, "float32", allowed)
+
+
+def test_kernels_too_large_for_shared_memory_are_refused() -> None:
+    with EmulatedDevice(SMALL_GPU) as emulated:
+        device: Any = emulated
+        case = Convolution((2, 1, 25, 52, 5), 2, (1, 23, 50), Sliding())
+        host, weights = values(case.shape), case.weights()
+        x, gemm = device.put(host, "x"), partial(ops.convolve, method="implicit_gemm", device=device)
+        told = r"kernels of 1x23x50 are too large for implicit_gemm: no tile .* 101,376 bytes .*; use method='direct'"
+        for precision in ("fp32", "tf32"):
+            with pytest.raises(ShapeError, match=told):
+                gemm(x, weights, precision=precision)
+        half = device.put(host.astype(np.float16), "x")
+        exact = reference.convolve_sliding(host.astype(np.float16), weights.weight, weights.bias, "none")
+        assert_near(device.get(gemm(half, weights)), exact, "float16")
+
+
+def test_precisions_that_do_not_fit_are_told(device: Any) -> None:
+    host, weights = values((1, 2, 3, 4, 2)), CONVOLUTIONS[1].weights()
+    x = device.put(host, "x")
+    gemm: dict[str, Any] = {"method": "implicit_gemm", "padding": (0, 1, 1)}
+    with pytest.raises(ShapeError, match=r"fp16 multiplies float16 arrays, not float32: use ops.convert_layout with"):
+        ops.convolve(x, weights, precision="fp16", device=device, **gemm)
+    half = ops.convert_layout(x, "szyxf -> szyxf", dtype=np.float16, device=device)
+    with pytest.raises(ShapeError, match="tf32 multiplies float32 arrays, not float16"):
+        ops.convolve(half, weights, precision="tf32", device=device, **gemm)
+    with pytest.raises(ValueError, match="tf32 is for method='implicit_gemm' on a device; all else computes in fp32"):
+        ops.convolve(x, weights, precision="tf32", device=device)
+    with pytest.raises(ValueError, match="fp16 is for method='implicit_gemm' on a device"):
+        ops.convolve(host, weights, precision="fp16", **gemm)
+    with pytest.raises(ValueError, match="precision is 'bf16'; it may be fp32, tf32, fp16"):
+        ops.convolve(x, weights, precision="bf16", device=device, **gemm)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm", "softmax"])
