@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,6 +104,17 @@ def test_softmax(device: Any, over: ops.Over, shape: tuple[int, ...], dtype: str
     assert_near(device.get(ops.softmax(x, over, device=device, out=poisoned(device, shape, dtype, gap))), exact, dtype)
     assert ops.softmax(x, over, device=device, out=x) is x
     assert_near(device.get(x), exact, dtype)
+
+
+@TYPES
+@pytest.mark.parametrize("shape", [(2, 1, 91, 101, 1), (1, 3, 104, 40, 3)])  # 36 and 37 blocks an image
+def test_softmax_of_images_counts_all_that_more_parts_than_a_warp_has_found(
+    device: Any, shape: tuple[int, ...], dtype: str
+) -> None:
+    host = values(shape, dtype) / 10  # near each other: none may be left out
+    exact = reference.softmax_of_images(host.astype(np.float64))
+    out = ops.softmax(device.put(host, "x"), "all", device=device, out=poisoned(device, shape, dtype))
+    assert_near(device.get(out), exact, dtype, 1e-6 if dtype == "float32" else 2e-3)  # float16 below its normal numbers
 
 
 @GAPS
@@ -244,6 +256,57 @@ def test_precisions_that_do_not_fit_are_told(device: Any) -> None:
         ops.convolve(host, weights, precision="fp16", **gemm)
     with pytest.raises(ValueError, match="precision is 'bf16'; it may be fp32, tf32, fp16"):
         ops.convolve(x, weights, precision="bf16", device=device, **gemm)  # type: ignore[arg-type]
+
+
+MULTIPROCESSORS = 3
+LOOPED = [
+    (7, 2, 3, 5, 4),
+    (2, 3, 20, 30, 8),
+    (2, 1, 37, 29, 3),
+]  # images for three rounds; values for five; one a thread
+
+
+@pytest.fixture
+def small(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The device, as if three blocks filled it: loops over images and over values take several rounds."""
+    monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=MULTIPROCESSORS))
+    monkeypatch.setattr(on_gpu, "WAVES", 1)
+    monkeypatch.setattr(on_gpu, "PARTS", 2)
+    return device
+
+
+@GAPS
+@TYPES
+@pytest.mark.parametrize("shape", LOOPED)
+def test_loops_take_what_a_full_device_leaves(small: Any, shape: tuple[int, ...], dtype: str, gap: int) -> None:
+    host = values(shape, dtype)
+    x, wide = images(small, host, gap), host.astype(np.float64)
+    window, sliding = (1, 3, 2), Sliding((1, 2, 1), (0, 1, 1))
+    words: dict[str, Any] = {"stride": sliding.stride, "padding": sliding.padding}
+    cases: list[tuple[Callable[..., Any], Any]] = [
+        (ops.tanh, np.tanh(wide)),
+        (ops.softmax, reference.activate(wide, "softmax")),
+        (partial(ops.softmax, over="all"), reference.softmax_of_images(wide)),
+        (partial(ops.max_pool, window=window, **words), reference.pool_sliding(host, window, sliding, "max")),
+        (partial(ops.average_pool, window=window, **words), reference.pool_sliding(host, window, sliding, "average")),
+    ]
+    for op, exact in cases:
+        out = op(x, device=small, out=poisoned(small, exact.shape, dtype, gap))
+        assert_near(small.get(out), exact, dtype)
+    for layout in ("szyxf -> sfzyx", "szyxf -> szyxf"):
+        exact = np.einsum(layout.replace(" ", ""), host)
+        out = ops.convert_layout(x, layout, device=small, out=poisoned(small, exact.shape, dtype, gap))
+        np.testing.assert_array_equal(small.get(out), exact)
+
+
+@pytest.mark.parametrize("shape", LOOPED)
+def test_the_largest_value_is_found_wherever_it_is(small: Any, shape: tuple[int, ...]) -> None:
+    """Of every value in turn of those that lie a prime apart: by it x is scaled for tensor cores."""
+    host, peak = values(shape), small.put(np.zeros(1, np.float32), "peak")
+    for place in (*range(0, host.size, 1009), host.size - 1):
+        host.reshape(-1)[place] = -100 - place
+        on_gpu._find_peak(small, images(small, host, 4), peak)
+        assert small.get(peak)[0] == 100 + place
 
 
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm", "softmax"])
