@@ -14,7 +14,7 @@ from znnpy.shapes import FLOAT32, ConvShape
 SIDES = (16, 32, 64)  # voxels, and maps, of a block; stages.cu
 THREADS, STAGES = 128, 4  # stages.cu
 PARTS_BYTES = 32 << 20  # of partial sums at a time: they stay in the L2 cache of a large card until they are summed
-MOST_TERMS = 3000  # of a sum on float32 units, one after another: more cost more than 1e-6
+MOST_TERMS = 3000  # of a part's sum on float32 units, one after another: more cost more than 1e-6 and are added apart
 MOST_PARTS = 65535  # of a grid along y
 TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
 # Clocks, assumed, of a card of the last years; only their ratios choose.
@@ -62,8 +62,6 @@ def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[i
     kz, ky, kx = shape.k
     counts = [taps for taps in dict.fromkeys((1, kx, ky * kx)) if taps < kz * ky * kx and _fits(shape, taps)]
     counts.append(kz * ky * kx)
-    if units == "float":
-        counts = [taps for taps in counts if taps * shape.fin <= MOST_TERMS] or [min(counts)]
 
     def clocks_of(choice: tuple[int, int]) -> float:
         return clocks(cut(shape, *choice), kz * ky * kx, multiprocessors, units)

@@ -3,8 +3,8 @@
 Method   0  Products of rows of filters with the rows of the input that they meet, as they lie in memory: partial sums,
             each of a few taps. Rows of both come to shared memory, in blocks of 16, 32 or 64 voxels and as many maps.
          1  Partial sums of a voxel added, bias, activation. Where one part has all taps, as of a 1x1x1 kernel, there is
-            no such stage. units=float: on float32 units; units=tensor: in matrix products of tf32, whose rounding tf32
-            and fp16 allow. stages.cu.
+            no such stage. units=float: on float32 units, long sums in several runs; units=tensor: in matrix products of
+            tf32, whose rounding tf32 and fp16 allow. stages.cu.
 Memory   Partial sums of as many voxels as 32 MiB hold.
 Bound    Large layers: arithmetic, 2 k^3 f f' flops a voxel. Small ones, which it is for: latency of a few steps.
 Source   Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021; in 3D, channels
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.gpu.cuconv.parts import SIDES, TENSOR_SPEED, THREADS, Cut, choices, cut
+from znnpy.kernels.gpu.cuconv.parts import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Cut, choices, cut
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
@@ -43,9 +43,9 @@ def _units(shape: LayerShape) -> str:
     return "float" if shape.precision == "fp32" else "tensor"
 
 
-def _products(itemsize: int, side: int, units: str, *, vectors: bool) -> str:
-    value = "half" if itemsize == 2 else "float"
-    return f"products<{value}, {side}, {str(units == 'tensor').lower()}, {str(vectors).lower()}>"
+def _products(itemsize: int, side: int, units: str, *, vectors: bool, long: bool) -> str:
+    flags = ", ".join(str(flag).lower() for flag in (units == "tensor", vectors, long))
+    return f"products<{'half' if itemsize == 2 else 'float'}, {side}, {flags}>"
 
 
 def _sum_parts(itemsize: int) -> str:
@@ -54,12 +54,13 @@ def _sum_parts(itemsize: int) -> str:
 
 def instances() -> list[Instance]:
     """All there are."""
-    kinds = ((4, "float"), (4, "tensor"), (2, "tensor"))
+    kinds = ((4, "float", False), (4, "float", True), (4, "tensor", False), (2, "tensor", False))
     products = [
-        Instance(SOURCE, _products(itemsize, side, units, vectors=vectors), registers)
-        for itemsize, units in kinds
+        Instance(SOURCE, _products(itemsize, side, units, vectors=vectors, long=long), registers, stack_bytes=stack)
+        for itemsize, units, long in kinds
         for side in SIDES
         for registers in (MOST_REGISTERS if (side, units) == (SIDES[-1], "float") else REGISTERS,)
+        for stack in ((256 if side == SIDES[-1] else 64) if long else 0,)
         for vectors in (False, True)
     ]
     return [*products, *(Instance(SOURCE, _sum_parts(itemsize), REGISTERS) for itemsize in (4, 2))]
@@ -150,7 +151,10 @@ class _Step:
         self._resident, self._shape, self._device = resident, shape, device
         self._cut = _cut(shape, variant)
         units = variant.word("units")
-        products = [_products(shape.itemsize, self._cut.side, units, vectors=vectors) for vectors in (False, True)]
+        long = units == "float" and self._cut.taps * shape.fin > MOST_TERMS
+        products = [
+            _products(shape.itemsize, self._cut.side, units, vectors=vectors, long=long) for vectors in (False, True)
+        ]
         sums = _sum_parts(shape.itemsize)
         compiled = device.kernels(SOURCE, [*products, sums])
         self._products, self._sums = [compiled[name] for name in products], compiled[sums]

@@ -13,6 +13,7 @@
  *                      Small blocks, of which a small layer has more, have few sums for their threads: slices of the
  *                      threads take a share of the DEPTH values each, and their sums are added at the end.
  *                      grid (blocks of maps, fastest, times blocks of voxels; parts).
+ *                      LONG: sums are of TOGETHER values at a time, as rounding grows with the length of a sum.
  *            sum_parts A thread: four maps of one voxel, four parts on their way.
  * Bound      products  SIDE = 64: arithmetic, 256 products a lane for 16 reads of shared memory; SIDE = 16: L2, 1 / 8
  *                      of a value a product, for layers so small that latency is what counts.
@@ -24,6 +25,7 @@
 #include "activation.cuh"
 
 constexpr int THREADS = 128, STAGES = 4;  // parts.py
+constexpr int TOGETHER = 1500;            // values that are added one after another, of a sum of many more: 7e-7
 
 /* How a block is divided: on float32 units a lane sums ROWS voxels, ACROSS apart, by COLUMNS times 4 maps, 4 ALONG
  * apart; TENSOR: a warp sums ROWS fragments of 16 voxels by COLUMNS of 8 maps.
@@ -41,6 +43,9 @@ template <int SIDE, bool TENSOR> struct Block {
     static constexpr int SHARE = DEPTH / SLICES;  // of a slice, of the DEPTH values
     static constexpr int RESIDENT = SIDE == 64 && !TENSOR ? 3 : 4;  // blocks that registers suffice for, on any card
 };
+
+/* Of one lane. */
+template <int SIDE, bool TENSOR> using Sums = float[Block<SIDE, TENSOR>::ROWS][Block<SIDE, TENSOR>::COLUMNS][4];
 
 /* Values from one voxel's row to the next in shared memory: 16 bytes more than there are, for the banks. */
 template <class T, int SIDE> constexpr int INPUT_PITCH = 1024 / SIDE + 16 / (int)sizeof(T);
@@ -113,8 +118,7 @@ DEVICE float4 four(const float* from) { return *reinterpret_cast<const float4*>(
 
 /* Products of this lane's share of DEPTH values, on float32 units, 4 values of a row at a time. */
 template <int SIDE>
-DEVICE void multiply(float (&sums)[Block<SIDE, false>::ROWS][Block<SIDE, false>::COLUMNS][4], const float* in,
-                     const float* kernels) {
+DEVICE void multiply(Sums<SIDE, false>& sums, const float* in, const float* kernels) {
     using B = Block<SIDE, false>;
     const auto mine = place<SIDE, false>();
     const float* row = in + mine.across * INPUT_PITCH<float, SIDE> + mine.slice * B::SHARE;
@@ -145,8 +149,7 @@ DEVICE void multiply(float (&sums)[Block<SIDE, false>::ROWS][Block<SIDE, false>:
 
 /* The same of this warp's share in matrix products of 16 voxels, 8 values and 8 maps. */
 template <int SIDE, class T>
-DEVICE void multiply(float (&sums)[Block<SIDE, true>::ROWS][Block<SIDE, true>::COLUMNS][4], const T* in,
-                     const float* kernels) {
+DEVICE void multiply(Sums<SIDE, true>& sums, const T* in, const float* kernels) {
     using B = Block<SIDE, true>;
     constexpr int PITCH = INPUT_PITCH<T, SIDE>;
     const auto mine = place<SIDE, true>();
@@ -173,7 +176,7 @@ DEVICE void multiply(float (&sums)[Block<SIDE, true>::ROWS][Block<SIDE, true>::C
 
 /* What this thread summed, into [slice][voxel][map]. */
 template <int SIDE, bool TENSOR>
-DEVICE void put_sums(float* to, const float (&sums)[Block<SIDE, TENSOR>::ROWS][Block<SIDE, TENSOR>::COLUMNS][4]) {
+DEVICE void put_sums(float* to, const Sums<SIDE, TENSOR>& sums) {
     using B = Block<SIDE, TENSOR>;
     const auto mine = place<SIDE, TENSOR>();
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
@@ -194,6 +197,38 @@ DEVICE void put_sums(float* to, const float (&sums)[Block<SIDE, TENSOR>::ROWS][B
             }
         }
 }
+
+/* LONG sums begin anew after every TOGETHER values of a thread's rows. What they were before lies in local memory, as
+ * nobody needs it for many steps.
+ */
+template <int SIDE, bool TENSOR, bool LONG> struct Before {
+    DEVICE void after_step(Sums<SIDE, TENSOR>&) {}
+    DEVICE void join(Sums<SIDE, TENSOR>&) const {}
+};
+template <int SIDE, bool TENSOR> struct Before<SIDE, TENSOR, true> {
+    using B = Block<SIDE, TENSOR>;
+    volatile float before[B::ROWS][B::COLUMNS][4] = {};
+    int left = TOGETHER / B::SHARE;  // steps
+    DEVICE void join(Sums<SIDE, TENSOR>& sums) const {
+#pragma unroll
+        for (int r = 0; r < B::ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < B::COLUMNS; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[r][c][i] += before[r][c][i];
+    }
+    DEVICE void after_step(Sums<SIDE, TENSOR>& sums) {
+        if (--left > 0) return;
+        left = TOGETHER / B::SHARE;
+        join(sums);
+#pragma unroll
+        for (int r = 0; r < B::ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < B::COLUMNS; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) before[r][c][i] = sums[r][c][i], sums[r][c][i] = 0.0f;
+    }
+};
 
 DEVICE void add(float4& sum, float4 more) { sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w; }
 
@@ -217,7 +252,7 @@ DEVICE float finish(T* to, float4 sum, const float* bias, long long known, int a
 /* `parts` null: one part has all taps. `first`, `count`: the voxels of this launch. VECTORS: inputs are copied four at
  * a time, `vectors`: outputs are written so: numbers of maps and all addresses allow it.
  */
-template <class T, int SIDE, bool TENSOR, bool VECTORS>
+template <class T, int SIDE, bool TENSOR, bool VECTORS, bool LONG>
 __global__ void __launch_bounds__(THREADS, Block<SIDE, TENSOR>::RESIDENT)
     products(const T* x, long long x_image, T* out, long long out_image, float* parts, const float* kernels,
              const float* bias, long long first, long long count, long long ny, long long nx, long long fin,
@@ -257,7 +292,8 @@ __global__ void __launch_bounds__(THREADS, Block<SIDE, TENSOR>::RESIDENT)
         cp_async_commit();
     };
     for (int step = 0; step < STAGES - 1; ++step) stage(step);
-    float sums[B::ROWS][B::COLUMNS][4] = {};
+    Sums<SIDE, TENSOR> sums = {};
+    Before<SIDE, TENSOR, LONG> before;
 #pragma unroll 1
     for (long long step = 0; step < steps; ++step) {
         cp_async_wait<STAGES - 2>();
@@ -268,7 +304,9 @@ __global__ void __launch_bounds__(THREADS, Block<SIDE, TENSOR>::RESIDENT)
             multiply<SIDE>(sums, reinterpret_cast<const T*>(from), from + INPUTS);
         else
             multiply<SIDE>(sums, from, from + INPUTS);
+        before.after_step(sums);
     }
+    before.join(sums);
     sync_block();
     put_sums<SIDE, TENSOR>(staged, sums);
     sync_block();
@@ -298,9 +336,14 @@ __global__ void __launch_bounds__(THREADS)
     float largest = 0.0f;
     if (place < count * fours) {
         const float* from = parts + place * 4;
-        float4 sum = load_activation4(from);
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (long long p = 0; p < all_parts;) {
+            float4 few = load_activation4(from + p * part);
+            const long long end = min(p + TOGETHER, all_parts);
 #pragma unroll 4
-        for (long long p = 1; p < all_parts; ++p) add(sum, load_activation4(from + p * part));
+            for (++p; p < end; ++p) add(few, load_activation4(from + p * part));
+            add(sum, few);
+        }
         const long long voxel = first + place / fours, g = place % fours * 4;
         largest = finish(out + voxel / voxels * out_image + voxel % voxels * maps + g, sum, bias + g, maps - g,
                          (int)activation, vectors != 0, largest);
