@@ -10,10 +10,21 @@ import pytest
 from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
 
 from znnpy.kernels import reference
-from znnpy.kernels.gpu.block.primitive import MAPS, MOST_SHARED, SEGMENTS, VOXELS, ConvBlock, _Division, _tile
+from znnpy.kernels.gpu.block.division import card_of
+from znnpy.kernels.gpu.block.primitive import (
+    MAPS,
+    MOST_SHARED,
+    RESIDENT,
+    SEGMENTS,
+    VOXELS,
+    ConvBlock,
+    _by_the_paper,
+    _Division,
+    _tile,
+)
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
-from znnpy.shapes import ConvShape, PoolShape
+from znnpy.shapes import FLOAT32, ConvShape, PoolShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import ConvWeights
@@ -193,7 +204,7 @@ def test_every_division_fits_every_card(gpu: Gpu, precision: Any, kx: int, fin: 
     """Of a patch, of a larger one for which it was not made, and of single voxels."""
     shape = ConvShape(1, fin, fout, (3, 17, kx + 12), (3, 2, kx), precision=precision)
     variants = BLOCK.variants(shape, replace(MACHINE, gpu=gpu))
-    assert 1 <= len(variants) <= len(SEGMENTS)
+    assert 1 <= len(variants) <= len(SEGMENTS) + 1
     for variant in variants:
         division = _Division.of(variant)
         assert 1 <= division.span <= kx
@@ -204,6 +215,41 @@ def test_every_division_fits_every_card(gpu: Gpu, precision: Any, kx: int, fin: 
             assert tile.wide * tile.lines * tile.planes == division.voxels
             assert division.shared_bytes(tile.wide, shape.itemsize) <= MOST_SHARED
             assert tile.count(out) * division.voxels >= np.prod(out)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("maps", [64, 128, 256, 512])
+def test_large_layers_are_divided_as_the_paper_does(maps: int, k: int) -> None:
+    """128 pixels, 64 filters, 32 bytes of each."""
+    shape = ConvShape(1, maps, maps, (1, 223 + k, 223 + k), (1, k, k))
+    division = _Division.of(BLOCK.variants(shape, WITH_GPU)[0])
+    assert (division.voxels, division.maps, division.channels * FLOAT32) == (128, 64, 32)
+
+
+@pytest.mark.parametrize("gpu", [H200, RTX], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("n", [7, 28, 56, 112, 512])
+@pytest.mark.parametrize("fout", [17, 64, 80, 512])
+def test_the_papers_division_keeps_its_promises(gpu: Gpu, precision: Any, k: int, n: int, fout: int) -> None:
+    shape = ConvShape(1, 64, fout, (1, n + k - 1, n + k - 1), (1, k, k), precision=precision)
+    division = _by_the_paper(shape, gpu, SEGMENTS)
+    if division is None:
+        assert n < 512 or fout < 64  # there was no block for each multiprocessor, or too few products
+        return
+    assert BLOCK.variants(shape, replace(MACHINE, gpu=gpu))[0] == division.variant
+    card = card_of(gpu)
+    products = division.span * division.channels * division.voxels * min(division.maps, fout)
+    assert products >= card.hiding_products
+    assert division.shared_bytes(16, shape.itemsize) * RESIDENT <= gpu.shared_multiprocessor_bytes
+    assert division.blocks(fout) * _tile(shape.out, division, shape.itemsize).count(shape.out) >= card.multiprocessors
+
+
+def test_what_the_paper_does_not_bound_is_estimated() -> None:
+    """8 filters of one tap are too few products of any number of pixels; a small image has too few blocks."""
+    for shape in (ConvShape(1, 64, 8, (1, 512, 512), (1, 1, 1)), ConvShape(1, 512, 512, (1, 9, 9), (1, 3, 3))):
+        assert _by_the_paper(shape, H200, SEGMENTS) is None
+        assert len(BLOCK.variants(shape, WITH_GPU)) == len(SEGMENTS)
 
 
 def test_blocks_are_smaller_where_there_are_few() -> None:

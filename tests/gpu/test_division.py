@@ -47,15 +47,16 @@ def test_a_gpu_is_described_by_what_it_says_and_by_what_is_known_of_its_kind() -
 @pytest.mark.parametrize("kx", [1, 3, 5])
 def test_the_papers_own_choice_of_filters_is_among_those_allowed(segment: int, kx: int) -> None:
     """Section 4: 64 filters and 128 pixels were best, for segments of 32 and 64 bytes. 32 bytes hide all but 1 %."""
-    allowed = divide_multiple(GTX_1080_TI, segment, 128, kx)
+    taps = segment // 4
+    allowed = divide_multiple(GTX_1080_TI, taps, 128, 4 * -(-taps // kx) * 128)
     assert 0.98 * allowed.fewest <= 64 <= allowed.most
 
 
 def test_many_input_maps_by_hand() -> None:
     # 66,048 products of 8 taps x 128 pixels; 48 KiB less 3 lines of 512 bytes, in segments of 32
-    assert divide_multiple(GTX_1080_TI, 32, 128, 3) == Multiple(fewest=65, most=(49152 - 1536) // 32)
-    assert divide_multiple(GTX_1080_TI, 64, 32, 1) == Multiple(fewest=129, most=(49152 - 16 * 128) // 64)
-    assert divide_multiple(replace(GTX_1080_TI, shared_bytes=4096), 64, 256, 1).most == 0
+    assert divide_multiple(GTX_1080_TI, 8, 128, 3 * 512) == Multiple(fewest=65, most=(49152 - 1536) // 32)
+    assert divide_multiple(GTX_1080_TI, 16, 32, 16 * 128) == Multiple(fewest=129, most=(49152 - 16 * 128) // 64)
+    assert divide_multiple(replace(GTX_1080_TI, shared_bytes=4096), 16, 256, 16 * 1024).most == 0
 
 
 def test_a_small_image_of_many_filters_is_divided_by_filters() -> None:

@@ -169,13 +169,11 @@ class Multiple(NamedTuple):
     most: int  # both sets of data fit shared memory (step 4); less than `fewest`: no number does
 
 
-def divide_multiple(card: Card, segment: int, pixels: int, kx: int) -> Multiple:
-    """3.2: how many filters a multiprocessor applies to `pixels` (W'_x) at a time, `segment` (S) bytes of each.
+def divide_multiple(card: Card, taps: int, pixels: int, image_bytes: int) -> Multiple:
+    """3.2: how many filters a multiprocessor applies to `pixels` (W'_x) at a time, `taps` values (S / 4) of each.
 
-    kx  taps of a filter along x, which say how many lines of the image a segment meets.
+    image_bytes  of what these pixels need: ceil(taps / K) lines (W'_y) of them in the paper.
     """
-    taps = segment // FLOAT32
-    lines = ceil(taps / kx)  # W'_y
     fewest = ceil(card.hiding_products / (taps * pixels))
-    most = (card.shared_bytes // 2 - FLOAT32 * lines * pixels) // segment
+    most = (card.shared_bytes // 2 - image_bytes) // (FLOAT32 * taps)
     return Multiple(fewest, max(0, most))

@@ -3,10 +3,10 @@
 Method   A block sums a tile of voxels x some output maps in registers, on float32 units in every precision. It goes
          through the taps a row of the kernel and 32 or 64 bytes of a voxel's maps at a time ("segment"): a whole number
          of the 32 bytes that memory gives, and few, so that many output maps fit beside it. While one step is summed,
-         the next is copied to the other half of shared memory (cp.async). How many voxels, maps and taps a step has
-         follows from what the card needs to hide its memory's latency: division.py. In fp32, sums of more than
-         MOST_TERMS products are cut into parts, which are added up in the output: rounding grows with a sum's length.
-         conv_block.cu.
+         the next is copied to the other half of shared memory (cp.async). How many voxels, maps and taps a step has the
+         paper's procedure says first, where the kernel can have what it says; an estimate of cycles says others. In
+         fp32, sums of more than MOST_TERMS products are cut into parts, which are added up in the output: rounding
+         grows with a sum's length. division.py, conv_block.cu.
 Memory   Nothing beside kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units, of whole tiles.
 Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2.
@@ -16,7 +16,7 @@ Tested   tests/gpu/test_block.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from math import prod
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.gpu.block.division import card_of
+from znnpy.kernels.gpu.block.division import card_of, divide_multiple
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
@@ -39,6 +39,7 @@ WARP, THREADS, QUAD, PLACE_BYTES = 32, 128, 4, 16  # conv_block.cu
 COPY_ISSUES, KERNEL_ISSUES = 20, 4  # instructions of one copy of inputs and of kernels, about
 SEGMENTS = (32, 64)  # bytes of a voxel's maps; the paper's
 VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # of a block that the kernel is made for
+COMMON = 16  # voxels along x of a tile for which shared memory is shared out
 NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
 MOST_TERMS = 3000  # of a sum in fp32, one after another, for an error of 1e-6 of the rms answer
 PART_TERMS = 1500  # of a part of a longer one: their errors add up as the parts do, and leave 7e-7
@@ -69,12 +70,20 @@ class _Division(NamedTuple):
         """Of maps."""
         return -(-fout // self.maps)
 
-    def shared_bytes(self, wide: int, itemsize: int) -> int:
-        """Of a block: where voxels are, and twice the voxels and kernels of a step."""
-        staged = self.voxels // wide * (wide + self.span - 1)
+    def staged(self, wide: int) -> int:
+        """Voxels under a step."""
+        return self.voxels // wide * (wide + self.span - 1)
+
+    def image_bytes(self, wide: int, itemsize: int) -> int:
+        """Of the voxels of a step."""
         segment = self.channels * itemsize
         pitch = segment if segment % 64 else segment + 16  # lanes meet no bank twice: conv_block.cu
-        return staged * PLACE_BYTES + 2 * (staged * pitch + FLOAT32 * self.span * self.channels * self.maps)
+        return self.staged(wide) * pitch
+
+    def shared_bytes(self, wide: int, itemsize: int) -> int:
+        """Of a block: where voxels are, and twice the voxels and kernels of a step."""
+        kernels = FLOAT32 * self.span * self.channels * self.maps
+        return self.staged(wide) * PLACE_BYTES + 2 * (self.image_bytes(wide, itemsize) + kernels)
 
 
 class _Tile(NamedTuple):
@@ -113,29 +122,70 @@ def _blocks(shape: ConvShape, division: _Division) -> int:
     return shape.batch * _tile(shape.out, division, shape.itemsize).count(shape.out) * division.blocks(shape.fout)
 
 
+def _room(gpu: Gpu) -> int:
+    """Bytes of shared memory of a block, where RESIDENT of them share a multiprocessor."""
+    return min(gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED, MOST_SHARED)
+
+
+def _with_span(shape: ConvShape, division: _Division, gpu: Gpu) -> _Division:
+    """With the most taps along x, in equal pieces of a row, for which a tile of most shapes fits; at least 1."""
+    return division._replace(span=_span(shape.k[2], division, shape.itemsize, _room(gpu)))
+
+
 @cache
 def _span(kx: int, division: _Division, itemsize: int, room: int) -> int:
-    """The most taps along x of a step, in equal pieces, for which a tile of any shape fits `room` bytes; at least 1."""
     for pieces in range(1, kx + 1):
         span = -(-kx // pieces)
-        if division._replace(span=span).shared_bytes(16, itemsize) <= room:
+        if division._replace(span=span).shared_bytes(COMMON, itemsize) <= room:
             return span
     return 1
 
 
-@lru_cache(maxsize=2 * len(SEGMENTS))  # why_not and variants of a shape are asked for one after the other
-def _divide(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]:
-    """The paper's 3.2 over the sizes that the kernel is made for: cycles of a multiprocessor, estimated, and how.
+@lru_cache(maxsize=2)  # why_not and variants of a shape are asked for one after the other
+def _divisions(shape: ConvShape, gpu: Gpu) -> tuple[_Division, ...]:
+    """The paper's own, where the kernel can have it, and for each segment the one that is estimated fastest."""
+    segments = [n for n in SEGMENTS if n == min(SEGMENTS) or n // 2 < shape.fin * shape.itemsize]
+    estimated = sorted(_estimate(shape, gpu, segment) for segment in segments)
+    found = [_by_the_paper(shape, gpu, segments), *(division for _, division in estimated)]
+    return tuple(dict.fromkeys(division for division in found if division is not None))
+
+
+def _by_the_paper(shape: ConvShape, gpu: Gpu, segments: Sequence[int]) -> _Division | None:
+    """3.2: the most pixels (W'_x), and the fewest bytes (S), for which some number of filters (M') is in bounds.
+
+    Here it departs from the paper: A segment is of maps, and a step takes it of several taps along x, as these share
+    voxels. A block must hide the latency alone, within its share of the shared memory. Within the bounds the paper
+    tried what is best; here it is the most filters of those with the fewest sums beyond the layer's. There must be a
+    block for each multiprocessor, else pixels become fewer: the paper's card has 28.
+    None where the kernel has no such size.
+    """
+    card = card_of(gpu)
+    for voxels, segment in product(VOXELS, segments):
+        channels, found = segment // shape.itemsize, []
+        for maps in MAPS:
+            division = _with_span(shape, _Division(channels, 1, voxels, maps), gpu)
+            room = replace(card, shared_bytes=_room(gpu) - division.staged(COMMON) * PLACE_BYTES)
+            taps = division.span * min(channels, _quads(shape.fin))
+            bounds = divide_multiple(room, taps, voxels, division.image_bytes(COMMON, shape.itemsize))
+            if bounds.fewest <= min(maps, shape.fout) and maps <= bounds.most:
+                found.append(division)
+        best = min(
+            found, key=lambda division: (division.blocks(shape.fout) * division.maps, -division.maps), default=None
+        )
+        if best is not None and _blocks(shape, best) >= card.multiprocessors:
+            return best
+    return None
+
+
+def _estimate(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]:
+    """The fastest of all sizes that the kernel is made for: cycles of a multiprocessor, estimated, and how.
 
     Some blocks share a multiprocessor. A step of theirs lasts as long as its products, or as memory takes to bring the
-    next where these are too few (steps 3 and 4).
+    next where these are too few.
     """
-    card, channels = card_of(gpu), segment // shape.itemsize
-    room = min(gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED, MOST_SHARED)
-    found = []
+    card, found = card_of(gpu), []
     for voxels, maps in product(VOXELS, MAPS):
-        division = _Division(channels, 1, voxels, maps)
-        division = division._replace(span=_span(shape.k[2], division, shape.itemsize, room))
+        division = _with_span(shape, _Division(segment // shape.itemsize, 1, voxels, maps), gpu)
         step = _step_cycles(shape, division, card.products)
         rounds, rest = divmod(-(-_blocks(shape, division) // card.multiprocessors), RESIDENT)
         cycles = rounds * max(RESIDENT * step, card.latency) + (max(rest * step, card.latency) if rest else 0.0)
@@ -226,9 +276,7 @@ class ConvBlock:
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         shape = as_conv(shape)
         assert machine.gpu is not None
-        segments = [n for n in SEGMENTS if n == min(SEGMENTS) or n // 2 < shape.fin * shape.itemsize]
-        found = [_divide(shape, machine.gpu, segment) for segment in segments]
-        return tuple(division.variant for _, division in sorted(found))
+        return tuple(division.variant for division in _divisions(shape, machine.gpu))
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
