@@ -2,21 +2,29 @@
 
     python benchmarks/papers.py --paper first_principles|pascal|cuconv|cudnn [--quick] [--minutes M] [--out RESULT.json]
                                 [--precisions fp32 tf32] [--batches 1 8] [--methods NAME ...] [--resume] [--no-torch]
+                                [--workspace GIB] [--plans N]
 
 first_principles  One image of 4000 x 4000, kernels of 3 to 15: processor and GPU, kernels alone and with copies.
 pascal            One map to many, many to as many: cuDNN's time over that of the paper's methods, in float32.
 cuconv            All layers of stride 1 of five networks, batches of 1 to 256: how many configurations the method wins
-                  against every plan of cuDNN, and by how much; the profiled ones beside the paper's Tables 3 to 5.
+                  against cuDNN, and by how much; the profiled ones beside the paper's Tables 3 to 5.
 cudnn             The five layers of Table 2 as shares of the card's peak, in batches of 128 to 16.
 
-Layers, and what the papers found, are in papers_cases.py; who competes in papers_entries.py. Every result is compared
-with the definition in float64, in boxes at its beginning, middle and end: a method of ours beyond its precision's limit
-is void and the exit code 1, a plan of cuDNN's beyond it does not count. Rounds are interleaved, in an order that
-alternates, after a run that warms up; each is a series of runs timed by events of the device, which begins once the
-host has queued all of it. Medians count. cuDNN's plans that are far behind its best run once.
+Layers, and what the papers found, are in papers_cases.py; who competes in papers_entries.py. cuDNN has more plans for
+two dimensions than for three: without PyTorch, which finds those, they do not take part. Table, file and picture say
+what did.
+
+Every result is compared with the definition in float64, in boxes at its beginning, middle and end, of the first and the
+last image: a method of ours beyond its precision's limit is void and the exit code 1. A plan of cuDNN's beyond it is
+inexact, as those by Winograd's transforms may be: figures are without such plans, and beside them what they would be if
+they counted. One that is wrong altogether, or refused, is told.
+
+After a first run everything runs once behind another run, and what is within 1.5 of the time of cuDNN's best takes part
+in rounds. Rounds are interleaved, in an order that alternates; each is a series of runs timed by events of the device,
+behind a run that does not count, which begins once the host has queued all of it. Medians count.
 
 A method that is not in the table, or does not apply, is told and left out. `--resume` goes on with the file that
-`--out` names: cases that it has are not measured again.
+`--out` names: cases that it has are not measured again. Where the time went is told at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import date
@@ -33,21 +41,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import papers_pictures
-from gpu_card import Device, WallClock, gpu_header, often, product_rates, torch_on_the_card
+from gpu_card import Device, WallClock, gpu_header, product_rates, torch_on_the_card
 from header import without_forced_blas_kernels
-from layer_entries_gpu import Entry, Times, rms_error
+from layer_entries_gpu import Entry, Times
 from layers_gpu import MAX_ERROR
-from papers_cases import CASES, METHODS, PAPER_PRECISIONS, PAPERS, QUICK, Paper, PaperCase
-from papers_entries import (
-    HeldClock,
-    HeldTorchClock,
-    cudnn_entries,
-    our_entries,
-    padded_input,
-    processor_entries,
-    torch_entries,
+from papers_cases import CASES, METHODS, MOST_BYTES, PAPER_PRECISIONS, PAPERS, QUICK, Paper, PaperCase
+from papers_clock import HeldClock, HeldTorchClock, Spent, series_of
+from papers_entries import CLOSE, Terms, cudnn_entries, our_entries, processor_entries, torch_entries
+from papers_inputs import Inputs, rms_error
+from papers_tables import (
+    COPIED,
+    CUDNN,
+    INEXACT,
+    OURS,
+    PROCESSOR,
+    PYTORCH,
+    TABLES,
+    Case,
+    Match,
+    Row,
+    against,
+    lines,
+    match,
+    peak_flops,
 )
-from papers_tables import COPIED, CUDNN, OURS, PROCESSOR, TABLES, Match, Row, lines, match, peak_flops
 
 from znnpy.errors import VramError
 from znnpy.kernels.crew import Crew
@@ -55,15 +72,15 @@ from znnpy.kernels.table import TABLE
 from znnpy.shapes import PRECISIONS, Precision
 
 if TYPE_CHECKING:
-    from layer_entries_gpu import Input
-
     from znnpy.machine import Machine
 
-FAR_BEHIND = 1.6  # times the time of cuDNN's best plan: not in the rounds
-SLOW_SECONDS, SLOW_ROUNDS = 0.5, 2  # what runs longer, and how often then
+WRONG = 2e-2  # rms error, in any precision: beyond, a plan of cuDNN's is not inexact, but wrong
+SLOW_SECONDS, SLOW_ROUNDS = 0.1, 2  # what runs longer, and how often then
 LATE = ": no time left"
 LISTED = 6  # of what is left out, on stdout
 QUICK_BYTES = 2**12  # of the copy that holds work back
+WRITTEN_SECONDS = 60.0  # after so long the file is written again
+HELD_BYTES = 2**30  # that PyTorch may keep for itself from case to case
 Asked = tuple[PaperCase, Precision]
 Key = tuple[str, int, str]  # layer, batch, precision
 
@@ -80,8 +97,10 @@ class Bench:
         nbytes = {"nbytes": QUICK_BYTES} if options.quick else {}
         self._clock: Times = HeldClock(device, **nbytes)
         self._torch_clock: Times = HeldTorchClock(device, **nbytes) if self._cuda and options.torch else WallClock()
+        self._inputs = Inputs(device)
+        self.spent = Spent()
         self.matches: list[Match] = []
-        self.left_out: list[str] = []  # no time, no memory
+        self.left_out: list[str] = []  # whole cases: no time, no memory
         self.wrong: list[str] = []  # of cuDNN's
         self.void: list[str] = []  # of ours
 
@@ -97,125 +116,145 @@ class Bench:
                 continue
             print(f"\n{shape}: {case.why}", flush=True)
             try:
-                rows = self._measure(case, padded_input(shape, case.layer.padding, self._device))
+                found = self._measure(case, precision)
             except VramError as error:
                 self.left_out.append(f"{shape}: {error}")
                 continue
             if self._cuda:
                 import torch
 
-                torch.cuda.empty_cache()
-            if rows:
-                self.matches.append(match(rows))
-                yield self.matches[-1]
+                if torch.cuda.memory_reserved() > HELD_BYTES:
+                    torch.cuda.empty_cache()
+            if found.rows:
+                self.matches.append(found)
+                yield found
 
-    def _measure(self, case: PaperCase, given: Input) -> list[Row]:
+    def _measure(self, case: PaperCase, precision: Precision) -> Match:
         options = self._options
-        entries = our_entries(given, self._device, self._machine, self._clock, options, self.void)
+        terms = Terms(
+            self._device, self._machine, self._clock, self.spent, options.methods, options.variants,
+            options.every_variant, options.plans, options.most_bytes, void=self.void,
+        )  # fmt: skip
+        with self.spent.on("inputs"):
+            given = self._inputs.of(case.layer, case.batch, precision)
+        entries = our_entries(given, terms)
         found = [(COPIED if entry.variant.endswith("with copies") else OURS, entry) for entry in entries]
-        found += [(PROCESSOR, entry) for entry in processor_entries(given, self._crews, options.variants)]
-        found += [
-            (CUDNN, entry) for entry in cudnn_entries(given, self._device, self._clock, options.plans, self.left_out)
-        ]
+        with self.spent.on("the processor's variants"):
+            found += [(PROCESSOR, entry) for entry in processor_entries(given, self._crews, options.variants)]
+        found += [(CUDNN, entry) for entry in cudnn_entries(given, terms)]
         if options.torch:
             where = "cuda" if self._cuda else "cpu"
-            found += [(CUDNN, entry) for entry in torch_entries(given, self._torch_clock, where)]
-        right = [(who, entry, error) for who, entry in found if (error := self._error(who, entry)) is not None]
-        self._compete([(who, entry) for who, entry, _ in right])
-        return [_row(case, who, entry, error) for who, entry, error in right]
+            with self.spent.on("inputs"):
+                found += [(CUDNN, entry) for entry in torch_entries(given, self._torch_clock, where)]
+        right = [(*told, entry) for who, entry in found if (told := self._checked(who, entry)) is not None]
+        self._compete([(who, entry) for who, _, entry in right])
+        return match(
+            _case(case, precision, terms, pytorch=options.torch),
+            [_row(who, entry, error) for who, error, entry in right],
+        )
 
-    def _error(self, who: str, entry: Entry) -> float | None:
-        """Of a run on an output that held no numbers; None where its figure would be void."""
-        if entry.poison is not None:
-            entry.poison()
-        name = f"{entry.name} {entry.variant} on {entry.measured}"
+    def _checked(self, who: str, entry: Entry) -> tuple[str, float] | None:
+        """Who it is, and the error of a run on an output that held no numbers; None where its figure would be void."""
         listed = self.wrong if who == CUDNN else self.void
-        try:
-            entry.run()
-            self._device.synchronize()
-        except RuntimeError as failure:  # PyTorch's and cuDNN's own, and a DeviceError: told, and the rest is measured
-            listed.append(f"{name}: {str(failure)[:300]}")
-            return None
-        error = rms_error(entry)
+        name = f"{entry.name} {entry.variant} on {entry.measured}"
+        with self.spent.on(f"first runs of {PYTORCH}" if entry.name.startswith(PYTORCH) else "first runs"):
+            if entry.poison is not None:
+                entry.poison()
+            try:
+                entry.run()
+                self._device.synchronize()
+            except RuntimeError as failure:  # PyTorch's and cuDNN's own, and a DeviceError: told, the rest is measured
+                listed.append(f"{name}: {str(failure)[:300]}")
+                return None
+        with self.spent.on("checks"):
+            error = rms_error(entry)
         if error <= MAX_ERROR[entry.precision]:  # NaN is not; in tf32 what computes in float32 takes part
-            return error
+            return who, error
+        if who == CUDNN and error <= WRONG:
+            return INEXACT, error
         listed.append(f"{name}: rms error {error:.1e}")
         return None
 
     def _compete(self, entries: Sequence[tuple[str, Entry]]) -> None:
-        once = [entry.clock.seconds(entry.run) for _, entry in entries]
-        best = min((spent for (who, _), spent in zip(entries, once, strict=True) if who == CUDNN), default=0.0)
+        with self.spent.on("screening"):
+            once = [entry.clock.seconds(entry.run) for _, entry in entries]
+        exact = [spent for (who, _), spent in zip(entries, once, strict=True) if who == CUDNN]
+        best = min(exact, default=min(once, default=0.0))
         turns = []
         for (who, entry), spent in zip(entries, once, strict=True):
-            if who == CUDNN and spent > FAR_BEHIND * best:
+            if who in (CUDNN, INEXACT) and spent > CLOSE * best:
                 entry.seconds.append(spent)
             else:
-                turns.append((entry, often(spent), SLOW_ROUNDS if spent > SLOW_SECONDS else self._options.rounds))
-        for index in range(self._options.rounds):
-            for entry, times, rounds in turns if index % 2 == 0 else reversed(turns):
-                if index < rounds:
-                    entry.seconds.append(entry.clock.seconds(entry.run, times))
+                turns.append((entry, series_of(spent), SLOW_ROUNDS if spent > SLOW_SECONDS else self._options.rounds))
+        with self.spent.on("rounds"):
+            for index in range(self._options.rounds):
+                for entry, times, rounds in turns if index % 2 == 0 else reversed(turns):
+                    if index < rounds:
+                        entry.seconds.append(entry.clock.seconds(entry.run, times))
 
 
-def _row(case: PaperCase, who: str, entry: Entry, error: float) -> Row:
-    shape = case.layer.shape(case.batch, entry.given.shape.precision)
-    return Row(
+def _case(case: PaperCase, precision: Precision, terms: Terms, *, pytorch: bool) -> Case:
+    shape = case.layer.shape(case.batch, precision)
+    return Case(
         set=case.set,
         layer=str(case.layer),
         side=case.layer.side,
         kernel=case.layer.kernel,
         batch=case.batch,
-        precision=shape.precision,
+        precision=precision,
         why=case.why,
         flops=2.0 * prod(shape.out_shape) * shape.fin * prod(shape.k),
-        who=who,
-        name=entry.name,
-        variant=entry.variant,
-        seconds=tuple(entry.seconds),
-        error=error,
-        scratch_bytes=entry.scratch_bytes,
+        plans=terms.plans,
+        most_plans=terms.most_plans,
+        most_bytes=terms.most_bytes,
+        pytorch=pytorch,
+        too_large=tuple(terms.too_large),
     )
 
 
-def _key(row: Row) -> Key:
-    return row.layer, row.batch, row.precision
+def _row(who: str, entry: Entry, error: float) -> Row:
+    seconds = tuple(float(f"{spent:.6g}") for spent in entry.seconds)
+    return Row(who, entry.name, entry.variant, seconds, float(f"{error:.3g}"), entry.scratch_bytes)
 
 
-def _by_case(rows: Iterable[Row]) -> list[list[Row]]:
-    found: dict[Key, list[Row]] = {}
-    for row in rows:
-        found.setdefault(_key(row), []).append(row)
-    return list(found.values())
+def _key(case: Case) -> Key:
+    return case.layer, case.batch, case.precision
 
 
 def show(found: Match) -> None:
     """One case on stdout: all that took part in the rounds."""
     for row in sorted(found.rows, key=lambda row: row.us):
-        if len(row.seconds) > 1 or row.who != CUDNN:
-            least = 1e6 * min(row.seconds)
-            print(f"  {row.words[:64]:64}{row.us:12.2f} us {least:12.2f} least  error {row.error:.1e}", flush=True)
+        if len(row.seconds) > 1 or row.who not in (CUDNN, INEXACT):
+            least, inexact = 1e6 * min(row.seconds), "  inexact" if row.who == INEXACT else ""
+            print(f"  {row.words[:64]:64}{row.us:12.2f} us {least:12.2f} least  error {row.error:.1e}{inexact}")
+    if found.case.too_large:
+        print(f"  left out for the memory they want: {'; '.join(found.case.too_large[:LISTED])}")
     if found.band is not None:
         print(f"  {found.speedup:.2f} times cuDNN's speed, {found.band[0]:.2f} to {found.band[1]:.2f}", flush=True)
 
 
 def write(out: Path, paper: Paper, bench: Bench, header: dict[str, Any], peaks: dict[str, float | None]) -> None:
-    """Everything so far, as JSON and as a picture."""
-    table = TABLES[paper](bench.matches, peaks)
+    """Everything so far, as JSON: a line for each competitor."""
+    header["spent_seconds"] = {what: round(seconds, 1) for what, seconds in bench.spent.seconds.items()}
     result = {
         "header": header,
         "paper": paper,
+        "against": against(bench.matches),
+        "errors_allowed": {precision: MAX_ERROR[precision] for precision in PRECISIONS} | {"inexact": WRONG},
         "peak_flops": peaks,
-        "table": table,
+        "table": TABLES[paper](bench.matches, peaks),
         "left_out": bench.left_out,
         "wrong": bench.wrong,
         "void": bench.void,
-        "cases": [found.summary() for found in bench.matches],
-        "rows": [asdict(row) | {"us": row.us} for found in bench.matches for row in found.rows],
     }
+    cases = []
+    for found in bench.matches:
+        told = json.dumps(asdict(found.case) | found.summary())
+        rows = ",\n  ".join(json.dumps(asdict(row) | {"us": round(row.us, 4)}) for row in found.rows)
+        cases.append(f'{told[:-1]}, "rows": [\n  {rows}]}}')
+    text = json.dumps(result, indent=1)
     out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    card = f"{header['gpu']['name']}, {header['date'][:10]}"
-    papers_pictures.draw(paper, out.with_suffix(".png"), bench.matches, table, card)
+    out.write_text(f'{text[:-2]},\n "cases": [\n {f",{chr(10)} ".join(cases)}]\n}}\n')
 
 
 def resume(bench: Bench, out: Path, paper: Paper, header: dict[str, Any]) -> None:
@@ -228,11 +267,16 @@ def resume(bench: Bench, out: Path, paper: Paper, header: dict[str, Any]) -> Non
         if there != here:
             raise SystemExit(f"{out} has {what} {there}, not {here}: give another --out")
     header["joined"] = [*found["header"].get("joined", ()), found["header"]["command"]]
-    names = Row.__dataclass_fields__
-    rows = [{key: value for key, value in row.items() if key in names} for row in found["rows"]]
-    bench.matches = [match(some) for some in _by_case(Row(**row | {"seconds": tuple(row["seconds"])}) for row in rows)]
+    for told in found["cases"]:
+        rows = [Row(**_fields(Row, row) | {"seconds": tuple(row["seconds"])}) for row in told["rows"]]
+        case = Case(**_fields(Case, told) | {"too_large": tuple(told["too_large"])})
+        bench.matches.append(match(case, rows))
     bench.wrong, bench.void = found["wrong"], found["void"]
     bench.left_out += [what for what in found["left_out"] if not what.endswith(LATE)]
+
+
+def _fields(kind: type[Row] | type[Case], told: dict[str, Any]) -> dict[str, Any]:
+    return {name: told[name] for name in kind.__dataclass_fields__}
 
 
 def chosen(options: argparse.Namespace) -> list[Asked]:
@@ -257,6 +301,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--plans", type=int, help="of cuDNN that are tried at most, as it recommends them; default: all"
     )
+    parser.add_argument(
+        "--workspace", type=float, help="GiB of scratch at most; default: the paper's limit, if it has one"
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0, help="no case begins later")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
@@ -266,8 +313,24 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.precisions = options.precisions or list(PAPER_PRECISIONS[options.paper])
     options.methods = options.methods or list(METHODS[options.paper])
+    limit = MOST_BYTES[options.paper]
+    options.most_bytes = limit if options.workspace is None else int(options.workspace * 2**30)
     options.every_variant = options.paper == "first_principles"
     return options
+
+
+def measure(bench: Bench, cases: Sequence[Asked], keep: Callable[[], None]) -> None:
+    """All cases; what there is is kept now and then, at the end, and where something ends it before."""
+    written = time.monotonic()
+    try:
+        for found in bench.run(cases):
+            show(found)
+            if time.monotonic() > written + WRITTEN_SECONDS:
+                with bench.spent.on("writing"):
+                    keep()
+                written = time.monotonic()
+    finally:
+        keep()
 
 
 def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> None:
@@ -288,18 +351,18 @@ def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> 
         bench = Bench(device, machine, options, crews)
         if options.resume and out.exists():
             resume(bench, out, paper, header)
-        kept = options.out or not options.quick
-        for found in bench.run(chosen(options)):
-            show(found)
-            if kept:
-                write(out, paper, bench, header, peaks)
-        if kept and bench.matches:
-            write(out, paper, bench, header, peaks)  # what was left out last
-    print("\n".join(["", *lines(paper, TABLES[paper](bench.matches, peaks))]))
+        kept = bool(options.out or not options.quick)
+        measure(bench, chosen(options), lambda: write(out, paper, bench, header, peaks) if kept else None)
+    table = TABLES[paper](bench.matches, peaks)
+    if kept and bench.matches:
+        card = f"{header['gpu']['name']}, {header['date'][:10]}"
+        papers_pictures.draw(paper, out.with_suffix(".png"), bench.matches, table, card)
+    print("\n".join(["", *against(bench.matches), *lines(paper, table)]))
     for what, some in (("left out", bench.left_out), ("of cuDNN, wrong or refused", bench.wrong)):
         if some:
             more = ["the others are in the JSON file"] if len(some) > LISTED else []
             print("\n  ".join([f"{what}: {len(some)}", *some[:LISTED], *more]))
+    print(bench.spent.line())
     if bench.void:
         raise SystemExit("void:\n" + "\n".join(bench.void))
 

@@ -2,11 +2,14 @@
 
 first_principles  Convolution in CUDA from First Principles: one image of 4000 x 4000. The post names no kernel.
 pascal            Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 4. The
-                  text gives the ends of both ranges; every pair of a size and a number of maps in between counts.
+                  text gives the ends of both ranges; every pair of a size and a number of maps in between
+                  counts, though the paper may have measured large images with few maps alone.
 cuconv            Jorda, Valero-Lara, Pena, cuConv, section 4. Layers are those whose numbers are Table 1's: of
-                  GoogLeNet without the projections behind poolings, of ResNet-50 those that keep their image's size.
-                  86 of the 88 differ, times 7 batches are 602, and the 50 that the paper wins are its 8.31 %.
-cudnn             Chetlur et al., cuDNN: Efficient Primitives for Deep Learning, Tables 2 and 3.
+                  GoogLeNet without the projections behind poolings, of ResNet-50 those of each stage's first block, as
+                  if it did not stride: only there has a layer 1024 maps of 7 x 7. 86 of the 88 differ, times 7
+                  batches are 602, and the 50 that the paper wins are its 8.31 %.
+cudnn             Chetlur et al., cuDNN: Efficient Primitives for Deep Learning, Tables 2 and 3, and 3.2: of the mean
+                  speed of all five layers, in a batch of 16, against the best batch.
 """
 
 from __future__ import annotations
@@ -112,12 +115,21 @@ NETWORKS: Mapping[str, tuple[Layer, ...]] = {
     ),
 }  # fmt: skip
 BATCHES = (1, 8, 16, 32, 64, 128, 256)
-MOST_WORKSPACE_BYTES = 2**30  # of cuDNN's plans: 4, "We limit the temporary allocation size to 1 GB"
+MOST_BYTES: Mapping[Paper, int | None] = {  # of scratch and workspace; None: what the device has
+    "first_principles": None,
+    "pascal": None,
+    "cuconv": 2**30,  # section 4: "We limit the temporary allocation size to 1 GB", the paper's own included
+    "cudnn": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A column of cuConv's Tables 3 to 5, on a V100: microseconds of all kernels together."""
+    """A column of cuConv's Tables 3 to 5, on a V100: microseconds of all kernels together.
+
+    The tables name some of cuDNN's algorithms, not always the fastest: of 5 A they have 3.3 times its speed, and the
+    text 1.97 at most with kernels of 5.
+    """
 
     table: str
     layer: Layer
@@ -143,9 +155,8 @@ CUCONV_SAYS: Mapping[str, float] = {
     "share won": 0.0831,
     "mean speed-up where it wins": 1.46,
     "largest speed-up": 2.29,  # 7-1-32-832, batch 1
-    "mean speed-up, k = 1, batch 1": 1.23,
-    "mean speed-up, k = 5, batch 1": 1.36,
 }
+CUCONV_AT_ONE = {1: (1.23, 2.29), 5: (1.36, 1.97)}  # mean and largest speed-up in batches of 1, by kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +169,7 @@ class Gain:
 
 
 PASCAL_SAYS = {"single": Gain(2.6, 1.5, 5.6), "multi": Gain(1.39, 1.05, 2.0)}  # GTX 1080 Ti, cuDNN 7.1, fp32
+TITAN_X_SAYS = {"single": (1.3, 3.7), "multi": (1.08, 1.8)}  # least and most on a GTX Titan X (Maxwell)
 PASCAL_KERNELS = (1, 3, 5)
 SINGLE_SIDES, SINGLE_MAPS = (28, 56, 112, 224, 512, 1024), (512, 256, 128, 64, 32)
 MULTI_SIDES, MULTI_MAPS = (7, 14, 28, 56, 112, 224, 512), (64, 128, 256, 512)
@@ -173,7 +185,7 @@ CUDNN_SAYS = {
     "Tesla K40": (0.23, 0.35, 0.35, 0.32, 0.24),
     "GTX 980": (0.30, 0.51, 0.49, 0.45, 0.38),
 }  # of peak, Table 3
-CUDNN_BATCH_16 = 0.86  # of the throughput of the best batch: 3.2
+CUDNN_BATCH_16 = 0.86  # of the mean throughput of all layers in the best batch: 3.2, Figure 2
 MINIBATCHES = (128, 64, 32, 16)
 
 POST_SIDE, POST_KERNELS = 4000, tuple(range(3, 16, 2))

@@ -1,202 +1,170 @@
-"""Who competes in `papers.py`: znnpy's primitives, every plan of cuDNN, PyTorch's conv2d, and processors.
+"""Who competes in `papers.py`: znnpy's primitives, cuDNN's plans, PyTorch's conv2d, and processors.
 
 All convolve one input on the device whose zeros at the edges are there beforehand, without bias and activation: ours
-add a bias of zeros. Plans of cuDNN are those of `kernels.gpu.libraries`, which sees images of depth 1; PyTorch, in its
-benchmark mode without a limit, finds those that cuDNN has for two dimensions alone.
+add a bias of zeros. Plans of cuDNN are those of `kernels.gpu.libraries`, which sees images of depth 1, channels last;
+PyTorch, in its benchmark mode without a limit, finds those that cuDNN has for two dimensions alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import ceil, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
-from gpu_card import Clock, Device, TorchClock, WallClock
-from layer_entries_gpu import CORNER, SEED, Entry, Input, Ours, Times, random_values
-from papers_cases import MOST_WORKSPACE_BYTES
+from gpu_card import Device, WallClock
+from layer_entries_gpu import ROOM, Entry, Input, Ours, Times
+from papers_clock import Spent
+from papers_inputs import box
 
+from znnpy.errors import VramError
 from znnpy.kernels.gpu.conv_cudnn import NAIVE
 from znnpy.kernels.gpu.libraries import Convolution
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
+from znnpy.planner.cost import assumed_rates
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.primitive import Array, Primitive, Variant
     from znnpy.machine import Machine
 
-VALUES = 2**22 - 3  # random ones, again and again; a prime number of them meets no axis
-IMAGES = 7  # different ones; a batch repeats them
-HOLD_BYTES = 2**27  # of the copy that holds work back, a tenth of a millisecond long
-MOST_HOLDS = 300
-SPARE = 1.5  # times as long is the device held as the host needs
 NEVER = float("inf")  # seconds: no case runs on a smaller image
-
-
-class HeldClock:
-    """Seconds of work by events of the device, without the host: a launch takes it longer than a small layer runs.
-
-    Work waits on the device behind copies until the host has queued all of it. A run before it, which tells how long
-    the host needs, leaves caches as a series of runs finds them.
-    """
-
-    def __init__(self, device: Device, nbytes: int = HOLD_BYTES) -> None:
-        self._device = device
-        self._source, self._target = (device.allocate(nbytes, "what holds work back") for _ in range(2))
-        self._copy_seconds = self._warm(Clock(device))
-
-    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
-        """Of one run, when `repeats` are queued one behind the other."""
-        self._device.synchronize()
-        begin = time.perf_counter()
-        run()
-        spent = time.perf_counter() - begin
-        self._device.synchronize()
-        for _ in range(holds(repeats * spent, self._copy_seconds)):
-            self._copy()
-
-        def series() -> None:
-            for _ in range(repeats):
-                run()
-
-        return self._elapsed(series) / repeats
-
-    def _warm(self, clock: Times) -> float:
-        """Seconds of a copy, not of the first."""
-        clock.seconds(self._copy)
-        return clock.seconds(self._copy, 4)
-
-    def _copy(self) -> None:
-        self._device.copy_async(self._target, self._source, self._device.stream)
-
-    def _elapsed(self, work: Callable[[], None]) -> float:
-        return float(sum(self._device.elapsed(work)))
-
-
-class HeldTorchClock(HeldClock):
-    """The same for work that PyTorch queues."""
-
-    def __init__(self, device: Device, nbytes: int = HOLD_BYTES) -> None:
-        import torch
-
-        self._tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        self._device = device
-        self._copy_seconds = self._warm(TorchClock())
-
-    def _copy(self) -> None:
-        self._tensors[0].copy_(self._tensors[1])
-
-    def _elapsed(self, work: Callable[[], None]) -> float:
-        import torch
-
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-
-def holds(host_seconds: float, copy_seconds: float) -> int:
-    """Copies that take longer than the host takes."""
-    return min(MOST_HOLDS, ceil(SPARE * host_seconds / copy_seconds))
+CLOSE = 1.5  # times the time of the best, by one run behind another: what takes part in rounds
 
 
 @dataclass(slots=True)
-class Images(Input):
-    """An input of a few padded images, again and again: image i is `some[i % len(some)]`.
+class Terms:
+    """What entries of a case are made with, and what is left out on the way.
 
-    some  (up to IMAGES, z, y, x, f) float32
+    most_bytes  of scratch or workspace; None: what the device has
+    too_large   what wants more than that, with its bytes
+    void        what failed, of ours
+    plans       that cuDNN proposed and could build
     """
 
-    def box(self, lo: Vec3, hi: Vec3) -> npt.NDArray[np.float64]:
-        """Voxels lo <= (z, y, x) < hi of the first and the last image, before they were rounded: (1 or 2, .., f)."""
-        ends = [image % len(self.some) for image in sorted({0, self.shape.in_shape[0] - 1})]
-        part = self.some[ends, lo[0] : hi[0], lo[1] : hi[1], lo[2] : hi[2]]
-        return np.asarray(part, np.float64)
+    device: Device
+    machine: Machine
+    clock: Times
+    spent: Spent
+    methods: Sequence[str]
+    variants: int  # tried at most, of a primitive
+    every_variant: bool
+    most_plans: int | None
+    most_bytes: int | None
+    too_large: list[str] = field(default_factory=list)
+    void: list[str] = field(default_factory=list)
+    plans: int = 0
+
+    def fits(self, name: str, nbytes: int) -> bool:
+        """Whether this much scratch may be had; what may not is written down."""
+        room = int(self.device.free_bytes() - ROOM * self.device.gpu.memory_bytes)
+        if nbytes <= min(room, room if self.most_bytes is None else self.most_bytes):
+            return True
+        self.too_large.append(f"{name}: {nbytes:,} bytes")
+        return False
 
 
-def padded_input(shape: ConvShape, padding: int, device: Device) -> Images:
-    """ReLUs of normal numbers, with `padding` zeros around every image, which `shape` counts; no bias."""
-    rows, columns = (slice(padding, size - padding) for size in shape.n[1:])
-    few = min(IMAGES, shape.batch)
-    some = np.zeros((few, *shape.n, shape.fin), np.float32)
-    room = some[:, :, rows, columns]
-    room[...] = np.resize(random_values(VALUES), room.shape)
-    block = device.put(some.astype(np.float16 if shape.itemsize == 2 else np.float32), "images")
-    values = device.view(device.allocate(shape.in_bytes, "the input"), shape.in_shape, block.dtype)
-    for first in range(0, shape.batch, few):
-        part = values[first : first + few]
-        device.copy_async(part, block[: len(part)], device.stream)
-    device.synchronize()
-    scale = np.float32(np.sqrt(2 / (shape.fin * prod(shape.k))))
-    weight = np.random.default_rng(SEED + 1).standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale
-    return Images(shape, some, values, ConvWeights(weight, np.zeros(shape.fout, np.float32)))
-
-
-def our_entries(
-    given: Input, device: Device, machine: Machine, clock: Times, words: argparse.Namespace, void: list[str]
-) -> list[Entry]:
+def our_entries(given: Input, terms: Terms) -> list[Entry]:
     """Of each method that there is and that applies, the variant that runs fastest.
 
-    words  of the command: `methods`, `variants`; with `every_variant` each of those has an entry, and the fastest one
-           more, with copies.
+    With `every_variant` each of those has an entry, and the fastest one more, with copies.
     """
-    known = [primitive for primitive in TABLE if primitive.name in words.methods]
+    known = [primitive for primitive in TABLE if primitive.name in terms.methods]
     if not known:
         return []
-    options = argparse.Namespace(only=words.methods, variants=words.variants, slow_seconds=NEVER)
-    ours = Ours(given, device, machine, options, clock=clock)
-    if not words.every_variant:
-        return list(ours.entries(void))
-    found = [
-        ours.entry(primitive, variant)
-        for primitive in known
-        if primitive.why_not(given.shape, machine) is None
-        for variant in primitive.variants(given.shape, machine)[: words.variants]
-    ]
-    if not found:
-        return []
-    fastest = min(found, key=lambda entry: clock.seconds(entry.run))
-    return [*found, copied_entry(given, fastest, ours.out, device)]
+    options = argparse.Namespace(only=terms.methods, variants=terms.variants, slow_seconds=NEVER)
+    ours = Ours(given, terms.device, terms.machine, options, clock=terms.clock)
+    found = []
+    for primitive in known:
+        if reason := primitive.why_not(given.shape, terms.machine):
+            print(f"  {primitive.name} does not apply: {reason}")
+            continue
+        tried = _screened(ours, primitive, given, terms)
+        found += [entry for entry, _ in tried] if terms.every_variant else [entry for entry, _ in tried[:1]]
+    if terms.every_variant and found:
+        fastest = min(found, key=lambda entry: terms.clock.seconds(entry.run))
+        found.append(copied_entry(given, fastest, ours.out, terms.device))
+    return found
 
 
-def cudnn_entries(
-    given: Input, device: Device, clock: Times, most_plans: int | None, left_out: list[str]
-) -> Iterator[Entry]:
+def _screened(ours: Ours, primitive: Primitive, given: Input, terms: Terms) -> list[tuple[Entry, float]]:
+    """The variants that the cost model likes best, and seconds of a run of each behind another: the fastest first."""
+    shape, device = given.shape, terms.device
+    found: list[tuple[Entry, float]] = []
+    for variant in _fitting(primitive, given, terms)[: terms.variants]:
+        try:
+            with terms.spent.on("compiling and weights of ours"):
+                entry = ours.entry(primitive, variant)
+                entry.run()
+                device.synchronize()
+            with terms.spent.on("screening of ours"):
+                found.append((replace(entry, crop=cropped(ours.out, device)), terms.clock.seconds(entry.run)))
+        except VramError as error:
+            terms.too_large.append(f"{primitive.name} {variant}: {error}")
+        except RuntimeError as error:  # a DeviceError: told, and the others are measured
+            terms.void.append(f"{primitive.name} {variant} on {shape}: {str(error)[:300]}")
+    best = min((seconds for _, seconds in found), default=0.0)
+    with terms.spent.on("screening of ours"):
+        found = [
+            (entry, min(seconds, terms.clock.seconds(entry.run, 4)) if seconds <= CLOSE * best else seconds)
+            for entry, seconds in found
+        ]
+    if len(found) > 1:
+        told = "; ".join(f"{entry.variant} {1e6 * seconds:.1f}" for entry, seconds in found)
+        print(f"  {primitive.name}, us: {told}")
+    return sorted(found, key=lambda one: one[1])
+
+
+def _fitting(primitive: Primitive, given: Input, terms: Terms) -> list[Variant]:
+    """By the cost model, the fastest first."""
+    shape = given.shape
+    rates = assumed_rates(terms.machine, terms.machine.cores, "gpu")
+    found = []
+    for variant in primitive.variants(shape, terms.machine):
+        footprint = primitive.footprint(shape, variant, 1)
+        if terms.fits(f"{primitive.name} {variant}", sum(buffer.nbytes for buffer in footprint.scratch)):
+            found.append(variant)
+    return sorted(found, key=lambda variant: rates.seconds(primitive, shape, variant))
+
+
+def cropped(out: Any, device: Device) -> Callable[[Vec3], Array]:
+    """Boxes of what lies on the device."""
+
+    def crop(corner: Vec3) -> Array:
+        return np.asarray(device.get(out[box(len(out), corner)]), np.float32)
+
+    return crop
+
+
+def cudnn_entries(given: Input, terms: Terms) -> Iterator[Entry]:
     """Every plan that cuDNN proposes, or the first; its naive one only where it is alone."""
-    shape, weights = given.shape, given.weights
+    shape, weights, device = given.shape, given.weights, terms.device
     assert isinstance(shape, ConvShape)
     assert weights is not None
     dtype = np.float16 if shape.itemsize == 2 else np.float32
     steps = prod(shape.in_shape[1:]), prod(shape.out_shape[1:])
     problem = Convolution(shape.batch, shape.fin, shape.fout, shape.n, shape.k, shape.precision, *steps, None)
-    kernels = device.put(np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype), "weights for cuDNN")
-    bias = device.put(weights.bias, "biases for cuDNN")
-    out = device.view(device.allocate(shape.out_bytes, "the output of cuDNN"), shape.out_shape, dtype)
-    plans = list(islice(device.libraries.convolutions(problem), most_plans))
-    quick = [plan for plan in plans if plan.name.split("_")[0] != NAIVE] or plans
-    fitting = [plan for plan in quick if plan.workspace_bytes <= MOST_WORKSPACE_BYTES]
-    greedy = [plan for plan in quick if plan not in fitting]
-    left_out += [f"cuDNN {plan.name} on {shape}: {plan.workspace_bytes:,} bytes" for plan in greedy]
-    most = max((plan.workspace_bytes for plan in fitting), default=0)
-    workspace = device.allocate(most, "the workspace of cuDNN") if most else None
+    with terms.spent.on("cuDNN's plans"):
+        plans = list(islice(device.libraries.convolutions(problem), terms.most_plans))
+    terms.plans = len(plans)
+    with terms.spent.on("inputs"):
+        kernels = device.put(np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype), "weights for cuDNN")
+        bias = device.put(weights.bias, "biases for cuDNN")
+        out = device.view(device.allocate(shape.out_bytes, "the output of cuDNN"), shape.out_shape, dtype)
+        quick = [plan for plan in plans if plan.name.split("_")[0] != NAIVE] or plans
+        fitting = [plan for plan in quick if terms.fits(f"cuDNN {plan.name}", plan.workspace_bytes)]
+        most = max((plan.workspace_bytes for plan in fitting), default=0)
+        workspace = device.allocate(most, "the workspace of cuDNN") if most else None
 
     def poison() -> None:
         device.synchronize()
         out.fill(np.nan)
         device.synchronize()
-
-    def crop(corner: Vec3) -> Array:
-        return np.asarray(device.get(out[_box(corner)]), np.float32)
 
     for plan in fitting:
 
@@ -204,7 +172,7 @@ def cudnn_entries(
             plan.run(given.device, kernels, bias, out, workspace)
 
         yield Entry(
-            f"cuDNN {plan.name}", shape.precision, "", shape, given, run, crop, clock, poison,
+            f"cuDNN {plan.name}", shape.precision, "", shape, given, run, cropped(out, device), terms.clock, poison,
             scratch_bytes=plan.workspace_bytes,
         )  # fmt: skip
 
@@ -234,8 +202,8 @@ def torch_entries(given: Input, clock: Times, where: str) -> Iterator[Entry]:
                 found[0] = torch.nn.functional.conv2d(image, weight)
 
         def crop(corner: Vec3, found: list[Any] = found) -> Array:
-            box = found[0].permute(0, 2, 3, 1)[:, None][_box(corner)]
-            return np.asarray(box.float().cpu().numpy())
+            picked = found[0].permute(0, 2, 3, 1)[:, None][box(shape.batch, corner)]
+            return np.asarray(picked.float().cpu().numpy())
 
         yield Entry(f"PyTorch conv2d, {layout}", precision, "", shape, given, run, crop, clock)
 
@@ -251,7 +219,7 @@ def copied_entry(given: Input, entry: Entry, out: Any, device: Device) -> Entry:
         found[0] = device.get(out)
 
     def crop(corner: Vec3) -> Array:
-        return np.asarray(found[0][_box(corner)], np.float32)
+        return np.asarray(found[0][box(len(out), corner)], np.float32)
 
     variant = f"{entry.variant}, with copies".removeprefix(", ")
     return replace(entry, variant=variant, run=run, crop=crop, clock=WallClock(), work=(), seconds=[])
@@ -280,11 +248,7 @@ def _on_the_processor(given: Input, entry: Any, threads: int) -> Entry:
         found[0] = entry.run()
 
     def crop(corner: Vec3) -> Array:
-        return np.asarray(found[0][_box(corner)])
+        return np.asarray(found[0][box(given.shape.in_shape[0], corner)])
 
     variant = f"{entry.variant} threads={threads}".strip()
     return Entry(entry.name, "fp32", variant, given.shape, given, run, crop, WallClock())
-
-
-def _box(corner: Vec3) -> tuple[slice, ...]:
-    return (slice(None), *(slice(at, at + CORNER) for at in corner))

@@ -9,26 +9,38 @@ from typing import Any, Literal
 
 import bars
 import curves
-from papers_cases import CUDNN_SAYS, PASCAL_SAYS, Paper
-from papers_tables import COPIED, CUDNN, OURS, Match
+from papers_cases import CUCONV_AT_ONE, CUDNN_BATCH_16, PASCAL_SAYS, POST_SAYS, PROFILES, Paper
+from papers_tables import COPIED, CUDNN, INEXACT, OURS, Match, against
 
-COLOURS = {OURS: bars.OURS, COPIED: bars.OURS_TOO, CUDNN: bars.PEER}
+COLOURS = {OURS: bars.OURS, COPIED: bars.OURS_TOO, CUDNN: bars.PEER, INEXACT: bars.PEER_LESS_EXACT}
 
 
 def draw(paper: Paper, path: Path, matches: Sequence[Match], table: dict[str, Any], card: str) -> None:
-    """Write a PNG; of cudnn the largest batch alone."""
+    """Write a PNG; of cudnn the largest batch, and the share of the best that the smallest has."""
+    notes = [card, *against(matches)]
     match paper:
         case "cuconv":
-            _speedups(path, "cuConv against cuDNN: times its speed, by batch", matches, "batch", card)
+            _speedups(path, "cuConv against cuDNN: times its speed, by batch", matches, "batch", [*notes, *_won(table)])
         case "pascal":
-            _speedups(path, "Pascal's methods against cuDNN: times its speed, by side", matches, "side", card)
+            _speedups(
+                path,
+                "Pascal's methods against cuDNN: times its speed, by side",
+                matches,
+                "side",
+                [*notes, *_won(table)],
+            )
         case "cudnn":
-            _shares(path, table, card)
+            _shares(path, table, notes)
         case "first_principles":
-            _milliseconds(path, matches, card)
+            post = (
+                f"the post, whole processes: {POST_SAYS['processor']} s on a processor, {POST_SAYS['GPU']} s on a GPU"
+            )
+            _milliseconds(path, matches, [*notes, post])
 
 
-def _speedups(path: Path, title: str, matches: Sequence[Match], across: Literal["batch", "side"], card: str) -> None:
+def _speedups(
+    path: Path, title: str, matches: Sequence[Match], across: Literal["batch", "side"], notes: Sequence[str]
+) -> None:
     """A diagram for each set, kernel and precision: every layer a point, the line their mean, and 1."""
     places = sorted({getattr(m.case, across) for m in matches})
     kernels = sorted({m.case.kernel for m in matches})
@@ -44,12 +56,37 @@ def _speedups(path: Path, title: str, matches: Sequence[Match], across: Literal[
             if which:
                 says = PASCAL_SAYS[which].mean
                 found.append(curves.Curve(bars.ORIGINAL, [(float(places[0]), says), (float(places[-1]), says)]))
+            elif precision == "fp32":  # the paper's
+                found.append(curves.Curve(bars.ORIGINAL, (), _profiled(kernel, places)))
             row.append(curves.Diagram(f"{which} {precision}, k = {kernel}".strip(), found))
         rows.append(row)
     legend = [("a layer", bars.OURS_TOO), ("mean", bars.OURS), ("cuDNN", bars.PEER)]
-    if any(_kind(m) for m in matches):
-        legend.append(("the paper's mean", bars.ORIGINAL))
-    curves.draw(path, title, [card], legend, places, rows, "")
+    single = any(_kind(m) for m in matches)
+    legend.append(("the paper's mean" if single else "the paper's: mean at 1, Tables 3 to 5", bars.ORIGINAL))
+    curves.draw(path, title, notes, legend, places, rows, "")
+
+
+def _won(table: dict[str, Any]) -> list[str]:
+    """The shares of configurations won, and what they would be with cuDNN's inexact plans."""
+    words = []
+    for name, gain in table.items():
+        if name != "paper" and gain["cases"]:
+            counted = gain["if_inexact_counted"]
+            words.append(
+                f"{name}: {gain['won']} of {gain['cases']} won ({gain['share_won']:.2%}); {counted['won']}"
+                f" ({counted['share_won']:.2%}) if the plans of cuDNN's beyond the error allowed counted"
+            )
+    if "paper" in table:
+        words.append(f"the paper, fp32, V100: {table['paper']['share won']:.2%}")
+    return words
+
+
+def _profiled(kernel: int, batches: Sequence[int]) -> list[tuple[float, float]]:
+    """cuConv's own speed-ups over cuDNN, of the batches that are drawn."""
+    found = [(p.batch, p.speedup) for p in PROFILES if p.layer.kernel == kernel]
+    if kernel in CUCONV_AT_ONE:
+        found.append((1, CUCONV_AT_ONE[kernel][0]))
+    return [(float(batch), speedup) for batch, speedup in found if batch in batches]
 
 
 def _kind(one: Match) -> str:
@@ -57,7 +94,7 @@ def _kind(one: Match) -> str:
     return one.case.set if one.case.set in PASCAL_SAYS else ""
 
 
-def _shares(path: Path, table: dict[str, Any], card: str) -> None:
+def _shares(path: Path, table: dict[str, Any], notes: Sequence[str]) -> None:
     groups = []
     largest = max((row["batch"] for row in table["layers"]), default=0)
     for row in (row for row in table["layers"] if row["batch"] == largest):
@@ -74,10 +111,19 @@ def _shares(path: Path, table: dict[str, Any], card: str) -> None:
                      for name, share in row["paper_of_peak"].items()]  # fmt: skip
             title = f"{row['set']}: {row['layer']}, batch {row['batch']}, {row['precision']}"
             groups.append(bars.Group(title, [*(_cut(bar) for bar in found), *paper]))
-    bars.draw(path, f"Share of peak of the layers of {' and '.join(CUDNN_SAYS)}", [card, "more is better"], groups)
+    for row in (row for row in table["batches"] if row["batch"] == 16 and "ours_of_best" in row):
+        shares = [("ours", OURS, bars.OURS), ("cudnn", CUDNN, bars.PEER)]
+        found = [bars.Bar(who, row[f"{key}_of_best"], f"{row[f'{key}_of_best']:.0%}", colour)
+                 for key, who, colour in shares if f"{key}_of_best" in row]  # fmt: skip
+        paper = [bars.Bar("paper, Tesla K40, fp32", CUDNN_BATCH_16, f"{CUDNN_BATCH_16:.0%}", bars.ORIGINAL)]
+        groups.append(
+            bars.Group(f"batch 16 of the best batch, mean of the layers, {row['precision']}", [*found, *paper])
+        )
+    title = "Shares of peak of the cuDNN paper's layers, beside the paper's"
+    bars.draw(path, title, [*notes, "more is better"], groups)
 
 
-def _milliseconds(path: Path, matches: Sequence[Match], card: str) -> None:
+def _milliseconds(path: Path, matches: Sequence[Match], notes: Sequence[str]) -> None:
     groups = [
         bars.Group(
             f"{m.case.side} x {m.case.side}, k = {m.case.kernel}",
@@ -88,7 +134,7 @@ def _milliseconds(path: Path, matches: Sequence[Match], card: str) -> None:
         )
         for m in matches
     ]
-    bars.draw(path, "Milliseconds of one image", [card, "less is better"], groups)
+    bars.draw(path, "Milliseconds of one image", [*notes, "less is better"], groups)
 
 
 def _cut(bar: bars.Bar) -> bars.Bar:

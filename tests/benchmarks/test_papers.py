@@ -31,13 +31,23 @@ def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 
 @pytest.fixture
-def benchmark(imported: Callable[[str], Any], device: Any) -> Callable[..., None]:
-    """The script on the device at hand, with the method that every device has."""
+def default_benchmark(imported: Callable[[str], Any], device: Any) -> Callable[..., None]:
+    """The script on the device at hand, with what it does where nothing is said."""
 
     def run(paper: str, *words: str | Path | float) -> None:
         papers = imported("papers")
-        given = ["--paper", paper, "--quick", "--rounds", "2", "--methods", "gpu.conv.direct", *map(str, words)]
+        given = ["--paper", paper, "--quick", "--rounds", "2", *map(str, words)]
         papers.benchmark(device, replace(this_machine(), gpu=device.gpu), papers.parsed(given))
+
+    return run
+
+
+@pytest.fixture
+def benchmark(default_benchmark: Callable[..., None]) -> Callable[..., None]:
+    """The same with the method that every device has."""
+
+    def run(paper: str, *words: str | Path | float) -> None:
+        default_benchmark(paper, "--methods", "gpu.conv.direct", *words)
 
     return run
 
@@ -50,22 +60,50 @@ def test_papers(benchmark: Callable[..., None], imported: Callable[[str], Any], 
     cases = imported("papers_cases").QUICK[paper]
     assert [(case["layer"], case["batch"]) for case in found["cases"]] == [(str(c.layer), c.batch) for c in cases]
     for case, asked in zip(found["cases"], cases, strict=True):
-        rows = [row for row in found["rows"] if (row["layer"], row["batch"]) == (case["layer"], case["batch"])]
+        rows = case["rows"]
         assert {"ours", "cuDNN"} <= {row["who"] for row in rows}
         assert all(row["error"] < (1e-6 if row["who"] == "ours" else 1e-5) for row in rows)
         fastest = {who: min(row["us"] for row in rows if row["who"] == who) for who in ("ours", "cuDNN")}
-        assert case["speedup"] == pytest.approx(fastest["cuDNN"] / fastest["ours"])
+        assert case["speedup"] == pytest.approx(fastest["cuDNN"] / fastest["ours"], rel=1e-3)
         flops = 2 * prod(asked.layer.shape(asked.batch, "fp32").out_shape) * asked.layer.fin * asked.layer.kernel**2
-        assert case["ours_tflops"] == pytest.approx(flops / fastest["ours"] / 1e6)
+        assert case["flops"] == flops
+        assert case["ours_tflops"] == pytest.approx(flops / fastest["ours"] / 1e6, rel=1e-3)
+        assert (case["plans"], case["most_plans"], case["pytorch"], case["too_large"]) == (1, None, False, [])
     assert found["void"] == found["left_out"] == []  # a real cuDNN may refuse or miscompute in some plans
+    assert found["against"][1].startswith("PyTorch's conv2d was not asked")
+    assert {"inputs", "cuDNN's plans", "checks", "screening", "rounds"} <= found["header"]["spent_seconds"].keys()
     with Image.open(out.with_suffix(".png")) as image:
         assert np.asarray(image.convert("L")).min() < 60
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_papers_as_they_are(
+    default_benchmark: Callable[..., None], imported: Callable[[str], Any], tmp_path: Path, paper: str
+) -> None:
+    """Without words on methods and precisions, the paper's own take part in every case that they apply to."""
+    out = tmp_path / "papers.json"
+    default_benchmark(paper, "--no-torch", "--out", out)
+    found, cases = json.loads(out.read_text()), imported("papers_cases")
+    assert found["header"]["methods"] == list(cases.METHODS[paper])
+    assert found["header"]["missing"] == found["void"] == []
+    assert [case["precision"] for case in found["cases"]] == [
+        precision for precision in cases.PAPER_PRECISIONS[paper] for _ in cases.QUICK[paper]
+    ]
+    for case in found["cases"]:
+        ours = {row["name"] for row in case["rows"] if row["who"] == "ours"}
+        assert ours
+        assert ours <= set(cases.METHODS[paper])
+        assert case["most_bytes"] == (2**30 if paper == "cuconv" else None)
+    assert {row["name"] for case in found["cases"] for row in case["rows"] if row["who"] == "ours"} == set(
+        cases.METHODS[paper]
+    )
 
 
 def test_the_post_has_a_processor_and_copies(benchmark: Callable[..., None], tmp_path: Path) -> None:
     out = tmp_path / "post.json"
     benchmark("first_principles", "--no-torch", "--out", out)
-    rows = json.loads(out.read_text())["rows"]
+    (case,) = json.loads(out.read_text())["cases"]
+    rows = case["rows"]
     assert {row["who"] for row in rows} == {"ours", "ours, with copies", "cuDNN", "processor"}
     assert {"cpu.conv.direct", "cpu.conv.direct_naive"} <= {row["name"] for row in rows}
     assert any(row["variant"].endswith("threads=1") for row in rows)
@@ -80,9 +118,17 @@ def test_papers_beside_pytorch(benchmark: Callable[..., None], tmp_path: Path) -
     out = tmp_path / "papers.json"
     benchmark("cuconv", "--precisions", "fp32", "fp16", "--kernels", 3, "--out", out)
     found = json.loads(out.read_text())
-    peers = [(row["precision"], row["name"]) for row in found["rows"] if row["name"].startswith("PyTorch")]
+    peers = [
+        (case["precision"], row["name"])
+        for case in found["cases"]
+        for row in case["rows"]
+        if row["name"].startswith("PyTorch")
+    ]
     names = ("PyTorch conv2d, contiguous", "PyTorch conv2d, channels_last")
     assert peers == [(precision, name) for precision in ("fp32", "fp16") for name in names]
+    assert found["against"][1].startswith("PyTorch's conv2d beside: also")
+    benchmark("cuconv", "--precisions", "fp32", "--no-torch", "--resume", "--out", out)
+    assert "two dimensions, in 2 of 3 cases alone" in json.loads(out.read_text())["against"][1]
 
 
 def test_an_experiment_goes_on(
@@ -92,7 +138,7 @@ def test_an_experiment_goes_on(
     out = tmp_path / "papers.json"
     words = ("--no-torch", "--precisions", "fp32", "--out", out, "--resume")
     benchmark("pascal", *words, "--kernels", 3)
-    before = json.loads(out.read_text())["rows"]
+    before = json.loads(out.read_text())["cases"]
     benchmark("pascal", *words, "--minutes", 0, "--methods", "gpu.conv.direct", "gpu.conv.nobody")
     said = capsys.readouterr().out
     assert "there is no gpu.conv.nobody in the table" in said
@@ -100,7 +146,7 @@ def test_an_experiment_goes_on(
     assert any("@1x7x7 k1x1x1 none: no time left" in what for what in json.loads(out.read_text())["left_out"])
     benchmark("pascal", *words)
     after = json.loads(out.read_text())
-    assert after["rows"][: len(before)] == before
+    assert after["cases"][: len(before)] == before
     assert [case["layer"] for case in after["cases"]] == ["9-3-5-1", "7-1-4-4"]
     assert not any("no time left" in what for what in after["left_out"])
     assert len(after["header"]["joined"]) == 2
@@ -111,24 +157,34 @@ def test_an_experiment_goes_on(
 def test_wrong_results_do_not_count(
     benchmark: Callable[..., None], device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan of cuDNN's is left out; a method of ours makes the experiment void."""
+    """An inexact plan of cuDNN's is counted apart, a wrong one left out; a method of ours makes the experiment void."""
     if device.gpu.name != "emulated":
         pytest.skip("only the emulated cuDNN can be made wrong")
     from libraries import Offer
 
     device.libraries.offers = [
-        Offer("wrong", fault=1e-3), Offer("eng0_naive"), Offer("greedy", 2**30 + 1), Offer("right", 64),
-        Offer("shy", refuses=lambda problem: True),
+        Offer("wrong", fault=0.1), Offer("winograd", fault=1e-3), Offer("eng0_naive"), Offer("greedy", 2**20 + 1),
+        Offer("right", 64), Offer("shy", refuses=lambda problem: True),
     ]  # fmt: skip
     out = tmp_path / "papers.json"
     words = ("--no-torch", "--precisions", "fp32", "--kernels", 3, "--out", out)
-    benchmark("cuconv", *words)
+    benchmark("cuconv", *words, "--workspace", 2**-10)
     found = json.loads(out.read_text())
-    assert [row["name"] for row in found["rows"]] == ["gpu.conv.direct", "cuDNN right"]
+    (case,) = found["cases"]
+    assert [(row["who"], row["name"]) for row in case["rows"]] == [
+        ("ours", "gpu.conv.direct"), ("cuDNN, inexact", "cuDNN winograd"), ("cuDNN", "cuDNN right"),
+    ]  # fmt: skip
+    assert (case["cudnn"], case["inexact"], case["plans"]) == ("cuDNN right", "cuDNN winograd", 6)
+    assert case["inexact_error"] == pytest.approx(1e-3, rel=0.1)
     assert [word.split(" on ")[0] for word in found["wrong"]] == ["cuDNN wrong ", "cuDNN shy "]
-    assert found["left_out"][0].startswith("cuDNN greedy on conv 9x4->5 @1x8x8 k1x3x3")
+    assert case["too_large"] == ["cuDNN greedy: 1,048,577 bytes"]
+    assert "in 0.000976562 GiB" in found["against"][0]
+    all_ = found["table"]["fp32"]
+    assert (all_["inexact"], all_["left_out_for_memory"], all_["without_ours"]) == (1, 1, 0)
+    assert all_["if_inexact_counted"]["cases"] == 1
     right = reference.convolve
-    monkeypatch.setattr(reference, "convolve", lambda *given: right(*given) * 1.01)
+    inputs = importlib.import_module("papers_inputs")
+    monkeypatch.setattr(inputs, "convolve", lambda *given: right(*given) * 1.01)
     device.libraries.offers = []
     with pytest.raises(SystemExit, match=r"void:\ngpu.conv.direct"):
         benchmark("cuconv", *words)
@@ -169,55 +225,135 @@ def test_layers_as_shapes(imported: Callable[[str], Any]) -> None:
 
 
 def test_padded_images(imported: Callable[[str], Any], device: Any) -> None:
-    """Zeros around each image of the batch, ReLUs within; boxes are what the device has."""
-    entries = imported("papers_entries")
-    shape = ConvShape(9, 3, 2, (1, 8, 9), (1, 3, 3))
-    given = entries.padded_input(shape, 2, device)
+    """Zeros around each image of the batch, ReLUs within; boxes are the definition of what the device has."""
+    inputs = imported("papers_inputs")
+    made = inputs.Inputs(device)
+    layer = replace(imported("papers_cases").same(7, 3, 2, 3), padding=2)
+    shape = layer.shape(9, "fp32")
+    given = made.of(layer, 9, "fp32")
     values = device.get(given.device)
-    assert not values[:, :, :2].any()
-    assert not values[:, :, -2:].any()
-    assert not values[:, :, :, :2].any()
-    assert not values[:, :, :, -2:].any()
+    assert values.shape == (9, 1, 11, 11, 3)
+    for edge in (slice(2), slice(-2, None)):
+        assert not values[:, :, edge].any()
+        assert not values[:, :, :, edge].any()
     inner = values[:, :, 2:-2, 2:-2]
     assert 0.4 < (inner > 0).mean() < 0.6
     assert not np.array_equal(values[0], values[1])
-    assert np.array_equal(given.box((0, 1, 2), (1, 7, 9)), values[[0, 8], :, 1:7, 2:9])
+    out = reference.convolve(values[[0, 8]], given.weights.weight, given.weights.bias)
+    boxes = [(0, 0), (1, 2), (4, 4)]
+    exact = np.stack([out[:, :, y : y + 5, x : x + 5] for y, x in boxes], axis=1)
+    assert shape.out == (1, 9, 9)
+    assert np.allclose(given.expected(), exact, rtol=1e-12, atol=1e-12)
+    one, half = made.of(layer, 1, "fp32"), made.of(layer, 9, "fp16")
+    assert np.array_equal(device.get(one.device), values[:1])
+    assert np.array_equal(device.get(half.device), values.astype(np.float16))
+    assert np.array_equal(one.expected(), given.expected()[:1])
+    assert half.right is given.right
+    assert sorted(given.right) == [0, 1]
 
 
-def row(imported: Callable[[str], Any], who: str, seconds: Sequence[float], **words: Any) -> Any:
+def test_images_that_are_forgotten(
+    imported: Callable[[str], Any], device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes again is not made again, until there is no room."""
+    inputs, cases = imported("papers_inputs"), imported("papers_cases")
+    monkeypatch.setattr(inputs, "KEPT_BYTES", 2 * 4 * 8 * 8 * 3)  # two images of 8 x 8, three maps
+    asked: list[int] = []
+    made = inputs.padded_images
+
+    def padded(shape: ConvShape, padding: int, count: int) -> Any:
+        asked.append(shape.fout)
+        return made(shape, padding, count)
+
+    monkeypatch.setattr(inputs, "padded_images", padded)
+    ready = inputs.Inputs(device)
+    for fout in (1, 2, 1, 3, 1, 2):
+        ready.of(cases.same(6, 3, fout, 3), 1, "fp32")
+    assert asked == [1, 2, 3, 2]
+
+
+def found_match(imported: Callable[[str], Any], rows: Sequence[tuple[str, Sequence[float]]], **words: Any) -> Any:
+    """A match of competitors: (who, seconds)."""
+    tables = imported("papers_tables")
     case = {"set": "k = 3", "layer": "13-3-4-4", "side": 13, "kernel": 3, "batch": 1, "precision": "fp32", "why": ""}
-    case |= {"flops": 4e9, "name": who, "variant": "", "error": 0.0, "scratch_bytes": 0} | words
-    return imported("papers_tables").Row(who=who, seconds=tuple(seconds), **case)
+    case |= {"flops": 4e9, "plans": 1, "most_plans": None, "most_bytes": None, "pytorch": False} | words
+    return tables.match(tables.Case(**case), [tables.Row(who, who, "", tuple(s), 0.0, 0) for who, s in rows])
 
 
 def test_gains(imported: Callable[[str], Any]) -> None:
-    """By hand: 2 times in every round, 1.25 times but not always, 0.5 times, and one without cuDNN."""
+    """By hand: 2 times in every round, 1.25 times but not always, 0.5 times; one without cuDNN, one without ours.
+
+    An inexact plan is faster than the first's and makes 2 times 0.5; slower than the second's it changes nothing.
+    """
     tables = imported("papers_tables")
     matches = [
-        tables.match([row(imported, "ours", ours), row(imported, "cuDNN", peer), row(imported, "cuDNN", [9.0])])
-        for ours, peer in (([1, 1, 1], [2, 2, 3]), ([4, 4, 4], [5, 5, 3]), ([2, 2, 2], [1, 1, 1]))
+        found_match(imported, [("ours", ours), ("cuDNN", peer), ("cuDNN", [9.0]), *more], too_large=large)
+        for ours, peer, more, large in (
+            ([1, 1, 1], [2, 2, 3], [("cuDNN, inexact", [0.5])], ("a plan",)),
+            ([4, 4, 4], [5, 5, 3], [("cuDNN, inexact", [8.0])], ()),
+            ([2, 2, 2], [1, 1, 1], [], ()),
+        )
     ]
-    found = tables.gains([*matches, tables.match([row(imported, "ours", [1.0])])])
+    alone = [found_match(imported, [("ours", [1.0])]), found_match(imported, [("cuDNN", [1.0])])]
+    found = tables.gains([*matches, *alone])
     assert found == {
         "cases": 3, "won": 2, "won_surely": 1, "share_won": pytest.approx(2 / 3), "mean": 1.25, "least": 0.5,
-        "most": 2.0, "mean_where_won": 1.625,
+        "most": 2.0, "mean_where_won": 1.625, "without_ours": 1, "left_out_for_memory": 1, "inexact": 2,
+        "inexact_fastest": 1,
+        "if_inexact_counted": {
+            "cases": 3, "won": 1, "won_surely": 0, "share_won": pytest.approx(1 / 3), "mean": 0.75, "least": 0.5,
+            "most": 1.25, "mean_where_won": 1.25,
+        },
     }  # fmt: skip
     assert matches[1].band == (0.75, 1.25)
-    assert tables.gains([]) == {"cases": 0}
+    assert matches[0].summary()["inexact_us"] == 5e5
+    assert tables.gains([])["cases"] == tables.gains([])["if_inexact_counted"]["cases"] == 0
+
+
+def test_who_took_part(imported: Callable[[str], Any]) -> None:
+    """No table says that it is against every plan of cuDNN where it is not."""
+    tables = imported("papers_tables")
+    alone = found_match(imported, [("ours", [1.0])], most_bytes=2**30)
+    first = found_match(imported, [("ours", [1.0])], most_plans=8)
+    beside = found_match(imported, [("ours", [1.0])], pytorch=True)
+    plans, torch = tables.against([alone])
+    assert plans.endswith("three dimensions, channels last: all it recommends, in 1 GiB")
+    assert "not asked" in torch
+    assert "the first 8 it recommends, in what is free" in tables.against([first])[0]
+    assert "in 1 of 2 cases alone" in tables.against([alone, beside])[1]
+    assert "alone" not in tables.against([beside])[1]
+
+
+def test_cuconv_beside_the_paper(imported: Callable[[str], Any]) -> None:
+    """Means in batches of one, and the profiles of Tables 3 to 5, are beside ours."""
+    tables = imported("papers_tables")
+    words = {"set": "k = 1", "layer": "7-1-256-832", "side": 7, "kernel": 1}
+    table = tables.cuconv([found_match(imported, [("ours", [1e-5]), ("cuDNN", [2e-5])], **words)], {})
+    (part,) = table["fp32"]["by_kernel_and_batch"]
+    assert (part["paper_mean"], part["paper_most"], part["mean"]) == (1.23, 2.29, 2.0)
+    first = table["fp32"]["profiles"][0]
+    assert (first["paper_us"], first["paper_cudnn_us"], first["speedup"]) == (58.56, 107.29, 2.0)
+    told = "\n".join(tables.lines("cuconv", table))
+    assert "k = 1, batch 1, paper" in told
+    assert "8.31%" in told
 
 
 def test_shares_of_peak(imported: Callable[[str], Any]) -> None:
     """By hand: 4e9 operations in 1 ms are 4 TFLOP/s, an eighth of a peak of 32, and half of the best batch's."""
     tables = imported("papers_tables")
     matches = [
-        tables.match([row(imported, who, [spent], set="layer 2", batch=batch) for who, spent in spents.items()])
+        found_match(imported, [(who, [spent]) for who, spent in spents.items()], set="layer 2", batch=batch)
         for batch, spents in ((128, {"ours": 5e-4, "cuDNN": 5e-4}), (16, {"ours": 1e-3, "cuDNN": 5e-4}))
     ]
-    _, small = tables.cudnn(matches, {"fp32": 32e12})["layers"]
+    table = tables.cudnn(matches, {"fp32": 32e12})
+    _, small = table["layers"]
     assert small["ours_of_peak"] == pytest.approx(0.125)
     assert small["cudnn_of_peak"] == pytest.approx(0.25)
     assert small["of_best_batch"] == pytest.approx(0.5)
     assert small["paper_of_peak"] == {"Tesla K40": 0.35, "GTX 980": 0.51}
+    least, _ = table["batches"]
+    assert (least["batch"], least["ours_of_best"], least["cudnn_of_best"]) == (16, pytest.approx(0.5), 1.0)
+    assert "86%" in "\n".join(tables.lines("cudnn", table))
 
 
 def test_peak(imported: Callable[[str], Any]) -> None:
@@ -232,40 +368,22 @@ def test_peak(imported: Callable[[str], Any]) -> None:
     assert peak(replace(EMULATED_GPU, capability=(12, 0)), {"clocks.max.sm": "1980 MHz"}, "fp16") is None
 
 
-def test_the_device_waits_for_the_host(imported: Callable[[str], Any]) -> None:
-    """By hand: copies of 0.1 ms are queued before 30 runs whose launches take 0.02 ms each; half as many again."""
-    entries = imported("papers_entries")
-    assert entries.holds(30 * 2e-5, 1e-4) == 9
-    assert entries.holds(10.0, 1e-4) == entries.MOST_HOLDS
+def test_screened_behind_a_run(imported: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: the best of cuDNN's takes 2, so 2.9 and an inexact 2.9 take part, 3.1 does not; ours always does."""
+    papers, entries = imported("papers"), imported("layer_entries_gpu")
 
-    class Card:
-        """Writes down what is queued."""
+    class Known:
+        def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
+            return float(run())
 
-        stream = None
+    def entry(took: float) -> Any:
+        return entries.Entry("", "fp32", "", None, None, lambda: took, None, Known())
 
-        def __init__(self) -> None:
-            self.queued: list[str] = []
-
-        def allocate(self, nbytes: int, what: str) -> str:
-            return what
-
-        def copy_async(self, target: str, source: str, stream: None) -> None:
-            self.queued.append("copy")
-
-        def synchronize(self) -> None:
-            self.queued.append("wait")
-
-        def elapsed(self, work: Callable[[], None], repeats: int = 1) -> list[float]:
-            self.queued.append("begin")
-            work()
-            return [1e-3] * repeats
-
-    card = Card()
-    clock = entries.HeldClock(card)
-    card.queued.clear()
-    assert clock.seconds(lambda: card.queued.append("run"), 5) == pytest.approx(2e-4)
-    assert card.queued[:3] == ["wait", "run", "wait"]
-    assert card.queued[3] == "copy"
-    begin = card.queued.index("begin")
-    assert set(card.queued[3:begin]) == {"copy"}
-    assert card.queued[begin:] == ["begin", *["run"] * 5]
+    bench = papers.Bench.__new__(papers.Bench)
+    bench.spent = imported("papers_clock").Spent()
+    bench._options = papers.parsed(["--paper", "cuconv", "--rounds", "4"])
+    monkeypatch.setattr(papers, "SLOW_SECONDS", 100.0)
+    who = [("ours", 9.0), ("cuDNN", 2.0), ("cuDNN", 2.9), ("cuDNN", 3.1), ("cuDNN, inexact", 2.9)]
+    some = [(name, entry(took)) for name, took in who]
+    bench._compete(some)
+    assert [len(one.seconds) for _, one in some] == [4, 4, 4, 1, 4]
