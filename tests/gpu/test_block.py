@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
+from closeness import INPUTS, MACHINE, assert_close, error_of, images_on, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.block.division import card_of
@@ -49,30 +49,7 @@ SHAPES = [
 def run(
     device: Any, shape: ConvShape, x: Any, weights: ConvWeights, variant: Variant, carried: int = 0, gap: int = 0
 ) -> tuple[Any, float]:
-    """Output and its peak, from poisoned memory; the first `carried` planes apart, `gap` values between images."""
-    kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
-
-    def images(values: Any, what: str) -> Any:
-        step = values[0].size + gap
-        host = np.full((len(values), step), np.nan, kind)
-        host[:, : step - gap] = values.reshape(len(values), -1)
-        strides = (step * kind.itemsize, *np.empty(values.shape[1:], kind).strides)
-        return device.view(device.put(host, what), values.shape, kind, strides=strides)
-
-    before = images(x[:, :carried], "before") if carried else None
-    rest, out = images(x[:, carried:], "x"), images(np.full(shape.out_shape, np.nan), "out")
-    peak = device.put(np.zeros(1, np.float32), "peak")
-    held = device.allocated
-    resident = BLOCK.prepare(weights, variant, device)
-    assert device.allocated - held == BLOCK.footprint(shape, variant, 1).resident
-    BLOCK.bind(resident, shape, variant, device).run(rest, out, {}, before, out_peak=device.address(peak))
-    return device.get(out), float(device.get(peak)[0])
-
-
-def error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
-    """Of `out`, in the rms of the definition."""
-    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
-    return float(np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)))
+    return run_on(device, BLOCK, shape, x, weights, variant, carried=carried, gap=gap)
 
 
 @pytest.mark.parametrize(("shape", "variant"), SHAPES, ids=str)
@@ -80,7 +57,7 @@ def test_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) 
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, variant)
     assert_close(out, x, weights, shape)
-    assert error(out, x, weights, shape) <= 1e-6
+    assert error_of(out, x, weights, shape) <= 1e-6
     assert peak == np.abs(out).max()
 
 
@@ -98,7 +75,7 @@ def test_long_sums_are_as_exact_as_short_ones(device: Any, shape: ConvShape, var
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, variant, carried=1 if shape.k[0] > 1 else 0, gap=gap)
     assert np.isfinite(out).all()
-    assert error(out, x, weights, shape) <= 1e-6
+    assert error_of(out, x, weights, shape) <= 1e-6
     assert peak == np.abs(out).max()
 
 
@@ -140,7 +117,7 @@ def test_planes_are_carried_and_images_lie_apart(
     x, weights = random_input(shape).astype(np.float16).astype(np.float32), random_weights(shape)
     out, _ = run(device, shape, x, weights, variant, carried, gap)
     assert np.isfinite(out).all()
-    assert error(out, x, weights, shape) <= (1e-6 if precision == "fp32" else 5e-4)
+    assert error_of(out, x, weights, shape) <= (1e-6 if precision == "fp32" else 5e-4)
 
 
 @pytest.mark.parametrize("fin", [3, 6, 12, 40])
@@ -153,7 +130,7 @@ def test_half_precision_is_storage_only(device: Any, fin: int) -> None:
     out, peak = run(device, shape, x, weights, variant)
     exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
     assert out.dtype == np.float16
-    assert error(out, x, weights, shape) <= 5e-4  # what rounding to float16 costs
+    assert error_of(out, x, weights, shape) <= 5e-4  # what rounding to float16 costs
     assert abs(peak - np.abs(exact).max()) < 1e-5 * np.abs(exact).max()  # before it was rounded
 
 
@@ -176,13 +153,10 @@ def test_wide_copies_are_for_images_that_lie_for_them(device: Any, into: str, ga
     step._kernel = lambda *_, **__: taken.append(True)
     step._unaligned = lambda *_, **__: taken.append(False)
 
-    def images(what: str, image: tuple[int, ...]) -> Any:
-        stride = int(np.prod(image)) + gap * (what == into)
-        data = device.put(np.zeros(2 * stride, np.float32), what)
-        strides = (4 * stride, *np.empty(image, np.float32).strides)
-        return device.view(data, (2, *image), np.float32, strides=strides)
+    def images(what: str, values: tuple[int, ...]) -> Any:
+        return images_on(device, np.zeros(values, np.float32), what, gap=gap if what == into else 0)
 
-    step.run(images("x", shape.in_shape[1:]), images("out", shape.out_shape[1:]), {})
+    step.run(images("x", shape.in_shape), images("out", shape.out_shape), {})
     assert taken == [wide]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
-from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
+from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.conv_direct import ConvDirect, DirectStep, prepare, tile_of
@@ -56,23 +56,7 @@ def run(
     gap: int = 0,
 ) -> tuple[Any, float]:
     """Output and its peak, from poisoned memory; the first `carried` planes apart, `gap` values between images."""
-    kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
-
-    def images(values: Any, what: str) -> Any:
-        step = values[0].size + gap
-        host = np.full((len(values), step), np.nan, kind)
-        host[:, : step - gap] = values.reshape(len(values), -1)
-        strides = (step * kind.itemsize, *np.empty(values.shape[1:], kind).strides)
-        return device.view(device.put(host, what), values.shape, kind, strides=strides)
-
-    before = images(x[:, :carried], "before") if carried else None
-    rest, out = images(x[:, carried:], "x"), images(np.full(shape.out_shape, np.nan), "out")
-    peak = device.put(np.zeros(1, np.float32), "peak")
-    held = device.allocated
-    resident = DIRECT.prepare(weights, variant, device)
-    assert device.allocated - held == DIRECT.footprint(shape, variant, 1).resident
-    DIRECT.bind(resident, shape, variant, device).run(rest, out, {}, before, out_peak=device.address(peak))
-    return device.get(out), float(device.get(peak)[0])
+    return run_on(device, DIRECT, shape, x, weights, variant, carried=carried, gap=gap)
 
 
 @BOTH

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
+from closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.conv_first import SHARED_BYTES, WIDTHS, ConvFirst, _most_groups, _plan, _shared_bytes
@@ -48,29 +48,7 @@ def run(
     groups  None: the most.
     """
     variant = Variant.of(groups=groups or _most_groups(shape.fout), units=units)
-    kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
-
-    def images(values: Any, what: str) -> Any:
-        step = values[0].size + gap
-        host = np.full((len(values), step), np.nan, kind)
-        host[:, : step - gap] = values.reshape(len(values), -1)
-        strides = (step * kind.itemsize, *np.empty(values.shape[1:], kind).strides)
-        return device.view(device.put(host, what), values.shape, kind, strides=strides)
-
-    before = images(x[:, :carried], "before") if carried else None
-    rest, out = images(x[:, carried:], "x"), images(np.full(shape.out_shape, np.nan), "out")
-    peak = device.put(np.zeros(1, np.float32), "peak")
-    held = device.allocated
-    resident = FIRST.prepare(weights, variant, device)
-    assert device.allocated - held == FIRST.footprint(shape, variant, 1).resident
-    FIRST.bind(resident, shape, variant, device).run(rest, out, {}, before, out_peak=device.address(peak))
-    return device.get(out), float(device.get(peak)[0])
-
-
-def error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
-    """Of `out`, in the rms of the definition."""
-    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
-    return float(np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)))
+    return run_on(device, FIRST, shape, x, weights, variant, carried=carried, gap=gap)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -85,7 +63,7 @@ def test_equals_the_definition(device: Any, shape: ConvShape) -> None:
 def test_tensor_cores_round_as_tf32_does(device: Any, shape: ConvShape) -> None:
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, TENSOR)
-    assert error(out, x, weights, shape) <= 1e-3
+    assert error_of(out, x, weights, shape) <= 1e-3
     assert peak == np.abs(out).max()
 
 
@@ -94,14 +72,14 @@ def test_does_kernels_of_any_width(device: Any, kx: int) -> None:
     shape = ConvShape(1, 1, 5, (3, 5, 20), (2, 3, kx), "none")
     x, weights = random_input(shape), random_weights(shape)
     assert_close(run(device, shape, x, weights, FLOAT)[0], x, weights, shape)
-    assert error(run(device, shape, x, weights, TENSOR)[0], x, weights, shape) <= 1e-3
+    assert error_of(run(device, shape, x, weights, TENSOR)[0], x, weights, shape) <= 1e-3
 
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_is_as_accurate_for_odd_inputs(device: Any, kind: str) -> None:
     x, weights = random_input(SHAPES[1], kind), random_weights(SHAPES[1])
     assert_close(run(device, SHAPES[1], x, weights, FLOAT)[0], x, weights, SHAPES[1])
-    assert error(run(device, SHAPES[1], x, weights, TENSOR)[0], x, weights, SHAPES[1]) <= 1e-3
+    assert error_of(run(device, SHAPES[1], x, weights, TENSOR)[0], x, weights, SHAPES[1]) <= 1e-3
 
 
 @pytest.mark.parametrize("gap", [0, 7, 8])
@@ -115,7 +93,7 @@ def test_planes_are_carried_and_images_lie_apart(
     x, weights = random_input(shape).astype(np.float16).astype(np.float32), random_weights(shape)
     out, _ = run(device, shape, x, weights, units, carried, gap)
     assert np.isfinite(out).all()
-    assert error(out, x, weights, shape) <= (1e-6 if units == FLOAT else 1e-3)
+    assert error_of(out, x, weights, shape) <= (1e-6 if units == FLOAT else 1e-3)
 
 
 @pytest.mark.parametrize("units", [FLOAT, TENSOR])
@@ -124,7 +102,7 @@ def test_a_block_walks_along_z_where_there_are_many(device: Any, monkeypatch: py
     shape = ConvShape(9, 2, 7, (6, 3, 3), (2, 2, 3), "relu")
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, units)
-    assert error(out, x, weights, shape) <= (1e-6 if units == FLOAT else 1e-3)
+    assert error_of(out, x, weights, shape) <= (1e-6 if units == FLOAT else 1e-3)
     assert peak == np.abs(out).max()
 
 
@@ -135,7 +113,7 @@ def test_half_precision_is_storage_and_tf32(device: Any, shape: ConvShape) -> No
     x = random_input(shape).astype(np.float16).astype(np.float32)
     out, peak = run(device, shape, x, weights, TENSOR)
     assert out.dtype == np.float16
-    assert error(out, x, weights, shape) < 1e-3
+    assert error_of(out, x, weights, shape) < 1e-3
     exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
     assert abs(peak - np.abs(exact).max()) < 1e-3 * np.abs(exact).max()
 
@@ -209,7 +187,7 @@ def test_does_any_number_of_groups(device: Any, groups: int, units: str) -> None
     shape = ConvShape(2, 1, 52, (2, 7, 9), (2, 3, 3), "relu")
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, units, groups=groups)
-    assert error(out, x, weights, shape) <= (1e-6 if units == FLOAT else 1e-3)
+    assert error_of(out, x, weights, shape) <= (1e-6 if units == FLOAT else 1e-3)
     assert peak == np.abs(out).max()
 
 

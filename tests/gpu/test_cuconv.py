@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
+from closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights, run_on
 
-from znnpy.kernels import reference
 from znnpy.kernels.gpu.cuconv import parts
 from znnpy.kernels.gpu.cuconv.parts import PARTS_BYTES, SIDES, choices, cut
 from znnpy.kernels.gpu.cuconv.primitive import CuConv
@@ -45,30 +44,7 @@ def variants(shape: ConvShape, units: str) -> list[Variant]:
 def run(
     device: Any, shape: ConvShape, x: Any, weights: ConvWeights, variant: Variant, gap: int = 0
 ) -> tuple[Any, float]:
-    """Output and its peak, from poisoned memory; `gap` values between images."""
-    kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
-
-    def images(values: Any, what: str) -> Any:
-        step = values[0].size + gap
-        host = np.full((len(values), step), np.nan, kind)
-        host[:, : step - gap] = values.reshape(len(values), -1)
-        strides = (step * kind.itemsize, *np.empty(values.shape[1:], kind).strides)
-        return device.view(device.put(host, what), values.shape, kind, strides=strides)
-
-    x, out = images(x, "x"), images(np.full(shape.out_shape, np.nan), "out")
-    peak = device.put(np.zeros(1, np.float32), "peak")
-    held, promised = device.allocated, CUCONV.footprint(shape, variant, 1)
-    resident = CUCONV.prepare(weights, variant, device)
-    assert device.allocated - held == promised.resident
-    scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in promised.scratch}
-    CUCONV.bind(resident, shape, variant, device).run(x, out, scratch, out_peak=device.address(peak))
-    return device.get(out), float(device.get(peak)[0])
-
-
-def error(out: Any, x: Any, weights: ConvWeights, shape: ConvShape) -> float:
-    """Of `out`, in the rms of the definition."""
-    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
-    return float(np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)))
+    return run_on(device, CUCONV, shape, x, weights, variant, gap=gap)
 
 
 @pytest.mark.parametrize("turn", range(3))
@@ -88,7 +64,7 @@ def test_tensor_cores_round_as_tf32_does(device: Any, shape: ConvShape, precisio
     x, weights = random_input(shape).astype(np.float16).astype(np.float32), random_weights(shape)
     out, peak = run(device, shape, x, weights, variants(shape, "tensor")[turn])
     assert np.isfinite(out).all()
-    assert error(out, x, weights, shape) <= 1e-3
+    assert error_of(out, x, weights, shape) <= 1e-3
     assert peak == pytest.approx(np.abs(out).max(), rel=1e-3)
 
 
@@ -110,7 +86,7 @@ def test_images_lie_anywhere(device: Any, precision: Any, maps: int, gap: int) -
     for taps in (5, 12):
         out, _ = run(device, shape, x, weights, Variant.of(side=16, taps=taps, units=units), gap)
         assert np.isfinite(out).all()
-        assert error(out, x, weights, shape) <= (1e-6 if precision == "fp32" else 1e-3)
+        assert error_of(out, x, weights, shape) <= (1e-6 if precision == "fp32" else 1e-3)
 
 
 @pytest.mark.parametrize("offset", [1, 4])
@@ -153,7 +129,7 @@ def test_long_sums_are_as_exact_as_short_ones(device: Any, shape: ConvShape, tap
     x, weights = random_input(shape), random_weights(shape)
     out, peak = run(device, shape, x, weights, Variant.of(side=side, taps=taps, units="float"))
     assert np.isfinite(out).all()
-    assert error(out, x, weights, shape) <= 1e-6
+    assert error_of(out, x, weights, shape) <= 1e-6
     assert peak == np.abs(out).max()
 
 

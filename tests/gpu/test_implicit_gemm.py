@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import pytest
-from closeness import INPUTS, MACHINE, random_input, random_weights
+from closeness import INPUTS, MACHINE, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor
@@ -55,26 +55,8 @@ def run(
     """Output and its peak, from poisoned memory; the first `carried` planes apart, `gap` values between images."""
     units, precision = way
     shape = replace(shape, precision=precision)
-    kind = np.dtype(np.float16 if precision == "fp16" else np.float32)
-
-    def images(values: Any, what: str) -> Any:
-        step = values[0].size + gap
-        host = np.full((len(values), step), np.nan, kind)
-        host[:, : step - gap] = values.reshape(len(values), -1)
-        strides = (step * kind.itemsize, *np.empty(values.shape[1:], kind).strides)
-        return device.view(device.put(host, what), values.shape, kind, strides=strides)
-
-    before = images(x[:, :carried], "before") if carried else None
-    rest, out = images(x[:, carried:], "x"), images(np.full(shape.out_shape, np.nan), "out")
-    peaks = device.put(np.array([np.abs(x).max(), 0], np.float32), "peaks")
     (variant,) = (v for v in GEMM.variants(shape, replace(MACHINE, gpu=device.gpu)) if v.word("units") == units)
-    held = device.allocated
-    resident, footprint = GEMM.prepare(weights, variant, device), GEMM.footprint(shape, variant, 1)
-    assert device.allocated - held == footprint.resident
-    address = device.address(peaks)
-    words = {"x_peak": address} if footprint.reads_peak else {}
-    GEMM.bind(resident, shape, variant, device).run(rest, out, {}, before, out_peak=address + 4, **words)
-    return device.get(out), float(device.get(peaks)[1])
+    return run_on(device, GEMM, shape, x, weights, variant, carried=carried, gap=gap)
 
 
 def error(found: npt.NDArray[Any], exact: npt.NDArray[Any]) -> float:

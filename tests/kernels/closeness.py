@@ -68,6 +68,45 @@ def run(
     return Ran(out, footprint, peak, touched)
 
 
+def images_on(device: Any, values: Any, what: str, *, gap: int = 0) -> Any:
+    """`values` on a device, as they lie; `gap` values between images, which are NaN."""
+    images = np.full((len(values), values[0].size + gap), np.nan, values.dtype)
+    images[:, : values[0].size] = values.reshape(len(values), -1)
+    strides = (images.strides[0], *np.empty(values.shape[1:], values.dtype).strides)
+    return device.view(device.put(images, what), values.shape, values.dtype, strides=strides)
+
+
+def run_on(
+    device: Any,
+    primitive: Primitive,
+    shape: ConvShape,
+    x: Array,
+    weights: ConvWeights,
+    variant: Variant,
+    *,
+    carried: int = 0,
+    gap: int = 0,
+) -> tuple[Any, float]:
+    """Output and its peak, from poisoned memory; the first `carried` planes apart, `gap` values between images.
+
+    Fails where the device does not keep what the footprint says.
+    """
+    kind = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
+    before = images_on(device, x[:, :carried].astype(kind), "before", gap=gap) if carried else None
+    rest = images_on(device, x[:, carried:].astype(kind), "x", gap=gap)
+    out = images_on(device, np.full(shape.out_shape, np.nan, kind), "out", gap=gap)
+    peaks = device.put(np.array([np.abs(x).max(), 0], np.float32), "peaks")
+    held, promised = device.allocated, primitive.footprint(shape, variant, 1)
+    resident = primitive.prepare(weights, variant, device)
+    assert device.allocated - held == promised.resident
+    scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in promised.scratch}
+    address = device.address(peaks)
+    words = {"x_peak": address} if promised.reads_peak else {}
+    step = primitive.bind(resident, shape, variant, device)
+    step.run(rest, out, scratch, before, out_peak=address + peaks.dtype.itemsize, **words)
+    return device.get(out), float(device.get(peaks)[1])
+
+
 def random_weights(shape: ConvShape, seed: int = 7) -> ConvWeights:
     rng = np.random.default_rng(seed)
     scale = np.float32(np.sqrt(2 / (shape.fin * np.prod(shape.k))))
@@ -125,6 +164,13 @@ def assert_close(out: Array, x: Array, weights: ConvWeights, shape: ConvShape) -
     error = _rms(out - exact)
     worst = np.unravel_index(np.abs(out - exact).argmax(), out.shape)
     assert error <= limit, f"rms error {error:.2e} > {limit:.2e}; worst voxel (s, z, y, x, f) = {worst}"
+
+
+def error_of(out: Array, x: Array, weights: ConvWeights, shape: ConvShape) -> float:
+    """Rms, of the rms of the definition."""
+    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+    assert out.shape == exact.shape
+    return _rms(out - exact) / _rms(exact)
 
 
 def _rms(values: npt.NDArray[Any]) -> float:
