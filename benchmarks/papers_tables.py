@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from papers_cases import (
     CUCONV_AT_ONE,
@@ -273,13 +273,17 @@ def first_principles(matches: Sequence[Match], peaks: Mapping[str, float | None]
         fastest: dict[str, Row] = {}
         for row in sorted(m.rows, key=lambda row: row.us):
             fastest.setdefault(row.who, row)
-        here: Found = {"kernel": m.case.kernel, "ms": {f"{row.words}": row.us / 1e3 for row in m.rows}}
-        here["fastest"] = {who: {"name": row.words, "ms": row.us / 1e3} for who, row in fastest.items()}
+        here: Found = {"kernel": m.case.kernel, "ms": {_told(row): row.us / 1e3 for row in m.rows}}
+        here["fastest"] = {who: {"name": _told(row), "ms": row.us / 1e3} for who, row in fastest.items()}
         for who in (OURS, COPIED):
             if who in fastest and PROCESSOR in fastest:
                 here[f"processor over {who}"] = fastest[PROCESSOR].us / fastest[who].us
         found["kernels"].append(here)
     return found
+
+
+def _told(row: Row) -> str:
+    return f"{row.words} (inexact)" if row.who == INEXACT else row.words
 
 
 TABLES: Mapping[Paper, Callable[[Sequence[Match], Mapping[str, float | None]], Found]] = {
@@ -330,7 +334,7 @@ def _cuconv_lines(table: Found) -> list[str]:
         for p in here["profiles"]:
             name = f"{p['layer']}, {p['batch']}"
             paper = f"{p['paper_us']:9.2f}{p['paper_cudnn_us']:8.2f}{p['paper_speedup']:7.2f}"
-            out.append(f"{p['table']:6}{name:20}{paper}{_pair(p)}  {p.get('cudnn', '')}")
+            out.append(f"{p['table']:6}{name:20}{paper}{_pair(p)}  {p.get('cudnn', '')}{_inexact(p, 'us', 2)}")
         out.append("")
     return [GAIN_HEAD, *out, *GAIN_NOTES]
 
@@ -358,6 +362,7 @@ def _cudnn_lines(table: Found) -> list[str]:
         speeds = _number(row, "ours_tflops", 9, 1) + _number(row, "cudnn_tflops", 8, 1) + _number(row, "speedup", 7, 2)
         shares = _share(row, "ours_of_peak", 9) + _share(row, "cudnn_of_peak", 8) + _share(row, "of_best_batch", 9)
         out.append(f"{name:26}{speeds}{shares}{''.join(f'{share:11.0%}' for share in row['paper_of_peak'].values())}")
+        out[-1] += _inexact(row, "tflops", 1)
     return [*out, *_mean_lines(table)]
 
 
@@ -395,6 +400,15 @@ def _gain_line(name: str, gain: Found) -> str:
 
 def _pair(row: Found) -> str:
     return _number(row, "ours_us", 9, 2) + _number(row, "cudnn_us", 8, 2) + _number(row, "speedup", 7, 2)
+
+
+def _inexact(row: Found, figure: Literal["us", "tflops"], digits: int) -> str:
+    """A plan of cuDNN's beyond the error allowed that is faster than all others."""
+    if "inexact_us" not in row or row["inexact_us"] >= row.get("cudnn_us", float("inf")):
+        return ""
+    unit = "us" if figure == "us" else "TFLOP/s"
+    value = row[f"inexact_{figure}"]
+    return f"; inexact, {value:.{digits}f} {unit}, error {row['inexact_error']:.0e}: {row['inexact']}"
 
 
 def _number(row: Found, key: str, width: int, digits: int) -> str:

@@ -62,13 +62,15 @@ def test_papers(benchmark: Callable[..., None], imported: Callable[[str], Any], 
     for case, asked in zip(found["cases"], cases, strict=True):
         rows = case["rows"]
         assert {"ours", "cuDNN"} <= {row["who"] for row in rows}
-        assert all(row["error"] < (1e-6 if row["who"] == "ours" else 1e-5) for row in rows)
+        allowed = {"ours": 1e-6, "cuDNN": 1e-5, "cuDNN, inexact": 2e-2}
+        assert all(row["error"] < allowed.get(row["who"], 1e-5) for row in rows)
         fastest = {who: min(row["us"] for row in rows if row["who"] == who) for who in ("ours", "cuDNN")}
         assert case["speedup"] == pytest.approx(fastest["cuDNN"] / fastest["ours"], rel=1e-3)
         flops = 2 * prod(asked.layer.shape(asked.batch, "fp32").out_shape) * asked.layer.fin * asked.layer.kernel**2
         assert case["flops"] == flops
         assert case["ours_tflops"] == pytest.approx(flops / fastest["ours"] / 1e6, rel=1e-3)
-        assert (case["plans"], case["most_plans"], case["pytorch"], case["too_large"]) == (1, None, False, [])
+        assert case["plans"] >= 1
+        assert (case["most_plans"], case["pytorch"], case["too_large"]) == (None, False, [])
     assert found["void"] == found["left_out"] == []  # a real cuDNN may refuse or miscompute in some plans
     assert found["against"][1].startswith("PyTorch's conv2d was not asked")
     assert {"inputs", "cuDNN's plans", "checks", "screening", "rounds"} <= found["header"]["spent_seconds"].keys()
@@ -182,9 +184,9 @@ def test_wrong_results_do_not_count(
     all_ = found["table"]["fp32"]
     assert (all_["inexact"], all_["left_out_for_memory"], all_["without_ours"]) == (1, 1, 0)
     assert all_["if_inexact_counted"]["cases"] == 1
-    right = reference.convolve
     inputs = importlib.import_module("papers_inputs")
-    monkeypatch.setattr(inputs, "convolve", lambda *given: right(*given) * 1.01)
+    right = inputs.definition
+    monkeypatch.setattr(inputs, "definition", lambda *given: right(*given) * 1.01)
     device.libraries.offers = []
     with pytest.raises(SystemExit, match=r"void:\ngpu.conv.direct"):
         benchmark("cuconv", *words)
@@ -354,6 +356,19 @@ def test_shares_of_peak(imported: Callable[[str], Any]) -> None:
     least, _ = table["batches"]
     assert (least["batch"], least["ours_of_best"], least["cudnn_of_best"]) == (16, pytest.approx(0.5), 1.0)
     assert "86%" in "\n".join(tables.lines("cudnn", table))
+
+
+def test_inexact_plans_are_told(imported: Callable[[str], Any]) -> None:
+    """Where one would be cuDNN's fastest, a line says so."""
+    tables = imported("papers_tables")
+    for seconds, told in ((1e-4, True), (3e-4, False)):
+        rows = [("ours", [1e-4]), ("cuDNN", [2e-4]), ("cuDNN, inexact", [seconds])]
+        one = found_match(imported, rows, set="layer 2", layer="7-1-256-832", kernel=1, side=7)
+        for paper, word in (("cudnn", "inexact, 40.0 TFLOP/s"), ("cuconv", "inexact, 100.00 us")):
+            lines = tables.lines(paper, tables.TABLES[paper]([one], {}))
+            assert any(word in line for line in lines) == told
+        lines = tables.lines("first_principles", tables.first_principles([one], {}))
+        assert sum(line.endswith("cuDNN, inexact (inexact)") for line in lines) == 1
 
 
 def test_peak(imported: Callable[[str], Any]) -> None:
