@@ -1,4 +1,4 @@
-/* Direct convolution of any shape: the definition, a thread an output voxel, and the same with its input in shared memory.
+/* Direct convolution of any shape: the definition, a thread an output voxel, and the same with input in shared memory.
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i * step + d - pad, f] * kernels[(d, f), g]);
  *            outside of an image x is 0.
@@ -26,7 +26,7 @@
 constexpr int THREADS = 128;    // of a block of `plain`; conv_direct.py
 constexpr int MOST_WARPS = 6;   // of a block of `tiled`; conv_direct.py
 constexpr int LANE = 4;         // voxels of a lane of `tiled`, neighbours along y; conv_direct.py
-constexpr int HEAD = 32;         // floats, for Staged; conv_direct.py
+constexpr int HEAD = 32;        // floats, for Staged; conv_direct.py
 constexpr int AT_ONCE = 4;      // lines of which a warp has inputs on their way
 
 /* sums += value * kernels of one tap. */
@@ -73,7 +73,7 @@ template <int GROUP> DEVICE Summed joined(Summed all, const float (&sums)[GROUP]
     return {largest, sum};
 }
 
-/* Writes maps first .. first + COUNT of a group of which `known` exist; gives the largest magnitude of them and `largest`. */
+/* Writes maps first .. first + COUNT of a group of which `known` exist; gives the largest |value|, or `largest`. */
 template <class T, int GROUP, int COUNT>
 DEVICE float finish(T* to, const float (&sums)[GROUP], int first, int known, int activation, Summed all, bool vectors,
                     float largest) {
@@ -150,12 +150,13 @@ __global__ void __launch_bounds__(THREADS, 4)
     raise_peak_by_warp(peak, largest);
 }
 
-/* How the input of a tile lies in shared memory, and where it comes from: kept there too, the registers are for sums. */
+/* How the input of a tile lies in shared memory, and where it comes from: kept there too, registers are for sums. */
 template <class T> struct Staged {
     const T *old, *fresh;                  // of this image, as if all planes were there
     int carried, nz, ny, nx, fin;
     int z0, y0, x0;                        // of the input, where the tile's window begins: may lie outside
-    int lines, columns, pitch, plane;      // lines of a plane, values of a line, floats from line to line, from map to map
+    int lines, columns;                    // of a plane, of a line
+    int pitch, plane;                      // floats from line to line, from map to map
     int more_planes;                       // that voxels behind the first meet
     int tile_z, tile_y, tile_x;            // of the output
     T* out;                                // of this image
@@ -172,7 +173,8 @@ template <class T> DEVICE void stage(float* tile, const Staged<T>& n, int dz, in
             const int line = first + j * warps;
             const int z = n.z0 + dz + line / n.lines, y = n.y0 + line % n.lines;
             const bool inside = line < all && z >= 0 && z < n.nz && y >= 0 && y < n.ny;
-            from[j] = inside ? (z < n.carried ? n.old : n.fresh) + (((long long)z * n.ny + y) * n.nx + n.x0) * n.fin + f0 : nullptr;
+            const T* const image = z < n.carried ? n.old : n.fresh;
+            from[j] = inside ? image + (((long long)z * n.ny + y) * n.nx + n.x0) * n.fin + f0 : nullptr;
         }
         for (int e = lane; e < values; e += WARP) {
             const int column = count == 1 ? e : e / count, f = e - column * count;
@@ -238,19 +240,79 @@ template <int GROUP> DEVICE void add_apart(float (&sums)[LANE][GROUP], float* to
     }
 }
 
+/* sums += all taps of all maps in, as much of them as the tile has room for at a time; `any`: this warp has maps out.
+ * at: of `tile`, this lane's first voxel. kernels: of the warp's first map. total: where sums of parts go, if `apart`.
+ */
+template <class T, int GROUP>
+DEVICE void sum_taps(float (&sums)[LANE][GROUP], bool any, float* tile, const float* at, float* total, bool apart,
+                     const Staged<T>& n, const float* kernels, long long padded, long long fin, long long kz,
+                     long long ky, long long kx, int step_y, long long planes, long long chunk) {
+#pragma unroll 1
+    for (int dz = 0; dz < kz; dz += planes) {
+        const int taps_z = min((int)planes, (int)kz - dz);
+#pragma unroll 1
+        for (int f0 = 0; f0 < fin; f0 += chunk) {
+            const int count = min((int)chunk, (int)fin - f0);
+            sync_block();
+            stage<T>(tile, n, dz, n.more_planes + taps_z, f0, count);
+            sync_block();
+            const float* const taps = kernels + (dz * ky * kx * fin + f0) * padded;
+            if (any)
+                accumulate<GROUP>(sums, at, n.plane, n.lines, n.pitch, taps, taps_z, count, (int)ky, (int)kx, step_y,
+                                  fin, padded);
+            if (!apart) continue;
+            add_apart<GROUP>(sums, total + threadIdx.x, dz + f0 == 0, dz + planes >= kz && f0 + chunk >= fin);
+        }
+    }
+}
+
+/* summed [LANE][threads]: what this thread's voxels sum to so far, these maps included; `first`: there were none. */
+template <int GROUP> DEVICE void join_maps(Summed* summed, const float (&sums)[LANE][GROUP], bool first, int known) {
+#pragma unroll
+    for (int v = 0; v < LANE; ++v) {
+        const Summed before_these = first ? Summed{-INFINITY, 0.0f} : summed[v * blockDim.x + threadIdx.x];
+        summed[v * blockDim.x + threadIdx.x] = joined<GROUP>(before_these, sums[v], known);
+    }
+}
+
+/* Writes maps from g0 on of a lane's voxels, the first of which is (lz, ly, lx) of the tile; the warp is number
+ * `warp_maps` of `warps_maps` that have them. Gives the largest |value|, or `largest`.
+ */
+template <class T, int GROUP>
+DEVICE float write_voxels(const float (&sums)[LANE][GROUP], const Staged<T>& n, const Summed* summed, int lz, int ly,
+                          int lx, int g0, int warp_maps, int warps_maps, long long mz, long long my, long long mx,
+                          long long maps, int activation, bool vectors, float largest) {
+    constexpr int MAPS = GROUP == 1 ? 1 : 4;  // written at a time
+#pragma unroll
+    for (int v = 0; v < LANE; ++v) {
+        const int z = n.tile_z + lz, y = n.tile_y + ly + v, column = n.tile_x + lx;
+        const int known = z < mz && y < my && column < mx ? (int)maps - g0 : 0;
+        Summed all = {-INFINITY, 0.0f};  // of all warps that have this voxel
+        for (int other = 0; activation == SOFTMAX && other < warps_maps; ++other)
+            all = joined(all, summed[v * blockDim.x + threadIdx.x + (other - warp_maps) * WARP]);
+        T* const to = n.out + ((z * my + y) * mx + column) * maps + g0;
+#pragma unroll
+        for (int g = 0; g < GROUP; g += MAPS) {
+            sync_warp();  // some maps after the other: the registers hold no more of them
+            largest = finish<T, GROUP, MAPS>(to, sums[v], g, known, activation, all, vectors, largest);
+        }
+    }
+    return largest;
+}
+
 template <class T, int GROUP>
 __global__ void __launch_bounds__(MOST_WARPS * WARP, 2)
     tiled(const T* __restrict__ before, long long before_image, const T* __restrict__ x, long long x_image, T* out,
           long long out_image, const float* __restrict__ kernels, const float* __restrict__ bias, long long images,
-           long long carried, long long nz, long long ny, long long nx, long long fin, long long mz, long long my,
-           long long mx, long long maps, long long kz, long long ky, long long kx, long long step_z, long long step_y,
-           long long step_x, long long pad_z, long long pad_y, long long pad_x, long long activation, long long vectors,
-           float* peak, long long wide, long long warps_y, long long warps_maps, long long planes, long long chunk,
-           long long pitch, long long plane, long long apart) {
-    EXTERN_SHARED(float, staged);  // Staged; tile [chunk][plane]; if `apart`, sums [LANE * GROUP][MOST_WARPS * WARP]; softmax's [LANE][threads]
+          long long carried, long long nz, long long ny, long long nx, long long fin, long long mz, long long my,
+          long long mx, long long maps, long long kz, long long ky, long long kx, long long step_z, long long step_y,
+          long long step_x, long long pad_z, long long pad_y, long long pad_x, long long activation, long long vectors,
+          float* peak, long long wide, long long warps_y, long long warps_maps, long long planes, long long chunk,
+          long long pitch, long long plane, long long apart) {
+    EXTERN_SHARED(float, staged);  // Staged, tile [chunk][plane]; if `apart`, totals; for softmax [LANE][threads]
     Staged<T>& n = *reinterpret_cast<Staged<T>*>(staged);
     float* const tile = staged + HEAD;
-    float* const total = tile + (chunk * plane + 1) / 2 * 2;  // then [LANE * GROUP][MOST_WARPS * WARP]
+    float* const total = tile + (chunk * plane + 1) / 2 * 2;  // [LANE * GROUP][MOST_WARPS * WARP]
     Summed* const summed = reinterpret_cast<Summed*>(total + (apart ? LANE * GROUP * MOST_WARPS * WARP : 0));
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int warp_maps = warp % (int)warps_maps, warp_voxels = warp / (int)warps_maps;
@@ -259,7 +321,8 @@ __global__ void __launch_bounds__(MOST_WARPS * WARP, 2)
         const int high = (int)warps_y * rows, deep = blockDim.x / WARP / (int)(warps_maps * warps_y);
         const int tiles_x = (mx + wide - 1) / wide, tiles_y = (my + high - 1) / high, tiles_z = (mz + deep - 1) / deep;
         const int s = blockIdx.x / (tiles_z * tiles_y * tiles_x);
-        n.old = before + s * before_image, n.fresh = x + s * x_image - carried * ny * nx * fin, n.out = out + s * out_image;
+        n.old = before + s * before_image, n.fresh = x + s * x_image - carried * ny * nx * fin;
+        n.out = out + s * out_image;
         n.carried = carried, n.nz = nz, n.ny = ny, n.nx = nx, n.fin = fin;
         n.tile_z = blockIdx.x / (tiles_y * tiles_x) % tiles_z * deep;
         n.tile_y = blockIdx.x / tiles_x % tiles_y * high, n.tile_x = blockIdx.x % tiles_x * (int)wide;
@@ -273,7 +336,6 @@ __global__ void __launch_bounds__(MOST_WARPS * WARP, 2)
     const int ly = warp_voxels % (int)warps_y * rows + lane / (int)wide * LANE, lx = lane % (int)wide;
     const float* const at = tile + (lz * (int)step_z * n.lines + ly * (int)step_y) * n.pitch + lx * (int)step_x;
     const int padded = (maps + GROUP - 1) / GROUP * GROUP, block_maps = (int)warps_maps * GROUP;
-    constexpr int MAPS = GROUP == 1 ? 1 : 4;  // written at a time
     const bool soft = activation == SOFTMAX;
     const int blocks = soft ? (maps + block_maps - 1) / block_maps : 1;
     float largest = 0.0f;
@@ -282,51 +344,21 @@ __global__ void __launch_bounds__(MOST_WARPS * WARP, 2)
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
             const int g0 = (blockIdx.y + block) * block_maps + warp_maps * GROUP;
-            const bool sums_maps = g0 < maps;
+            const bool any = g0 < maps;
             float sums[LANE][GROUP];
 #pragma unroll
             for (int v = 0; v < LANE; ++v)
 #pragma unroll
-                for (int g = 0; g < GROUP; ++g) sums[v][g] = sums_maps ? bias[g0 + g] : 0.0f;
-#pragma unroll 1
-            for (int dz = 0; dz < kz; dz += planes) {
-                const int taps_z = min((int)planes, (int)kz - dz);
-#pragma unroll 1
-                for (int f0 = 0; f0 < fin; f0 += chunk) {
-                    const int count = min((int)chunk, (int)fin - f0);
-                    sync_block();
-                    stage<T>(tile, n, dz, n.more_planes + taps_z, f0, count);
-                    sync_block();
-                    if (sums_maps)
-                        accumulate<GROUP>(sums, at, n.plane, n.lines, n.pitch,
-                                          kernels + (dz * ky * kx * fin + f0) * padded + g0, taps_z, count, (int)ky, (int)kx,
-                                          (int)step_y, fin, padded);
-                    if (apart) add_apart<GROUP>(sums, total + threadIdx.x, dz + f0 == 0, dz + planes >= kz && f0 + chunk >= fin);
-                }
-            }
+                for (int g = 0; g < GROUP; ++g) sums[v][g] = any ? bias[g0 + g] : 0.0f;
+            sum_taps<T, GROUP>(sums, any, tile, at, total, apart, n, kernels + g0, padded, fin, kz, ky, kx,
+                               (int)step_y, planes, chunk);
             if (soft && (round == 0 || blocks == 1)) {
-#pragma unroll
-                for (int v = 0; v < LANE; ++v) {
-                    const Summed before_these = block == 0 ? Summed{-INFINITY, 0.0f} : summed[v * blockDim.x + threadIdx.x];
-                    summed[v * blockDim.x + threadIdx.x] = joined<GROUP>(before_these, sums[v], (int)maps - g0);
-                }
+                join_maps<GROUP>(summed, sums, block == 0, (int)maps - g0);
                 sync_block();
             }
             if (round == 0) continue;
-#pragma unroll
-            for (int v = 0; v < LANE; ++v) {
-                const int z = n.tile_z + lz, y = n.tile_y + ly + v, column = n.tile_x + lx;
-                const int known = z < mz && y < my && column < mx ? (int)maps - g0 : 0;
-                Summed all = {-INFINITY, 0.0f};  // of all warps that have this voxel
-                for (int other = 0; soft && other < warps_maps; ++other)
-                    all = joined(all, summed[v * blockDim.x + threadIdx.x + (other - warp_maps) * WARP]);
-                T* const to = n.out + ((z * my + y) * mx + column) * maps + g0;
-#pragma unroll
-                for (int g = 0; g < GROUP; g += MAPS) {
-                    sync_warp();  // some maps after the other: the registers hold no more of them
-                    largest = finish<T, GROUP, MAPS>(to, sums[v], g, known, activation, all, vectors, largest);
-                }
-            }
+            largest = write_voxels<T, GROUP>(sums, n, summed, lz, ly, lx, g0, warp_maps, (int)warps_maps, mz, my, mx,
+                                             maps, activation, vectors, largest);
         }
     }
     raise_peak_by_warp(peak, largest);
