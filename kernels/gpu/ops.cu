@@ -7,9 +7,9 @@
  *            turn                out = x, whatever the strides of both.
  * Shapes     x, out (S, z, y, x, f) float or half, images in C order, any number of values apart; turn: five axes, any
  *            strides. V: values that a thread takes at once, 1 or 4: sizes and addresses allow it.
- * Launch     256 threads a block, as many blocks as fill the device; loops take what is left. turn: a tile of at most 1024
- *            values turned in shared memory, so that both sides are met along the axis that is contiguous there.
- * Bound      memory: everything is read once (softmax of an image: twice, of wide voxels from L1 again) and written once.
+ * Launch     256 threads a block, as many blocks as fill the device; loops take what is left. turn: a tile of at most
+ *            1024 values turned in shared memory, so that both sides are met along the axis that is contiguous there.
+ * Bound      memory: everything is read once (softmax of an image: twice, of wide voxels from L1 again), written once.
  * Exact      arithmetic is in float; sums of an image are added in an order that the sizes fix.
  * Source     Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3; tiles after Ruetsch, Micikevicius,
  *            Optimizing Matrix Transpose in CUDA, 2009.
@@ -57,7 +57,7 @@ __global__ void softmax_maps(const T* x, long long x_image, T* out, long long ou
                              long long voxels, long long maps, long long lanes) {
     const int lane = threadIdx.x % (int)lanes, at_once = WARP / (int)lanes;  // voxels of a warp
     const long long all = images * voxels, step = global_threads() / WARP * at_once;
-    for (long long first = global_thread() / WARP * at_once; first < all; first += step) {  // of a warp: all lanes go on
+    for (long long first = global_thread() / WARP * at_once; first < all; first += step) {  // of a warp: lanes agree
         const long long voxel = first + threadIdx.x % WARP / (int)lanes;
         const long long known = voxel < all ? maps : 0, s = voxel / voxels, i = voxel % voxels;
         const T* const from = x + s * x_image + i * maps;
@@ -67,7 +67,8 @@ __global__ void softmax_maps(const T* x, long long x_image, T* out, long long ou
         for (int mask = (int)lanes / 2; mask > 0; mask /= 2) largest = maximum(largest, shuffle_xor(largest, mask));
         for (long long f = lane; f < known; f += lanes) sum += expf(to_float(from[f]) - largest);
         for (int mask = (int)lanes / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-        for (long long f = lane; f < known; f += lanes) store_activation(to + f, expf(to_float(from[f]) - largest) / sum);
+        for (long long f = lane; f < known; f += lanes)
+            store_activation(to + f, expf(to_float(from[f]) - largest) / sum);
     }
 }
 
@@ -132,13 +133,15 @@ __global__ void softmax_image(const T* x, long long x_image, T* out, long long o
 
 /* maps: a multiple of V. whole: a mean counts what the window has of the padding too. */
 template <class T, int V, bool MAX>
-__global__ void slide(const T* __restrict__ x, long long x_image, T* __restrict__ out, long long out_image, long long images,
-                      long long nz, long long ny, long long nx, long long maps, long long mz, long long my, long long mx,
-                      long long kz, long long ky, long long kx, long long step_z, long long step_y, long long step_x,
-                      long long pad_z, long long pad_y, long long pad_x, long long whole) {
+__global__ void slide(const T* __restrict__ x, long long x_image, T* __restrict__ out, long long out_image,
+                      long long images, long long nz, long long ny, long long nx, long long maps, long long mz,
+                      long long my, long long mx, long long kz, long long ky, long long kx, long long step_z,
+                      long long step_y, long long step_x, long long pad_z, long long pad_y, long long pad_x,
+                      long long whole) {
     const long long vectors = maps / V, all = images * mz * my * mx * vectors;
     for (long long i = global_thread(); i < all; i += global_threads()) {
-        const long long voxel = i / vectors, f = i % vectors * V, s = voxel / (mz * my * mx), at = voxel % (mz * my * mx);
+        const long long voxel = i / vectors, f = i % vectors * V;
+        const long long s = voxel / (mz * my * mx), at = voxel % (mz * my * mx);
         const long long z0 = at / (my * mx) * step_z - pad_z, y0 = at / mx % my * step_y - pad_y;
         const long long x0 = at % mx * step_x - pad_x;
         const long long z_end = min(z0 + kz, nz), y_end = min(y0 + ky, ny), x_end = min(x0 + kx, nx);
@@ -152,7 +155,8 @@ __global__ void slide(const T* __restrict__ x, long long x_image, T* __restrict_
                 for (long long column = x1; column < x_end; ++column, from += maps) {
                     const Values<V> v = load<V>(from);
 #pragma unroll
-                    for (int j = 0; j < V; ++j) result.of[j] = MAX ? maximum(result.of[j], v.of[j]) : result.of[j] + v.of[j];
+                    for (int j = 0; j < V; ++j)
+                        result.of[j] = MAX ? maximum(result.of[j], v.of[j]) : result.of[j] + v.of[j];
                 }
             }
         if constexpr (!MAX) {
@@ -164,8 +168,8 @@ __global__ void slide(const T* __restrict__ x, long long x_image, T* __restrict_
     }
 }
 
-/* Sizes n and strides of both, in values. A tile: tile_3 x tile_4 values along axes 3 and 4. x is contiguous along axis 4,
- * or as near to it as it can be; out along axis 3 if `across`, else along axis 4 too.
+/* Sizes n and strides of both, in values. A tile: tile_3 x tile_4 values along axes 3 and 4. x is contiguous along axis
+ * 4, or as near to it as it can be; out along axis 3 if `across`, else along axis 4 too.
  */
 template <class In, class Out>
 __global__ void turn(const In* x, Out* out, long long n0, long long n1, long long n2, long long n3, long long n4,
