@@ -7,8 +7,8 @@
     z = ops.convert_layout(y, "szyxf -> sfzyx")
 
 Arrays are (S, z, y, x, f), channels last, float32 or float16; a 2D image has depth 1. There may be no images (S is 0),
-but no empty ones; activations and layouts take any array. Arithmetic is in float32; a
-result has the type of x, and what float16 cannot hold becomes infinite.
+but no empty ones; activations and layouts take any array. Arithmetic is in float32 unless `convolve` is told another
+precision; a result has the type of x, and what float16 cannot hold becomes infinite.
 
     x        read only. A numpy array may have any strides; one of a GPU is in C order within an image, images any
              distance apart (`convert_layout` takes and gives any strides).
@@ -179,9 +179,10 @@ def convolve(
     method   direct: tap by tap; implicit_gemm: one matrix product, whose lowered matrix exists a part at a time.
     precision  of products by implicit_gemm on a device; all else is fp32, and sums are float32 always. Errors are rms,
                of the rms answer, before a float16 result is rounded.
-               fp32: to 1e-6. Float32 arrays are split into pairs of float16 for tensor cores, and values under 2^-16 of
-               the largest in x lose digits; float16 arrays run on float32 units.
-               tf32: float32 arrays, to 1e-3: values and kernels are rounded to 11 significant bits.
+               fp32: to 1e-6, but for values under 2^-18 of the largest in x: for tensor cores float32 arrays are split
+               into pairs of float16, scaled by it. Float16 arrays run on float32 units.
+               tf32: float32 arrays, to 1e-3, but for values under 2^-26 of the largest: rounded to 11 significant bits,
+               as kernels are.
                fp16: float16 arrays, to 2e-3: kernels are rounded to float16. Softmax runs on float32 units.
                ShapeError where kernels are too large for the shared memory that tensor cores are fed from.
     """

@@ -61,9 +61,8 @@ def instances() -> list[Instance]:
 
 
 def pointwise(device: Device, activation: Activation, x: Any, out: Any) -> None:
-    """out = activation(x), value by value; out may be x. Arrays without gaps are one image, whatever their axes."""
-    if x.flags.c_contiguous and out.flags.c_contiguous:
-        x, out = x.reshape(1, -1), out.reshape(1, -1)
+    """out = activation(x), value by value; out may be x."""
+    x, out = _in_one(x, out)
     count = prod(x.shape[1:])
     width = _width(device, count, x, out)
     _launch(
@@ -185,6 +184,7 @@ def _on_tensor_cores(device: Device, x: Any, out: Any, weights: ConvWeights, pro
 
 def _find_peak(device: Device, x: Any, peak: Any) -> None:
     """peak = the largest |x|, of float32."""
+    (x,) = _in_one(x)
     count = prod(x.shape[1:])
     width = _width(device, count, x)
     device.clear(peak)
@@ -231,6 +231,12 @@ def turning(shape: Sequence[int], x_steps: Sequence[int], out_steps: Sequence[in
     tile_3 = min(_power(nearest[0]), TILE // narrow)
     tile = tile_3, min(_power(last[0]), TILE // tile_3)
     return Turning(n, x_ready, out_ready, tile, nearest[0] > 1 and abs(nearest[2]) < abs(last[2]))
+
+
+def _in_one(*arrays: Any) -> tuple[Any, ...]:
+    """Arrays without gaps as one image, so that however thin they are it fills the device; others as they are."""
+    whole = all(array.flags.c_contiguous for array in arrays)
+    return tuple(array.reshape(1, -1) for array in arrays) if whole else arrays
 
 
 def _steps(array: Any) -> tuple[int, ...]:

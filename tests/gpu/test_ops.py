@@ -214,6 +214,20 @@ def _compiled(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize(("precision", "allowed", "power"), [("fp32", 1e-6, 18), ("tf32", 1e-3, 26)])
+def test_values_far_below_the_largest_are_as_exact(
+    device: Any, precision: Precision, allowed: float, power: int
+) -> None:
+    case = Convolution((1, 3, 8, 20, 16), 8, (2, 3, 3), Sliding())
+    host, weights = values(case.shape), case.weights()
+    host = np.copysign(np.clip(np.abs(host), 1, 2), host)
+    host[0, 0, 0, 0, 0] = 2.0**power
+    weights.bias[...] = 0
+    exact = reference.convolve_sliding(host, weights.weight, weights.bias, "none")
+    out = ops.convolve(device.put(host, "x"), weights, method="implicit_gemm", precision=precision, device=device)
+    assert_near(device.get(out)[:, :, 1:, 1:], exact[:, :, 1:, 1:], "float32", allowed)  # windows without it
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e25])
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-6), ("tf32", 1e-3)])
 def test_values_of_any_size_are_split(device: Any, precision: Precision, allowed: float, size: float) -> None:
