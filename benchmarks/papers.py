@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 WRONG = 2e-2  # rms error, in any precision: beyond, a plan of cuDNN's is not inexact, but wrong
-SLOW_SECONDS, SLOW_ROUNDS = 0.1, 2  # what runs longer, and how often then
+SLOW_SECONDS, SLOW_ROUNDS = 0.02, 4  # what runs longer, and how often then
 LATE = ": no time left"
 LISTED = 6  # of what is left out, on stdout
 QUICK_BYTES = 2**12  # of the copy that holds work back
@@ -185,7 +185,8 @@ class Bench:
             if who in (CUDNN, INEXACT) and spent > CLOSE * best:
                 entry.seconds.append(spent)
             else:
-                turns.append((entry, series_of(spent), SLOW_ROUNDS if spent > SLOW_SECONDS else self._options.rounds))
+                rounds = self._options.rounds
+                turns.append((entry, series_of(spent), min(SLOW_ROUNDS, rounds) if spent > SLOW_SECONDS else rounds))
         with self.spent.on("rounds"):
             for index in range(self._options.rounds):
                 for entry, times, rounds in turns if index % 2 == 0 else reversed(turns):

@@ -20,7 +20,7 @@ SPARE = 1.5  # times as long is the device held as the host needs
 USUAL_SECONDS = 5e-5  # that the host needs to queue a run, until it is known
 LONG_SECONDS = 2e-3  # such a run finds nothing in a cache that was put there before it
 TRIES = 3
-SERIES_SECONDS, MOST_RUNS = 1e-3, 20  # of one series, at least and at most
+SERIES_SECONDS, MOST_RUNS = 1e-3, 12  # of one series, at least and at most
 
 
 def series_of(once_seconds: float) -> int:
