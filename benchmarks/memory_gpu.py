@@ -35,7 +35,7 @@ from memory import Case, prepared, random_shape
 from networks_gpu import NETWORKS, lines_of
 
 from znnpy.errors import ShapeError
-from znnpy.kernels.gpu import conv_cudnn
+from znnpy.kernels.gpu import cudnn_plans
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates
@@ -145,7 +145,7 @@ def run(case: Case, weights: ConvWeights | None, device: Device, lowest: Lowest 
 def measured(case: Case, device: Device) -> Row:
     weights = prepared(case)
     run(case, weights, device)
-    conv_cudnn.forget()  # a plan is tried on a small layer where a process meets it first, and that counts
+    cudnn_plans.forget()  # a plan is tried on a small layer where a process meets it first, and that counts
     gc.collect()
     device.synchronize()
     before, held = device.free_bytes(), device.allocated

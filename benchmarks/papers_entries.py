@@ -21,7 +21,7 @@ from papers_clock import Spent
 from papers_inputs import box
 
 from znnpy.errors import VramError
-from znnpy.kernels.gpu.conv_cudnn import NAIVE
+from znnpy.kernels.gpu.cudnn_plans import is_naive
 from znnpy.kernels.gpu.libraries import Convolution
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
@@ -156,7 +156,7 @@ def cudnn_entries(given: Input, terms: Terms) -> Iterator[Entry]:
         kernels = device.put(np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype), "weights for cuDNN")
         bias = device.put(weights.bias, "biases for cuDNN")
         out = device.view(device.allocate(shape.out_bytes, "the output of cuDNN"), shape.out_shape, dtype)
-        quick = [plan for plan in plans if plan.name.split("_")[0] != NAIVE] or plans
+        quick = [plan for plan in plans if not is_naive(plan)] or plans
         fitting = [plan for plan in quick if terms.fits(f"cuDNN {plan.name}", plan.workspace_bytes)]
         most = max((plan.workspace_bytes for plan in fitting), default=0)
         workspace = device.allocate(most, "the workspace of cuDNN") if most else None

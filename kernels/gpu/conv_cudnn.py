@@ -1,10 +1,8 @@
 """Direct convolution by NVIDIA's cuDNN, channels last: the yardstick, and the one to take where it wins.
 
-Method   cuDNN's implicit matrix product. Of the plans its heuristics propose, in their order, those count that need no
-         more workspace than the variant allows and compute a small layer of the same maps and kernel right; some
-         versions have 3D kernels that do not. What it then computes of the first input is looked at in a few voxels:
-         some are wrong for some sizes only. Which of them is the fastest its heuristics do not know: the variant says
-         which to take. Bias and activation within it where a plan can, else by a kernel of ours.
+Method   cuDNN's implicit matrix product, by those of its plans that compute right: cudnn_plans.py. Which of them is the
+         fastest its heuristics do not know: the variant says which to take. Bias and activation within it where a plan
+         can, else by a kernel of ours.
 Layout   As everything: channels last. A layer of 2^31 values or more goes image by image, and in slabs of planes; in
          smaller parts still where cuDNN has none but its naive plan for those, as in fp32.
 Memory   Input, output, workspace.
@@ -23,15 +21,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.errors import DeviceError
-from znnpy.kernels import reference
+from znnpy.kernels.gpu.cudnn_plans import (
+    Chosen,
+    NoPlanError,
+    check_bytes,
+    choose,
+    is_naive,
+    looks_right,
+    refuse,
+    reject,
+)
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
-from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, Vec3, add, valid
+from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, valid
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.gpu.libraries import ConvolutionPlan
     from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
     from znnpy.shapes import Precision
@@ -45,12 +51,6 @@ MOST_VALUES = 2**31  # of a tensor that cuDNN is given: beyond it, it is not rel
 LESS_VALUES = (2**29, 2**27)  # where it has no good plan for so many: 2^31 bytes in fp32, and less
 ALIGNED = 16  # bytes, on which cuDNN expects images to begin; in a column they begin on any plane
 MOST_TERMS = 5000  # of a sum in float32, one after another, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
-ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
-ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of what is stored
-BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output but one
-CHECK_BYTES = 8 * MIB  # of workspace for the small layer
-LOOKS = 15  # voxels that are looked at, and the last
-NAIVE = "eng0"  # the name of the plan that is always there, and many times as slow as others
 THREADS = 256
 MOST_IMAGES = 65535  # of a grid along y: a loop takes what is left
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
@@ -108,7 +108,7 @@ class ConvCudnn:
         return Footprint(
             resident=kernels + FLOAT32 * shape.fout,
             scratch=(Scratch("workspace", limit),),
-            allowance=_check_bytes(shape),
+            allowance=check_bytes(shape),
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -167,13 +167,6 @@ def _why_no_library(gpu: Gpu) -> str | None:
 class _Resident(NamedTuple):
     kernels: Any  # (f', kz, ky, kx, f) float32 or float16
     bias: Any  # (f',) float32
-
-
-class Chosen(NamedTuple):
-    """A plan, and what it computes: with bias and activation or without."""
-
-    problem: Convolution
-    plan: ConvolutionPlan
 
 
 class _Call(NamedTuple):
@@ -236,39 +229,18 @@ class _Step:
         try:
             self._compute(call, x, out, workspace)
         except RefusedError:  # some plans learn only now that a size is too much for them
-            _REFUSED.add((problem, plan.name))
+            refuse(problem, plan)
             return False
-        if not self._looks_right(call, x, out):
-            _RIGHT[_key(problem, plan)] = False
-            return False
-        return True
+        given, into = self._parts(call, x, out)
+        right = looks_right(self._device, given, *self._resident, into, self._shape.activation)
+        if not right:
+            reject(problem, plan)
+        return right
 
     def _parts(self, call: _Call, x: Any, out: Any) -> tuple[Any, Any]:
         """What a call reads and writes."""
         wanted = slice(call.planes.start, call.planes.stop + self._shape.k[0] - 1)
         return x[call.images, wanted], out[call.images, call.planes]
-
-    def _looks_right(self, call: _Call, x: Any, out: Any) -> bool:
-        """Whether some voxels of a result are what they should be: no bound on errors of sums is below these."""
-        device, (kz, ky, kx) = self._device, self._shape.k
-        given, into = self._parts(call, x, out)
-        weight = device.get(self._resident.kernels).astype(np.float64)
-        bias = device.get(self._resident.bias).astype(np.float64)
-        rng = np.random.default_rng(20261121)
-        last = [m - 1 for m in into.shape[:4]]
-        for s, z, y, v in [[int(rng.integers(m + 1)) for m in last] for _ in range(LOOKS)] + [last]:
-            window = device.get(given[s, z : z + kz, y : y + ky, v : v + kx]).astype(np.float64)
-            found = device.get(into[s, z, y, v]).astype(np.float64)
-            with np.errstate(over="ignore", invalid="ignore"):  # what overflows is not this one's to find
-                exact = reference.activate(np.tensordot(weight, window, 4) + bias, self._shape.activation)
-                # products of tf32 are within 2^-11 twice, and steps of float16 near 0 are 2^-24
-                largest = np.tensordot(abs(weight), abs(window), 4)
-                bound = 2.0**-9 * largest + 2.0**-10 * abs(exact) + 2.0**-24
-                # else it may be infinite, or is NaN
-                held = (abs(exact) < np.finfo(into.dtype).max / 2) & (largest < np.finfo(np.float32).max / 2)
-                if not (abs(found - exact) <= bound)[held].all():
-                    return False
-        return True
 
     def _planned(self, x_step: int, out_step: int) -> tuple[_Call, ...]:
         """Calls for images that lie so many values apart: planned once."""
@@ -287,14 +259,14 @@ class _Step:
             if len(smaller) > len(ways[-1]):
                 ways.append(smaller)
         naive: tuple[_Call, ...] = ()
-        refusal: _NoPlanError | None = None
+        refusal: NoPlanError | None = None
         for way in ways:
             try:
                 calls = self._calls_for(way, x_step, out_step)
-            except _NoPlanError as error:  # it stands where smaller parts do not help
+            except NoPlanError as error:  # it stands where smaller parts do not help
                 refusal = refusal or error
                 continue
-            if not any(_is_naive(call.by.plan) for call in calls):
+            if not any(is_naive(call.by.plan) for call in calls):
                 return calls
             naive = naive or calls
         if naive:
@@ -321,10 +293,6 @@ class _Step:
         return tuple(calls)
 
 
-class _NoPlanError(DeviceError):
-    """cuDNN has no plan that computes a layer of this size right."""
-
-
 def parts(shape: ConvShape, x_step: int, out_step: int, most_values: int) -> list[tuple[slice, slice]]:
     """Images and planes of the output that go together, so that no tensor has `most_values` or more.
 
@@ -344,115 +312,3 @@ def parts(shape: ConvShape, x_step: int, out_step: int, most_values: int) -> lis
         for image in range(shape.batch)
         for first in range(0, mz, height)
     ]
-
-
-def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chosen:
-    """Of plans that fit and compute what they should, number `choice`, or the last.
-
-    Those that bring bias and activation along go first, the naive one last.
-    """
-    right: list[Chosen] = []
-    wrong, refused = [], []
-    for finishes, naive in ((True, False), (False, False), (True, True), (False, True)):
-        if right:
-            break
-        problem = asked if finishes else replace(asked, finish=None)
-        for plan in device.libraries.convolutions(problem):
-            if plan.workspace_bytes > limit or _is_naive(plan) != naive:
-                continue
-            if (problem, plan.name) in _REFUSED:
-                refused.append(plan.name)
-            elif is_right(device, problem, plan):
-                right.append(Chosen(problem, plan))
-            else:
-                wrong.append(plan.name)
-            if len(right) > choice:
-                break
-    if right:
-        return right[-1]
-    told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
-    told += f"; refused to run: {', '.join(refused)}" if refused else ""
-    raise _NoPlanError(
-        f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; take another primitive with --only"
-    )
-
-
-_RIGHT: dict[tuple[object, ...], bool] = {}  # what this process has checked
-_REFUSED: set[tuple[Convolution, str]] = set()  # plans that did not run, of these very sizes
-
-
-def forget() -> None:
-    """Check all plans anew from here on, as a new process does."""
-    _RIGHT.clear()
-    _REFUSED.clear()
-
-
-def _is_naive(plan: ConvolutionPlan) -> bool:
-    return plan.name.split("_")[0] == NAIVE
-
-
-def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
-    """Whether the plan computes a small layer of these maps and this kernel right; tried once in a process.
-
-    False too where it cannot be tried.
-    """
-    key = _key(problem, plan)
-    if key not in _RIGHT:
-        _RIGHT[key] = _computes_right(device, problem, plan)
-    return _RIGHT[key]
-
-
-def _key(problem: Convolution, plan: ConvolutionPlan) -> tuple[object, ...]:
-    return plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish, _apart(problem)
-
-
-def _apart(problem: Convolution) -> tuple[bool, bool, bool]:
-    """Whether there are several images, and whether something lies between those of input and of output."""
-    n, m = prod(problem.n) * problem.fin, prod(valid(problem.n, problem.k)) * problem.fout
-    several = problem.batch > 1
-    return several, several and problem.x_step != n, several and problem.out_step != m
-
-
-def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
-    """Tried on images that lie as the problem's do: next to each other, or with planes between.
-
-    With weights of its own, not the layer's: those may be 0, or so large that sums overflow.
-    """
-    several, x_apart, out_apart = _apart(problem)
-    n, dtype = add(problem.k, BEYOND), np.float16 if problem.precision == "fp16" else np.float32
-    m, images = valid(n, problem.k), 2 if several else 1
-    wide = (images, n[0] + x_apart, *n[1:], problem.fin), (images, m[0] + out_apart, *m[1:], problem.fout)
-    small = replace(problem, batch=images, n=n, x_step=prod(wide[0][1:]), out_step=prod(wide[1][1:]))
-    same = device.libraries.same(small, plan)
-    if same is None or same.workspace_bytes > CHECK_BYTES:
-        return False
-    rng = np.random.default_rng(20261121)
-    x: Any = rng.standard_normal(wide[0], np.float32).astype(dtype)
-    weight: Any = rng.standard_normal((problem.fout, *problem.k, problem.fin), np.float32)
-    weight = (weight / np.float32(np.sqrt(weight[0].size))).astype(dtype)
-    bias = rng.standard_normal(problem.fout, np.float32)
-    given = device.put(x, "a small layer")[:, int(x_apart) :]
-    out = device.put(np.full(wide[1], np.nan, dtype), "its result")
-    kernels, biases = device.put(weight, "its weights"), device.put(bias, "its biases")
-    workspace = device.allocate(same.workspace_bytes, "its workspace")
-    try:
-        same.run(given, kernels, biases, out[:, int(out_apart) :], workspace)
-    except RefusedError:
-        return False
-    found = device.get(out)[:, int(out_apart) :]
-    plain = reference.convolve(x[:, int(x_apart) :], weight.transpose(0, 4, 1, 2, 3), np.zeros_like(bias))
-    exact = plain if problem.finish is None else reference.activate(plain + bias, problem.finish)
-    limit = ALLOWED[problem.precision] * _rms(plain) + ROUNDING[problem.precision] * _rms(exact)
-    return bool(_rms(found - exact) <= limit)  # NaN is not
-
-
-def _check_bytes(shape: ConvShape) -> int:
-    """What the small layers take, with weights and workspace."""
-    small = add(shape.k, add(BEYOND, (1, 0, 0)))
-    values = prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
-    weights = shape.itemsize * shape.fout * shape.fin * prod(shape.k) + FLOAT32 * shape.fout
-    return 2 * shape.itemsize * values + weights + CHECK_BYTES
-
-
-def _rms(values: Any) -> float:
-    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))

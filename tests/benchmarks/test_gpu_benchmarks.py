@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from znnpy.formats.weights import random_weights
-from znnpy.kernels.gpu import conv_cudnn
+from znnpy.kernels.gpu import cudnn_plans
 from znnpy.kernels.gpu.conv_cudnn import ConvCudnn
 from znnpy.kernels.gpu.device import Device
 from znnpy.kernels.primitive import Work
@@ -411,7 +411,7 @@ def test_memory_counts_what_checks_of_plans_take(
     """cuDNN's plans are tried on a small layer once in a process: in the run that is measured too."""
     memory, primitive, tried = imported("memory_gpu"), ConvCudnn(), list[str]()
     shape = ConvShape(1, 8, 8, (6, 7, 9), (3, 2, 4), "relu")
-    conv_cudnn.forget()
+    cudnn_plans.forget()
     with imported("emulated").EmulatedDevice() as device:
         put = device.put
 

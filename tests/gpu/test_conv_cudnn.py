@@ -14,7 +14,7 @@ from libraries import Offer
 
 from znnpy.errors import DeviceError
 from znnpy.kernels import reference
-from znnpy.kernels.gpu import conv_cudnn
+from znnpy.kernels.gpu import conv_cudnn, cudnn_plans
 from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace, parts
 from znnpy.kernels.gpu.libraries import Convolution
 from znnpy.kernels.primitive import Variant
@@ -34,8 +34,8 @@ ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}
 
 @pytest.fixture(autouse=True)
 def nothing_was_checked_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_cudnn, "_RIGHT", {})
-    monkeypatch.setattr(conv_cudnn, "_REFUSED", set())
+    monkeypatch.setattr(cudnn_plans, "_RIGHT", {})
+    monkeypatch.setattr(cudnn_plans, "_REFUSED", set())
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_plan_that_fails_where_images_lie_apart_is_not_taken_there(
         Offer("careful"),
     ]
     assert error_apart(device, "tf32", planes) <= 1e-3
-    taken = [key[0] for key, right in conv_cudnn._RIGHT.items() if right]
+    taken = [key[0] for key, right in cudnn_plans._RIGHT.items() if right]
     assert taken == ["careless", "careful"], "where images lie next to each other, the first will do"
 
 
@@ -142,7 +142,7 @@ def test_a_plan_that_fails_for_some_sizes_only_is_found_out_by_its_first_result(
     offers[:] = [Offer("sometimes", fault=0.1, faulty=lambda problem: problem.n == SHAPE.n), Offer("always")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
-    assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"sometimes": False, "always": True}
+    assert {key[0]: right for key, right in cudnn_plans._RIGHT.items()} == {"sometimes": False, "always": True}
 
 
 @pytest.mark.parametrize("large", [True, False])
@@ -151,8 +151,8 @@ def test_a_plan_that_refuses_to_run_is_replaced(device: Any, offers: list[Offer]
     offers[:] = [Offer("some", refuses=lambda problem: (problem.n == SHAPE.n) == large), Offer("all")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
-    assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"some": large, "all": True}
-    assert {(problem.n, name) for problem, name in conv_cudnn._REFUSED} == ({(SHAPE.n, "some")} if large else set())
+    assert {key[0]: right for key, right in cudnn_plans._RIGHT.items()} == {"some": large, "all": True}
+    assert {(problem.n, name) for problem, name in cudnn_plans._REFUSED} == ({(SHAPE.n, "some")} if large else set())
 
 
 def test_steps_of_one_image_are_those_of_its_part(
@@ -222,7 +222,7 @@ def test_sums_that_overflow_on_their_way_to_a_small_one_are_no_fault_of_the_plan
     weights = random_weights(SHAPE)
     weights.weight[:, ::2], weights.weight[:, 1::2] = 3e38, -3e38
     assert np.isnan(run(device, SHAPE, np.ones(SHAPE.in_shape, np.float32), weights)).all()
-    assert all(conv_cudnn._RIGHT.values())
+    assert all(cudnn_plans._RIGHT.values())
 
 
 def test_infinite_values_are_no_fault_of_the_plan(device: Any) -> None:
@@ -275,7 +275,7 @@ def test_a_plan_that_computes_something_else_is_skipped_and_remembered(device: A
     offers[:] = [Offer("wrong", fault=0.01), Offer("right")]
     x, weights = random_input(SHAPE), random_weights(SHAPE)
     assert_close(run(device, SHAPE, x, weights), x, weights, SHAPE)
-    assert {key[0]: right for key, right in conv_cudnn._RIGHT.items()} == {"wrong": False, "right": True}
+    assert {key[0]: right for key, right in cudnn_plans._RIGHT.items()} == {"wrong": False, "right": True}
 
 
 def test_without_a_plan_it_says_what_it_looked_for(device: Any, offers: list[Offer]) -> None:
@@ -341,7 +341,7 @@ def test_long_sums_are_not_exact_enough_in_fp32() -> None:
 def test_the_variant_says_which_plan_is_taken(device: Any, offers: list[Offer], choice: int, name: str) -> None:
     offers[:] = [Offer("eng0"), Offer("greedy", 2**40), Offer("first"), Offer("wrong", fault=0.1), Offer("second")]
     asked = Convolution(2, 8, 16, SHAPE.n, SHAPE.k, "fp32", 6 * 7 * 9 * 8, 4 * 6 * 6 * 16, "relu")
-    problem, plan = conv_cudnn.choose(device, asked, 2**20, choice)
+    problem, plan = cudnn_plans.choose(device, asked, 2**20, choice)
     assert (plan.name, problem.finish) == (name, "relu")
 
 
@@ -351,10 +351,10 @@ def test_the_naive_plan_is_the_last_resort(
 ) -> None:
     offers[:] = [*(Offer(name) for name in finishing), Offer("eng0", finishes=False), Offer("plain", finishes=False)]
     asked = Convolution(2, 8, 16, SHAPE.n, SHAPE.k, "fp32", 6 * 7 * 9 * 8, 4 * 6 * 6 * 16, "relu")
-    problem, plan = conv_cudnn.choose(device, asked, 0, 0)
+    problem, plan = cudnn_plans.choose(device, asked, 0, 0)
     assert (plan.name, problem.finish is not None) == taken
     offers[:] = [Offer("eng0_k2=1")]
-    assert conv_cudnn.choose(device, asked, 0, 0).plan.name == "eng0_k2=1"
+    assert cudnn_plans.choose(device, asked, 0, 0).plan.name == "eng0_k2=1"
 
 
 def test_workspaces_hold_weights_then_one_tensor_then_both() -> None:

@@ -1,0 +1,190 @@
+"""Which of cuDNN's plans compute a convolution, and compute it right.
+
+Method   Of the plans that its heuristics propose, in their order, those count that need no more workspace than is given
+         and compute a small layer of the same maps and kernel right: some versions have 3D kernels that do not. What a
+         plan then computes of the first input is looked at in a few voxels: some are wrong for some sizes only. What
+         was found out is remembered as long as the process lives.
+Memory   While a plan is tried: the small layer twice, its weights, CHECK_BYTES of workspace.
+Source   nvidia-cudnn-frontend; what was wrong: cuDNN 9.8 to 9.15.
+Tested   tests/gpu/test_conv_cudnn.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.errors import DeviceError
+from znnpy.kernels import reference
+from znnpy.kernels.gpu.libraries import Convolution, RefusedError
+from znnpy.shapes import FLOAT32, ConvShape, Vec3, add, valid
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.gpu.libraries import ConvolutionPlan
+    from znnpy.shapes import Activation
+
+ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
+ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of what is stored
+BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output but one
+CHECK_BYTES = 8 << 20  # of workspace for the small layer
+LOOKS = 15  # voxels that are looked at, and the last
+NAIVE = "eng0"
+
+_RIGHT: dict[tuple[object, ...], bool] = {}  # what this process has checked
+_REFUSED: set[tuple[Convolution, str]] = set()  # plans that did not run, of these very sizes
+
+
+def forget() -> None:
+    """Check all plans anew from here on, as a new process does."""
+    _RIGHT.clear()
+    _REFUSED.clear()
+
+
+def refuse(problem: Convolution, plan: ConvolutionPlan) -> None:
+    """Never choose the plan for this very size: it did not run."""
+    _REFUSED.add((problem, plan.name))
+
+
+def reject(problem: Convolution, plan: ConvolutionPlan) -> None:
+    """Never choose the plan for these maps and this kernel: what it computed was wrong."""
+    _RIGHT[_key(problem, plan)] = False
+
+
+class Chosen(NamedTuple):
+    """A plan, and what it computes: with bias and activation or without."""
+
+    problem: Convolution
+    plan: ConvolutionPlan
+
+
+class NoPlanError(DeviceError):
+    """cuDNN has no plan that computes a layer of this size right."""
+
+
+def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chosen:
+    """Of plans that fit and compute what they should, number `choice`, or the last.
+
+    Those that bring bias and activation along go first, the naive one last.
+    """
+    right: list[Chosen] = []
+    wrong, refused = [], []
+    for finishes, naive in ((True, False), (False, False), (True, True), (False, True)):
+        if right:
+            break
+        problem = asked if finishes else replace(asked, finish=None)
+        for plan in device.libraries.convolutions(problem):
+            if plan.workspace_bytes > limit or is_naive(plan) != naive:
+                continue
+            if (problem, plan.name) in _REFUSED:
+                refused.append(plan.name)
+            elif is_right(device, problem, plan):
+                right.append(Chosen(problem, plan))
+            else:
+                wrong.append(plan.name)
+            if len(right) > choice:
+                break
+    if right:
+        return right[-1]
+    told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
+    told += f"; refused to run: {', '.join(refused)}" if refused else ""
+    raise NoPlanError(
+        f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; take another primitive with --only"
+    )
+
+
+def is_naive(plan: ConvolutionPlan) -> bool:
+    """It is the plan that is always there, and many times as slow as others."""
+    return plan.name.split("_")[0] == NAIVE
+
+
+def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
+    """Whether the plan computes a small layer of these maps and this kernel right; tried once in a process.
+
+    False too where it cannot be tried.
+    """
+    key = _key(problem, plan)
+    if key not in _RIGHT:
+        _RIGHT[key] = _computes_right(device, problem, plan)
+    return _RIGHT[key]
+
+
+def _key(problem: Convolution, plan: ConvolutionPlan) -> tuple[object, ...]:
+    return plan.name, problem.fin, problem.fout, problem.k, problem.precision, problem.finish, _apart(problem)
+
+
+def _apart(problem: Convolution) -> tuple[bool, bool, bool]:
+    """Whether there are several images, and whether something lies between those of input and of output."""
+    n, m = prod(problem.n) * problem.fin, prod(valid(problem.n, problem.k)) * problem.fout
+    several = problem.batch > 1
+    return several, several and problem.x_step != n, several and problem.out_step != m
+
+
+def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
+    """Tried on images that lie as the problem's do: next to each other, or with planes between.
+
+    With weights of its own, not the layer's: those may be 0, or so large that sums overflow.
+    """
+    several, x_apart, out_apart = _apart(problem)
+    n, dtype = add(problem.k, BEYOND), np.float16 if problem.precision == "fp16" else np.float32
+    m, images = valid(n, problem.k), 2 if several else 1
+    wide = (images, n[0] + x_apart, *n[1:], problem.fin), (images, m[0] + out_apart, *m[1:], problem.fout)
+    small = replace(problem, batch=images, n=n, x_step=prod(wide[0][1:]), out_step=prod(wide[1][1:]))
+    same = device.libraries.same(small, plan)
+    if same is None or same.workspace_bytes > CHECK_BYTES:
+        return False
+    rng = np.random.default_rng(20261121)
+    x: Any = rng.standard_normal(wide[0], np.float32).astype(dtype)
+    weight: Any = rng.standard_normal((problem.fout, *problem.k, problem.fin), np.float32)
+    weight = (weight / np.float32(np.sqrt(weight[0].size))).astype(dtype)
+    bias = rng.standard_normal(problem.fout, np.float32)
+    given = device.put(x, "a small layer")[:, int(x_apart) :]
+    out = device.put(np.full(wide[1], np.nan, dtype), "its result")
+    kernels, biases = device.put(weight, "its weights"), device.put(bias, "its biases")
+    workspace = device.allocate(same.workspace_bytes, "its workspace")
+    try:
+        same.run(given, kernels, biases, out[:, int(out_apart) :], workspace)
+    except RefusedError:
+        return False
+    found = device.get(out)[:, int(out_apart) :]
+    plain = reference.convolve(x[:, int(x_apart) :], weight.transpose(0, 4, 1, 2, 3), np.zeros_like(bias))
+    exact = plain if problem.finish is None else reference.activate(plain + bias, problem.finish)
+    limit = ALLOWED[problem.precision] * _rms(plain) + ROUNDING[problem.precision] * _rms(exact)
+    return bool(_rms(found - exact) <= limit)  # NaN is not
+
+
+def looks_right(device: Device, given: Any, kernels: Any, biases: Any, into: Any, activation: Activation) -> bool:
+    """Whether some voxels of a result are what they should be: no bound on errors of sums is below these."""
+    kz, ky, kx = kernels.shape[1:4]
+    weight = device.get(kernels).astype(np.float64)
+    bias = device.get(biases).astype(np.float64)
+    rng = np.random.default_rng(20261121)
+    last = [m - 1 for m in into.shape[:4]]
+    for s, z, y, v in [[int(rng.integers(m + 1)) for m in last] for _ in range(LOOKS)] + [last]:
+        window = device.get(given[s, z : z + kz, y : y + ky, v : v + kx]).astype(np.float64)
+        found = device.get(into[s, z, y, v]).astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is not this one's to find
+            exact = reference.activate(np.tensordot(weight, window, 4) + bias, activation)
+            # products of tf32 are within 2^-11 twice, and steps of float16 near 0 are 2^-24
+            largest = np.tensordot(abs(weight), abs(window), 4)
+            bound = 2.0**-9 * largest + 2.0**-10 * abs(exact) + 2.0**-24
+            # else it may be infinite, or is NaN
+            held = (abs(exact) < np.finfo(into.dtype).max / 2) & (largest < np.finfo(np.float32).max / 2)
+            if not (abs(found - exact) <= bound)[held].all():
+                return False
+    return True
+
+
+def check_bytes(shape: ConvShape) -> int:
+    """What the small layers take, with weights and workspace."""
+    small = add(shape.k, add(BEYOND, (1, 0, 0)))
+    values = prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
+    weights = shape.itemsize * shape.fout * shape.fin * prod(shape.k) + FLOAT32 * shape.fout
+    return 2 * shape.itemsize * values + weights + CHECK_BYTES
+
+
+def _rms(values: Any) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
