@@ -52,6 +52,8 @@ ARITHMETIC = {  # which product limits which unit of work
     "gpu_gemm_float": "fp32",
     "gpu_gemm_half": "fp16",
     "gpu_gemm_split": "fp16",
+    "gpu_wgmma_half": "fp16",
+    "gpu_wgmma_split": "fp16",
     "gpu_first": "fp32",
     "gpu_block": "fp32",
     "gpu_cuconv": "fp32",

@@ -45,6 +45,8 @@ Unit = Literal[
     "gpu_gemm_float",  # the implicit matrix product: on float32 units, in float16, in two of them
     "gpu_gemm_half",
     "gpu_gemm_split",
+    "gpu_wgmma_half",  # the same where tensor cores read shared memory
+    "gpu_wgmma_split",
     "gpu_first",
     "gpu_block",
     "gpu_cuconv",

@@ -69,6 +69,8 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_gemm_float": Rate(flops=8e12, nbytes=3.0e12),  # seen: the kernel was gpu.conv.direct's
     "gpu_gemm_half": UNSEEN,
     "gpu_gemm_split": UNSEEN,
+    "gpu_wgmma_half": UNSEEN,
+    "gpu_wgmma_split": UNSEEN,
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
     "gpu_block": UNSEEN,
     "gpu_cuconv": UNSEEN,
@@ -96,6 +98,8 @@ _TENSOR: frozenset[Unit] = frozenset(
         "gpu_split_product",
         "gpu_gemm_half",
         "gpu_gemm_split",
+        "gpu_wgmma_half",
+        "gpu_wgmma_split",
         "gpu_cudnn_tf32",
         "gpu_cudnn_fp16",
     }

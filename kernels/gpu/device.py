@@ -340,7 +340,7 @@ class Device:
     def _compile(self, source: str, names: Sequence[str], defines: dict[str, int | str]) -> dict[str, Kernel]:
         words = kernel_words(source, names, defines)
         module = self._cupy.RawModule(
-            code=source_text(source), options=compiler_options(defines), name_expressions=tuple(names)
+            code=source_text(source), options=compiler_options(source, defines), name_expressions=tuple(names)
         )
         try:
             with self.calling(f"loading {words}"):

@@ -8,7 +8,7 @@ from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, mov
 from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
-from znnpy.kernels.gpu.implicit_gemm import floats, tensor
+from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.modules import Instance
 
 ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H200; RTX 50
@@ -25,6 +25,7 @@ def instances() -> tuple[Instance, ...]:
         fft_tiled.instances,
         floats.instances,
         tensor.instances,
+        warpgroup.instances,
         ops.instances,
         pool.instances,
         _conv_fft,

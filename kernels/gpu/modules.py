@@ -13,6 +13,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).parent
 STANDARD = "--std=c++17"
+ONE_CARD: Mapping[str, str] = {"implicit_gemm/warpgroup.cu": "sm_90a"}  # sources whose instructions no other card has
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 
@@ -39,9 +40,11 @@ def source_text(source: str) -> str:
     return "\n".join(_inlined(KERNELS / source, set())) + "\n"
 
 
-def compiler_options(defines: Mapping[str, int | str]) -> tuple[str, ...]:
-    """What NVRTC is told beside the architecture."""
-    return (STANDARD, "--generate-line-info", *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+def compiler_options(source: str, defines: Mapping[str, int | str]) -> tuple[str, ...]:
+    """What NVRTC is told beside the card's architecture, which it leaves for one of ONE_CARD if both are there."""
+    architecture = [f"--gpu-architecture={ONE_CARD[source]}"] if source in ONE_CARD else []
+    words = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    return (*architecture, STANDARD, "--generate-line-info", *words)
 
 
 def kernel_words(source: str, names: Sequence[str], defines: Mapping[str, int | str]) -> str:

@@ -41,7 +41,7 @@ def compile_for(
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, Path(source).name.encode(), 0, None, None) == 0
     for name in names:
         assert nvrtc.nvrtcAddNameExpression(program, name.encode()) == 0
-    options = [f"--gpu-architecture=sm_{architecture}", *compiler_options(defines), *_OPTIONS]
+    options = [f"--gpu-architecture=sm_{architecture}", *compiler_options(source, defines), *_OPTIONS]
     options += [f"-I{folder}" for folder in _headers()]
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     code = nvrtc.nvrtcCompileProgram(program, len(options), words)

@@ -2,8 +2,9 @@
 
 Method   [voxels x (taps, maps)] @ [(taps, maps) x maps], the left matrix of which is built in shared memory, a part
          at a time. units=tensor: in float16 on tensor cores, values as one word (tf32, fp16) or two (fp32), the voxels
-         that the windows of a tile meet kept instead of the matrix's rows; tensor.cu. units=float: on float32 units,
-         any shape and activation; floats.cu.
+         that the windows of a tile meet kept instead of the matrix's rows; tensor.cu. units=warpgroup: the same where
+         tensor cores read both factors from shared memory themselves, on an H100 or H200; warpgroup.cu. units=float: on
+         float32 units, any shape and activation; floats.cu.
 Memory   Nothing beside kernels.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many where values are two words. Few maps in: writing.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.implicit_gemm import floats, tensor
+from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
 
@@ -53,6 +54,8 @@ class ConvImplicitGemm:
         shape = as_conv(shape)
         assert machine.gpu is not None
         found = []
+        if warpgroup.applies(Lowering.of(shape), machine.gpu):
+            found.append(Variant.of(units="warpgroup", precision=shape.precision))
         if shape.activation != "softmax" and machine.gpu.capability >= (8, 0):
             plan = tensor.plan_of(Lowering.of(shape), shape.batch, machine.gpu.shared_block_bytes)
             if plan is not None:
@@ -67,7 +70,8 @@ class ConvImplicitGemm:
         if variant.word("units") == "float":
             resident = floats.resident_bytes(shape.fin, shape.fout, prod(shape.k))
             return Footprint(resident=resident, reads_carried=True, raises_peak=True)
-        resident = tensor.resident_bytes(shape.fin, shape.fout, shape.k, shape.precision)
+        kernels = warpgroup if variant.word("units") == "warpgroup" else tensor
+        resident = kernels.resident_bytes(shape.fin, shape.fout, shape.k, shape.precision)
         return Footprint(resident=resident, reads_carried=True, reads_peak=shape.precision != "fp16", raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
@@ -77,33 +81,33 @@ class ConvImplicitGemm:
             rounds = 2 if shape.activation == "softmax" else 1
             products = prod(shape.out_shape[:4]) * prod(shape.k) * shape.fin * floats.padded(shape.fout)
             return (Work("gpu_gemm_float", 2.0 * rounds * products, ends),)
-        problem = Lowering.of(shape)
-        plan = tensor.plan_of(problem, shape.batch, tensor.LARGE)
-        assert plan is not None, "a smaller one was found"
-        block, tiles = plan.block, tensor.tiles_of(problem, shape.batch, plan.tile)
-        columns = tensor.columns_of(shape.fout, block)
-        products = tiles * block.voxels * tensor.CHUNK * plan.matrix.products * columns
-        split = shape.precision == "fp32"
-        flops = 2.0 * (3 if split else 1) * block.crowding(tensor.WORDS[shape.precision]) * products
+        problem, split = Lowering.of(shape), shape.precision == "fp32"
+        if variant.word("units") == "warpgroup":
+            flops = warpgroup.flops_of(problem, shape.batch, warpgroup.SHARED)
+            return (Work("gpu_wgmma_split" if split else "gpu_wgmma_half", flops, ends),)
+        flops = tensor.flops_of(problem, shape.batch, tensor.LARGE)
         return (Work("gpu_gemm_split" if split else "gpu_gemm_half", flops, ends),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Any:
         assert weights is not None
         if variant.word("units") == "float":
             return floats.prepare(weights, device)
-        return tensor.prepare(weights, tensor.PRECISIONS[variant.word("precision")], device)
+        kernels = warpgroup if variant.word("units") == "warpgroup" else tensor
+        return kernels.prepare(weights, tensor.PRECISIONS[variant.word("precision")], device)
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
         shape = as_conv(shape)
         if variant.word("units") == "float":
             return _Step(floats.FloatProduct(resident, Lowering.of(shape), device))
+        if variant.word("units") == "warpgroup":
+            return _Step(warpgroup.WarpgroupProduct(resident, Lowering.of(shape), shape.batch, device))
         return _Step(tensor.TensorProduct(resident, Lowering.of(shape), shape.batch, device))
 
 
 class _Step:
     """A DeviceStep."""
 
-    def __init__(self, product: floats.FloatProduct | tensor.TensorProduct) -> None:
+    def __init__(self, product: floats.FloatProduct | tensor.TensorProduct | warpgroup.WarpgroupProduct) -> None:
         self._product = product
 
     def run(

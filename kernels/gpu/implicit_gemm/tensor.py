@@ -199,6 +199,15 @@ def tiles_of(problem: Lowering, images: int, tile: Vec3) -> int:
     return -(-images * mz // tile[0]) * -(-my // tile[1]) * -(-mx // tile[2])
 
 
+def flops_of(problem: Lowering, images: int, shared: int) -> float:
+    """That tensor cores do, for voxels and maps that are not there too, and while they wait for shared memory."""
+    plan = plan_of(problem, images, shared)
+    assert plan is not None, "a tile was found"
+    products = tiles_of(problem, images, plan.tile) * plan.block.voxels * CHUNK * plan.matrix.products
+    flops = 2.0 * products * columns_of(problem.fout, plan.block) * plan.block.crowding(WORDS[problem.precision])
+    return flops * (3 if problem.precision == "fp32" else 1)
+
+
 def chunks_of(fin: int) -> int:
     return -(-fin // CHUNK)
 
@@ -226,7 +235,7 @@ def prepare(weights: ConvWeights, precision: Precision, device: Device) -> Tenso
     fout, fin, *k = weights.weight.shape
     matrix = matrix_of(fin, (k[0], k[1], k[2]))
     block = block_of(fout, precision, folded=is_folded(matrix, fin))
-    columns, chunks, scale = columns_of(fout, block), chunks_of(matrix.depth), _scale(weights.weight)
+    columns, chunks, scale = columns_of(fout, block), chunks_of(matrix.depth), scale_of(weights.weight)
     padded = np.zeros((columns, chunks * CHUNK, k[0], prod(matrix.k[1:])), np.float32)
     padded[:fout, : matrix.depth] = scale * _folded(weights.weight, matrix)
     cut = padded.reshape(columns // block.maps, block.maps, chunks, CHUNK, *padded.shape[2:])
@@ -254,7 +263,7 @@ def _folded(weight: npt.NDArray[np.float32], matrix: Matrix) -> npt.NDArray[np.f
     return apart.transpose(0, 4, 1, 5, 2, 3).reshape(fout, matrix.depth, kz, rows)
 
 
-def _scale(weight: npt.NDArray[np.float32]) -> np.float32:
+def scale_of(weight: npt.NDArray[np.float32]) -> np.float32:
     """A power of two that brings the largest to less than 2^TOP."""
     largest = float(np.abs(weight).max())
     power = TOP - 1 - floor(log2(largest)) if 0 < largest < inf else 0
@@ -286,16 +295,17 @@ class TensorProduct:
             *(len(x), problem.n[0] - x.shape[1], *problem.n, matrix.depth, *problem.out, problem.fout, *matrix.k),
             *(*problem.sliding.stride, *problem.sliding.padding, matrix.step, matrix.groups, problem.fin, problem.k[2]),
             *(*tile, group),
-            *(self._whole(8, old, x), self._whole(2, out), ACTIVATIONS.index(problem.activation)),
+            *(whole(8, self._device, old, x), whole(2, self._device, out), ACTIVATIONS.index(problem.activation)),
             shared=_shared_bytes(self._plan, problem.sliding.stride, problem.precision),
         )
 
-    def _whole(self, maps: int, *arrays: Any) -> int:
-        """1 if so many maps of every voxel may be read or written at once: 16 bytes at most."""
-        for array in arrays:
-            itemsize = array.dtype.itemsize
-            width = min(maps * itemsize, 16)
-            steps = self._device.address(array), image_step(array) * itemsize, array.shape[-1] * itemsize
-            if array.shape[-1] % maps or any(step % width for step in steps):
-                return 0
-        return 1
+
+def whole(maps: int, device: Device, *arrays: Any) -> int:
+    """1 if so many maps of every voxel may be read or written at once: 16 bytes at most."""
+    for array in arrays:
+        itemsize = array.dtype.itemsize
+        width = min(maps * itemsize, 16)
+        steps = device.address(array), image_step(array) * itemsize, array.shape[-1] * itemsize
+        if array.shape[-1] % maps or any(step % width for step in steps):
+            return 0
+    return 1

@@ -1,0 +1,299 @@
+"""The implicit matrix product on tensor cores that read shared memory themselves: warpgroup.cu, for sm_90a."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.gpu.implicit_gemm.lowering import VALID, Lowering, image_step
+from znnpy.kernels.gpu.implicit_gemm.tensor import (
+    CHUNK,
+    MOST_FOLDED,
+    PIECE,
+    WORDS,
+    TensorWeights,
+    chunks_of,
+    scale_of,
+    whole,
+)
+from znnpy.kernels.gpu.modules import Instance
+from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, Precision, Vec3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.machine import Gpu
+
+SOURCE = "implicit_gemm/warpgroup.cu"
+CAPABILITY = (9, 0)  # no other has these instructions
+THREADS, WARPGROUPS, MATRIX, TABLES = 256, 2, 64, 3  # warpgroup.cu
+RESIDENT = 2  # blocks of a multiprocessor: while one writes or waits, the other multiplies
+SHARED = 228 * 1024 // RESIDENT - 1024  # bytes that a block may have: what work is estimated with
+RESERVED = 1024  # bytes of shared memory that a block has beside its own
+SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 176, 8, 4, 128  # warpgroup.cu
+MAPS = tuple(range(16, 129, 16))  # of a block
+WIDEST_OF_TWO = 80  # maps, with which a warpgroup holds the sums of two matrices
+FEWEST_TAPS, MOST_GROUP = 8, 16  # of a stage, if there are so many maps; between two barriers
+SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
+ROWS: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from row to row of 8 voxels of a matrix
+PIECE_CYCLES, FOLDED_CYCLES = 0.5, 2.0  # of a multiprocessor, to bring 16 bytes of a region: assumed
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The kernels as they are multiplied."""
+
+    fin: int
+    k: Vec3  # of steps, where it is folded
+    folded: bool
+
+    @classmethod
+    def of(cls, fin: int, k: Vec3) -> Matrix:
+        """Folded, 2 lines of 8 voxels of a map as 16 maps, where that takes fewer products."""
+        kz, ky, kx = k
+        plain = cls(fin, k, False)
+        folded = cls(fin, (kz, -(-ky // 2), -(-kx // PIECE)), True)
+        return folded if fin <= MOST_FOLDED and folded.products < plain.products else plain
+
+    @property
+    def chunks(self) -> int:
+        """Of 16 values along the sums."""
+        return self.fin if self.folded else chunks_of(self.fin)
+
+    @property
+    def products(self) -> int:
+        return self.chunks * prod(self.k)
+
+    @property
+    def at_once(self) -> int:
+        """Chunks of a stage, of which there are as few as can be that have FEWEST_TAPS."""
+        if self.folded:
+            return self.chunks
+        stages = -(-self.chunks // -(-FEWEST_TAPS // prod(self.k)))
+        return -(-self.chunks // stages)
+
+    @property
+    def stages(self) -> int:
+        return -(-self.chunks // self.at_once)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Lines and voxels from one k to the next."""
+        return (2, PIECE) if self.folded else (1, 1)
+
+    @property
+    def pieces(self) -> int:
+        """Of a stage and voxel."""
+        return self.at_once * (1 if self.folded else 2)
+
+
+class Plan(NamedTuple):
+    """How a problem is cut: maps of a block, tile (planes, y, x), rows of a matrix, planes of k and taps at once."""
+
+    matrix: Matrix
+    maps: int
+    tile: Vec3
+    row: Vec3
+    depth: int
+    group: int
+
+    @property
+    def region_rows(self) -> int:
+        _, ky, kx = self.matrix.k
+        step_y, step_x = self.matrix.steps
+        lines = self.tile[1] + (ky - 1) * step_y + self.matrix.folded
+        return (self.tile[0] + self.depth - 1) * lines * (self.tile[2] + (kx - 1) * step_x)
+
+    @property
+    def taps(self) -> int:
+        """Of a stage."""
+        return self.matrix.at_once * self.depth * prod(self.matrix.k[1:])
+
+    @property
+    def stages(self) -> int:
+        return self.matrix.stages * (self.matrix.k[0] // self.depth)
+
+    def shared_bytes(self, precision: Precision) -> int:
+        tables = TABLES * POINTER * (2 * self.tile[0] + self.matrix.k[0])
+        before = SIZES_BYTES + tables + OFFSET_BYTES * self.taps
+        rows = 2 * self.matrix.pieces * self.region_rows + 2 * self.group * 2 * self.maps
+        return -(-before // ALIGNMENT) * ALIGNMENT + WORDS[precision] * rows * PIECE * FLOAT16
+
+
+def maps_of(fout: int) -> int:
+    """Of a block, so that it costs least: maps that are not there count, and what is loaded again for every slice."""
+    return min(reversed(MAPS), key=lambda maps: -(-fout // maps) * (maps + SLICE))
+
+
+def matrices_of(maps: int, precision: Precision) -> int:
+    """Of a block; warpgroup.cu."""
+    return WARPGROUPS * (2 if WORDS[precision] == 1 and maps <= WIDEST_OF_TWO else 1)
+
+
+def tiles_of(problem: Lowering, images: int, tile: Vec3) -> Vec3:
+    """Along z of all images, y and x."""
+    mz, my, mx = problem.out
+    along_z = -(-images * mz // tile[0]) if is_flat(problem) else images * -(-mz // tile[0])
+    return along_z, -(-my // tile[1]), -(-mx // tile[2])
+
+
+def is_flat(problem: Lowering) -> bool:
+    """Whether planes of all images are one row of them: each is made of one plane."""
+    return problem.k[0] == 1 and problem.sliding.padding[0] == 0
+
+
+def applies(problem: Lowering, gpu: Gpu) -> bool:
+    plain = problem.sliding.stride == VALID.stride and problem.activation != "softmax"
+    return plain and gpu.capability == CAPABILITY and plan_of(problem, 1, shared_of(gpu)) is not None
+
+
+def shared_of(gpu: Gpu) -> int:
+    """Bytes that a block may have."""
+    return min(gpu.shared_block_bytes, gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED)
+
+
+@lru_cache(maxsize=4096)
+def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
+    """The tile that costs least. None where no tile and one tap fit `shared` bytes."""
+    matrix, maps = Matrix.of(problem.fin, problem.k), maps_of(problem.fout)
+    best, least = None, inf
+    for row, counts in product(ROWS, _arranged(matrices_of(maps, problem.precision))):
+        extent = tuple(7 * along + 1 for along in row[:2]) + (64 if row[2] else 8,)
+        tile = counts[0] * extent[0], counts[1] * extent[1], counts[2] * extent[2]
+        if tile[0] > 2 * max(images, problem.out[0]):
+            continue
+        plan = _fitting(Plan(matrix, maps, tile, row, matrix.k[0], 1), problem.precision, shared)
+        if plan is not None and (cost := cycles_of(plan, problem, images)) < least:
+            best, least = plan, cost
+    if best is None:
+        return None
+    most = min(best.taps, MOST_GROUP)
+    while best._replace(group=most).shared_bytes(problem.precision) > shared:
+        most -= 1
+    rounds = -(-best.taps // most)
+    return best._replace(group=-(-best.taps // rounds))
+
+
+def cycles_of(plan: Plan, problem: Lowering, images: int) -> float:
+    """Of a multiprocessor, for one slice of maps."""
+    matrices, words = matrices_of(plan.maps, problem.precision), WORDS[problem.precision]
+    products = plan.matrix.products * matrices * (3 if words == 2 else 1) * plan.maps / 2
+    pieces = plan.stages * plan.matrix.pieces * plan.region_rows
+    return prod(tiles_of(problem, images, plan.tile)) * (
+        products + pieces * (FOLDED_CYCLES if plan.matrix.folded else PIECE_CYCLES)
+    )
+
+
+def flops_of(problem: Lowering, images: int, shared: int) -> float:
+    """That the tensor cores do, for voxels and maps that are not there too."""
+    plan = plan_of(problem, images, shared)
+    assert plan is not None, "a tile was found"
+    voxels = prod(tiles_of(problem, images, plan.tile)) * MATRIX * matrices_of(plan.maps, problem.precision)
+    columns = -(-problem.fout // plan.maps) * plan.maps
+    return 2.0 * (3 if problem.precision == "fp32" else 1) * voxels * CHUNK * plan.matrix.products * columns
+
+
+def _fitting(plan: Plan, precision: Precision, shared: int) -> Plan | None:
+    """All planes of k at once, or one, whose kernels lie in the same order where a stage has one chunk."""
+    depths = (plan.depth, 1) if plan.matrix.at_once == 1 else (plan.depth,)
+    return next(
+        (
+            plan._replace(depth=depth)
+            for depth in depths
+            if plan._replace(depth=depth).shared_bytes(precision) <= shared
+        ),
+        None,
+    )
+
+
+def _arranged(count: int) -> Iterator[Vec3]:
+    """All boxes of so many."""
+    for z in (1, 2, 4):
+        for y in (1, 2, 4):
+            if count % (z * y) == 0:
+                yield z, y, count // (z * y)
+
+
+def instances() -> list[Instance]:
+    """Of each kind the narrowest, that of 80 maps and the widest."""
+    return [
+        Instance(SOURCE, kernel_of(maps, precision, folded=folded), 128, (), 64, 64)
+        for precision, maps, folded in product(WORDS, (16, 80, 128), (False, True))
+    ]
+
+
+def kernel_of(maps: int, precision: Precision, *, folded: bool) -> str:
+    value = "half" if precision == "fp16" else "float"
+    return f"gemm_by_warpgroups<{value}, {WORDS[precision]}, {maps}, {'true' if folded else 'false'}>"
+
+
+def resident_bytes(fin: int, fout: int, k: Vec3, precision: Precision) -> int:
+    matrix, maps = Matrix.of(fin, k), maps_of(fout)
+    columns, depth = -(-fout // maps) * maps, matrix.stages * matrix.at_once * CHUNK
+    return FLOAT16 * WORDS[precision] * columns * depth * prod(matrix.k) + FLOAT32 * columns
+
+
+def prepare(weights: ConvWeights, precision: Precision, device: Device) -> TensorWeights:
+    """`kernels` is [slice][chunk][taps][word][2][map][8]."""
+    fout, fin, kz, ky, kx = weights.weight.shape
+    matrix, maps = Matrix.of(fin, (kz, ky, kx)), maps_of(fout)
+    slices, scale = -(-fout // maps), scale_of(weights.weight)
+    if matrix.folded:  # (f', maps, kz, dy of 2, 2, dx of 8, 8) -> a chunk is a map's 2 lines of 8 voxels
+        rows, groups = matrix.k[1:]
+        padded = np.zeros((slices * maps, fin, kz, 2 * rows, PIECE * groups), np.float32)
+        padded[:fout, :, :, :ky, :kx] = scale * weights.weight
+        cut = padded.reshape(slices, maps, fin, kz, rows, 2, groups, PIECE).transpose(0, 2, 3, 4, 6, 5, 1, 7)
+    else:
+        padded = np.zeros((slices * maps, matrix.stages * matrix.at_once * CHUNK, kz, ky, kx), np.float32)
+        padded[:fout, :fin] = scale * weights.weight
+        cut = padded.reshape(slices, maps, -1, 2, PIECE, kz, ky, kx).transpose(0, 2, 5, 6, 7, 3, 1, 4)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not a number shows in the result
+        high = cut.astype(np.float16)
+        words = [high, (cut - high).astype(np.float16)][: WORDS[precision]]
+    bias = np.pad(weights.bias, (0, slices * maps - fout)).astype(np.float32)
+    return TensorWeights(
+        device.put(np.ascontiguousarray(np.stack(words, axis=5)), "kernels of gpu.conv.implicit_gemm"),
+        device.put(bias, "biases of gpu.conv.implicit_gemm"),
+        float(1 / scale),
+    )
+
+
+class WarpgroupProduct:
+    """One problem, ready to run on arrays of so many images."""
+
+    def __init__(self, weights: TensorWeights, problem: Lowering, images: int, device: Device) -> None:
+        plan = plan_of(problem, images, shared_of(device.gpu))
+        assert plan is not None, f"no tile of {problem} fits {shared_of(device.gpu)} bytes of shared memory"
+        self._weights, self._problem, self._plan, self._device = weights, problem, plan, device
+        name = kernel_of(plan.maps, problem.precision, folded=plan.matrix.folded)
+        self._kernel = device.kernels(SOURCE, [name])[name]
+
+    def run(self, x: Any, out: Any, before: Any | None, x_peak: int, out_peak: int) -> None:
+        """See DeviceStep."""
+        problem, plan = self._problem, self._plan
+        matrix, tiles = plan.matrix, tiles_of(problem, len(x), plan.tile)
+        flat, old = is_flat(problem), x if before is None else before
+        slices = -(-problem.fout // plan.maps)
+        at_once = max(1, RESIDENT * self._device.gpu.multiprocessors // slices)
+        kx = problem.k[2]
+        self._kernel(
+            (min(prod(tiles), at_once), slices),
+            (THREADS,),
+            *(old, image_step(old), x, image_step(x), out, image_step(out)),
+            *self._weights,
+            *(np.uint64(x_peak), np.uint64(out_peak)),
+            *(len(x), problem.n[0] - x.shape[1], *problem.n, problem.fin, *problem.out, problem.fout, *matrix.k),
+            *(*problem.sliding.padding, *plan.tile),
+            *(tiles[0] if flat else tiles[0] // len(x), *tiles[1:]),
+            *(*plan.row, *matrix.steps, plan.depth, matrix.pieces, matrix.at_once, plan.stages, plan.group),
+            *(kx if matrix.folded and kx < PIECE else PIECE, int(flat), prod(tiles)),
+            *(whole(8, self._device, old, x), whole(4, self._device, out), ACTIVATIONS.index(problem.activation)),
+            shared=plan.shared_bytes(problem.precision),
+        )

@@ -1,0 +1,142 @@
+/* Products of matrices in shared memory by a warpgroup, four warps in a row: the tensor cores of sm_90a read both factors
+ * from there themselves and go on while the warps do something else.
+ *
+ * A factor lies in shared memory as cores of 8 rows x 8 values, half: 128 bytes, row after row. A row of a core may begin
+ * on any 16 bytes, so a core is any 8 consecutive pieces of 8 values.
+ *
+ * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both factors
+ *         K-major.
+ * Tested  tests/gpu/test_device_ops.py
+ */
+#pragma once
+
+#include "device_ops.cuh"
+
+constexpr int WARPGROUP = 128;
+
+/* Where a factor is, of 16 values along k: `first` its first row, `along_k` and `along_rows` from core to core, in pieces of
+ * 16 bytes, less than 2^14. A factor that begins i pieces later: + i.
+ */
+DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows);
+
+/* d = a b, d += a b where `adds`: a 64 x 16, b 16 x N, d 64 x N float in the warpgroup's registers: thread 32 w + 4 g + t has
+ *   d[4 j], d[4 j + 1] = D[16 w + g][8 j + 2 t, + 1];  d[4 j + 2], d[4 j + 3] = D[16 w + g + 8][8 j + 2 t, + 1]
+ * All threads of the warpgroup call. Nobody may touch d, or write what a and b lie in, before `wgmma_wait`.
+ */
+template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds);
+
+/* Before the first product of some, and where d was written since; after the last; until all are done, d with them. */
+DEVICE void wgmma_begin();
+DEVICE void wgmma_end();
+DEVICE void wgmma_wait();
+template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]);
+
+/* What this thread wrote to shared memory is what products read that begin behind the next barrier. */
+DEVICE void wgmma_publish();
+
+#ifndef ZNNPY_EMULATOR
+
+DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows) {
+    return (unsigned long long)(shared_address(first) >> 4) | (unsigned long long)along_k << 16 |
+           (unsigned long long)along_rows << 32;
+}
+
+// %0, %1, ... and what they are, 8 at a time
+#define WGMMA_TEXT_0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WGMMA_TEXT_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_TEXT_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_TEXT_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_TEXT_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_TEXT_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_TEXT_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_TEXT_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_SUMS(i)                                                                                            \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define WGMMA(N, TEXT, A, B, ADDS, ...)                                                                              \
+    template <> DEVICE void wgmma_half<N>(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds) { \
+        asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " ADDS ", 0; "                                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" TEXT "}, " A ", " B                  \
+                     ", adds, 1, 1, 0, 0; }"                                                                         \
+                     : __VA_ARGS__                                                                                   \
+                     : "l"(a), "l"(b), "r"((int)adds)                                                                \
+                     : "memory");                                                                                    \
+    }
+WGMMA(16, WGMMA_TEXT_0, "%8", "%9", "%10", WGMMA_SUMS(0))
+WGMMA(32, WGMMA_TEXT_0 WGMMA_TEXT_1, "%16", "%17", "%18", WGMMA_SUMS(0), WGMMA_SUMS(8))
+WGMMA(48, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2, "%24", "%25", "%26", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16))
+WGMMA(64, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3, "%32", "%33", "%34", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24))
+WGMMA(80, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4, "%40", "%41", "%42", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32))
+WGMMA(96, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5, "%48", "%49", "%50", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40))
+WGMMA(112, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5 WGMMA_TEXT_6, "%56", "%57", "%58", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40), WGMMA_SUMS(48))
+WGMMA(128, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5 WGMMA_TEXT_6 WGMMA_TEXT_7, "%64", "%65", "%66", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40), WGMMA_SUMS(48), WGMMA_SUMS(56))
+#undef WGMMA
+
+DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]) {
+    wgmma_wait();
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before
+}
+DEVICE void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#else  // the emulator: a product is computed when it is waited for
+
+namespace twin {
+struct WarpgroupProduct {  // a thread's part of one
+    float* d;
+    unsigned long long a, b;
+    int n;
+    bool adds;
+};
+constexpr int MOST_PRODUCTS = 256;
+struct WarpgroupProducts {
+    int count;
+    WarpgroupProduct all[MOST_PRODUCTS];
+};
+inline WarpgroupProducts under_way[1024];  // by thread of the block
+
+/* Row `row` of 8 values, `k` of two. */
+inline const half* row_of(unsigned long long factor, int k, int row) {
+    const size_t mask = (1 << 14) - 1, along_k = factor >> 16 & mask, along_rows = factor >> 32 & mask;
+    const size_t piece = (factor & mask) + k * along_k + row / 8 * along_rows + row % 8;
+    return static_cast<const half*>(emulator::dynamic_shared()) + 8 * piece;
+}
+inline void compute(const WarpgroupProduct& product) {
+    const int thread = emulator::now->number % WARPGROUP, g = thread % WARP / 4, t = thread % 4;
+    for (int i = 0; i < product.n / 2; ++i) {
+        const int row = thread / WARP * 16 + g + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+        float sum = product.adds ? product.d[i] : 0.0f;
+        for (int k = 0; k < 2; ++k) {
+            const half *left = row_of(product.a, k, row), *right = row_of(product.b, k, column);
+            for (int v = 0; v < 8; ++v) sum += to_float(left[v]) * to_float(right[v]);
+        }
+        product.d[i] = sum;
+    }
+}
+}  // namespace twin
+
+DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows) {
+    const size_t at = static_cast<const unsigned char*>(first) - static_cast<const unsigned char*>(emulator::dynamic_shared());
+    if (at % 16 != 0) emulator::fail("wgmma: a factor that does not begin on 16 bytes");
+    if (along_k >= 1 << 14 || along_rows >= 1 << 14) emulator::fail("wgmma: cores too far apart");
+    return at / 16 | (unsigned long long)along_k << 16 | (unsigned long long)along_rows << 32;
+}
+template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds) {
+    twin::WarpgroupProducts& mine = twin::under_way[emulator::now->number];
+    if (mine.count == twin::MOST_PRODUCTS) emulator::fail("wgmma: too many products under way for the emulator");
+    mine.all[mine.count++] = {d, a, b, N, adds};
+}
+DEVICE void wgmma_begin() {}
+DEVICE void wgmma_end() {}
+DEVICE void wgmma_wait() {
+    twin::WarpgroupProducts& mine = twin::under_way[emulator::now->number];
+    for (int i = 0; i < mine.count; ++i) twin::compute(mine.all[i]);
+    mine.count = 0;
+}
+template <int COUNT> DEVICE void wgmma_wait(float (&)[COUNT]) { wgmma_wait(); }
+DEVICE void wgmma_publish() {}
+
+#endif
