@@ -1,13 +1,14 @@
 /* Direct convolution of many input maps by stride-fixed blocks, on float32 units.
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * kernels[d, f, g])
- * Shapes     x (S, n, f), out (S, n - k + 1, f') float or half, images in C order, any number of values apart; f rounded up
- *            to whole QUADs, f' to whole blocks of MAPS. The taps (dz, dy) are gone through in pieces of `span` along x,
- *            and those in segments of SEGMENT maps f, the last of each as short as it must be. kernels
- *            [f' / MAPS][dz][dy][piece][segment][dx of the piece][f of the segment][MAPS] float, bias (padded f') float.
- * Launch     128 threads: VOXELS output voxels, a tile of wide x lines x planes, and MAPS maps. A step is one segment of
- *            one piece: SEGMENT maps of the voxels that lie under it and its kernels, which come to shared memory while
- *            the step before is summed. Thread 8 v + m sums voxels v, v + 16, ... and maps m WIDTH + (0 .. WIDTH), ...
+ * Shapes     x (S, n, f), out (S, n - k + 1, f') float or half, images in C order, any number of values apart; f in
+ *            whole QUADs, f' in whole blocks of MAPS. The taps (dz, dy) are gone through in pieces of `span` along x, and
+ *            those in segments of SEGMENT maps f, the last of each as short as it must be. kernels [f' / MAPS][dz][dy]
+ *            [piece][segment][dx of the piece][f of the segment][MAPS] float, bias (padded f') float.
+ * Launch     128 threads: VOXELS output voxels, a tile of wide x lines x planes, and MAPS maps. A step is one segment
+ *            of one piece: SEGMENT maps of the voxels that lie under it and its kernels, which come to shared memory
+ *            while the step before is summed. Thread 8 v + m sums voxels v, v + 16, ... and maps m WIDTH +
+ *            (0 .. WIDTH), ...
  *            grid (blocks of maps, tiles along x, y, z, images), the first fastest, as one number.
  *            LONG sums are cut: after every `together` steps a thread adds what it has to its voxels and maps of out,
  *            which nobody else reads or writes, and starts from 0; the bias comes last. No register holds a second sum.
@@ -38,10 +39,50 @@ struct Origin {
     int g;
 };
 
+/* Where a block's results lie in an image of the output. */
+struct Part {
+    const Origin& begin;
+    long long mz, my, mx, maps, wide, lines;
+    /* Where the maps of a voxel of the block begin, in values; -1: it is outside. */
+    DEVICE long long maps_of(int voxel) const {
+        const int row = voxel / (int)wide;
+        const long long z = begin.z + row / lines, y = begin.y + row % lines, x = begin.x + voxel % wide;
+        return z < mz && y < my && x < mx ? ((z * my + y) * mx + x) * maps : -1;
+    }
+};
+
 struct Sizes {
     long long carried, ny, nx, fin;
     int ky, kx, span;
 };
+
+/* Where this block begins: maps, then tiles of `planes` planes, then images. */
+template <int MAPS> DEVICE Origin begin_of(long long planes, const Part& part) {
+    const int tiles_x = (part.mx + part.wide - 1) / part.wide, tiles_y = (part.my + part.lines - 1) / part.lines;
+    const int tiles_z = (part.mz + planes - 1) / planes, map_blocks = (part.maps + MAPS - 1) / MAPS;
+    const int tile = blockIdx.x / map_blocks, row = tile / tiles_x, plane = row / tiles_y;
+    return {plane / tiles_z, plane % tiles_z * planes, row % tiles_y * part.lines, tile % tiles_x * part.wide,
+            (int)blockIdx.x % map_blocks * MAPS};
+}
+
+/* `starts`: where voxels of the tile are staged, in values, `columns` of a row and APART apart; `places`: where all
+ * `staged` voxels lie, once it is known where the block begins, which `part` knows too.
+ */
+template <int VOXELS, int MAPS, int APART>
+DEVICE void locate(Origin& begin, int* starts, Place* places, int staged, int columns, const Part& part,
+                   const Sizes& n) {
+    const int wide = (int)part.wide;
+    if (threadIdx.x == 0) begin = begin_of<MAPS>(VOXELS / (int)(part.wide * part.lines), part);
+    for (int i = threadIdx.x; i < VOXELS; i += THREADS) starts[i] = (i / wide * columns + i % wide) * APART;
+    sync_block();
+    for (int i = threadIdx.x; i < staged; i += THREADS) {
+        const int row = i / columns, column = i % columns;
+        const long long z = begin.z + row / part.lines, y = begin.y + row % part.lines;
+        places[i].at = ((z * n.ny + y) * n.nx + begin.x + column) * n.fin;
+        places[i].x = begin.x + column;
+        places[i].z = z < part.mz && y < part.my ? z : -1;
+    }
+}
 
 /* Which taps and maps a step takes: a segment, then the next piece, row, plane of taps. */
 struct Walk {
@@ -61,9 +102,10 @@ struct Walk {
     }
 };
 
-/* The step's maps of all voxels under it: QUADs that reach beyond the maps and voxels that nobody needs become zeros. */
+/* The step's maps of all voxels under it: QUADs beyond the maps and voxels that nobody needs become zeros. */
 template <class T, int SEGMENT, int BYTES>
-DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places, int voxels, const Walk& step, const Sizes& n) {
+DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places, int voxels, const Walk& step,
+                         const Sizes& n) {
     constexpr int UNIT = BYTES / sizeof(T), UNITS = SEGMENT / UNIT;
     const long long shift = ((step.dz * n.ny + step.dy) * n.nx + step.dx) * n.fin + step.first;
     const int filled = step.quads<SEGMENT>(n) * QUAD;
@@ -83,9 +125,12 @@ DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places
     }
 }
 
-DEVICE void stage_kernels(float* to, const float* from, int count) {
+/* Returns how many values that is: next to them lie those of the next step. */
+template <int MAPS> DEVICE int stage_kernels(float* to, const float* from, int quads) {
+    const int count = quads * QUAD * MAPS;
 #pragma unroll 1
     for (int i = 4 * threadIdx.x; i < count; i += 4 * THREADS) cp_async<16>(to + i, from + i);
+    return count;
 }
 
 /* WIDTH neighbouring values of shared memory. */
@@ -152,18 +197,6 @@ DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], cons
     }
 }
 
-/* Where a block's results lie in an image of the output. */
-struct Part {
-    const Origin& begin;
-    long long mz, my, mx, maps, wide, lines;
-    /* Where the maps of a voxel of the block begin, in values; -1: it is outside. */
-    DEVICE long long maps_of(int voxel) const {
-        const int row = voxel / (int)wide;
-        const long long z = begin.z + row / lines, y = begin.y + row % lines, x = begin.x + voxel % wide;
-        return z < mz && y < my && x < mx ? ((z * my + y) * mx + x) * maps : -1;
-    }
-};
-
 /* What this thread wrote before joins its sums. */
 template <int VOXELS, int MAPS, int WIDTH>
 DEVICE void add_written(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const float* image, const Part& part) {
@@ -219,8 +252,17 @@ DEVICE float write(T* image, const float (&sums)[VOXELS / VOXEL_LANES][MAPS / MA
     return largest;
 }
 
-/* BYTES: of a copy of inputs, as all addresses and the number of maps allow. KIND: the activation. VECTORS: four maps may
- * be written at once. LONG: only `together` steps are summed at a time.
+/* The sums so far, with what was `written`, go to the output as they are, and begin anew from 0. */
+template <int VOXELS, int MAPS, int WIDTH, bool VECTORS>
+DEVICE void begin_anew(float* image, float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const Part& part,
+                       bool written) {
+    if (written) add_written<VOXELS, MAPS, WIDTH>(sums, image, part);
+    write<float, VOXELS, MAPS, WIDTH, NONE, VECTORS>(image, sums, part);
+    clear(sums);
+}
+
+/* BYTES: of a copy of inputs, as all addresses and the number of maps allow. KIND: the activation. VECTORS: four maps
+ * may be written at once. LONG: only `together` steps are summed at a time.
  */
 template <class T, int SEGMENT, int VOXELS, int MAPS, int BYTES, int KIND, bool VECTORS, bool LONG>
 __global__ void __launch_bounds__(THREADS, 3)
@@ -237,25 +279,10 @@ __global__ void __launch_bounds__(THREADS, 3)
     unsigned char* const buffers = reinterpret_cast<unsigned char*>(places + staged);
 
     SHARED(Origin, origins, [1]);
-    SHARED(int, starts, [VOXELS]);  // where a tile's voxels are staged, in values
+    SHARED(int, starts, [VOXELS]);
     const Origin& begin = origins[0];
-    const int planes = VOXELS / (int)(wide * lines), map_blocks = (maps + MAPS - 1) / MAPS;
-    if (threadIdx.x == 0) {
-        const int tiles_x = (mx + wide - 1) / wide, tiles_y = (my + lines - 1) / lines, tiles_z = (mz + planes - 1) / planes;
-        const int tile = blockIdx.x / map_blocks, row = tile / tiles_x, plane = row / tiles_y;
-        origins[0] = {plane / tiles_z, plane % tiles_z * (long long)planes, row % tiles_y * lines, tile % tiles_x * wide,
-                      (int)blockIdx.x % map_blocks * MAPS};
-    }
-    for (int i = threadIdx.x; i < VOXELS; i += THREADS)
-        starts[i] = (i / (int)wide * columns + i % (int)wide) * PITCH<T, SEGMENT>;
-    sync_block();
-    for (int i = threadIdx.x; i < staged; i += THREADS) {
-        const int row = i / columns, column = i % columns;
-        const long long z = begin.z + row / lines, y = begin.y + row % lines;
-        places[i].at = ((z * ny + y) * nx + begin.x + column) * fin;
-        places[i].x = begin.x + column;
-        places[i].z = z < mz && y < my ? z : -1;
-    }
+    const Part part = {begin, mz, my, mx, maps, wide, lines};
+    locate<VOXELS, MAPS, PITCH<T, SEGMENT>>(origins[0], starts, places, staged, columns, part, n);
     const long long padded = (fin + QUAD - 1) / QUAD * QUAD;
     const float* coming = kernels + begin.g * kz * ky * kx * padded;
 
@@ -265,7 +292,6 @@ __global__ void __launch_bounds__(THREADS, 3)
     if constexpr (!LONG) add_bias<VOXELS, MAPS, WIDTH>(sums, bias + begin.g + mine);
     sync_block();
 
-    const Part part = {begin, mz, my, mx, maps, wide, lines};
     T* const image = out + begin.s * out_image;
     Walk next;
     int taps = 0, quads = 0;
@@ -277,11 +303,9 @@ __global__ void __launch_bounds__(THREADS, 3)
         const int next_taps = next.taps(n), next_quads = next.quads<SEGMENT>(n);
         unsigned char* const to = buffers + turn * buffer_bytes;
         if (more) {
-            const int count = next_taps * next_quads * QUAD * MAPS;
             stage_voxels<T, SEGMENT, BYTES>(reinterpret_cast<T*>(to), before + begin.s * before_image,
                                             x + begin.s * x_image - carried * ny * nx * fin, places, staged, next, n);
-            stage_kernels(reinterpret_cast<float*>(to + tile_bytes), coming, count);
-            coming += count;
+            coming += stage_kernels<MAPS>(reinterpret_cast<float*>(to + tile_bytes), coming, next_taps * next_quads);
             next.advance<SEGMENT>(n);
         }
         cp_async_commit();
@@ -292,14 +316,11 @@ __global__ void __launch_bounds__(THREADS, 3)
         for (int v = 0; v < MINE; ++v) at[v] = starts[v * VOXEL_LANES + group];
         add_step<T, SEGMENT, VOXELS, MAPS, WIDTH>(sums, reinterpret_cast<const T*>(from), ready, at, taps, quads);
         if (!more) break;
-        if constexpr (LONG) {
+        if constexpr (LONG)
             if (--left == 0) {
-                if (written) add_written<VOXELS, MAPS, WIDTH>(sums, image, part);
-                write<T, VOXELS, MAPS, WIDTH, NONE, VECTORS>(image, sums, part);
-                clear(sums);
+                begin_anew<VOXELS, MAPS, WIDTH, VECTORS>(image, sums, part, written);
                 written = true, left = together;
             }
-        }
         taps = next_taps, quads = next_quads;
         cp_async_wait<0>();
         sync_block();

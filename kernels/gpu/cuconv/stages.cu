@@ -249,6 +249,42 @@ DEVICE float finish(T* to, float4 sum, const float* bias, long long known, int a
     return largest;
 }
 
+/* Where sums go: all of it as the kernel was given it. */
+template <class T> struct Result {
+    T* out;
+    long long out_image;
+    float* parts;
+    const float* bias;
+    long long first, count, voxels, maps;
+    int activation;
+    bool vectors;
+};
+
+/* The sums of a block's slices from shared memory, of `known` voxels from `base` on and maps from g0 on. Returns the
+ * largest magnitude of what is no part.
+ */
+template <int SIDE, bool TENSOR, class T>
+DEVICE float write_sums(const Result<T>& to, const float* staged, long long base, int known, long long g0) {
+    using B = Block<SIDE, TENSOR>;
+    const long long padded = (to.maps + 3) / 4 * 4;
+    float largest = 0.0f;
+    for (int i = threadIdx.x; i < SIDE * SIDE / 4; i += THREADS) {
+        const int v = i / (SIDE / 4), j = i % (SIDE / 4) * 4;
+        const long long g = g0 + j, voxel = to.first + base + v;
+        if (v >= known || g >= to.maps) continue;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int slice = 0; slice < B::SLICES; ++slice) add(sum, four(staged + (slice * SIDE + v) * B::SUM_PITCH + j));
+        if (to.parts != nullptr) {
+            *reinterpret_cast<float4*>(to.parts + (blockIdx.y * to.count + base + v) * padded + g) = sum;
+            continue;
+        }
+        T* const there = to.out + voxel / to.voxels * to.out_image + voxel % to.voxels * to.maps + g;
+        largest = finish(there, sum, to.bias + g, to.maps - g, to.activation, to.vectors, largest);
+    }
+    return largest;
+}
+
 /* `parts` null: one part has all taps. `first`, `count`: the voxels of this launch. VECTORS: inputs are copied four at
  * a time, `vectors`: outputs are written so: numbers of maps and all addresses allow it.
  */
@@ -311,20 +347,8 @@ __global__ void __launch_bounds__(THREADS, Block<SIDE, TENSOR>::RESIDENT)
     put_sums<SIDE, TENSOR>(staged, sums);
     sync_block();
 
-    float largest = 0.0f;
-    for (int i = threadIdx.x; i < SIDE * SIDE / 4; i += THREADS) {
-        const int v = i / (SIDE / 4), j = i % (SIDE / 4) * 4;
-        const long long g = g0 + j, voxel = first + base + v;
-        if (v >= known || g >= maps) continue;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int slice = 0; slice < B::SLICES; ++slice) add(sum, four(staged + (slice * SIDE + v) * B::SUM_PITCH + j));
-        if (parts != nullptr)
-            *reinterpret_cast<float4*>(parts + (blockIdx.y * count + base + v) * padded + g) = sum;
-        else
-            largest = finish(out + voxel / voxels * out_image + voxel % voxels * maps + g, sum, bias + g, maps - g,
-                             (int)activation, vectors != 0, largest);
-    }
+    const Result<T> to = {out, out_image, parts, bias, first, count, voxels, maps, (int)activation, vectors != 0};
+    const float largest = write_sums<SIDE, TENSOR>(to, staged, base, known, g0);
     raise_peak_by_warp(peak, largest);
 }
 
