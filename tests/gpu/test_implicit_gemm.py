@@ -12,7 +12,7 @@ import pytest
 from closeness import INPUTS, MACHINE, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
-from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
+from znnpy.kernels.gpu.implicit_gemm import floats, tensor
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
 from znnpy.kernels.primitive import ConvWeights, Variant

@@ -266,50 +266,61 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
         }
     }
 
-    /* Results of a tile; the largest magnitude. `quads`: four maps may be written at once. */
-    DEVICE float store(const float (&sums)[MATRICES][SUMS], const Tile<T>& tile, const float* bias, float unscale,
-                       int activation, bool quads) const {
-        const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, odd = lane % 2;
+    /* Sums become results. The kind is asked for once: were it for every value, the code would not fit its cache. */
+    DEVICE void conclude(float (&sums)[MATRICES][SUMS], const float* bias, float unscale, int activation) const {
         const float back = 1.0f / scale;  // one after the other: their product may be too small for a number
-        float largest = 0.0f;
-        T* voxels[MATRICES][2];
 #pragma unroll
-        for (int i = 0; i < MATRICES; ++i) {
-            const int3 first = firsts[threadIdx.x / WARPGROUP * MATRICES + i];
+        for (int j = 0; j < N / 8; ++j) {
+            const float2 added = load_activation2(bias + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = thread / WARP * 2 + h;
-                T* const plane = tile.out[first.x + row * n.row_z];
-                const int y = tile.corner[0] + first.y + row * n.row_y, x = tile.corner[1] + first.z + row * n.row_x + lane / 4;
-                voxels[i][h] = plane != nullptr && y < n.my && x < n.mx ? plane + ((long long)y * n.mx + x) * n.fout : nullptr;
-            }
+            for (int i = 0; i < MATRICES; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    sums[i][4 * j + e] = back * (unscale * sums[i][4 * j + e]) + (e % 2 ? added.y : added.x);
         }
+        if (activation == RELU) conclude_by<RELU>(sums);
+        if (activation == TANH) conclude_by<TANH>(sums);
+        if (activation == SIGMOID) conclude_by<SIGMOID>(sums);
+    }
+
+    template <int KIND> DEVICE void conclude_by(float (&sums)[MATRICES][SUMS]) const {
 #pragma unroll
-        for (int j = 0; j < N / 8; j += 2) {  // an even lane writes four maps of the first 8, an odd one of the others
-            const int own = 8 * (j + odd) + lane % 4 / 2 * 4, left = n.fout - (int)blockIdx.y * N - own;
-            const float4 added = *reinterpret_cast<const float4*>(bias + own);
+        for (int i = 0; i < MATRICES * SUMS; ++i) sums[i / SUMS][i % SUMS] = activate<KIND>(sums[i / SUMS][i % SUMS]);
+    }
+
+    /* Write a tile's results; the largest magnitude. `left`: maps from this block's first on. `quads`: four may be written
+     * at once. */
+    DEVICE float store(const float (&sums)[MATRICES][SUMS], const Tile<T>& tile, int left, bool quads) const {
+        const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, odd = lane % 2;
+        float largest = 0.0f;
 #pragma unroll
-            for (int i = 0; i < MATRICES * 2; ++i) {
-                const float* const s = sums[i / 2] + 4 * j + 2 * (i % 2);
+        for (int i = 0; i < MATRICES * 2; ++i) {
+            const int3 first = firsts[threadIdx.x / WARPGROUP * MATRICES + i / 2];
+            const int row = thread / WARP * 2 + i % 2;
+            T* const plane = tile.out[first.x + row * n.row_z];
+            const int y = tile.corner[0] + first.y + row * n.row_y, x = tile.corner[1] + first.z + row * n.row_x + lane / 4;
+            const bool there = plane != nullptr && y < n.my && x < n.mx;
+            T* const to = plane + ((long long)y * n.mx + x) * n.fout + (n.fout - left) + 8 * odd + lane % 4 / 2 * 4;
+            const float* const all = sums[i / 2] + 2 * (i % 2);
+#pragma unroll
+            for (int j = 0; j < N / 8; j += 2) {  // an even lane writes four maps of the first 8, an odd one of the others
+                const float* const s = all + 4 * j;
                 const float a = shuffle_xor(odd ? s[0] : s[4], 1), b = shuffle_xor(odd ? s[1] : s[5], 1);
-                T* const to = voxels[i / 2][i % 2] + blockIdx.y * N + own;
-                if (voxels[i / 2][i % 2] == nullptr || left <= 0) continue;
-                const float4 done = make_float4(activate(back * (unscale * (odd ? a : s[0])) + added.x, activation),
-                                                activate(back * (unscale * (odd ? b : s[1])) + added.y, activation),
-                                                activate(back * (unscale * (odd ? s[4] : a)) + added.z, activation),
-                                                activate(back * (unscale * (odd ? s[5] : b)) + added.w, activation));
-                largest = larger_magnitude(largest, done.x);
-                if (left > 1) largest = larger_magnitude(largest, done.y);
-                if (left > 2) largest = larger_magnitude(largest, done.z);
-                if (left > 3) largest = larger_magnitude(largest, done.w);
+                const float4 four = odd ? make_float4(a, b, s[4], s[5]) : make_float4(s[0], s[1], a, b);
+                const int more = left - 8 * (j + odd) - lane % 4 / 2 * 4;
+                if (!there || more <= 0) continue;
+                largest = larger_magnitude(largest, four.x);
+                if (more > 1) largest = larger_magnitude(largest, four.y);
+                if (more > 2) largest = larger_magnitude(largest, four.z);
+                if (more > 3) largest = larger_magnitude(largest, four.w);
                 if (quads) {
-                    store_activation4(to, done);
+                    store_activation4(to + 8 * j, four);
                     continue;
                 }
-                store_activation(to, done.x);
-                if (left > 1) store_activation(to + 1, done.y);
-                if (left > 2) store_activation(to + 2, done.z);
-                if (left > 3) store_activation(to + 3, done.w);
+                store_activation(to + 8 * j, four.x);
+                if (more > 1) store_activation(to + 8 * j + 1, four.y);
+                if (more > 2) store_activation(to + 8 * j + 2, four.z);
+                if (more > 3) store_activation(to + 8 * j + 3, four.w);
             }
         }
         return largest;
@@ -343,8 +354,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     sync_block();
     void* const tables = shared + 1;
     int* const offsets = reinterpret_cast<int*>(static_cast<long long*>(tables) + TABLES * (2 * tz + kz));
-    SHARED(int3, firsts, [WARPGROUPS * 2]);
-    half* const regions = reinterpret_cast<half*>((reinterpret_cast<size_t>(offsets + taps) + 127) / 128 * 128);
+    int3* const firsts = reinterpret_cast<int3*>(offsets + taps);
+    half* const regions = reinterpret_cast<half*>((reinterpret_cast<size_t>(firsts + WARPGROUPS * 2) + 127) / 128 * 128);
     if (threadIdx.x < WARPGROUPS * Tiles::MATRICES) {
         const int uz = 7 * (int)row_z + 1, uy = 7 * (int)row_y + 1, ux = row_x ? MATRIX : 8, i = threadIdx.x;
         const int along_x = (int)tx / ux, along_y = (int)ty / uy;
@@ -370,8 +381,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         const Tile<T> now = product.table(turn);
         float sums[Tiles::MATRICES][Tiles::SUMS] = {};
         product.run(sums, kernels, stage, round, now, product.table(turn + 1), more);
-        largest = larger_magnitude(
-            largest, product.store(sums, now, bias + blockIdx.y * N, unscale, (int)activation, quads != 0));
+        product.conclude(sums, bias + blockIdx.y * N, unscale, (int)activation);
+        largest = larger_magnitude(largest, product.store(sums, now, (int)fout - (int)blockIdx.y * N, quads != 0));
     }
     raise_peak_by_warp(out_peak, largest);
 }

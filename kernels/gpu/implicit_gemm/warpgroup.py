@@ -122,7 +122,7 @@ class Plan(NamedTuple):
 
     def shared_bytes(self, precision: Precision) -> int:
         tables = TABLES * POINTER * (2 * self.tile[0] + self.matrix.k[0])
-        before = SIZES_BYTES + tables + OFFSET_BYTES * self.taps
+        before = SIZES_BYTES + tables + OFFSET_BYTES * (self.taps + 3 * 2 * WARPGROUPS)
         rows = 2 * self.matrix.pieces * self.region_rows + 2 * self.group * 2 * self.maps
         return -(-before // ALIGNMENT) * ALIGNMENT + WORDS[precision] * rows * PIECE * FLOAT16
 
@@ -165,7 +165,7 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
     matrix, maps = Matrix.of(problem.fin, problem.k), maps_of(problem.fout)
     best, least = None, inf
     for row, counts in product(ROWS, _arranged(matrices_of(maps, problem.precision))):
-        extent = tuple(7 * along + 1 for along in row[:2]) + (64 if row[2] else 8,)
+        extent = 7 * row[0] + 1, 7 * row[1] + 1, 64 if row[2] else 8
         tile = counts[0] * extent[0], counts[1] * extent[1], counts[2] * extent[2]
         if tile[0] > 2 * max(images, problem.out[0]):
             continue
