@@ -14,6 +14,7 @@ from znnpy.kernels.gpu.block.division import card_of
 from znnpy.kernels.gpu.block.primitive import (
     MAPS,
     MOST_SHARED,
+    MOST_TERMS,
     RESIDENT,
     SEGMENTS,
     VOXELS,
@@ -59,6 +60,17 @@ def test_equals_the_definition(device: Any, shape: ConvShape, variant: Variant) 
     assert_close(out, x, weights, shape)
     assert error_of(out, x, weights, shape) <= 1e-6
     assert peak == np.abs(out).max()
+
+
+@pytest.mark.parametrize("scale", [0, 1, 10])
+@pytest.mark.parametrize("fin", [MOST_TERMS, MOST_TERMS + 1])
+def test_sums_are_cut_before_they_lose_too_much(device: Any, fin: int, scale: int) -> None:
+    """Without a bias, which makes the answer larger, and with one that is larger than the rest of a sum."""
+    shape = ConvShape(1, fin, 64, (1, 4, 16), (1, 1, 1), "none")
+    x, weights = random_input(shape), random_weights(shape)
+    weights.bias[...] *= scale
+    out, _ = run(device, shape, x, weights, NARROW)
+    assert error_of(out, x, weights, shape) <= 1e-6
 
 
 @pytest.mark.parametrize("gap", [0, 3])

@@ -2,7 +2,7 @@
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * kernels[d, f, g])
  * Shapes     x (S, n, f), out (S, n - k + 1, f') float or half, images in C order, any number of values apart; f in
- *            whole QUADs, f' in whole blocks of MAPS. The taps (dz, dy) are gone through in pieces of `span` along x, and
+ *            whole QUADs, f' in blocks of MAPS. The taps (dz, dy) are gone through in pieces of `span` along x, and
  *            those in segments of SEGMENT maps f, the last of each as short as it must be. kernels [f' / MAPS][dz][dy]
  *            [piece][segment][dx of the piece][f of the segment][MAPS] float, bias (padded f') float.
  * Launch     128 threads: VOXELS output voxels, a tile of wide x lines x planes, and MAPS maps. A step is one segment
@@ -11,7 +11,8 @@
  *            (0 .. WIDTH), ...
  *            grid (blocks of maps, tiles along x, y, z, images), the first fastest, as one number.
  *            LONG sums are cut: after every `together` steps a thread adds what it has to its voxels and maps of out,
- *            which nobody else reads or writes, and starts from 0; the bias comes last. No register holds a second sum.
+ *            which nobody else reads or writes, and starts from 0. No register holds a second sum. The bias comes last:
+ *            beside it, small terms would be rounded more.
  * Bound      arithmetic (float32 units): VOXELS / 16 * MAPS / 8 products for VOXELS / 64 + MAPS / 8 / WIDTH reads of 16
  *            bytes of shared memory, 64 for 4 at VOXELS = 128, MAPS = 64.
  * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2. There a
@@ -289,7 +290,6 @@ __global__ void __launch_bounds__(THREADS, 3)
     const int group = threadIdx.x / MAP_LANES, mine = threadIdx.x % MAP_LANES * WIDTH;
     float sums[MINE][MY_MAPS];
     clear(sums);
-    if constexpr (!LONG) add_bias<VOXELS, MAPS, WIDTH>(sums, bias + begin.g + mine);
     sync_block();
 
     T* const image = out + begin.s * out_image;
@@ -326,10 +326,9 @@ __global__ void __launch_bounds__(THREADS, 3)
         sync_block();
     }
 
-    if constexpr (LONG) {
+    if constexpr (LONG)
         if (written) add_written<VOXELS, MAPS, WIDTH>(sums, image, part);
-        add_bias<VOXELS, MAPS, WIDTH>(sums, bias + begin.g + mine);
-    }
+    add_bias<VOXELS, MAPS, WIDTH>(sums, bias + begin.g + mine);
     const float largest = write<T, VOXELS, MAPS, WIDTH, KIND, VECTORS>(image, sums, part);
     raise_peak_by_warp(peak, largest);
 }
