@@ -19,6 +19,11 @@
 #endif
 
 #define DEVICE __device__ __forceinline__
+#ifdef ZNNPY_EMULATOR
+#define CALLED inline
+#else
+#define CALLED __device__ __noinline__  // a function with an address of its own
+#endif
 
 /* Shared memory of a block. Neither holds anything meaningful when a block starts.
  *   EXTERN_SHARED(float2, lines);           as many bytes as the launch gave, on 128 bytes: `float2* lines`

@@ -57,6 +57,9 @@ template <class T> struct Tile {
 };
 constexpr int TABLES = 3;  // of tiles: a tile's results may be on their way while the next but one begins
 
+/* Called, since code for every sum would take registers from all of them. */
+template <int KIND> CALLED float smooth(float value) { return activate<KIND>(value); }
+
 /* Of a tile: its first map and dz. */
 struct Stage {
     int map, dz;
@@ -232,12 +235,10 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
                 const int end = more ? min(begin + share, last) : 0;
                 Piece<T> some[AT_ONCE];
                 int index = begin + threadIdx.x;
-                if (loops.straight)
-                    copy(index, end, stage + 1, following, behind);
-                else
-                    bring(some, index, end, following, behind);
-                cp_async_commit();
+                if (!loops.straight) bring(some, index, end, following, behind);
                 multiply(WORDS == 2 ? parts : sums, rows, taps + (round & 1) * buffer, stage, first, count);
+                if (loops.straight) copy(index, end, stage + 1, following, behind);
+                cp_async_commit();
                 if (!loops.straight) {
 #pragma unroll 1
                     while (true) {
@@ -285,7 +286,10 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
 
     template <int KIND> DEVICE void conclude_by(float (&sums)[MATRICES][SUMS]) const {
 #pragma unroll
-        for (int i = 0; i < MATRICES * SUMS; ++i) sums[i / SUMS][i % SUMS] = activate<KIND>(sums[i / SUMS][i % SUMS]);
+        for (int i = 0; i < MATRICES * SUMS; ++i) {
+            float& sum = sums[i / SUMS][i % SUMS];
+            sum = KIND == RELU ? activate<KIND>(sum) : smooth<KIND>(sum);
+        }
     }
 
     /* Write a tile's results; the largest magnitude. `left`: maps from this block's first on. `quads`: four may be written
