@@ -19,6 +19,7 @@ _USED = re.compile(
     r"Used (\d+) registers(?:[^\n]*? (\d+) bytes smem)?",
     re.DOTALL,
 )
+_SERIALIZED = re.compile(r".*wgmma\.mma_async instructions are serialized.*")  # C7510 .. C7520, said as information
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,10 @@ class Used:
 def compile_for(
     architecture: int, source: str, names: Sequence[str], defines: Mapping[str, int | str]
 ) -> dict[str, Used]:
-    """Compile `names` of kernels/gpu/`source` for sm_`architecture`; AssertionError with the compiler's words."""
+    """Compile `names` of kernels/gpu/`source` for sm_`architecture`; AssertionError with the compiler's words.
+
+    Products of a warpgroup that wait one by one are an error: right, and at a half or a quarter of the speed.
+    """
     nvrtc = _library()
     program = ctypes.c_void_p()
     text = source_text(source).encode()
@@ -51,6 +55,8 @@ def compile_for(
     nvrtc.nvrtcGetProgramLog(program, log)
     told = log.value.decode()
     assert code == 0, f"{source} for sm_{architecture}:\n{told[:4000]}"
+    slow = _SERIALIZED.findall(told)
+    assert not slow, f"{source} for sm_{architecture}:\n" + "\n".join(slow)
     lowered = {name: _lowered(nvrtc, program, name) for name in names}
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     found = {

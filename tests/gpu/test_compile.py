@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -127,3 +128,35 @@ def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
     (tmp_path / "wrong.cu").write_text("__global__ void wrong() { nothing(); }\n")
     with pytest.raises(AssertionError, match=r'(?s)wrong.cu for sm_90:.*identifier "nothing" is undefined'):
         compile_for(90, str(tmp_path / "wrong.cu"), ["wrong"], {})
+
+
+@pytest.mark.parametrize(
+    ("between", "told"),
+    [
+        ("", None),
+        ("sums[0] = 3.0f * sums[1];", r"(?s)for sm_90:.*\(C75\d\d\).* serialized .*products"),
+    ],
+)
+def test_products_that_wait_one_by_one_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str, told: str | None
+) -> None:
+    """As where sums are touched between two of them."""
+    source = tmp_path / "waits.cu"
+    source.write_text(
+        f"""
+        #include "wgmma.cuh"
+        extern "C" __global__ void products(unsigned long long a, unsigned long long b, float* out) {{
+            float sums[8] = {{}};
+            wgmma_begin();
+            wgmma_half<16>(sums, a, b, true);
+            {between}
+            wgmma_half<16>(sums, a + 64, b + 64, true);
+            wgmma_end();
+            wgmma_wait(sums);
+            for (int i = 0; i < 8; ++i) out[i * WARPGROUP + threadIdx.x] = sums[i];
+        }}
+        """
+    )
+    monkeypatch.setitem(ONE_CARD, str(source), "sm_90a")
+    with nullcontext() if told is None else pytest.raises(AssertionError, match=told):
+        assert compile_for(90, str(source), ["products"], {})["products"].spilled == 0
