@@ -43,7 +43,13 @@ WIDEST_OF_TWO = 80  # maps, with which a warpgroup holds the sums of two matrice
 FEWEST_TAPS, MOST_GROUP = 8, 16  # of a stage, if there are so many maps; between two barriers
 SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
 ROWS: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from row to row of 8 voxels of a matrix
-PIECE_CYCLES, FOLDED_CYCLES = 0.5, 2.0  # of a multiprocessor, to bring 16 bytes of a region: assumed
+# Cycles, fitted to 80 to 80 and 1 to 80 maps on an H200, k = 1 to 9: what a matrix costs beside its products,
+# a group of taps, and a piece of a region.
+MATRIX_CYCLES = {"fp16": 800, "tf32": 800, "fp32": 1400}
+ROUND_CYCLES = 250
+PIECE_CYCLES = {"fp16": 0.6, "tf32": 1.7, "fp32": 1.7}
+FOLDED_CYCLES = 0.2
+FLOPS_OF_CYCLE = 4096  # of 64 x N x 16 products in N / 2 cycles
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,48 +175,37 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
         tile = counts[0] * extent[0], counts[1] * extent[1], counts[2] * extent[2]
         if tile[0] > 2 * max(images, problem.out[0]):
             continue
-        plan = _fitting(Plan(matrix, maps, tile, row, matrix.k[0], 1), problem.precision, shared)
-        if plan is not None and (cost := cycles_of(plan, problem, images)) < least:
-            best, least = plan, cost
-    if best is None:
-        return None
-    most = min(best.taps, MOST_GROUP)
-    while best._replace(group=most).shared_bytes(problem.precision) > shared:
-        most -= 1
-    rounds = -(-best.taps // most)
-    return best._replace(group=-(-best.taps // rounds))
+        # One plane of k at once: its kernels lie in the same order where a stage has one chunk.
+        for depth in {matrix.k[0], 1} if matrix.at_once == 1 else {matrix.k[0]}:
+            plan = _grouped(Plan(matrix, maps, tile, row, depth, 1), problem.precision, shared)
+            if plan is not None and (cost := cycles_of(plan, problem, images)) < least:
+                best, least = plan, cost
+    return best
+
+
+def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
+    """With as many taps at once as fit; None where one does not."""
+    taps = WORDS[precision] * 2 * CHUNK * plan.maps * FLOAT16  # bytes of a tap, twice
+    most = min(plan.taps, MOST_GROUP, (shared - plan._replace(group=0).shared_bytes(precision)) // taps)
+    return plan._replace(group=-(-plan.taps // -(-plan.taps // most))) if most > 0 else None
 
 
 def cycles_of(plan: Plan, problem: Lowering, images: int) -> float:
     """Of a multiprocessor, for one slice of maps."""
-    matrices, words = matrices_of(plan.maps, problem.precision), WORDS[problem.precision]
-    products = plan.matrix.products * matrices * (3 if words == 2 else 1) * plan.maps / 2
+    matrices, folded = matrices_of(plan.maps, problem.precision), plan.matrix.folded
+    products = plan.matrix.products * matrices * (3 if problem.precision == "fp32" else 1) * plan.maps / 2
     pieces = plan.stages * plan.matrix.pieces * plan.region_rows
-    return prod(tiles_of(problem, images, plan.tile)) * (
-        products + pieces * (FOLDED_CYCLES if plan.matrix.folded else PIECE_CYCLES)
-    )
+    rounds = plan.stages * -(-plan.taps // plan.group)
+    beside = MATRIX_CYCLES[problem.precision] * matrices + ROUND_CYCLES * rounds
+    each = products + beside + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES[problem.precision])
+    return prod(tiles_of(problem, images, plan.tile)) * each
 
 
 def flops_of(problem: Lowering, images: int, shared: int) -> float:
-    """That the tensor cores do, for voxels and maps that are not there too."""
+    """That tensor cores could do meanwhile."""
     plan = plan_of(problem, images, shared)
     assert plan is not None, "a tile was found"
-    voxels = prod(tiles_of(problem, images, plan.tile)) * MATRIX * matrices_of(plan.maps, problem.precision)
-    columns = -(-problem.fout // plan.maps) * plan.maps
-    return 2.0 * (3 if problem.precision == "fp32" else 1) * voxels * CHUNK * plan.matrix.products * columns
-
-
-def _fitting(plan: Plan, precision: Precision, shared: int) -> Plan | None:
-    """All planes of k at once, or one, whose kernels lie in the same order where a stage has one chunk."""
-    depths = (plan.depth, 1) if plan.matrix.at_once == 1 else (plan.depth,)
-    return next(
-        (
-            plan._replace(depth=depth)
-            for depth in depths
-            if plan._replace(depth=depth).shared_bytes(precision) <= shared
-        ),
-        None,
-    )
+    return FLOPS_OF_CYCLE * -(-problem.fout // plan.maps) * cycles_of(plan, problem, images)
 
 
 def _arranged(count: int) -> Iterator[Vec3]:
