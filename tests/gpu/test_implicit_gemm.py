@@ -110,6 +110,20 @@ def test_is_as_accurate_for_odd_inputs(device: Any, way: tuple[str, Precision], 
     assert error(out, exact_of(SHAPES[1], x, weights)) <= 1e-6
 
 
+@pytest.mark.parametrize("scale", [0, 1, 10])
+@pytest.mark.parametrize("units", ["float", "tensor", "warpgroup"])
+def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
+    """With the largest bias, begun with which a sum would lose more; without one, which makes the answer larger."""
+    shape = ConvShape(1, 125, 64, (2, 5, 20), (2, 2, 5), "none")
+    assert prod(shape.k) * shape.fin == floats.MOST_TERMS
+    x, weights = random_input(shape), random_weights(shape)
+    weights.bias[...] *= scale
+    out, _ = run(device, (units, "fp32"), shape, x, weights)
+    assert error(out, exact_of(shape, x, weights)) <= 1e-6
+    longer = GEMM.variants(replace(shape, fin=126), WITH_GPU)
+    assert [variant.word("units") for variant in longer] == ["warpgroup", "tensor"]
+
+
 @pytest.mark.parametrize(("fin", "gap"), [(8, 0), (8, 7), (8, 8), (1, 3), (3, 0), (12, 4)])
 @pytest.mark.parametrize("carried", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)

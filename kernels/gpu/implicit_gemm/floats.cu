@@ -134,8 +134,14 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
             for (int v = 0; v < LANE_VOXELS; ++v)
 #pragma unroll
-                for (int g = 0; g < GROUP; ++g) sums[v][g] = sums_maps ? bias[g0 + g] : 0.0f;
+                for (int g = 0; g < GROUP; ++g) sums[v][g] = 0.0f;
             accumulate<T, GROUP, PADDED>(sums, tile, windows, known, kernels + g0, pitch, sums_maps, n);
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) {  // last: beside it, small terms would be rounded more
+                const float added = sums_maps ? bias[g0 + g] : 0.0f;
+#pragma unroll
+                for (int v = 0; v < LANE_VOXELS; ++v) sums[v][g] += added;
+            }
 #pragma unroll
             for (int v = 0; v < LANE_VOXELS; ++v) {
                 const int voxel = v * WARP + lane;
