@@ -108,12 +108,12 @@ inline void compute(const WarpgroupProduct& product) {
     const int thread = emulator::now->number % WARPGROUP, g = thread % WARP / 4, t = thread % 4;
     for (int i = 0; i < product.n / 2; ++i) {
         const int row = thread / WARP * 16 + g + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
-        float sum = product.adds ? product.d[i] : 0.0f;
+        float sum = 0.0f;
         for (int k = 0; k < 2; ++k) {
             const half *left = row_of(product.a, k, row), *right = row_of(product.b, k, column);
             for (int v = 0; v < 8; ++v) sum += to_float(left[v]) * to_float(right[v]);
         }
-        product.d[i] = sum;
+        product.d[i] = product.adds ? product.d[i] + sum : sum;  // rounded once, as mma_half's twin does
     }
 }
 }  // namespace twin
