@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from znnpy.errors import ShapeError
 from znnpy.kernels.gpu import conv_direct
-from znnpy.kernels.gpu.implicit_gemm import floats, tensor
+from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, Precision, Sliding, Vec3, text
@@ -144,7 +144,7 @@ def convolve(
     """Cross-correlation with zeros around the image, bias and activation; kernels are uploaded anew, and freed.
 
     implicit_gemm runs on tensor cores, float32 arrays in fp32 and tf32, float16 arrays in fp16; float16 arrays in fp32,
-    or where softmax follows, on float32 units.
+    or where softmax follows, on float32 units. At strides of 1 an H100 or H200 multiplies as warpgroup.py says.
 
     ShapeError where tensor cores are to multiply kernels so large that no tile fits shared memory.
     """
@@ -165,15 +165,18 @@ def convolve(
 
 
 def _on_tensor_cores(device: Device, x: Any, out: Any, weights: ConvWeights, problem: Lowering) -> None:
-    if tensor.plan_of(problem, len(x), device.gpu.shared_block_bytes) is None:
+    soft = problem.activation == "softmax"  # a pass of its own: a block does not see all maps
+    plain = replace(problem, activation="none") if soft else problem
+    by_warpgroups = warpgroup.applies(plain, device.gpu)
+    if not by_warpgroups and tensor.plan_of(plain, len(x), device.gpu.shared_block_bytes) is None:
         raise ShapeError(
             f"kernels of {text(problem.k)} are too large for implicit_gemm: no tile of the image fits "
             f"{device.gpu.shared_block_bytes:,} bytes of shared memory; use method='direct'"
         )
-    soft = problem.activation == "softmax"  # a pass of its own: a block does not see all maps
-    parts = tensor.prepare(weights, problem.precision, device)
+    parts = (warpgroup if by_warpgroups else tensor).prepare(weights, problem.precision, device)
     peak = device.allocate(FLOAT32, "the largest value of an image")
-    step = tensor.TensorProduct(parts, replace(problem, activation="none") if soft else problem, len(x), device)
+    product = warpgroup.WarpgroupProduct if by_warpgroups else tensor.TensorProduct
+    step = product(parts, plain, len(x), device)
     with _lent(device, parts.kernels, parts.bias, peak):
         if problem.precision != "fp16":
             _find_peak(device, x, peak)

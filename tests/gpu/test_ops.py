@@ -18,6 +18,7 @@ from znnpy import ops
 from znnpy.errors import ShapeError
 from znnpy.kernels import reference
 from znnpy.kernels.gpu import ops as on_gpu
+from znnpy.kernels.gpu.implicit_gemm import warpgroup
 from znnpy.kernels.gpu.ops import turning
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.shapes import Activation, Precision, Sliding
@@ -169,7 +170,22 @@ WAYS: list[tuple[ops.Method, Precision, str, float, str]] = [
     ("implicit_gemm", "fp32", "float16", 5e-4, "lowered<half"),
     ("implicit_gemm", "tf32", "float32", 1e-3, "gemm<float, 1"),
     ("implicit_gemm", "fp16", "float16", 2e-3, "gemm<half, 1"),
+    ("implicit_gemm", "fp32", "float32", 1e-6, "gemm_by_warpgroups<float, 2"),
+    ("implicit_gemm", "tf32", "float32", 1e-3, "gemm_by_warpgroups<float, 1"),
+    ("implicit_gemm", "fp16", "float16", 2e-3, "gemm_by_warpgroups<half, 1"),
 ]
+
+
+def as_older(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device, as if its tensor cores did not read shared memory."""
+    monkeypatch.setattr(device, "gpu", replace(device.gpu, capability=(8, 0)))
+
+
+@pytest.fixture(params=["as it is", "older"])
+def either(device: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    if request.param == "older":
+        as_older(device, monkeypatch)
+    return device
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
@@ -188,6 +204,10 @@ def test_convolutions(
 ) -> None:
     compiled = _compiled(device, monkeypatch)
     host, weights, sliding = values(case.shape, dtype), case.weights(), case.sliding
+    if kernel.startswith("gemm<"):
+        as_older(device, monkeypatch)
+    elif sliding.stride != (1, 1, 1) or device.gpu.capability != warpgroup.CAPABILITY:
+        kernel = kernel.replace("gemm_by_warpgroups", "gemm")
     x = images(device, host, 5)
     for activation in ("relu", "softmax"):
         words: dict[str, Any] = {"activation": activation, "mode": mode}
@@ -216,7 +236,7 @@ def _compiled(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("precision", "allowed", "power"), [("fp32", 1e-6, 18), ("tf32", 1e-3, 26)])
 def test_values_far_below_the_largest_are_as_exact(
-    device: Any, precision: Precision, allowed: float, power: int
+    either: Any, precision: Precision, allowed: float, power: int
 ) -> None:
     case = Convolution((1, 3, 8, 20, 16), 8, (2, 3, 3), Sliding())
     host, weights = values(case.shape), case.weights()
@@ -224,20 +244,20 @@ def test_values_far_below_the_largest_are_as_exact(
     host[0, 0, 0, 0, 0] = 2.0**power
     weights.bias[...] = 0
     exact = reference.convolve_sliding(host, weights.weight, weights.bias, "none")
-    out = ops.convolve(device.put(host, "x"), weights, method="implicit_gemm", precision=precision, device=device)
-    assert_near(device.get(out)[:, :, 1:, 1:], exact[:, :, 1:, 1:], "float32", allowed)  # windows without it
+    out = ops.convolve(either.put(host, "x"), weights, method="implicit_gemm", precision=precision, device=either)
+    assert_near(either.get(out)[:, :, 1:, 1:], exact[:, :, 1:, 1:], "float32", allowed)  # windows without it
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e25])
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-6), ("tf32", 1e-3)])
-def test_values_of_any_size_are_split(device: Any, precision: Precision, allowed: float, size: float) -> None:
+def test_values_of_any_size_are_split(either: Any, precision: Precision, allowed: float, size: float) -> None:
     case = CONVOLUTIONS[0]
     host, weights = values(case.shape) * np.float32(size), case.weights()
     weights.bias[...] = 0
     exact = reference.convolve_sliding(host, weights.weight, weights.bias, "none")
-    x = images(device, host, 5)
-    out = ops.convolve(x, weights, method="implicit_gemm", precision=precision, device=device)
-    assert_near(device.get(out) / np.float32(size), exact / size, "float32", allowed)
+    x = images(either, host, 5)
+    out = ops.convolve(x, weights, method="implicit_gemm", precision=precision, device=either)
+    assert_near(either.get(out) / np.float32(size), exact / size, "float32", allowed)
 
 
 def test_kernels_too_large_for_shared_memory_are_refused() -> None:
@@ -325,16 +345,16 @@ def test_the_largest_value_is_found_wherever_it_is(small: Any, shape: tuple[int,
 
 @pytest.mark.parametrize("method", ["direct", "implicit_gemm", "softmax"])
 @TYPES
-def test_memory_beside_is_given_back_when_the_work_is_done(device: Any, method: Any, dtype: str) -> None:
-    x, weights = device.put(values(CONVOLUTIONS[0].shape, dtype), "x"), CONVOLUTIONS[0].weights()
+def test_memory_beside_is_given_back_when_the_work_is_done(either: Any, method: Any, dtype: str) -> None:
+    x, weights = either.put(values(CONVOLUTIONS[0].shape, dtype), "x"), CONVOLUTIONS[0].weights()
     gc.collect()
-    held = device.allocated
+    held = either.allocated
     if method == "softmax":
-        out = ops.softmax(x, "all", device=device)
+        out = ops.softmax(x, "all", device=either)
     else:
-        out = ops.convolve(x, weights, method=method, padding=(1, 1, 1), device=device)
-    assert device.stream.done
-    assert device.allocated == held + out.nbytes
+        out = ops.convolve(x, weights, method=method, padding=(1, 1, 1), device=either)
+    assert either.stream.done
+    assert either.allocated == held + out.nbytes
 
 
 def test_what_needs_no_memory_does_not_wait() -> None:
