@@ -268,3 +268,17 @@ def why_not_plain(shape: LayerShape, pooling: str = "cpu.conv.fft_lanes") -> str
     if not isinstance(shape, ConvShape):
         return f"computes convolutions, not {shape.kind}"
     return f"does not pool into fragments what it computes: see {pooling}" if shape.pools else None
+
+
+def why_not_on_gpu(shape: LayerShape, machine: Machine, *, softmax: bool = True) -> str | None:
+    """None if `shape` is a convolution and nothing more and there is a GPU to compute it on; else what is in the way.
+
+    softmax  False: for primitives that see some of a voxel's maps at a time
+    """
+    if machine.gpu is None:
+        return "needs a CUDA device"
+    if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+        return reason
+    if as_conv(shape).activation == "softmax" and not softmax:
+        return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
+    return None

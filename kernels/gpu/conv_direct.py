@@ -23,7 +23,7 @@ import numpy as np
 
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
 from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -156,9 +156,7 @@ class ConvDirect:
     source: str = "definition; Convolution in CUDA from first principles"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if machine.gpu is None:
-            return "needs a CUDA device"
-        return why_not_plain(shape, "gpu.conv.fft_tiled")
+        return why_not_on_gpu(shape, machine)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         """Shared memory first, where its tile fits."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, COMPLEX64, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -97,11 +97,9 @@ class ConvFft:
     source: str = "ZNNi IV-B.2 (algorithm 3) with the pruned transforms of III-C, on cuFFT"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+        if reason := why_not_on_gpu(shape, machine):
             return reason
         shape = as_conv(shape)
-        if machine.gpu is None:
-            return "needs a CUDA device"
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see gpu.conv.direct"
         if max(shape.n) > LONGEST:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from znnpy.kernels.gpu.block.division import Image, card_of, divide_single
 from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -144,19 +144,16 @@ class ConvFirst:
     source: str = "Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU, 3.1"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if machine.gpu is None:
-            return "needs a CUDA device"
-        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+        if reason := why_not_on_gpu(shape, machine, softmax=False):
             return reason
         shape = as_conv(shape)
-        if shape.activation == "softmax":
-            return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
         if shape.fin > MOST_MAPS:
             return f"takes up to {MOST_MAPS} input maps, not {shape.fin}"
         if shape.k[2] > WIDEST:
             return f"takes kernels up to {WIDEST} along x, not {shape.k[2]}"
         if shape.batch > MOST_IMAGES:
             return f"takes up to {MOST_IMAGES} images, not {shape.batch}"
+        assert machine.gpu is not None
         plan = _plan(shape.fin, shape.fout, shape.k, _units(shape), _most_groups(shape.fout))
         needed, there = _shared_bytes(plan, shape.fin, shape.k, _wide(shape)), machine.gpu.shared_block_bytes
         if needed > there:

@@ -26,7 +26,7 @@ import numpy as np
 
 from znnpy.kernels.gpu.block.division import card_of, divide_multiple
 from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -261,13 +261,9 @@ class ConvBlock:
     source: str = "Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU, 3.2"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if machine.gpu is None:
-            return "needs a CUDA device"
-        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+        if reason := why_not_on_gpu(shape, machine, softmax=False):
             return reason
         shape = as_conv(shape)
-        if shape.activation == "softmax":
-            return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
         blocks = max(_blocks(shape, _Division.of(variant)) for variant in self.variants(shape, machine))
         if blocks > MOST_BLOCKS:
             return f"takes up to {MOST_BLOCKS} blocks of voxels and maps, not {blocks}"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from znnpy.kernels.gpu.cuconv.parts import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Cut, choices, cut
 from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
@@ -82,13 +82,9 @@ class CuConv:
     source: str = "Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if machine.gpu is None:
-            return "needs a CUDA device"
-        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+        if reason := why_not_on_gpu(shape, machine, softmax=False):
             return reason
         shape = as_conv(shape)
-        if shape.activation == "softmax":
-            return "softmax needs all maps of a voxel in one place: see gpu.conv.direct"
         if prod(shape.k) >= HEAVIEST:
             return f"takes kernels of fewer than {HEAVIEST} taps, not {prod(shape.k)}"
         return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_plain
+from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -40,9 +40,7 @@ class ConvImplicitGemm:
     source: str = "Chetlur et al., cuDNN, 2014"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if machine.gpu is None:
-            return "needs a CUDA device"
-        if reason := why_not_plain(shape, "gpu.conv.fft_tiled"):
+        if reason := why_not_on_gpu(shape, machine):
             return reason
         if not self.variants(shape, machine):
             terms = prod(as_conv(shape).k) * as_conv(shape).fin
