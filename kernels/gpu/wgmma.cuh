@@ -6,7 +6,7 @@
  *
  * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both factors
  *         K-major.
- * Tested  tests/gpu/test_device_ops.py
+ * Tested  tests/gpu/test_implicit_gemm.py
  */
 #pragma once
 
@@ -25,8 +25,10 @@ DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along
  */
 template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds);
 
-/* Before the first product of some, and where d was written since; after the last; until all are done, d with them. */
-DEVICE void wgmma_begin();
+/* Before the first product of some, with all sums that they add to (or the compiler has every product waited for); after
+ * the last; until all are done, d with them.
+ */
+template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]);
 DEVICE void wgmma_end();
 DEVICE void wgmma_wait();
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]);
@@ -71,8 +73,21 @@ WGMMA(96, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA
 WGMMA(112, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5 WGMMA_TEXT_6, "%56", "%57", "%58", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40), WGMMA_SUMS(48))
 WGMMA(128, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5 WGMMA_TEXT_6 WGMMA_TEXT_7, "%64", "%65", "%66", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40), WGMMA_SUMS(48), WGMMA_SUMS(56))
 #undef WGMMA
+#undef WGMMA_SUMS
+#undef WGMMA_TEXT_0
+#undef WGMMA_TEXT_1
+#undef WGMMA_TEXT_2
+#undef WGMMA_TEXT_3
+#undef WGMMA_TEXT_4
+#undef WGMMA_TEXT_5
+#undef WGMMA_TEXT_6
+#undef WGMMA_TEXT_7
 
-DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]) {
+#pragma unroll
+    for (int i = 0; i < ROWS * COUNT; ++i) asm volatile("" : "+f"(d[i / COUNT][i % COUNT])::"memory");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 DEVICE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]) {
@@ -129,7 +144,7 @@ template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a,
     if (mine.count == twin::MOST_PRODUCTS) emulator::fail("wgmma: too many products under way for the emulator");
     mine.all[mine.count++] = {d, a, b, N, adds};
 }
-DEVICE void wgmma_begin() {}
+template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&)[ROWS][COUNT]) {}
 DEVICE void wgmma_end() {}
 DEVICE void wgmma_wait() {
     twin::WarpgroupProducts& mine = twin::under_way[emulator::now->number];

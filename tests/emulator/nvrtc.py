@@ -19,7 +19,8 @@ _USED = re.compile(
     r"Used (\d+) registers(?:[^\n]*? (\d+) bytes smem)?",
     re.DOTALL,
 )
-_SERIALIZED = re.compile(r".*wgmma\.mma_async instructions are serialized.*")  # C7510 .. C7520, said as information
+# Said as information.
+_SERIALIZED = re.compile(r".*(?:wgmma\.mma_async instructions are serialized|warpgroup\.wait is injected).*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,14 +120,14 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
         const T* const plane = tile.in[slot + stage.dz];
         const int y = tile.corner[0] - n.py + line;
         x = tile.corner[1] - n.px + column;
-        const int map = FOLDED ? piece : stage.map + piece * PIECE;
+        const int map = stage.map + (FOLDED ? piece : piece * PIECE);
         if (plane == nullptr || y < 0 || y >= n.ny || map >= n.fin || (!FOLDED && (x < 0 || x >= n.nx))) return nullptr;
         return plane + ((long long)y * n.nx + x) * n.fin + map;
     }
 
     DEVICE Stage stage_of(int stage) const {
         const int chunk = n.deep == 1 ? stage : stage / n.deep;
-        return {chunk * n.pieces * PIECE, stage - chunk * n.deep};
+        return {chunk * n.pieces * (FOLDED ? 1 : PIECE), stage - chunk * n.deep};
     }
 
     DEVICE half* place(int stage, int row, int piece) const { return region(stage) + (piece * n.rows + row) * PIECE; }
@@ -185,20 +185,28 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
 
     DEVICE void multiply(float (&sums)[MATRICES][SUMS], const unsigned long long (&rows)[MATRICES], const half* kernels,
                          int stage, int first, int count) const {
-        unsigned long long at = wgmma_factor(kernels, N, PIECE);
+        const unsigned long long factor = wgmma_factor(kernels, N, PIECE);
         const int low = n.pieces * n.rows, begin = (stage & 1) * WORDS * low;
+        sync_warp();
+        wgmma_begin(sums);
+        if (WORDS == 2) {  // the small ones first: less is cut off
+            unsigned long long at = factor;
 #pragma unroll 1
-        for (int tap = first; tap < first + count; ++tap, at += TAP / PIECE) {
-            wgmma_begin();
-            const int offset = begin + offsets[tap];
+            for (int tap = first; tap < first + count; ++tap, at += TAP / PIECE) {
+                const int offset = begin + offsets[tap];
 #pragma unroll
-            for (int i = 0; i < MATRICES; ++i) {
-                if (WORDS == 2) {  // the small ones first
+                for (int i = 0; i < MATRICES; ++i) {
                     wgmma_half<N>(sums[i], rows[i] + offset + low, at, tap > first);
                     wgmma_half<N>(sums[i], rows[i] + offset, at + 2 * N, true);
                 }
-                wgmma_half<N>(sums[i], rows[i] + offset, at, true);
             }
+        }
+        unsigned long long at = factor;
+#pragma unroll 1
+        for (int tap = first; tap < first + count; ++tap, at += TAP / PIECE) {
+            const int offset = begin + offsets[tap];
+#pragma unroll
+            for (int i = 0; i < MATRICES; ++i) wgmma_half<N>(sums[i], rows[i] + offset, at, true);
         }
         wgmma_end();
     }
@@ -253,7 +261,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
         }
     }
 
-    /* Wait for the products of a group of taps. In the same turn of the loop, or the compiler has them wait one by one. */
+    /* Wait for the products of a group of taps. */
     DEVICE void finish(float (&sums)[MATRICES][SUMS], float (&parts)[MATRICES][SUMS]) const {
 #pragma unroll
         for (int i = 0; i < MATRICES; ++i) {

@@ -15,6 +15,7 @@ from znnpy.kernels.gpu.implicit_gemm.tensor import (
     CHUNK,
     MOST_FOLDED,
     PIECE,
+    PRECISIONS,
     WORDS,
     TensorWeights,
     chunks_of,
@@ -39,8 +40,10 @@ SHARED = 228 * 1024 // RESIDENT - 1024  # bytes that a block may have: what work
 RESERVED = 1024  # bytes of shared memory that a block has beside its own
 SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 176, 8, 4, 128  # warpgroup.cu
 MAPS = tuple(range(16, 129, 16))  # of a block
-WIDEST_OF_TWO = 80  # maps, with which a warpgroup holds the sums of two matrices
-FEWEST_TAPS, MOST_GROUP = 8, 16  # of a stage, if there are so many maps; between two barriers
+WIDEST_OF_TWO = 80  # maps, with which a warpgroup holds two matrices of sums
+FEWEST_TAPS = 5  # of a stage, if there are so many maps
+# Taps between two barriers. In fp32 tensor cores add up no more of them, since they cut off what they add.
+MOST_GROUP = {"fp16": 16, "tf32": 16, "fp32": 5}
 SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
 ROWS: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from row to row of 8 voxels of a matrix
 # Cycles, fitted to 80 to 80 and 1 to 80 maps on an H200, k = 1 to 9: what a matrix costs beside its products,
@@ -49,6 +52,7 @@ MATRIX_CYCLES = {"fp16": 800, "tf32": 800, "fp32": 1400}
 ROUND_CYCLES = 250
 PIECE_CYCLES = {"fp16": 0.6, "tf32": 1.7, "fp32": 1.7}
 FOLDED_CYCLES = 0.2
+STACK_BYTES, SPILLED_BYTES = 96, 96  # of a thread, outside of the loops
 FLOPS_OF_CYCLE = 4096  # of 64 x N x 16 products in N / 2 cycles
 
 
@@ -81,7 +85,7 @@ class Matrix:
     def at_once(self) -> int:
         """Chunks of a stage, of which there are as few as can be that have FEWEST_TAPS."""
         if self.folded:
-            return self.chunks
+            return 1
         stages = -(-self.chunks // -(-FEWEST_TAPS // prod(self.k)))
         return -(-self.chunks // stages)
 
@@ -133,9 +137,11 @@ class Plan(NamedTuple):
         return -(-before // ALIGNMENT) * ALIGNMENT + WORDS[precision] * rows * PIECE * FLOAT16
 
 
-def maps_of(fout: int) -> int:
+def maps_of(fout: int, precision: Precision) -> int:
     """Of a block, so that it costs least: maps that are not there count, and what is loaded again for every slice."""
-    return min(reversed(MAPS), key=lambda maps: -(-fout // maps) * (maps + SLICE))
+    widest = WIDEST_OF_TWO if WORDS[precision] == 2 else MAPS[-1]
+    fitting = [maps for maps in reversed(MAPS) if maps <= widest]
+    return min(fitting, key=lambda maps: -(-fout // maps) * (maps + SLICE))
 
 
 def matrices_of(maps: int, precision: Precision) -> int:
@@ -168,7 +174,7 @@ def shared_of(gpu: Gpu) -> int:
 @lru_cache(maxsize=4096)
 def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
     """The tile that costs least. None where no tile and one tap fit `shared` bytes."""
-    matrix, maps = Matrix.of(problem.fin, problem.k), maps_of(problem.fout)
+    matrix, maps = Matrix.of(problem.fin, problem.k), maps_of(problem.fout, problem.precision)
     best, least = None, inf
     for row, counts in product(ROWS, _arranged(matrices_of(maps, problem.precision))):
         extent = 7 * row[0] + 1, 7 * row[1] + 1, 64 if row[2] else 8
@@ -176,7 +182,7 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
         if tile[0] > 2 * max(images, problem.out[0]):
             continue
         # One plane of k at once: its kernels lie in the same order where a stage has one chunk.
-        for depth in {matrix.k[0], 1} if matrix.at_once == 1 else {matrix.k[0]}:
+        for depth in (matrix.k[0], 1)[: 2 if matrix.at_once == 1 < matrix.k[0] else 1]:
             plan = _grouped(Plan(matrix, maps, tile, row, depth, 1), problem.precision, shared)
             if plan is not None and (cost := cycles_of(plan, problem, images)) < least:
                 best, least = plan, cost
@@ -186,7 +192,7 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
 def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
     """With as many taps at once as fit; None where one does not."""
     taps = WORDS[precision] * 2 * CHUNK * plan.maps * FLOAT16  # bytes of a tap, twice
-    most = min(plan.taps, MOST_GROUP, (shared - plan._replace(group=0).shared_bytes(precision)) // taps)
+    most = min(plan.taps, MOST_GROUP[precision], (shared - plan._replace(group=0).shared_bytes(precision)) // taps)
     return plan._replace(group=-(-plan.taps // -(-plan.taps // most))) if most > 0 else None
 
 
@@ -217,10 +223,12 @@ def _arranged(count: int) -> Iterator[Vec3]:
 
 
 def instances() -> list[Instance]:
-    """Of each kind the narrowest, that of 80 maps and the widest."""
+    """All of them: each has registers of its own."""
+    kinds = [(maps, word, folded) for maps, word, folded in product(MAPS, PRECISIONS.values(), (False, True))]
     return [
-        Instance(SOURCE, kernel_of(maps, precision, folded=folded), 128, (), 64, 64)
-        for precision, maps, folded in product(WORDS, (16, 80, 128), (False, True))
+        Instance(SOURCE, kernel_of(maps, precision, folded=folded), 128, (), STACK_BYTES, SPILLED_BYTES)
+        for maps, precision, folded in kinds
+        if maps_of(maps, precision) == maps
     ]
 
 
@@ -230,7 +238,7 @@ def kernel_of(maps: int, precision: Precision, *, folded: bool) -> str:
 
 
 def resident_bytes(fin: int, fout: int, k: Vec3, precision: Precision) -> int:
-    matrix, maps = Matrix.of(fin, k), maps_of(fout)
+    matrix, maps = Matrix.of(fin, k), maps_of(fout, precision)
     columns, depth = -(-fout // maps) * maps, matrix.stages * matrix.at_once * CHUNK
     return FLOAT16 * WORDS[precision] * columns * depth * prod(matrix.k) + FLOAT32 * columns
 
@@ -238,7 +246,7 @@ def resident_bytes(fin: int, fout: int, k: Vec3, precision: Precision) -> int:
 def prepare(weights: ConvWeights, precision: Precision, device: Device) -> TensorWeights:
     """`kernels` is [slice][chunk][taps][word][2][map][8]."""
     fout, fin, kz, ky, kx = weights.weight.shape
-    matrix, maps = Matrix.of(fin, (kz, ky, kx)), maps_of(fout)
+    matrix, maps = Matrix.of(fin, (kz, ky, kx)), maps_of(fout, precision)
     slices, scale = -(-fout // maps), scale_of(weights.weight)
     if matrix.folded:  # (f', maps, kz, dy of 2, 2, dx of 8, 8) -> a chunk is a map's 2 lines of 8 voxels
         rows, groups = matrix.k[1:]
