@@ -56,8 +56,9 @@ CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the
 # Of kernels whose results no card has shown yet: too slow to be chosen, or measured, unless `only` asks for them.
 UNSEEN = Rate(flops=0.5e12, nbytes=0.5e12)
 # Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's were fitted to runs of 80 to 80 maps, of which
-# benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3, 5 and 7, and layers_k9-.. 9; the others are
-# assumed.
+# benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3, 5 and 7, and layers_k9-.. 9; those of
+# gpu.conv.implicit_gemm, block and cuconv to layers_gemm-.., layers_first-.., papers_pascal-.. and papers_cuconv-..;
+# the others are assumed.
 GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_fft16": Rate(flops=18e12, nbytes=3.4e12),
     "gpu_fft24": Rate(flops=19e12, nbytes=3.0e12),
@@ -72,8 +73,8 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_wgmma_half": Rate(flops=570e12, nbytes=3.0e12),
     "gpu_wgmma_split": Rate(flops=680e12, nbytes=3.0e12),
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
-    "gpu_block": UNSEEN,
-    "gpu_cuconv": UNSEEN,
+    "gpu_block": Rate(flops=38e12, nbytes=2.0e12),
+    "gpu_cuconv": Rate(flops=25e12, nbytes=1.5e12),
     "gpu_stream": Rate(flops=25e12, nbytes=2.8e12),
     "gpu_cufft": Rate(flops=8e12, nbytes=2.5e12),
     "gpu_cudnn_fp32": Rate(flops=28e12, nbytes=3.0e12),
