@@ -1,11 +1,11 @@
-/* Products of matrices in shared memory by a warpgroup, four warps in a row: the tensor cores of sm_90a read both factors
- * from there themselves and go on while the warps do something else.
+/* Products of matrices in shared memory by a warpgroup, four warps in a row: the tensor cores of sm_90a read both
+ * factors from there themselves and go on while the warps do something else.
  *
- * A factor lies in shared memory as cores of 8 rows x 8 values, half: 128 bytes, row after row. A row of a core may begin
- * on any 16 bytes, so a core is any 8 consecutive pieces of 8 values.
+ * A factor lies in shared memory as cores of 8 rows x 8 values, half: 128 bytes, row after row. A row of a core may
+ * begin on any 16 bytes, so a core is any 8 consecutive pieces of 8 values.
  *
- * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both factors
- *         K-major.
+ * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both
+ *         factors K-major.
  * Tested  tests/gpu/test_implicit_gemm.py
  */
 #pragma once
@@ -14,19 +14,20 @@
 
 constexpr int WARPGROUP = 128;
 
-/* Where a factor is, of 16 values along k: `first` its first row, `along_k` and `along_rows` from core to core, in pieces of
- * 16 bytes, less than 2^14. A factor that begins i pieces later: + i.
+/* Where a factor is, of 16 values along k: `first` its first row, `along_k` and `along_rows` from core to core, in
+ * pieces of 16 bytes, less than 2^14. A factor that begins i pieces later: + i.
  */
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows);
 
-/* d = a b, d += a b where `adds`: a 64 x 16, b 16 x N, d 64 x N float in the warpgroup's registers: thread 32 w + 4 g + t has
+/* d = a b, d += a b where `adds`: a 64 x 16, b 16 x N, d 64 x N float in the warpgroup's registers: thread
+ * 32 w + 4 g + t has
  *   d[4 j], d[4 j + 1] = D[16 w + g][8 j + 2 t, + 1];  d[4 j + 2], d[4 j + 3] = D[16 w + g + 8][8 j + 2 t, + 1]
  * All threads of the warpgroup call. Nobody may touch d, or write what a and b lie in, before `wgmma_wait`.
  */
 template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds);
 
-/* Before the first product of some, with all sums that they add to (or the compiler has every product waited for); after
- * the last; until all are done, d with them.
+/* Before the first product of some, with all sums that they add to (or the compiler has every product waited for);
+ * after the last; until all are done, d with them.
  */
 template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]);
 DEVICE void wgmma_end();
@@ -43,45 +44,61 @@ DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along
            (unsigned long long)along_rows << 32;
 }
 
-// %0, %1, ... and what they are, 8 at a time
-#define WGMMA_TEXT_0 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define WGMMA_TEXT_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_TEXT_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define WGMMA_TEXT_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_TEXT_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define WGMMA_TEXT_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define WGMMA_TEXT_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define WGMMA_TEXT_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_SUMS(i)                                                                                            \
+// %0, %1, ... of N / 2 sums, and what they are
+#define WGMMA_TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WGMMA_TEXT_32 WGMMA_TEXT_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_TEXT_48 WGMMA_TEXT_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_TEXT_64 WGMMA_TEXT_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_TEXT_80 WGMMA_TEXT_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_TEXT_96 WGMMA_TEXT_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_TEXT_112 WGMMA_TEXT_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_TEXT_128 WGMMA_TEXT_112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_EIGHT(i)                                                                                           \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
-#define WGMMA(N, TEXT, A, B, ADDS, ...)                                                                              \
+#define WGMMA_SUMS_16 WGMMA_EIGHT(0)
+#define WGMMA_SUMS_32 WGMMA_SUMS_16, WGMMA_EIGHT(8)
+#define WGMMA_SUMS_48 WGMMA_SUMS_32, WGMMA_EIGHT(16)
+#define WGMMA_SUMS_64 WGMMA_SUMS_48, WGMMA_EIGHT(24)
+#define WGMMA_SUMS_80 WGMMA_SUMS_64, WGMMA_EIGHT(32)
+#define WGMMA_SUMS_96 WGMMA_SUMS_80, WGMMA_EIGHT(40)
+#define WGMMA_SUMS_112 WGMMA_SUMS_96, WGMMA_EIGHT(48)
+#define WGMMA_SUMS_128 WGMMA_SUMS_112, WGMMA_EIGHT(56)
+#define WGMMA(N, A, B, ADDS)                                                                                          \
     template <> DEVICE void wgmma_half<N>(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds) { \
         asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " ADDS ", 0; "                                            \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" TEXT "}, " A ", " B                  \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" WGMMA_TEXT_##N "}, " A ", " B         \
                      ", adds, 1, 1, 0, 0; }"                                                                         \
-                     : __VA_ARGS__                                                                                   \
+                     : WGMMA_SUMS_##N                                                                                \
                      : "l"(a), "l"(b), "r"((int)adds)                                                                \
                      : "memory");                                                                                    \
     }
-WGMMA(16, WGMMA_TEXT_0, "%8", "%9", "%10", WGMMA_SUMS(0))
-WGMMA(32, WGMMA_TEXT_0 WGMMA_TEXT_1, "%16", "%17", "%18", WGMMA_SUMS(0), WGMMA_SUMS(8))
-WGMMA(48, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2, "%24", "%25", "%26", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16))
-WGMMA(64, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3, "%32", "%33", "%34", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24))
-WGMMA(80, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4, "%40", "%41", "%42", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32))
-WGMMA(96, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5, "%48", "%49", "%50", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40))
-WGMMA(112, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5 WGMMA_TEXT_6, "%56", "%57", "%58", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40), WGMMA_SUMS(48))
-WGMMA(128, WGMMA_TEXT_0 WGMMA_TEXT_1 WGMMA_TEXT_2 WGMMA_TEXT_3 WGMMA_TEXT_4 WGMMA_TEXT_5 WGMMA_TEXT_6 WGMMA_TEXT_7, "%64", "%65", "%66", WGMMA_SUMS(0), WGMMA_SUMS(8), WGMMA_SUMS(16), WGMMA_SUMS(24), WGMMA_SUMS(32), WGMMA_SUMS(40), WGMMA_SUMS(48), WGMMA_SUMS(56))
+WGMMA(16, "%8", "%9", "%10")
+WGMMA(32, "%16", "%17", "%18")
+WGMMA(48, "%24", "%25", "%26")
+WGMMA(64, "%32", "%33", "%34")
+WGMMA(80, "%40", "%41", "%42")
+WGMMA(96, "%48", "%49", "%50")
+WGMMA(112, "%56", "%57", "%58")
+WGMMA(128, "%64", "%65", "%66")
+#undef WGMMA_TEXT_16
+#undef WGMMA_SUMS_16
+#undef WGMMA_TEXT_32
+#undef WGMMA_SUMS_32
+#undef WGMMA_TEXT_48
+#undef WGMMA_SUMS_48
+#undef WGMMA_TEXT_64
+#undef WGMMA_SUMS_64
+#undef WGMMA_TEXT_80
+#undef WGMMA_SUMS_80
+#undef WGMMA_TEXT_96
+#undef WGMMA_SUMS_96
+#undef WGMMA_TEXT_112
+#undef WGMMA_SUMS_112
+#undef WGMMA_TEXT_128
+#undef WGMMA_SUMS_128
+#undef WGMMA_EIGHT
 #undef WGMMA
-#undef WGMMA_SUMS
-#undef WGMMA_TEXT_0
-#undef WGMMA_TEXT_1
-#undef WGMMA_TEXT_2
-#undef WGMMA_TEXT_3
-#undef WGMMA_TEXT_4
-#undef WGMMA_TEXT_5
-#undef WGMMA_TEXT_6
-#undef WGMMA_TEXT_7
 
 template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]) {
 #pragma unroll
@@ -134,7 +151,8 @@ inline void compute(const WarpgroupProduct& product) {
 }  // namespace twin
 
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows) {
-    const size_t at = static_cast<const unsigned char*>(first) - static_cast<const unsigned char*>(emulator::dynamic_shared());
+    const auto* const begin = static_cast<const unsigned char*>(emulator::dynamic_shared());
+    const size_t at = static_cast<const unsigned char*>(first) - begin;
     if (at % 16 != 0) emulator::fail("wgmma: a factor that does not begin on 16 bytes");
     if (along_k >= 1 << 14 || along_rows >= 1 << 14) emulator::fail("wgmma: cores too far apart");
     return at / 16 | (unsigned long long)along_k << 16 | (unsigned long long)along_rows << 32;

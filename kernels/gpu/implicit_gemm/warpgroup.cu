@@ -3,22 +3,23 @@
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i - padding + d, f] * kernels[g, f, d])
  * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart. kernels
- *            [slice of maps][stage][tap][word][2][N][8] half times a power of two, zeros where maps end; bias (slices * N)
- *            float.
- * Method     A block computes a tile: 64 voxels of out a matrix, 8 rows of 8 along x, times N maps. What the windows of the
- *            tile meet of a stage's maps, its region, lies in shared memory in pieces of 8 maps of a voxel, voxel after
- *            voxel: any 8 voxels in a row are a core of a factor (wgmma.cuh), so a tap is an offset and the lowered matrix
- *            nowhere. A stage is some chunks of 16 maps and all dz, or one; its taps (chunk, dz, dy, dx) come in groups.
- *            While one is multiplied the next group's kernels and pieces of the next stage's region come, of the next tile
- *            too. A block takes every gridDim.x-th tile.
- * Folded     few maps in: a piece is a map's 8 voxels from x on, and two lines are the 16 values of a chunk. Kernels have
- *            zeros where ky and kx end: what is not a number there reaches the sums.
- * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product; the
- *            tensor cores cut off what they add, so they add no more than a group of taps. float values are scaled by a
- *            power of two so that the largest that there is, *x_peak, stays below 2^14.
+ *            [slice of maps][stage][tap][word][2][N][8] half times a power of two, zeros where maps end; bias
+ *            (slices * N) float.
+ * Method     A block computes a tile: 64 voxels of out a matrix, 8 rows of 8 along x, times N maps. What the windows of
+ *            the tile meet of a stage's maps, its region, lies in shared memory in pieces of 8 maps of a voxel, voxel
+ *            after voxel: any 8 voxels in a row are a core of a factor (wgmma.cuh), so a tap is an offset and the
+ *            lowered matrix nowhere. A stage is some chunks of 16 maps and all dz, or one; its taps (chunk, dz, dy, dx)
+ *            come in groups. While one is multiplied the next group's kernels and pieces of the next stage's region
+ *            come, of the next tile too. A block takes every gridDim.x-th tile.
+ * Folded     few maps in: a piece is a map's 8 voxels from x on, two lines are the 16 values of a chunk, a stage has
+ *            one map. Kernels have zeros where ky and kx end: what is not a number there reaches the sums.
+ * Words      1: values as one float16, summed up by tensor cores, which cut off what they add: thousands of products of
+ *            one sign may lose 1e-3. 2: as two, h + l, and l H + h L + h H leaves out less than 2^-21 of a product; no
+ *            more than a group of taps is added up there. float values are scaled by a power of two so that the largest
+ *            that there is, *x_peak, stays below 2^14.
  * Bound      tensor cores: 64 N 16 products take N / 2 cycles of theirs, and 16 + N / 4 of shared memory's.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
- * Tested     tests/gpu/test_implicit_gemm.py
+ * Tested     tests/gpu/test_implicit_gemm.py, test_warpgroup.py
  */
 #include "activation.cuh"
 #include "pieces.cuh"
@@ -167,7 +168,8 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
     }
 
     DEVICE void bring_taps(half* to, const half* from, int count) const {
-        for (int i = threadIdx.x; i < count * (TAP / PIECE); i += THREADS) cp_async<16>(to + i * PIECE, from + i * PIECE);
+        for (int i = threadIdx.x; i < count * (TAP / PIECE); i += THREADS)
+            cp_async<16>(to + i * PIECE, from + i * PIECE);
     }
 
     /* The first region and the first kernels. */
@@ -211,8 +213,8 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
         wgmma_end();
     }
 
-    /* A tile, whose first region and kernels are there or on their way: its sums. `stage` and `round` go on from tile to
-     * tile; `next`: the tile behind it, if `follows`. */
+    /* A tile, whose first region and kernels are there or on their way: its sums. `stage` and `round` go on from tile
+     * to tile; `next`: the tile behind it, if `follows`. */
     DEVICE void run(float (&sums)[MATRICES][SUMS], const half* kernels, int& stage, int& round, const Tile<T>& tile,
                     const Tile<T>& next, bool follows) const {
         unsigned long long rows[MATRICES];
@@ -224,7 +226,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
                                    FOLDED ? n.columns : n.rows, along_rows);
         }
         const int buffer = loops.group * TAP, last = n.pieces * n.rows;
-        const int share = (last + loops.groups - 1) / loops.groups;  // of the region, while a group of taps is multiplied
+        const int share = (last + loops.groups - 1) / loops.groups;  // of the region, brought beside a group of taps
         const half* coming = kernels;
         float parts[MATRICES][SUMS];
 #pragma unroll 1
@@ -239,7 +241,10 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
                 wgmma_publish();
                 sync_block();
                 coming = left == 0 && ends ? kernels : coming + count * TAP;
-                if (left > 0 || more) bring_taps(taps + ((round + 1) & 1) * buffer, coming, min(loops.group, left > 0 ? left : loops.taps));
+                if (left > 0 || more) {
+                    const int wanted = min(loops.group, left > 0 ? left : loops.taps);
+                    bring_taps(taps + ((round + 1) & 1) * buffer, coming, wanted);
+                }
                 const int end = more ? min(begin + share, last) : 0;
                 Piece<T> some[AT_ONCE];
                 int index = begin + threadIdx.x;
@@ -300,8 +305,8 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
         }
     }
 
-    /* Write a tile's results; the largest magnitude. `left`: maps from this block's first on. `quads`: four may be written
-     * at once. */
+    /* Write a tile's results; the largest magnitude. `left`: maps from this block's first on. `quads`: four may be
+     * written at once. */
     DEVICE float store(const float (&sums)[MATRICES][SUMS], const Tile<T>& tile, int left, bool quads) const {
         const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, odd = lane % 2;
         float largest = 0.0f;
@@ -310,12 +315,13 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
             const int3 first = firsts[threadIdx.x / WARPGROUP * MATRICES + i / 2];
             const int row = thread / WARP * 2 + i % 2;
             T* const plane = tile.out[first.x + row * n.row_z];
-            const int y = tile.corner[0] + first.y + row * n.row_y, x = tile.corner[1] + first.z + row * n.row_x + lane / 4;
+            const int y = tile.corner[0] + first.y + row * n.row_y;
+            const int x = tile.corner[1] + first.z + row * n.row_x + lane / 4;
             const bool there = plane != nullptr && y < n.my && x < n.mx;
             T* const to = plane + ((long long)y * n.mx + x) * n.fout + (n.fout - left) + 8 * odd + lane % 4 / 2 * 4;
             const float* const all = sums[i / 2] + 2 * (i % 2);
 #pragma unroll
-            for (int j = 0; j < N / 8; j += 2) {  // an even lane writes four maps of the first 8, an odd one of the others
+            for (int j = 0; j < N / 8; j += 2) {  // even lanes write four maps of the first 8, odd ones of the next
                 const float* const s = all + 4 * j;
                 const float a = shuffle_xor(odd ? s[0] : s[4], 1), b = shuffle_xor(odd ? s[1] : s[5], 1);
                 const float4 four = odd ? make_float4(a, b, s[4], s[5]) : make_float4(s[0], s[1], a, b);
@@ -341,11 +347,12 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
 
 template <class T, int WORDS, int N, bool FOLDED>
 __global__ void __launch_bounds__(THREADS, 2)
-    gemm_by_warpgroups(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
-                       const half* kernels, const float* bias, float unscale, const float* x_peak, float* out_peak,
-                       long long images, long long carried, long long nz, long long ny, long long nx, long long fin,
-                       long long mz, long long my, long long mx, long long fout, long long kz, long long ky, long long kx,
-                       long long pz, long long py, long long px, long long tz, long long ty, long long tx, long long tiles_z, long long tiles_y, long long tiles_x, long long row_z,
+    gemm_by_warpgroups(const T* before, long long before_image, const T* x, long long x_image, T* out,
+                       long long out_image, const half* kernels, const float* bias, float unscale, const float* x_peak,
+                       float* out_peak, long long images, long long carried, long long nz, long long ny, long long nx,
+                       long long fin, long long mz, long long my, long long mx, long long fout, long long kz,
+                       long long ky, long long kx, long long pz, long long py, long long px, long long tz, long long ty,
+                       long long tx, long long tiles_z, long long tiles_y, long long tiles_x, long long row_z,
                        long long row_y, long long row_x, long long step_y, long long step_x, long long depth,
                        long long pieces, long long chunks, long long stages, long long group, long long wide_x,
                        long long flat, long long tiles, long long wide, long long quads, long long activation) {
@@ -356,18 +363,18 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (threadIdx.x == 0) {
         const int lines = (int)(ty + (ky - 1) * step_y + (FOLDED ? 1 : 0)), columns = (int)(tx + (kx - 1) * step_x);
         const int planes = (int)(tz + depth - 1);
-        *shared = {before_image, x_image, out_image, (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz, (int)my,
-                   (int)mx, (int)fout, (int)images, (int)kz, (int)pz, (int)py, (int)px, (int)wide_x, (int)tz, (int)ty,
-                   (int)tx, (int)row_z, (int)row_y, (int)row_x, planes, lines, columns, planes * lines * columns,
-                   deep, (int)pieces, (int)flat,
-                   (int)tiles_z, (int)tiles_y, (int)tiles_x,
+        *shared = {before_image, x_image, out_image, (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz,
+                   (int)my, (int)mx, (int)fout, (int)images, (int)kz, (int)pz, (int)py, (int)px, (int)wide_x, (int)tz,
+                   (int)ty, (int)tx, (int)row_z, (int)row_y, (int)row_x, planes, lines, columns,
+                   planes * lines * columns, deep, (int)pieces, (int)flat, (int)tiles_z, (int)tiles_y, (int)tiles_x,
                    1.0f / lines, 1.0f / columns, 1.0f / pieces, wide != 0};
     }
     sync_block();
     void* const tables = shared + 1;
     int* const offsets = reinterpret_cast<int*>(static_cast<long long*>(tables) + TABLES * (2 * tz + kz));
     int3* const firsts = reinterpret_cast<int3*>(offsets + taps);
-    half* const regions = reinterpret_cast<half*>((reinterpret_cast<size_t>(firsts + WARPGROUPS * 2) + 127) / 128 * 128);
+    const size_t end = reinterpret_cast<size_t>(firsts + WARPGROUPS * 2);
+    half* const regions = reinterpret_cast<half*>((end + 127) / 128 * 128);
     if (threadIdx.x < WARPGROUPS * Tiles::MATRICES) {
         const int uz = 7 * (int)row_z + 1, uy = 7 * (int)row_y + 1, ux = row_x ? MATRIX : 8, i = threadIdx.x;
         const int along_x = (int)tx / ux, along_y = (int)ty / uy;
@@ -375,10 +382,14 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
     for (int tap = threadIdx.x; tap < taps; tap += THREADS) {
         const int dx = tap % kx, dy = tap / kx % ky, dz = tap / (kx * ky) % depth, chunk = tap / (kx * ky * depth);
-        offsets[tap] = chunk * (FOLDED ? 1 : 2) * n.rows + (dz * n.lines + dy * (int)step_y) * n.columns + dx * (int)step_x;
+        const int line = dz * n.lines + dy * (int)step_y;
+        offsets[tap] = chunk * (FOLDED ? 1 : 2) * n.rows + line * n.columns + dx * (int)step_x;
     }
     const float scale = WORDS == 1 && sizeof(T) == 2 ? 1.0f : scale_of(x_peak);
-    const Tiles product = {n, {(int)stages, taps, (int)group, (int)((taps + group - 1) / group), sizeof(T) == 2 && !FOLDED && wide != 0}, tables, regions, regions + 2 * WORDS * pieces * n.rows * PIECE, offsets, firsts, scale, x};
+    const Loops loops = {(int)stages, taps, (int)group, (int)((taps + group - 1) / group),
+                         sizeof(T) == 2 && !FOLDED && wide != 0};
+    half* const kept = regions + 2 * WORDS * pieces * n.rows * PIECE;
+    const Tiles product = {n, loops, tables, regions, kept, offsets, firsts, scale, x};
     kernels += blockIdx.y * stages * taps * Tiles::TAP;
 
     product.tabulate(blockIdx.x, 0, before, x, out);
