@@ -134,7 +134,7 @@ def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
     ("between", "told"),
     [
         ("", None),
-        ("sums[0] = 3.0f * sums[1];", r"(?s)for sm_90:.*\(C75\d\d\).* serialized .*products"),
+        ("sums[0][0] = 3.0f * sums[0][1];", r"(?s)for sm_90:.*\(C75\d\d\).* serialized .*products"),
     ],
 )
 def test_products_that_wait_one_by_one_are_told(
@@ -146,14 +146,14 @@ def test_products_that_wait_one_by_one_are_told(
         f"""
         #include "wgmma.cuh"
         extern "C" __global__ void products(unsigned long long a, unsigned long long b, float* out) {{
-            float sums[8] = {{}};
-            wgmma_begin();
-            wgmma_half<16>(sums, a, b, true);
+            float sums[1][8] = {{}};
+            wgmma_begin(sums);
+            wgmma_half<16>(sums[0], a, b, true);
             {between}
-            wgmma_half<16>(sums, a + 64, b + 64, true);
+            wgmma_half<16>(sums[0], a + 64, b + 64, true);
             wgmma_end();
-            wgmma_wait(sums);
-            for (int i = 0; i < 8; ++i) out[i * WARPGROUP + threadIdx.x] = sums[i];
+            wgmma_wait(sums[0]);
+            for (int i = 0; i < 8; ++i) out[i * WARPGROUP + threadIdx.x] = sums[0][i];
         }}
         """
     )
