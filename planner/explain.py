@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import io
 from textwrap import wrap
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from znnpy.machine import Machine
-from znnpy.network import Network
+from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.plan import Choice, Plan, RunnerUp
-from znnpy.shapes import text, turned_back
+from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
 
+WIDTH = 120  # columns of text that goes to no terminal
 LONGEST = 1e9  # seconds that are told from each other: a plan edited by hand may say any number
 AXES = "zyx"
 MUCH_WASTE = 20.0  # times the work without borders, from which on more memory is the better advice
 
 
-def explain(plan: Plan, network: Network, machine: Machine) -> RenderableType:
+def explain(plan: Plan, network: Network, machine: Machine | None) -> RenderableType:
     """Everything `znnpy plan` prints: cover, layers, memory, prediction, runners-up; `machine` is where it prints."""
+    told = (*_prediction(plan, machine), _gain(plan), *_kinds(plan), *_warning(plan), *_runners_up(plan))
     return Group(
         Text(_cover(plan, network)),
         Padding(_layers(plan, network), (1, 0)),
         _memory(plan),
-        *(Text(line) for line in (*_prediction(plan, machine), _gain(plan), *_warning(plan), *_runners_up(plan))),
+        *(Text(line) for line in told),
     )
+
+
+def as_text(plan: Plan, machine: Machine | None = None) -> str:
+    """The same as text, WIDTH columns wide; without words on the machine where none is given."""
+    stream = io.StringIO()
+    Console(width=WIDTH, file=stream).print(explain(plan, network_of(plan), machine))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def network_of(plan: Plan) -> Network:
+    """The network that a plan is for, as far as its choices say: what grey values are normalised by is not known."""
+    layers: list[Layer] = []
+    for choice in plan.choices:
+        match choice.shape:
+            case ConvShape(k=k, fout=fout, activation=activation, pool=pool) as shape:
+                layers.append(Conv(turned_back(k, plan.axis), fout, activation))
+                if shape.pools:
+                    layers.append(Pool(turned_back(pool, plan.axis)))
+            case PoolShape(p=p):
+                layers.append(Pool(turned_back(p, plan.axis)))
+            case FilterShape(p=p):
+                layers.append(MaxFilter(turned_back(p, plan.axis)))
+            case MaxoutShape(of=of):
+                layers.append(Maxout(of))
+    return Network(plan.network_name, plan.choices[0].shape.in_shape[4], tuple(layers))
 
 
 def human_bytes(nbytes: int) -> str:
@@ -139,7 +167,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _prediction(plan: Plan, machine: Machine) -> list[str]:
+def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
     """The figures, and how far to trust them."""
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
     if plan.walks:
@@ -158,11 +186,20 @@ def _prediction(plan: Plan, machine: Machine) -> list[str]:
     if measured == layers:
         lines.append("the time of every layer was measured on the machine the plan was made on")
     else:
+        source = "rates measured on" if plan.fitted else "assumed rates, not measured on"
         lines.append(
-            f"the time of {layers - measured} of {layers} layers is estimated from assumed "
-            "rates, not measured on this machine; the bytes are promised"
+            f"the time of {layers - measured} of {layers} layers is estimated from {source} this machine; "
+            "the bytes are promised"
         )
-    if plan.machine != machine.fingerprint:
+    return lines if machine is None else lines + _elsewhere(plan, machine)
+
+
+def _elsewhere(plan: Plan, machine: Machine) -> list[str]:
+    """What `machine` is not that the plan is for."""
+    lines = []
+    if plan.elsewhere is not None:
+        lines.append(f"this plan is for another machine, {plan.elsewhere}: it runs only there")
+    elif plan.machine != machine.fingerprint:
         lines.append(f"the plan was made on another machine ({plan.machine}; this one is {machine.fingerprint})")
     if plan.limits.ram_bytes > machine.ram_bytes:
         lines.append(
@@ -178,11 +215,27 @@ def _gain(plan: Plan) -> str:
     """Work done over work needed, of columns and of patches, and what the better of them gains."""
     line = f"{_kind(plan)}: {plan.voxels_per_second:,.0f} voxels/s, work {plan.waste:.2f} times what the output needs"
     other = plan.other
-    if other is None:
+    if other is None or plan.kinds:
         return line
     ratio = plan.voxels_per_second / other.voxels_per_second
     gain = f"{'columns' if plan.walks else 'patches'} are {ratio:.2f} times as fast" if ratio >= 1.005 else "as fast"
     return f"{line}; {_kind(other)}: {other.voxels_per_second:,.0f} voxels/s, {other.waste:.2f} times: {gain}"
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """The best of every other kind, what it takes, and why it lost."""
+    lines = []
+    for kind in plan.kinds:
+        where = f"on the {kind.device.upper()}: " if kind.device != plan.device else ""
+        whole = "" if max(kind.best.parts) > 1 or max(plan.parts) == 1 else " without depth first"
+        taken = f"{human_bytes(kind.ram_bytes)} of RAM"
+        if kind.device == "gpu":
+            taken += f" and {human_bytes(kind.vram_bytes)} of VRAM"
+        lines.append(
+            f"instead: {where}{_kind(kind.best)}{whole}, {kind.best.voxels_per_second:,.0f} voxels/s, work "
+            f"{kind.best.waste:.2f} times, {taken}: {kind.why}"
+        )
+    return lines
 
 
 def _kind(what: Plan | RunnerUp) -> str:

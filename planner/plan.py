@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 4  # version of plan.json
+FORMAT = 5  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Positive = Annotated[int, Field(ge=1)]
@@ -85,6 +85,17 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """The best plan of another kind: columns or patches, depth first or not, on another device."""
+
+    device: DeviceKind
+    best: RunnerUp
+    ram_bytes: Count  # of the process, above its limit where `best` does not fit
+    vram_bytes: Count
+    why: str  # it was not taken, in words
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a run needs to know beside network, weights and volume. Owns nothing."""
 
@@ -94,7 +105,7 @@ class Plan:
     znnpy_version: str
     network: str  # Network.sha256
     network_name: str
-    machine: str  # Machine.fingerprint of where it was made
+    machine: str  # Machine.fingerprint of where it runs
     limits: Annotated[Limits, AfterValidator(_checked_limits)]
     output: Size  # dense output it was made for
     patch_out: Size  # dense output of one step
@@ -110,6 +121,9 @@ class Plan:
     rigor: Rigor
     other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
     runners_up: tuple[RunnerUp, ...]
+    kinds: tuple[Kind, ...] = ()  # as far as they were asked for
+    fitted: bool = False  # estimates are from rates measured on that machine; else assumed
+    elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -191,6 +205,12 @@ class Plan:
         """Predicted output voxels written per second, last partial patches counted."""
         return float(prod(self.output)) / self.seconds
 
+    def explain(self, machine: Machine | None = None) -> str:
+        """What `znnpy plan` prints, as text; with words on how it suits `machine` where one is given."""
+        from znnpy.planner.explain import as_text  # here, because it loads rich
+
+        return as_text(self, machine)
+
     def to_json(self) -> str:
         return _adapter().dump_json(self, indent=1).decode() + "\n"
 
@@ -235,6 +255,7 @@ class Plan:
         this machine, its GPU, `ram_bytes` and `vram_bytes`; and tensors must have the sizes and lifetimes that the
         primitives ask for, at offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
         """
+        self.check_here(machine)
         if table is None:
             from znnpy.kernels.table import TABLE  # here, because it loads numpy and plans are readable without
 
@@ -253,6 +274,14 @@ class Plan:
         footprints = [_footprint(choice, self, machine, table) for choice in self.choices]
         self._check_memory(footprints)
         self._check_limits(machine, ram_bytes, vram_bytes)
+
+    def check_here(self, machine: Machine) -> None:
+        """PlanFileError when it was made for another machine, by what was measured there."""
+        if self.elsewhere is not None and self.machine != machine.fingerprint:
+            raise PlanFileError(
+                f"the plan was made for another machine ({self.elsewhere}) and runs only there; make one for this "
+                "machine with `znnpy plan`, without --machine"
+            )
 
     def _check_limits(self, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
         card = None if machine.gpu is None else machine.gpu.memory_bytes

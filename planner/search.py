@@ -5,7 +5,8 @@ A convolution and the pooling behind it are chosen for together: layer by layer,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import znnpy
 from znnpy.errors import NoPlanError, ShapeError
@@ -15,10 +16,11 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import all_spaces, candidate, splits
 from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.kinds import kind_of
 from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.options import Options
-from znnpy.planner.plan import FORMAT, Choice, Plan, Rigor, device_of, patch_in
+from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, Rigor, device_of, patch_in
 from znnpy.planner.space_search import RUNNERS_UP, Found, SpaceSearch
 from znnpy.shapes import Precision, Vec3, text, turned, turned_back
 
@@ -42,6 +44,7 @@ def make_plan(
     masks: bool = False,
     columns: bool | None = None,
     depth_first: bool = True,
+    kinds: bool = False,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
@@ -56,6 +59,7 @@ def make_plan(
     masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
     columns       True: columns only, False: patches only
     depth_first   False: all fragments of a pooling go through each layer before any goes through the next
+    kinds         find the best plan of every other kind too, and why it is not taken; takes up to twice as long
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
@@ -87,12 +91,47 @@ def make_plan(
         raise NoPlanError(
             f"{network.name} sees one voxel along every axis, so that columns have nothing to carry; drop --cover"
         )
-    ranked = sorted(
-        ((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1][0].seconds
-    )
+    ranked = _ranked(searches)
     if not ranked:
         raise _no_plan(network, searches, _narrowing(patch, only, columns, depth_first))
-    return _plan(network, machine, ranked)
+    plan = _plan(network, machine, ranked)
+    if not kinds:
+        return plan
+    return replace(plan, kinds=tuple(_kinds(network, machine, plan, searches, ranked)))
+
+
+Ranked = Sequence[tuple[SpaceSearch, list[Found]]]  # searches that found something, the fastest first
+
+
+def _ranked(searches: Sequence[SpaceSearch]) -> Ranked:
+    return sorted(
+        ((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1][0].seconds
+    )
+
+
+def _kinds(
+    network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch], ranked: Ranked
+) -> Iterator[Kind]:
+    """Of columns and of patches the best, and the best without depth first; but for the plan itself."""
+    for walks in (True, False):
+        of_kind = [search for search in searches if search.space.walks == walks]
+        best = next(((search, found[0]) for search, found in ranked if search.space.walks == walks), None)
+        best = best or _least(of_kind)
+        if best is not None and (plan.walks != walks or best[1].memory != plan.memory):
+            yield kind_of(network, plan, _plan_of(network, machine, *best))
+        if best is None or all(way.parts == 1 for _, way in best[1].ways):
+            continue
+        whole = [replace(search, splits=search.splits[:1], lost=[], _seen=set()) for search in of_kind]
+        found = _ranked(whole)
+        best = (found[0][0], found[0][1][0]) if found else _least(whole)
+        if best is not None:
+            yield kind_of(network, plan, _plan_of(network, machine, *best))
+
+
+def _least(searches: Sequence[SpaceSearch]) -> tuple[SpaceSearch, Found] | None:
+    """The smallest need of all shapes, and where it was found; None where there is a layer nobody runs."""
+    found = [(search, least) for search in searches if isinstance(least := search.least(), Found)]
+    return min(found, default=None, key=lambda need: (sum(need[1].memory.over(need[0].limits)), need[1].memory.held))
 
 
 def _check_wishes(
@@ -144,10 +183,20 @@ def _narrowing(patch: Vec3 | None, only: Sequence[str], columns: bool | None, de
     return "".join(f", or drop --{word}" for word, given in words if given)
 
 
-def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch, list[Found]]]) -> Plan:
+def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     """The best of all spaces as a plan; the others, and what is next best, as its runners-up."""
     search, found = ranked[0]
-    best = found[0]
+    others = [other.runner_up(best[0]) for other, best in ranked if other.space.walks != search.space.walks]
+    slower = [search.runner_up(other) for other in found[1:]]
+    return replace(
+        _plan_of(network, machine, search, found[0]),
+        other=others[0] if others else None,
+        runners_up=tuple([*search.next_larger(found[0].seconds), *slower][:RUNNERS_UP]),
+    )
+
+
+def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Found) -> Plan:
+    """What was found as a plan without runners-up."""
     space, shape, axis = search.space, best.candidate, search.space.axis
     choices = tuple(
         Choice(
@@ -165,8 +214,6 @@ def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch
         )
         for layers, way in best.ways
     )
-    others = [search.runner_up(found[0]) for search, found in ranked if search.space.walks != space.walks]
-    slower = [search.runner_up(other) for other in found[1:]]
     return Plan(
         format=FORMAT,
         znnpy_version=znnpy.__version__,
@@ -186,8 +233,9 @@ def _plan(network: Network, machine: Machine, ranked: Sequence[tuple[SpaceSearch
         itemsize_out=search.itemsize_out,
         columns=len(shape.cover),
         rigor=_rigor(choices),
-        other=others[0] if others else None,
-        runners_up=tuple([*search.next_larger(best.seconds), *slower][:RUNNERS_UP]),
+        other=None,
+        runners_up=(),
+        fitted=search.options.rates.fitted,
     )
 
 

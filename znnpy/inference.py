@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -28,14 +28,16 @@ from znnpy.machine import Machine, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.explain import human_bytes
+from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, device_begun, plan_begun, plan_finished
-from znnpy.run.devices import Site, check_device_words, site_for
+from znnpy.run.devices import Site, check_device_words, check_here, elsewhere, for_elsewhere, site_for
 from znnpy.run.session import Session
+from znnpy.run.shelf import Shelf
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.trained import TrainedNetwork, load_trained
@@ -71,11 +73,14 @@ def plan(
     device: str = "auto",
     vram: int | str | None = None,
     precision: str | None = None,
+    costs: str | Path | None = None,
+    machine: str | Path | None = None,
     tell: Callable[[str], None] = _log.info,
 ) -> Plan:
     """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
 
-    Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first.
+    Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first; costs
+    and machine name files that `znnpy measure` wrote, machine one of the machine that the plan is for.
     `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact.
     NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
     """
@@ -85,6 +90,12 @@ def plan(
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
+    if costs is not None and machine is not None:
+        raise ValueError("a file of a machine holds its costs: give costs or machine")
+    shelf = Shelf(machine or costs)
+    meant = shelf.meant(meant)
+    if machine is not None:
+        threads = shelf.threads(threads)
     file = read_network(network)
     if volume is not None:
         with open_volume(Path(volume), dataset) as opened:
@@ -114,12 +125,23 @@ def plan(
             # A run holds the weights too.
             baseline=baseline_bytes() + site.later_bytes + extra_bytes + FLOAT32 * file.network.parameters,
             rates=site.rates(file.network, limits),
+            kinds=True,
             **site.words(),
         )
 
-    with site_for(make, meant, vram, precision) as (site, made):
-        for sentence in site.sentences:
+    if machine is not None:
+        there = elsewhere(shelf, meant, precision)
+        for sentence in there.sentences:
             tell(sentence)
+        return for_elsewhere(make(there), shelf)
+    with site_for(make, meant, vram, precision, shelf) as (site, made):
+        for sentence in (*site.sentences, *shelf.sentences):
+            tell(sentence)
+        if made.device == "cpu" or meant != "auto" or vram is not None:
+            return made
+        with suppress(NoPlanError):
+            slower = make(Site(this_machine()))
+            made = replace(made, kinds=(*made.kinds, kind_of(file.network, made, slower)))
         return made
 
 
@@ -146,6 +168,7 @@ def infer(
     device: str = "auto",
     vram: int | str | None = None,
     precision: str | None = None,
+    costs: str | Path | None = None,
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> Report:
     """Predict a volume, column by column or patch by patch, within the limits; the output is whole or it is not there.
@@ -163,8 +186,9 @@ def infer(
         raise OutputError(
             "uint8 has no NaN to write where the volume holds one; choose --output-dtype float32 or float16"
         )
-    wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision)
-    meant = check_device_words(device, vram, precision, only)
+    shelf = Shelf(costs)
+    wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision, shelf.file)
+    meant = shelf.meant(check_device_words(device, vram, precision, only))
     trained = load_trained(read_network(network), weights)
     target = Path(out) if out is not None else default_output(Path(volume), trained.network.name)
     with ExitStack() as stack:
@@ -181,7 +205,7 @@ def infer(
             made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
             return _report(target, started, made, this_machine())
         run = _Run(trained, source, output, job, wishes, progress)
-        with site_for(run.plan, run.meant(meant), vram, precision) as (site, chosen):
+        with site_for(run.plan, run.meant(meant), vram, precision, shelf) as (site, chosen):
             done = run.compute(site, chosen)
     return _report(target, started, done.plan, site.machine, done, site.sentences)
 
@@ -217,7 +241,10 @@ class _Run:
         begun, given = self.output.header, self.wishes.given_plan()
         if begun is not None:
             return device_begun(begun)
-        return asked if given is None else given.device
+        if given is None:
+            return asked
+        check_here(given)
+        return given.device
 
     def plan(self, site: Site) -> Plan:
         """The plan that the run began with, the one that was given, or the fastest."""
@@ -230,7 +257,7 @@ class _Run:
 
     def compute(self, site: Site, plan: Plan) -> _Done:
         """Run the plan, or a leaner one where the GPU refuses what the first was promised."""
-        network, begun, sentences = self.trained.network, self.output.header, []
+        network, begun, sentences = self.trained.network, self.output.header, list(site.costs.sentences)
         with ExitStack() as stack:
             crew = stack.enter_context(Crew(plan.limits.threads))
             try:

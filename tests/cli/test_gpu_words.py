@@ -240,6 +240,25 @@ def test_a_plan_for_a_gpu_promises_its_memory(place: Place, card: Callable[..., 
     assert document["notes"] == []
 
 
+def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callable[..., None]) -> None:
+    """Its best plan, the same as with --device cpu, and that it takes longer; where one device is meant, it is not."""
+    card()
+    document = json.loads(place.run(*plan_words(place, "--json")).stdout)
+    assert {kind["device"] for kind in document["plan"]["kinds"]} == {"cpu", "gpu"}
+    kind = document["plan"]["kinds"][-1]
+    alone = json.loads(place.run(*plan_words(place, "--json", "--device", "cpu")).stdout)
+    assert kind["device"] == "cpu"
+    assert kind["best"]["voxels_per_second"] == alone["voxels_per_second"]
+    assert kind["vram_bytes"] == 0
+    told = " ".join(place.run(*plan_words(place)).stdout.split())
+    assert "instead: on the CPU: " in told
+    for words in (("--device", "gpu"), ("--vram", "1G")):
+        assert {
+            kind["device"]
+            for kind in json.loads(place.run(*plan_words(place, "--json", *words)).stdout)["plan"]["kinds"]
+        } <= {"gpu"}
+
+
 def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]) -> None:
     """By default nine tenths of what is free; more than that is refused with what is free and what there is."""
     card(taken=3 * 2**30)

@@ -21,7 +21,7 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import reading_bytes, writing_bytes
-from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, RunnerUp
+from znnpy.planner.plan import FORMAT, Choice, Kind, Memory, Plan, RunnerUp
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
@@ -60,6 +60,7 @@ AXES = st.integers(0, 2)
 COLUMNS = st.integers(0, 9999)
 PARTS = st.lists(COUNT, max_size=4).map(tuple)
 RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES, BYTES)
+KINDS = st.builds(Kind, st.sampled_from(["cpu", "gpu"]), RUNNERS_UP, BYTES, BYTES, st.text())
 PLANS = st.builds(
     Plan,
     format=st.just(FORMAT),
@@ -82,6 +83,7 @@ PLANS = st.builds(
     rigor=st.sampled_from(["estimate", "measure", "mixed"]),
     other=st.none() | RUNNERS_UP,
     runners_up=st.lists(RUNNERS_UP, max_size=3).map(tuple),
+    kinds=st.lists(KINDS, max_size=3).map(tuple),
 )
 
 
@@ -186,12 +188,12 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan, and this version reads format 4"),
+        ("[]", "this is no plan, and this version reads format 5"),
         ("{}", "this is no plan"),
-        ('{"format": 2}', "this is a plan of format 2, and this version reads format 4"),
-        ('{"format": 5}', "this is a plan of format 5, and this version reads format 4"),
+        ('{"format": 2}', "this is a plan of format 2, and this version reads format 5"),
+        ('{"format": 6}', "this is a plan of format 6, and this version reads format 5"),
         ("[" * 100_000, "nested too deeply"),
-        (f'{{"format": 4, "column": 1{"0" * 5000}}}', "a number of thousands of digits"),
+        (f'{{"format": 5, "column": 1{"0" * 5000}}}', "a number of thousands of digits"),
     ],
     ids=["a list", "empty", "from the past", "from the future", "deep", "long"],
 )

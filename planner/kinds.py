@@ -1,0 +1,79 @@
+"""Why the best plan of one kind is not taken: what it needs, its borders, or the layer that takes longest with it."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from znnpy.network import Network
+from znnpy.planner.candidates import spans
+from znnpy.planner.explain import human_bytes, human_seconds
+from znnpy.planner.plan import Choice, Kind, Plan, RunnerUp
+
+ALIKE = 1.005  # times the seconds, below which two plans are as fast
+MORE_WASTE = 1.05  # times the waste, from which on borders may be the reason
+
+
+def kind_of(network: Network, best: Plan, other: Plan) -> Kind:
+    """`other`, the best plan of its kind, beside the best of all."""
+    over, over_vram = other.memory.over(other.limits)
+    runner_up = RunnerUp(
+        patch_out=other.patch_out,
+        axis=other.axis,
+        column=other.column,
+        parts=other.parts,
+        voxels_per_second=other.voxels_per_second,
+        waste=other.waste,
+        over_bytes=over,
+        over_vram_bytes=over_vram,
+    )
+    return Kind(other.device, runner_up, other.memory.peak, other.memory.vram, why_lost(network, best, other))
+
+
+def why_lost(network: Network, best: Plan, other: Plan) -> str:
+    """A sentence on `other`, which does not fit or is not faster than `best`."""
+    over, over_vram = other.memory.over(other.limits)
+    if over or over_vram:
+        parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
+        return f"does not fit: {' and '.join(parts)} more, at the least"
+    ratio = other.seconds / best.seconds
+    if ratio < ALIKE:
+        return "as fast"
+    waste = other.waste / best.waste
+    if waste >= MORE_WASTE and waste >= sqrt(ratio):
+        return f"{_times(ratio)} times as long: {_times(waste)} times the waste"
+    return f"{_times(ratio)} times as long: {_slowest(network, best, other)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
+
+
+def _slowest(network: Network, best: Plan, other: Plan) -> str:
+    """The layer that takes the most time more than in `best`, and what is different there."""
+    before, after = _by_span(network, best), _by_span(network, other)
+    more = [_seconds(theirs) - _seconds(ours) for ours, theirs in zip(before, after, strict=True)]
+    index = max(range(len(more)), key=more.__getitem__)
+    if more[index] < other.seconds - best.seconds - sum(more):
+        return "nothing is computed while its first patch comes in and its last one goes out"
+    theirs = max(after[index], key=lambda choice: choice.runs * choice.seconds)
+    ours = max(before[index], key=lambda choice: choice.runs * choice.seconds)
+    layer = f"layer {theirs.layers[0]} ({network.layers[theirs.layers[0]]})"
+    longer = f"{layer} takes {human_seconds(more[index])} more"
+    if theirs.primitive != ours.primitive:
+        return f"{longer} with {theirs.primitive}"
+    if theirs.resident_bytes < ours.resident_bytes:
+        return f"{longer}, as it needs its kernels again in each of {theirs.runs:,} runs"
+    parts = [choice_parts for choice_parts, choice in zip(other.parts, other.choices, strict=True) if choice is theirs]
+    if parts[0] > 1 and theirs.runs > ours.runs:
+        return f"{longer}, in {parts[0]} parts"
+    return longer
+
+
+def _by_span(network: Network, plan: Plan) -> list[list[Choice]]:
+    """Choices of each convolution with the pooling behind it, and of every other layer."""
+    return [[c for c in plan.choices if first <= c.layers[0] <= last] for first, last in spans(network)]
+
+
+def _seconds(choices: list[Choice]) -> float:
+    """For the whole output."""
+    return sum(choice.runs * choice.seconds for choice in choices)

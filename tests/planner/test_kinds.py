@@ -1,0 +1,125 @@
+"""The best plan of every other kind, why it lost, and a plan that explains itself without its network's file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+from brute_force import AROUND, planned
+from fakes import MACHINE, WITH_GPU
+from plans import MIXED, WIDE, in_parts, patches, walking
+
+from znnpy.errors import NoPlanError
+from znnpy.network import Network
+from znnpy.planner.explain import human_bytes, network_of
+from znnpy.planner.kinds import kind_of, why_lost
+from znnpy.planner.plan import Plan
+from znnpy.shapes import Vec3
+
+
+def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:
+    """One of its layers takes `factor` times as long, and is otherwise as `changes` say."""
+    choices = list(plan.choices)
+    choices[index] = replace(choices[index], seconds=factor * choices[index].seconds, **changes)
+    return replace(plan, choices=tuple(choices))
+
+
+@pytest.mark.parametrize(
+    ("network", "output", "room"),
+    [(MIXED, (20, 31, 8), 100_000), (WIDE, (31, 20, 9), 600_000), (WIDE, (60, 60, 60), 300_000)],
+)
+def test_each_kind_is_what_its_words_find(network: Network, output: Vec3, room: int) -> None:
+    """Every kind is there once, as the search finds it where nothing else is allowed; the plan itself is not."""
+    plan = planned(network, output, AROUND + room, kinds=True)
+    assert replace(plan, kinds=()) == planned(network, output, AROUND + room)
+    found = {plan.voxels_per_second, *(kind.best.voxels_per_second for kind in plan.kinds)}
+    assert len(found) == len(plan.kinds) + 1
+    expected = set()
+    for columns in (True, False):
+        for depth_first in (True, False):
+            words: dict[str, Any] = {"columns": columns, "depth_first": depth_first}
+            expected.add(planned(network, output, AROUND + room, **words).voxels_per_second)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("room", "columns", "depth_first"), [(3300, True, False), (3300, False, True)])
+def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_first: bool) -> None:
+    """By as much as the search misses where nothing else is allowed."""
+    limit, output = AROUND + room, (60, 60, 60)
+    plan = planned(WIDE, output, limit, kinds=True)
+    lost = [kind for kind in plan.kinds if kind.best.over_bytes]
+    assert sorted(kind.best.column > 0 for kind in lost) == [False, True]
+    (kind,) = [kind for kind in lost if (kind.best.column > 0) == columns]
+    assert kind.why == f"does not fit: {human_bytes(kind.best.over_bytes)} more, at the least"
+    assert kind.ram_bytes == limit + kind.best.over_bytes
+    with pytest.raises(NoPlanError, match=f"{kind.ram_bytes:,}, {kind.best.over_bytes:,} more"):
+        planned(WIDE, output, limit, columns=columns, depth_first=depth_first)
+    planned(WIDE, output, kind.ram_bytes, columns=columns, depth_first=depth_first)
+
+
+def test_words_that_narrow_the_choice_narrow_the_kinds() -> None:
+    assert planned(MIXED, (20, 31, 8), AROUND + 2**19, kinds=True, columns=False, depth_first=False).kinds == ()
+    for kind in planned(WIDE, (31, 20, 9), AROUND + 600_000, kinds=True, columns=True).kinds:
+        assert kind.best.column
+        assert max(kind.best.parts) == 1
+
+
+def test_why_a_plan_is_slower() -> None:
+    """Borders where they cost the most; else the layer that takes longest, and what is different there."""
+    plan = patches()
+    assert why_lost(MIXED, plan, plan) == "as fast"
+    slower = times_longer(plan, len(plan.choices) - 1, 1e6)
+    ratio = f"{slower.seconds / plan.seconds:,.0f} times as long: "
+    layer = "layer 4 (conv 1x2x2 -> 2 none) takes "
+    assert why_lost(MIXED, plan, slower).startswith(ratio + layer)
+    assert why_lost(MIXED, plan, slower).endswith(" more")
+    last, method = len(plan.choices) - 1, "cpu.conv.other"
+    assert why_lost(MIXED, plan, times_longer(plan, last, 1e6, primitive=method)).endswith(f" more with {method}")
+    keeping = times_longer(plan, last, 1.0, resident_bytes=100)
+    again = times_longer(keeping, last, 1e6, resident_bytes=0)
+    assert why_lost(MIXED, keeping, again).endswith(", as it needs its kernels again in each of 1 runs")
+    deep = in_parts()
+    together = replace(
+        deep,
+        choices=tuple(
+            replace(choice, runs=choice.runs // parts, shape=replace(choice.shape, batch=parts * choice.shape.batch))
+            for choice, parts in zip(deep.choices, deep.parts, strict=True)
+        ),
+    )
+    slow = times_longer(deep, 2, 1e6)
+    assert why_lost(WIDE, together, slow).endswith(" more, in 4 parts")
+
+
+def test_waste_is_the_reason_where_it_costs_the_most() -> None:
+    best = planned(WIDE, (60, 60, 60), AROUND + 2**22, columns=False)
+    other = planned(WIDE, (60, 60, 60), AROUND + 2**22, columns=False, patch=(2, 2, 2))
+    assert other.waste > 2 * best.waste
+    kind = kind_of(WIDE, best, other)
+    assert kind.why.endswith(f": {other.waste / best.waste:.1f} times the waste")
+    assert kind.best.waste == other.waste
+    assert kind.best.voxels_per_second == prod(other.output) / other.seconds
+
+
+@pytest.mark.parametrize("make", [patches, walking, in_parts])
+def test_a_plan_explains_itself_from_its_file(make: Any) -> None:
+    plan = make()
+    network = WIDE if make is in_parts else MIXED
+    assert network_of(plan) == network
+    told = Plan.from_json(plan.to_json()).explain()
+    assert f"field of view {'x'.join(map(str, network.field_of_view))}" in " ".join(told.split())
+    assert "another machine" not in " ".join(told.split())
+    assert "another machine" not in plan.explain(WITH_GPU)
+    assert "another machine" in plan.explain(MACHINE)
+    assert max(map(len, told.splitlines())) <= 120
+
+
+def test_kinds_are_told_with_speed_memory_and_reason() -> None:
+    plan = planned(WIDE, (60, 60, 60), AROUND + 300_000, kinds=True)
+    assert plan.kinds
+    told = " ".join(plan.explain().split())
+    for kind in plan.kinds:
+        speed, taken = f"{kind.best.voxels_per_second:,.0f} voxels/s", human_bytes(kind.ram_bytes)
+        assert f", {speed}, work {kind.best.waste:.2f} times, {taken} of RAM: {kind.why}" in told
+    assert Plan.from_json(plan.to_json()) == plan
