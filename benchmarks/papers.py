@@ -47,8 +47,9 @@ from layer_entries_gpu import Entry, Times
 from layers_gpu import MAX_ERROR
 from papers_cases import CASES, METHODS, MOST_BYTES, PAPER_PRECISIONS, PAPERS, QUICK, Paper, PaperCase
 from papers_clock import HeldClock, HeldTorchClock, Spent, series_of
-from papers_entries import CLOSE, Terms, cudnn_entries, our_entries, processor_entries, torch_entries
+from papers_entries import CLOSE, Terms, cudnn_entries, our_entries, torch_entries
 from papers_inputs import Inputs, rms_error
+from papers_processor import Allowed, processor_entries
 from papers_tables import (
     COPIED,
     CUDNN,
@@ -67,7 +68,6 @@ from papers_tables import (
 )
 
 from znnpy.errors import VramError
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
 from znnpy.shapes import PRECISIONS, Precision
 
@@ -89,9 +89,9 @@ class Bench:
     """A device, and what was measured on it."""
 
     def __init__(
-        self, device: Device, machine: Machine, options: argparse.Namespace, crews: Sequence[Crew] = ()
+        self, device: Device, machine: Machine, options: argparse.Namespace, threads: Sequence[int] = ()
     ) -> None:
-        self._device, self._machine, self._options, self._crews = device, machine, options, crews
+        self._device, self._machine, self._options, self._threads = device, machine, options, threads
         self._end = time.monotonic() + 60 * options.minutes
         self._cuda = torch_on_the_card()
         nbytes = {"nbytes": QUICK_BYTES} if options.quick else {}
@@ -100,7 +100,7 @@ class Bench:
         self._inputs = Inputs(device)
         self.spent = Spent()
         self.matches: list[Match] = []
-        self.left_out: list[str] = []  # whole cases: no time, no memory
+        self.left_out: list[str] = []  # whole cases: no time, no memory; the processor's that take too long
         self.wrong: list[str] = []  # of cuDNN's
         self.void: list[str] = []  # of ours
 
@@ -116,7 +116,8 @@ class Bench:
                 continue
             print(f"\n{shape}: {case.why}", flush=True)
             try:
-                found = self._measure(case, precision)
+                with ExitStack() as crews:
+                    found = self._measure(case, precision, crews)
             except VramError as error:
                 self.left_out.append(f"{shape}: {error}")
                 continue
@@ -129,7 +130,7 @@ class Bench:
                 self.matches.append(found)
                 yield found
 
-    def _measure(self, case: PaperCase, precision: Precision) -> Match:
+    def _measure(self, case: PaperCase, precision: Precision, crews: ExitStack) -> Match:
         options = self._options
         terms = Terms(
             self._device, self._machine, self._clock, self.spent, options.methods, options.variants,
@@ -139,8 +140,9 @@ class Bench:
             given = self._inputs.of(case.layer, case.batch, precision)
         entries = our_entries(given, terms)
         found = [(COPIED if entry.variant.endswith("with copies") else OURS, entry) for entry in entries]
-        with self.spent.on("the processor's variants"):
-            found += [(PROCESSOR, entry) for entry in processor_entries(given, self._crews, options.variants)]
+        with self.spent.on("first runs of the processor"):
+            allowed = Allowed(options.processor_seconds, crews, self.left_out)
+            found += [(PROCESSOR, entry) for entry in processor_entries(given, self._threads, allowed)]
         found += [(CUDNN, entry) for entry in cudnn_entries(given, terms)]
         if options.torch:
             where = "cuda" if self._cuda else "cpu"
@@ -161,7 +163,8 @@ class Bench:
             if entry.poison is not None:
                 entry.poison()
             try:
-                entry.run()
+                if not entry.seconds:  # else it ran
+                    entry.run()
                 self._device.synchronize()
             except RuntimeError as failure:  # PyTorch's and cuDNN's own, and a DeviceError: told, the rest is measured
                 listed.append(f"{name}: {str(failure)[:300]}")
@@ -176,6 +179,7 @@ class Bench:
         return None
 
     def _compete(self, entries: Sequence[tuple[str, Entry]]) -> None:
+        entries = [(who, entry) for who, entry in entries if not entry.seconds]
         with self.spent.on("screening"):
             once = [entry.clock.seconds(entry.run) for _, entry in entries]
         exact = [spent for (who, _), spent in zip(entries, once, strict=True) if who == CUDNN]
@@ -307,6 +311,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0, help="no case begins later")
+    parser.add_argument("--processor-seconds", type=float, default=4.0, help="of a case, for first runs on it")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--resume", action="store_true", help="go on with the file of --out")
     parser.add_argument("--quick", action="store_true", help="tiny cases, to see that everything works")
@@ -346,14 +351,11 @@ def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> 
     header["methods"], header["missing"] = options.methods, missing
     header["product_flops"] = product_rates() if torch_on_the_card() else {}
     peaks = {precision: peak_flops(device.gpu, header["readings"], precision) for precision in options.precisions}
-    with ExitStack() as open_crews:
-        threads = sorted({1, machine.cores}) if paper == "first_principles" else []
-        crews = [open_crews.enter_context(Crew(count)) for count in threads]
-        bench = Bench(device, machine, options, crews)
-        if options.resume and out.exists():
-            resume(bench, out, paper, header)
-        kept = bool(options.out or not options.quick)
-        measure(bench, chosen(options), lambda: write(out, paper, bench, header, peaks) if kept else None)
+    bench = Bench(device, machine, options, sorted({1, machine.cores}) if paper == "first_principles" else [])
+    if options.resume and out.exists():
+        resume(bench, out, paper, header)
+    kept = bool(options.out or not options.quick)
+    measure(bench, chosen(options), lambda: write(out, paper, bench, header, peaks) if kept else None)
     table = TABLES[paper](bench.matches, peaks)
     if kept and bench.matches:
         card = f"{header['gpu']['name']}, {header['date'][:10]}"

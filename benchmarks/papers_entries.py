@@ -1,4 +1,4 @@
-"""Who competes in `papers.py`: znnpy's primitives, cuDNN's plans, PyTorch's conv2d, and processors.
+"""Who competes in `papers.py` on the device: znnpy's primitives, cuDNN's plans, and PyTorch's conv2d.
 
 All convolve one input on the device whose zeros at the edges are there beforehand, without bias and activation: ours
 add a bias of zeros. Plans of cuDNN are those of `kernels.gpu.libraries`, which sees images of depth 1, channels last;
@@ -24,12 +24,10 @@ from znnpy.errors import VramError
 from znnpy.kernels.gpu.cudnn_plans import is_naive
 from znnpy.kernels.gpu.libraries import Convolution
 from znnpy.kernels.table import TABLE
-from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Array, Primitive, Variant
     from znnpy.machine import Machine
 
@@ -223,32 +221,3 @@ def copied_entry(given: Input, entry: Entry, out: Any, device: Device) -> Entry:
 
     variant = f"{entry.variant}, with copies".removeprefix(", ")
     return replace(entry, variant=variant, run=run, crop=crop, clock=WallClock(), work=(), seconds=[])
-
-
-def processor_entries(given: Input, crews: Sequence[Crew], variants: int) -> Iterator[Entry]:
-    """Every primitive of the processor, by the threads of each crew."""
-    import layers
-
-    shape, weights = given.shape, given.weights
-    assert isinstance(shape, ConvShape)
-    assert weights is not None
-    machine = this_machine()
-    options = argparse.Namespace(variants=variants, slow_seconds=NEVER)
-    for crew in crews:
-        for primitive in TABLE:
-            if primitive.name.startswith("cpu.conv.") and primitive.why_not(shape, machine) is None:
-                entry = layers.fastest(primitive, shape, given.some, weights, crew, options)
-                yield _on_the_processor(given, entry, crew.threads)
-
-
-def _on_the_processor(given: Input, entry: Any, threads: int) -> Entry:
-    found: list[Any] = [None]
-
-    def run() -> None:
-        found[0] = entry.run()
-
-    def crop(corner: Vec3) -> Array:
-        return np.asarray(found[0][box(given.shape.in_shape[0], corner)])
-
-    variant = f"{entry.variant} threads={threads}".strip()
-    return Entry(entry.name, "fp32", variant, given.shape, given, run, crop, WallClock())

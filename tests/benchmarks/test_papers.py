@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from math import prod
@@ -112,6 +113,42 @@ def test_the_post_has_a_processor_and_copies(benchmark: Callable[..., None], tmp
     (case,) = json.loads(out.read_text())["table"]["kernels"]
     fastest = case["fastest"]
     assert case["processor over ours"] == pytest.approx(fastest["processor"]["ms"] / fastest["ours"]["ms"])
+
+
+def test_the_processor_has_little_time(
+    imported: Callable[[str], Any], benchmark: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is no time for is told: by the cost model, or stopped; what is far behind ran once."""
+    papers = imported("papers_processor")
+    out = tmp_path / "post.json"
+    benchmark("first_principles", "--no-torch", "--processor-seconds", 0, "--out", out)
+    found = json.loads(out.read_text())
+    assert "processor" not in {row["who"] for row in found["cases"][0]["rows"]}
+    assert any("cpu.conv.direct_naive threads=1 on" in what for what in found["left_out"])
+    assert all(what.endswith("s predicted, 0.0 s left") for what in found["left_out"])
+    entry, slow = papers.layers.entry, []
+
+    def sleepy(primitive: Any, *given: Any) -> Any:
+        made, crew = entry(primitive, *given), given[-1]
+        run = made.run
+
+        def later() -> Any:
+            slow.append(primitive.name)
+            crew.each(lambda lo, hi, worker: time.sleep(0.4 * (hi - lo)), 4)
+            crew.check()
+            return run()
+
+        return replace(made, run=later) if primitive.name == "cpu.conv.direct" else made
+
+    monkeypatch.setattr(papers.layers, "entry", sleepy)
+    monkeypatch.setattr(papers, "FAR", 0.0)
+    benchmark("first_principles", "--no-torch", "--processor-seconds", 1.5, "--out", out)
+    found = json.loads(out.read_text())
+    names = [row["name"] for row in found["cases"][0]["rows"] if row["who"] == "processor"]
+    assert "cpu.conv.direct" not in names
+    assert "cpu.conv.direct_naive" in names
+    assert all(len(row["seconds"]) == 1 for row in found["cases"][0]["rows"] if row["who"] == "processor")
+    assert len(slow) == len([what for what in found["left_out"] if what.endswith("stopped after 0.5 s")]) > 0
 
 
 def test_papers_beside_pytorch(benchmark: Callable[..., None], tmp_path: Path) -> None:
