@@ -82,6 +82,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_cudnn_fp16": Rate(flops=230e12, nbytes=3.0e12),
     "gpu_upload": Rate(flops=25e12, nbytes=50e9),  # scaled as memory is: less than most cards reach
 }
+UNSEEN_UNITS = frozenset(unit for unit, rate in GPU_RATES.items() if rate == UNSEEN)
 GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which is what short ones wait for (2026-11-21: 35 to 50 µs)
 _EDGE_BYTES = 2.5e9  # assumed, per second: one thread's copies, and page-locked buffers that are given back
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
@@ -166,12 +167,14 @@ def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
 class Rates:
     """Speed of a machine with a given number of threads, or of a GPU: per kind of unit, and of layers measured there.
 
+    fitted    the rates of units were fitted to runs on the machine; else they are assumed
     measured  seconds of a run over those that the rates give it, of one size of each layer
     refused   layers, of any variant, that a primitive would not run when it was to be measured, and its words
     """
 
     units: Mapping[Unit, Rate] = field(default_factory=lambda: CPU_RATES)
     stage_seconds: float = CPU_STAGE_SECONDS
+    fitted: bool = False
     measured: Mapping[Case, float] = field(default_factory=dict)
     refused: Mapping[Case, str] = field(default_factory=dict)
     _factors: dict[Case, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # looked up before

@@ -255,7 +255,6 @@ class Plan:
         this machine, its GPU, `ram_bytes` and `vram_bytes`; and tensors must have the sizes and lifetimes that the
         primitives ask for, at offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
         """
-        self.check_here(machine)
         if table is None:
             from znnpy.kernels.table import TABLE  # here, because it loads numpy and plans are readable without
 
@@ -274,14 +273,6 @@ class Plan:
         footprints = [_footprint(choice, self, machine, table) for choice in self.choices]
         self._check_memory(footprints)
         self._check_limits(machine, ram_bytes, vram_bytes)
-
-    def check_here(self, machine: Machine) -> None:
-        """PlanFileError when it was made for another machine, by what was measured there."""
-        if self.elsewhere is not None and self.machine != machine.fingerprint:
-            raise PlanFileError(
-                f"the plan was made for another machine ({self.elsewhere}) and runs only there; make one for this "
-                "machine with `znnpy plan`, without --machine"
-            )
 
     def _check_limits(self, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
         card = None if machine.gpu is None else machine.gpu.memory_bytes

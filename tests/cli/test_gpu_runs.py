@@ -120,7 +120,9 @@ def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest
     """By default, and not where a plan is given; within what CUDA and its libraries leave of the limit."""
     asked: list[Any] = []
 
-    def measured(device: Any, machine: Machine, network: Network, precision: str, *, vram_bytes: int) -> Rates:
+    def measured(
+        device: Any, machine: Machine, network: Network, precision: str, *, vram_bytes: int, stored: Rates | None
+    ) -> Rates:
         asked.append((type(device), network.name, precision, vram_bytes))
         rates = assumed_rates(machine, 1, "gpu")
         return replace(rates, stage_seconds=1.0)

@@ -12,23 +12,24 @@ import json
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from znnpy.errors import DeviceError, VramError
-from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
+from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
 from znnpy.planner.cost import Rates, assumed_rates, case
+from znnpy.planner.costs import Measurement
 from znnpy.planner.plan import device_of
+from znnpy.run.clocks import LONG_SECONDS, REPEATS, measure
 from znnpy.run.wisdom import cache_folder
 from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
 
@@ -39,25 +40,11 @@ _log = logging.getLogger(__name__)
 
 MOST_SECONDS = 2.0  # of measuring, kernels that are compiled and weights that are prepared not counted
 MOST_TRIED = 8  # per layer
-REPEATS = 4
 SIDES = (96, 64, 48, 32, 24, 16, 8, 4, 2, 1)  # of one image out, in voxels
 MOST_BYTES = 2**30  # of input and output of a layer that is measured
-LONG_SECONDS = 0.02  # a layer that is estimated to take longer is measured on a smaller volume
 FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**20
 MOST_WORDS = 500  # characters of a refusal that are kept
-BLOCK = 2**20  # random numbers that inputs are made of
-
-
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
-class Measurement:
-    """Seconds of one run of one layer."""
-
-    primitive: str
-    version: int
-    variant: Variant
-    shape: Annotated[LayerShape, Field(discriminator="kind")]
-    seconds: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -92,11 +79,13 @@ def measured_rates(
     vram_bytes: int,
     table: Sequence[Primitive] = TABLE,
     seconds: float = MOST_SECONDS,
+    stored: Rates | None = None,
 ) -> Rates:
     """Rates of the GPU of `machine`, with what was measured of the layers of `network`, now or in an earlier run.
 
     vram_bytes  of the GPU that may be taken meanwhile
     seconds     after which nothing more is measured; the next run goes on
+    stored      what `znnpy measure` found, which counts where it says something; None: nothing
 
     What the GPU refuses to run is remembered with its words, and not tried again; where it had too little memory, it is
     not tried again in this run. A file that is damaged, of another GPU or of other libraries is not used but written
@@ -106,9 +95,11 @@ def measured_rates(
     path = cache_folder() / f"gpu-{_digest(facts)[:12]}.json"
     known = {p.name: p for p in table if device_of(p.name) == "gpu"}
     kept = _of_these(_read(path, facts), known)
-    assumed = rates = assumed_rates(machine, 1, "gpu")
+    rates = stored or assumed_rates(machine, 1, "gpu")
+    assumed = replace(rates, measured={})
     for old in kept.measurements:
-        rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
+        if not rates.knows(known[old.primitive], old.shape, old.variant):
+            rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
     for no in kept.refusals:
         rates = rates.refusing(known[no.primitive], no.shape, no.reason)
     layers = tuple(_layers(network, precision))
@@ -154,34 +145,6 @@ def _of_these(kept: _Remembered, known: Mapping[str, Primitive]) -> _Remembered:
     refusals = tuple(old for old in kept.refusals if holds(old))
     whole = (measurements, refusals) == (kept.measurements, kept.refusals)
     return _Remembered(kept.facts, measurements, refusals, kept.settled if whole else {})
-
-
-def measure(device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-    """Seconds that the GPU takes to run a layer: the least of a few runs, after one that does not count."""
-    rng = np.random.default_rng(20261121)
-    dtype = np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
-    footprint = primitive.footprint(shape, variant, 1)
-    resident = primitive.prepare(_weights(shape, rng), variant, device)
-    step = primitive.bind(resident, shape, variant, device)
-    x = device.view(device.allocate(shape.in_bytes, "a layer's input"), shape.in_shape, dtype)
-    _fill(device, x, rng)
-    out = device.view(device.allocate(shape.out_bytes, "a layer's output"), shape.out_shape, dtype)
-    scratch = {s.name: device.allocate(s.nbytes, s.name) for s in footprint.scratch}
-    peaks = device.put(np.array([8.0, 0.0], np.float32), "largest values")
-    words = {
-        "x_peak": device.address(peaks) if footprint.reads_peak else 0,
-        "out_peak": device.address(peaks) + peaks.itemsize if footprint.raises_peak else 0,
-    }
-
-    def run() -> None:
-        step.run(x, out, scratch, **words)
-
-    started = time.perf_counter()
-    run()
-    device.synchronize()
-    long = time.perf_counter() - started > 10 * LONG_SECONDS  # unless it was compiled now: then it is run again
-    first = min(device.elapsed(run))
-    return first if long and first > LONG_SECONDS else min(first, *device.elapsed(run, REPEATS - 1))
 
 
 def _layers(network: Network, precision: Precision) -> Iterator[tuple[LayerShape, ...]]:
@@ -280,25 +243,6 @@ def _fits(primitive: Primitive, shape: LayerShape, variant: Variant, vram_bytes:
     scratch = sum(s.nbytes for s in footprint.scratch)
     needed = shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.allowance
     return needed <= vram_bytes and footprint.host == 0
-
-
-def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:
-    """Such that values neither grow nor shrink much."""
-    if not isinstance(shape, ConvShape):
-        return None
-    kernels = rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32)
-    kernels /= np.float32(np.sqrt(kernels[0].size))
-    return ConvWeights(kernels, np.zeros(shape.fout, np.float32))
-
-
-def _fill(device: Device, x: Any, rng: np.random.Generator) -> None:
-    """Random numbers, the same again and again: zeros would be multiplied faster."""
-    flat = x.reshape(-1)
-    block = device.put(rng.standard_normal(min(BLOCK, flat.size), np.float32).astype(flat.dtype), "random numbers")
-    for start in range(0, flat.size, block.size):
-        part = flat[start : start + block.size]
-        device.copy_async(part, block[: part.size], device.stream)
-    device.synchronize(device.stream)
 
 
 def _facts(machine: Machine) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Wishes:
     device: str = "auto"  # one of DEVICES
     vram: int | str | None = None
     precision: str | None = None  # one of PRECISIONS; None: fp32, or that of the plan
+    costs: Path | None = None  # instead of those that are stored of this machine
 
     def given_plan(self) -> Plan | None:
         return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.load(Path(self.plan))
@@ -116,6 +117,7 @@ def _known_to_run(
         ("no-depth-first", not wishes.depth_first),
         ("device", wishes.device not in ("auto", plan.device)),
         ("precision", plan.device == "gpu" and wishes.precision not in (None, plan.precision)),
+        ("costs", wishes.costs is not None),
     )
     if given := [f"--{word}" for word, is_given in words if is_given]:
         raise PlanFileError(
@@ -240,6 +242,10 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
         raise ResumeError(
             "the run began with layers that take their fragments in parts, and now it is --no-depth-first; leave it "
             "out, or start again with --overwrite"
+        )
+    if wishes.costs is not None:
+        raise ResumeError(
+            "the run began with a plan, which --costs would change; leave it out, or start again with --overwrite"
         )
     given = wishes.given_plan()
     if given is not None and _what_runs(given) != _what_runs(plan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.machine import Gpu, Limits, Machine, limits_of, this_machine
-from znnpy.planner.memory import context_bytes
+from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.run.calibration import measured_rates
+from znnpy.run.shelf import Shelf
 from znnpy.shapes import PRECISIONS, Precision
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ IDLE_SHARE = 0.9  # of a card's memory that is free where nobody else uses it
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a run computes: on the processors of a machine, or on its GPU, which is open."""
+    """Where a run computes: on the processors of a machine, or on its GPU, which is open if the machine is here."""
 
     machine: Machine  # its `gpu` is set where the layers run there
     precision: Precision = "fp32"
@@ -42,30 +43,32 @@ class Site:
     gpu: Device | None = None
     free_bytes: int | None = None  # of the GPU's memory when it was opened, with what CUDA took then
     context_bytes: int = 0  # that CUDA took then
+    costs: Shelf = field(default_factory=Shelf)  # what was measured of the machine
 
     @property
     def device(self) -> DeviceKind:
-        return "cpu" if self.gpu is None else "gpu"
+        return "cpu" if self.machine.gpu is None else "gpu"
 
     @property
     def later_bytes(self) -> int:
         """What the process will hold beside what it does now and what is counted for its plan."""
-        return 0 if self.gpu is None else LATER_BYTES
+        return 0 if self.device == "cpu" else LATER_BYTES
 
     def limits(self, ram: int | str | None, threads: int | None, vram: int | str | None) -> Limits:
         """What a run may use here; DeviceError where as much of the GPU's memory is not free."""
         return limits_of(self.machine, ram, threads, vram, free_bytes=self.free_bytes)
 
     def rates(self, network: Network, limits: Limits) -> Rates | None:
-        """Speed of the network's layers on the GPU, measured now or before; None on a CPU, which is not measured."""
+        """As `znnpy measure` found them; of a GPU that is here, the network's layers too. None: assumed."""
+        stored = self.costs.rates(self.machine, self.device, limits.threads)
         if self.gpu is None or limits.vram_bytes is None:
-            return None
+            return stored
         room = limits.vram_bytes - context_bytes(self.context_bytes)
-        return measured_rates(self.gpu, self.machine, network, self.precision, vram_bytes=room)
+        return measured_rates(self.gpu, self.machine, network, self.precision, vram_bytes=room, stored=stored)
 
     def words(self) -> dict[str, Any]:
         """What `make_plan` is told of it beside the machine."""
-        if self.gpu is None:
+        if self.device == "cpu":
             return {}
         return {"device": "gpu", "precision": self.precision, "context": self.context_bytes}
 
@@ -116,22 +119,25 @@ def site_for(
     meant: str,
     vram: int | str | None = None,
     precision: str | None = None,
+    costs: Shelf | None = None,
 ) -> Iterator[tuple[Site, Plan]]:
     """Inside, what the plan that `make` gives runs on is open.
 
     meant      "auto": the GPU where there is one that works and `make` finds a plan for it, else the CPU, and a
                sentence of the site says why. Who limits its memory wants it: then there has to be a plan.
     precision  None: fp32. The CPU computes in fp32 whatever is asked for, and a sentence says so.
+    costs      None: those that are stored of this machine
 
     DeviceError when the GPU is meant and there is none to use.
     """
     why: list[str] = []
+    costs = costs or Shelf()
     if meant != "cpu":
         with ExitStack() as stack:
             found = _found(meant, why)
             if found is not None:
                 try:
-                    site = stack.enter_context(_opened(found, word_of(precision)))
+                    site = replace(stack.enter_context(_opened(found, word_of(precision))), costs=costs)
                     plan = _explained(make, site)
                 except (DeviceError, NoPlanError) as error:
                     if meant == "gpu" or vram is not None:
@@ -140,8 +146,64 @@ def site_for(
                 else:
                     yield site, plan
                     return
-    here = Site(this_machine(), sentences=(*why, *_unused(vram, precision)))
+    here = Site(this_machine(), sentences=(*why, *_unused(vram, precision)), costs=costs)
     yield here, make(here)
+
+
+@contextmanager
+def opened(meant: str, precision: str | None = None) -> Iterator[Site]:
+    """Inside, the device that is meant is open, whatever will run there; "auto": the GPU where one works, else the CPU.
+
+    DeviceError when the GPU is meant and there is none to use.
+    """
+    why: list[str] = []
+    found = None if meant == "cpu" else _found(meant, why)
+    if found is None:
+        yield Site(this_machine(), sentences=(*why, *_unused(None, precision)))
+        return
+    with _opened(found, word_of(precision)) as site:
+        yield site
+
+
+def elsewhere(costs: Shelf, device: str, precision: str | None) -> Site:
+    """The machine that a file of costs is of, as if nobody used its GPU. PlanFileError where `device` is another."""
+    named = costs.named
+    assert named is not None, "a machine that is not here is known by its costs"
+    if device not in ("auto", named.device):
+        raise PlanFileError(
+            f"{costs.file} is of the {named.device.upper()} of {named.name}, and --device {device} was asked for; "
+            f"leave --device out, or measure with `znnpy measure --device {device}` there"
+        )
+    gpu = named.machine.gpu
+    if gpu is None:
+        return Site(named.machine, sentences=tuple(_unused(None, precision)), costs=costs)
+    return Site(named.machine, word_of(precision), (), None, gpu.memory_bytes, CONTEXT_BYTES, costs)
+
+
+def check_here(plan: Plan) -> None:
+    """PlanFileError when `plan` was made for another machine, by what was measured there, and this is not it."""
+    if plan.elsewhere is not None and not _is_here(plan.machine, plan.device):
+        raise PlanFileError(
+            f"the plan was made for another machine ({plan.elsewhere}) and runs only there; make one for this machine "
+            "with `znnpy plan`, without --machine"
+        )
+
+
+def for_elsewhere(plan: Plan, costs: Shelf) -> Plan:
+    """`plan`, marked as of the machine that a file of costs is of, unless that is this one."""
+    named = costs.named
+    assert named is not None, "a machine that is not here is known by its costs"
+    return plan if _is_here(plan.machine, plan.device) else replace(plan, elsewhere=named.name)
+
+
+def _is_here(fingerprint: str, device: DeviceKind) -> bool:
+    """It is this machine's, with its GPU where that is the device."""
+    if device == "cpu":
+        return fingerprint == this_machine().fingerprint
+    try:
+        return fingerprint == replace(this_machine(), gpu=find_gpu()).fingerprint
+    except DeviceError:
+        return False
 
 
 def machine_of(plan: Plan) -> Machine:

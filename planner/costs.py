@@ -1,0 +1,192 @@
+"""What `znnpy measure` found out about one machine, as a value that saves itself and says whom it is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from znnpy.errors import PlanFileError
+from znnpy.kernels.primitive import Primitive, Unit, Variant
+from znnpy.machine import Machine
+from znnpy.planner.cost import Rate, Rates, assumed_rates
+from znnpy.planner.memory import DeviceKind
+from znnpy.planner.plan import device_of
+from znnpy.planner.samples import samples
+from znnpy.shapes import PRECISIONS, LayerShape
+
+FORMAT = 1  # version of the file
+MOST_FILE_BYTES = 2**22
+AGAIN = "measure again with `znnpy measure`"
+
+Speed = Annotated[float, Field(gt=0, lt=1e18, allow_inf_nan=False)]
+
+
+def _checked_machine(machine: Machine) -> Machine:
+    gpu = machine.gpu
+    counts = [machine.cores, machine.ram_bytes]
+    counts += [] if gpu is None else [gpu.multiprocessors, gpu.memory_bytes, gpu.l2_bytes, gpu.driver]
+    if min(counts) < 1 or (gpu is not None and not 0 < gpu.bandwidth < 1e18):
+        raise ValueError("a machine has cores, memory and a bandwidth above 0")
+    if machine.simd not in ("avx512", "avx2", "other"):
+        raise ValueError(f"vector instructions are avx512, avx2 or other, not {machine.simd!r}")
+    return machine
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Measurement:
+    """Seconds of one run of one layer."""
+
+    primitive: str
+    version: int
+    variant: Variant
+    shape: Annotated[LayerShape, Field(discriminator="kind")]
+    seconds: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class UnitSpeed:
+    """The rate of a unit, and how many runs it was fitted to."""
+
+    flops: Speed
+    nbytes: Speed
+    runs: Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Costs:
+    """Speeds of one device of one machine. Units that are missing were not measured: their rates are assumed."""
+
+    format: int
+    znnpy_version: str
+    device: DeviceKind
+    threads: Annotated[int, Field(ge=1, le=2**12)]  # that ran the layers; on a GPU none does
+    machine: Annotated[Machine, AfterValidator(_checked_machine)]
+    primitives: dict[str, int]  # versions of those that ran there
+    units: Annotated[dict[Unit, UnitSpeed], Field(min_length=1)]
+    layers: tuple[Measurement, ...]  # of networks, as their plans run them
+
+    def __post_init__(self) -> None:
+        if (self.device == "gpu") != (self.machine.gpu is not None):
+            raise ValueError("costs of a GPU name it, and costs of a processor name none")
+
+    @property
+    def name(self) -> str:
+        """The machine in words."""
+        gpu = self.machine.gpu
+        return self.machine.processor if gpu is None else f"{gpu.name} beside {self.machine.processor}"
+
+    def rates(self, table: Sequence[Primitive]) -> Rates:
+        """What the planner takes; of layers that `table` has no primitive for, nothing."""
+        known = {(p.name, p.version): p for p in table}
+        assumed = assumed_rates(self.machine, self.threads, self.device)
+        rates = replace(
+            assumed.replaced(**{unit: Rate(speed.flops, speed.nbytes) for unit, speed in self.units.items()}),
+            fitted=True,
+        )
+        for layer in self.layers:
+            if (primitive := known.get((layer.primitive, layer.version))) is not None:
+                rates = rates.learnt(primitive, layer.shape, layer.variant, layer.seconds)
+        return rates
+
+    def why_not(self, machine: Machine, threads: int, table: Sequence[Primitive]) -> str | None:
+        """None if this is of `machine`, its libraries, these primitives and so many threads; else what differs."""
+        here = facts(machine, self.device, threads, table)
+        there = _facts(self.machine, self.device, self.threads, self.primitives)
+        for name in (*there, *(name for name in here if name not in there)):
+            if there.get(name) != here.get(name):
+                return f"{name} was {there.get(name, 'not there')} and is {here.get(name, 'not there')} here"
+        return None
+
+    def to_json(self) -> str:
+        return _adapter().dump_json(self, indent=1).decode() + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Costs:
+        """The costs that `to_json` wrote; PlanFileError when they are damaged or of another format."""
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            raise PlanFileError(f"the costs are damaged or cut off; {AGAIN}") from None
+        version = content.get("format") if isinstance(content, dict) else None
+        if version != FORMAT:
+            named = f"a cost file of format {version}" if version is not None else "no cost file"
+            raise PlanFileError(f"this is {named}, and this version reads format {FORMAT}; {AGAIN}")
+        try:
+            return _adapter().validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise PlanFileError(f"the costs are damaged: {where}: {first['msg']}; {AGAIN}") from None
+
+    @staticmethod
+    def load(path: Path) -> Costs:
+        """The costs in a file; PlanFileError names the file."""
+        try:
+            with path.open(encoding="utf-8") as file:
+                text = file.read(MOST_FILE_BYTES + 1)
+            if len(text) > MOST_FILE_BYTES:
+                raise PlanFileError(f"it is longer than {MOST_FILE_BYTES:,} characters, as no cost file is; {AGAIN}")
+            return Costs.from_json(text)
+        except FileNotFoundError:
+            raise PlanFileError(f"no cost file {path}; write one with `znnpy measure --out {path}`") from None
+        except OSError as error:
+            raise PlanFileError(f"cannot read the costs {path}: {error.strerror}; {AGAIN}") from None
+        except UnicodeDecodeError:
+            raise PlanFileError(f"{path} is no cost file: it is not text; {AGAIN}") from None
+        except PlanFileError as error:
+            raise error.with_context(str(path)) from None
+
+
+def facts(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive]) -> dict[str, str]:
+    """What decides how fast layers run, in words: field by field, with the versions of all primitives that apply."""
+    return _facts(machine, device, threads, versions(machine, device, table))
+
+
+def versions(machine: Machine, device: DeviceKind, table: Sequence[Primitive]) -> dict[str, int]:
+    """Of the primitives of a device that run any of the layers that are measured."""
+    shapes = [shape for precision in PRECISIONS for shape in samples(device, precision)]
+    return {
+        p.name: p.version
+        for p in table
+        if device_of(p.name) == device and any(p.kind == s.kind and p.why_not(s, machine) is None for s in shapes)
+    }
+
+
+def _facts(machine: Machine, device: DeviceKind, threads: int, primitives: Mapping[str, int]) -> dict[str, str]:
+    return {
+        **dict(_of_cpu(machine, threads) if device == "cpu" else _of_gpu(machine)),
+        **{f"the version of {name}": str(version) for name, version in sorted(primitives.items())},
+    }
+
+
+def _of_cpu(machine: Machine, threads: int) -> Iterator[tuple[str, str]]:
+    yield "the processor", machine.processor
+    yield "the width of vectors", machine.simd
+    yield "the number of cores", str(machine.cores)
+    yield "the number of threads", str(threads)
+    yield "BLAS", machine.blas
+    yield from machine.versions
+
+
+def _of_gpu(machine: Machine) -> Iterator[tuple[str, str]]:
+    gpu = machine.gpu
+    if gpu is None:
+        return
+    yield "the GPU", gpu.name
+    yield "the capability of the GPU", ".".join(map(str, gpu.capability))
+    yield "the number of multiprocessors", str(gpu.multiprocessors)
+    yield "the memory of the GPU", f"{gpu.memory_bytes:,} bytes"
+    yield "the driver of the GPU", str(gpu.driver)
+    yield from gpu.versions
+
+
+@cache
+def _adapter() -> TypeAdapter[Costs]:
+    return TypeAdapter(Costs)

@@ -1,0 +1,39 @@
+"""Layers that `znnpy measure` runs to learn the speed of a machine: every kind, small and large, few maps and many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from znnpy.planner.memory import DeviceKind
+from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Precision, Vec3
+
+SIDES: dict[DeviceKind, tuple[int, int]] = {"cpu": (48, 24), "gpu": (96, 24)}  # of one image out
+CONVS: tuple[tuple[int, int, int, int], ...] = (  # maps in and out, kernel, window of a pooling in one with it
+    (1, 16, 5, 1),
+    (1, 80, 3, 2),
+    (16, 16, 3, 1),
+    (80, 80, 3, 1),
+    (32, 48, 5, 2),
+    (80, 80, 5, 1),
+    (32, 32, 7, 1),
+    (80, 3, 1, 1),
+)
+POOLED: tuple[tuple[int, int], ...] = ((16, 2), (80, 2), (16, 3))  # maps, window
+
+
+def samples(device: DeviceKind, precision: Precision) -> Iterator[LayerShape]:
+    """All of them, the large ones first; between them they name every unit of every primitive that applies."""
+    for side in SIDES[device]:
+        for fin, fout, k, p in CONVS:
+            n = p * side + p - 1 + k - 1 if p > 1 else side + k - 1
+            yield ConvShape(1, fin, fout, _cube(n), _cube(k), "relu", pool=_cube(p), precision=precision)
+        for maps, p in POOLED:
+            yield PoolShape(1, maps, _cube(p * side + p - 1), _cube(p), precision=precision)
+            yield PoolShape(1, maps, _cube(p * side), _cube(p), fragments=False, precision=precision)
+            yield FilterShape(1, maps, _cube(side + p - 1), _cube(p), precision)
+            if maps % p == 0:
+                yield MaxoutShape(1, maps, _cube(side), p, precision)
+
+
+def _cube(side: int) -> Vec3:
+    return side, side, side

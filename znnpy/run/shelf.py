@@ -1,0 +1,102 @@
+"""Where costs of this machine are kept between runs, and which of them a plan takes.
+
+One file for each device and number of threads, in the cache folder. What does not fit this machine, its libraries and
+its primitives is not used at all, and a sentence says which field differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from znnpy.errors import OutputError, PlanFileError
+from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.table import TABLE
+from znnpy.machine import Machine
+from znnpy.planner.cost import Rates
+from znnpy.planner.costs import AGAIN, Costs
+from znnpy.planner.memory import DeviceKind
+from znnpy.run.wisdom import cache_folder
+
+
+class Shelf:
+    """Costs by device: those that `znnpy measure` stored of this machine, or those of one file."""
+
+    def __init__(self, file: str | Path | None = None, table: Sequence[Primitive] = TABLE) -> None:
+        """file  that is taken whatever is stored, and has to fit; PlanFileError where it cannot be read."""
+        self.file, self.table = None if file is None else Path(file), table
+        self.named = None if self.file is None else Costs.load(self.file)
+        self.sentences: list[str] = []  # on stored costs that were not used
+
+    def meant(self, device: str) -> str:
+        """The device that is meant by "auto": that of the file, where there is one."""
+        return self.named.device if self.named is not None and device == "auto" else device
+
+    def threads(self, threads: int | None) -> int | None:
+        """As many as the file is of, where nobody said how many."""
+        return self.named.threads if threads is None and self.named and self.named.device == "cpu" else threads
+
+    def rates(self, machine: Machine, device: DeviceKind, threads: int) -> Rates | None:
+        """What the planner takes for a device of `machine`; None where nothing that fits was stored.
+
+        PlanFileError where a file was named and does not fit.
+        """
+        if self.named is not None:
+            if reason := self._why_not(self.named, machine, device, threads):
+                raise PlanFileError(f"the costs in {self.file} do not fit: {reason}; leave --costs out, or {AGAIN}")
+            return self.named.rates(self.table)
+        path = stored_path(machine, device, threads)
+        if not path.exists():
+            return None
+        try:
+            costs = Costs.load(path)
+            reason = self._why_not(costs, machine, device, threads)
+            sentence = f"stored costs are not used: {reason}; {AGAIN}"
+        except PlanFileError as error:
+            costs, reason, sentence = None, str(error), f"stored costs are not used: {error}"
+        if costs is not None and reason is None:
+            return costs.rates(self.table)
+        if sentence not in self.sentences:
+            self.sentences.append(sentence)
+        return None
+
+    def _why_not(self, costs: Costs, machine: Machine, device: DeviceKind, threads: int) -> str | None:
+        if costs.device != device:
+            return f"they are of the {costs.device.upper()}, and the plan is for the {device.upper()}"
+        return costs.why_not(machine, threads, self.table)
+
+
+def stored(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive] = TABLE) -> Costs | None:
+    """What is kept of this machine and fits it; None where there is nothing, or nothing to be used."""
+    try:
+        costs = Costs.load(stored_path(machine, device, threads))
+    except PlanFileError:
+        return None
+    return costs if costs.device == device and costs.why_not(machine, threads, table) is None else None
+
+
+def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
+    """Machines of one home folder have files of their own, as far as their processors or GPUs differ."""
+    gpu = machine.gpu
+    of = machine.processor if device == "cpu" or gpu is None else gpu.name
+    digest = hashlib.sha256(of.encode()).hexdigest()[:12]
+    by = f"-{threads}-threads" if device == "cpu" else ""
+    return cache_folder() / f"costs-{device}{by}-{digest}.json"
+
+
+def write_costs(path: Path, costs: Costs) -> None:
+    """Replace the file in one step; OutputError where that cannot be done, and then nothing is left of it."""
+    draft = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(costs.to_json())
+        Path(draft).replace(path)
+    except OSError as error:
+        if draft is not None:
+            Path(draft).unlink(missing_ok=True)
+        raise OutputError(f"cannot write the costs {path}: {error.strerror}; give another --out") from error
