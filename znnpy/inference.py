@@ -24,14 +24,17 @@ from znnpy.formats.weights import sha256
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.crew import Crew
+from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box
+from znnpy.planner.cost import assumed_rates
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.why import Considered, considered
 from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, device_begun, plan_begun, plan_finished
@@ -76,12 +79,14 @@ def plan(
     costs: str | Path | None = None,
     machine: str | Path | None = None,
     tell: Callable[[str], None] = _log.info,
+    tell_why: Callable[[list[Considered]], None] | None = None,
 ) -> Plan:
     """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
 
     Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first; costs
     and machine name files that `znnpy measure` wrote, machine one of the machine that the plan is for.
-    `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact.
+    `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact;
+    `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken.
     NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
     """
     _check_words(border, output_dtype, cover)
@@ -129,14 +134,23 @@ def plan(
             **site.words(),
         )
 
-    if machine is not None:
-        there = elsewhere(shelf, meant, precision)
-        for sentence in there.sentences:
-            tell(sentence)
-        return for_elsewhere(make(there), shelf)
-    with site_for(make, meant, vram, precision, shelf) as (site, made):
+    def say(site: Site, made: Plan) -> None:
         for sentence in (*site.sentences, *shelf.sentences):
             tell(sentence)
+        if tell_why is not None:
+            rates = site.rates(file.network, made.limits) or assumed_rates(
+                site.machine, made.limits.threads, site.device
+            )
+            words = (only,) if isinstance(only, str) else only
+            tell_why(considered(made, file.network, site.machine, rates, TABLE, words))
+
+    if machine is not None:
+        there = elsewhere(shelf, meant, precision)
+        made = for_elsewhere(make(there), shelf)
+        say(there, made)
+        return made
+    with site_for(make, meant, vram, precision, shelf) as (site, made):
+        say(site, made)
         if made.device == "cpu" or meant != "auto" or vram is not None:
             return made
         with suppress(NoPlanError):

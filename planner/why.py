@@ -1,0 +1,162 @@
+"""Every primitive for every layer of a plan, with the seconds it would take there or its reason not to run.
+
+One layer is changed at a time, all else stays as the plan has it: the patch or column, its parts, the other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from znnpy.kernels.primitive import Footprint, Primitive, Variant
+from znnpy.machine import Machine
+from znnpy.network import Network
+from znnpy.planner.candidates import kept_bytes
+from znnpy.planner.cost import Rates
+from znnpy.planner.explain import human_bytes, human_seconds
+from znnpy.planner.layout import carried_bytes, chain, place
+from znnpy.planner.options import JOINING, KEEPING
+from znnpy.planner.plan import Choice, Memory, Plan, device_of
+from znnpy.shapes import LayerShape, fused, turned
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """One primitive for a layer, or for two in one."""
+
+    layers: tuple[int, int]  # the first and the last
+    primitive: str
+    taken: bool
+    seconds: float | None  # for the whole output, by its fastest variant; None: it does not run
+    why: str  # it was not taken, in words; empty where it was
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "layers": list(self.layers)}
+
+
+def considered(
+    plan: Plan, network: Network, machine: Machine, rates: Rates, table: Sequence[Primitive], only: Collection[str] = ()
+) -> list[Considered]:
+    """Of each layer, and of each convolution with the pooling behind it, all primitives of the plan's device.
+
+    machine, rates, table, only  as the plan was made with
+    """
+    whatever = _Plan(plan, machine, rates, [p for p in table if device_of(p.name) == plan.device], frozenset(only))
+    return list(whatever.considered(network))
+
+
+def why_table(rows: Sequence[Considered], network: Network) -> Table:
+    """All of them as `znnpy plan --why` prints them."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    table.add_column("layer", no_wrap=True)
+    table.add_column("primitive", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("why not")
+    before = None
+    for row in rows:
+        first, last = row.layers
+        layer = f"{first} {network.layers[first]}" + (f", {last} in one" if last > first else "")
+        spent = "" if row.seconds is None else human_seconds(row.seconds)
+        table.add_row("" if row.layers == before else layer, row.primitive, spent, "taken" if row.taken else row.why)
+        before = row.layers
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A plan and what it was made with."""
+
+    plan: Plan
+    machine: Machine
+    rates: Rates
+    table: Sequence[Primitive]
+    only: frozenset[str]
+
+    def considered(self, network: Network) -> Iterator[Considered]:
+        plan = self.plan
+        batches = [c.shape.batch for c in plan.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
+        shapes = network.turned(plan.axis).layer_shapes(
+            turned(plan.patch_out, plan.axis), batches=batches, walks=plan.walks, precision=plan.precision
+        )
+        for index, shape in enumerate(shapes):
+            yield from self._of((index, index), shape)
+            both = fused(shape, shapes[index + 1]) if index + 1 < len(shapes) else None
+            if both is not None:
+                yield from self._of((index, index + 1), both)
+
+    def _of(self, layers: tuple[int, int], shape: LayerShape) -> Iterator[Considered]:
+        """Every primitive of the shape's kind, those that run first, the fastest of them before the others."""
+        rows = [self._row(primitive, layers, shape) for primitive in self.table if primitive.kind == shape.kind]
+        yield from sorted(rows, key=lambda row: (row.seconds is None, row.seconds, row.primitive))
+
+    def _row(self, primitive: Primitive, layers: tuple[int, int], shape: LayerShape) -> Considered:
+        """Those in the plan have its own seconds."""
+        choices = [c for c in self.plan.choices if c.layers[0] <= layers[1] and layers[0] <= c.layers[1]]
+        spent = sum(choice.runs * choice.seconds for choice in choices)
+        if [(c.layers, c.primitive) for c in choices] == [(layers, primitive.name)]:
+            return Considered(layers, primitive.name, True, spent, "")
+        reason = primitive.why_not(shape, self.machine) or self.rates.why_not(primitive, shape)
+        if reason:
+            return Considered(layers, primitive.name, False, None, reason)
+        variants = primitive.variants(shape, self.machine)
+        once, variant = min(((self._seconds(primitive, shape, v), v) for v in variants), key=lambda pair: pair[0])
+        seconds = once * choices[-1].runs
+        why = self._why(primitive, variant, layers, choices, seconds / spent)
+        return Considered(layers, primitive.name, False, seconds, why)
+
+    def _seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+        """Of one run, with what it carries from step to step."""
+        moved = 0.0
+        if self.plan.walks:
+            apart = self._footprint(primitive, shape, variant).reads_carried
+            moved = (KEEPING if apart else KEEPING + JOINING) * kept_bytes(shape)
+        return self.rates.seconds(primitive, shape, variant) + moved / self.rates.carrying
+
+    def _why(
+        self,
+        primitive: Primitive,
+        variant: Variant,
+        layers: tuple[int, int],
+        choices: Sequence[Choice],
+        ratio: float,
+    ) -> str:
+        """Why a primitive that runs was not taken; `ratio` is its time over that of `choices`, which run the layers."""
+        if self.only and primitive.name not in self.only and any(c.primitive in self.only for c in choices):
+            return "another one is asked for"
+        if choices[0].layers[0] < layers[0] or layers[1] < choices[-1].layers[1]:
+            return f"runs in one with {'the layer before' if choices[0].layers[0] < layers[0] else 'the layer behind'}"
+        over, over_vram = self._with(primitive, variant, layers).over(self.plan.limits)
+        if over or over_vram:
+            parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
+            return f"{ratio:.2f} times as long, and does not fit: {' and '.join(parts)} more"
+        return f"{ratio:.2f} times as long"
+
+    def _with(self, primitive: Primitive, variant: Variant, layers: tuple[int, int]) -> Memory:
+        """Of the plan with this primitive for these layers, which it has choices for."""
+        steps: list[tuple[LayerShape, Footprint]] = []
+        replaced = [c for c in self.plan.choices if layers[0] <= c.layers[0] and c.layers[1] <= layers[1]]
+        for choice in self.plan.choices:
+            if choice not in replaced:
+                own = next(p for p in self.table if p.name == choice.primitive)
+                steps.append((choice.shape, self._footprint(own, choice.shape, choice.variant)))
+            elif choice is replaced[0]:
+                both = fused(choice.shape, replaced[-1].shape) if len(replaced) > 1 else choice.shape
+                assert both is not None
+                steps.append((both, self._footprint(primitive, both, variant)))
+        new = self.plan.patch_in[self.plan.axis]
+        footprints = [footprint for _, footprint in steps]
+        return replace(
+            self.plan.memory,
+            arena=place(chain(steps, new))[1],
+            carries=carried_bytes([shape for shape, _ in steps], new),
+            residents=sum(footprint.resident for footprint in footprints),
+            pinned=sum(footprint.host for footprint in footprints),
+            allowance=max(footprint.allowance for footprint in footprints),
+        )
+
+    def _footprint(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> Footprint:
+        return primitive.footprint(shape, variant, self.plan.limits.threads)

@@ -1,0 +1,91 @@
+"""Every primitive for every layer of a plan: its seconds there, or its reason; and what taking it would need."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from brute_force import AROUND, planned
+from fakes import CARRYING, FAKES, WITH_GPU, Fake, on_gpu
+from plans import MIXED, WIDE, in_parts, patches, walking
+
+from znnpy.network import Network
+from znnpy.planner.plan import Plan
+from znnpy.planner.why import Considered, considered
+
+REFUSING = Fake("cpu.conv.refusing", "conv", refuse="runs on Tuesdays")
+HUNGRY = Fake("cpu.conv.hungry", "conv", flops=0.1, scratch=(90.0,))
+TABLE = (*FAKES, REFUSING, HUNGRY, *on_gpu(*FAKES))
+
+
+def rows_of(plan: Plan, network: Network, *only: str) -> list[Considered]:
+    return considered(plan, network, WITH_GPU, CARRYING, TABLE, only)
+
+
+@pytest.mark.parametrize(("plan", "network"), [(patches(), MIXED), (walking(), MIXED), (in_parts(), WIDE)])
+def test_every_primitive_of_the_device_is_there_once_for_every_layer(plan: Plan, network: Network) -> None:
+    rows = rows_of(plan, network)
+    for index, layer in enumerate(network.layers):
+        names = sorted(p.name for p in TABLE if p.kind == layer.type and p.name.startswith("cpu."))
+        assert sorted(row.primitive for row in rows if row.layers == (index, index)) == names
+    taken = [(row.layers, row.primitive, row.seconds) for row in rows if row.taken]
+    assert taken == [(c.layers, c.primitive, c.runs * c.seconds) for c in plan.choices]
+    for row in rows:
+        assert (row.why == "") == row.taken
+        if row.primitive == REFUSING.name:
+            assert (row.seconds, row.why) == (None, "runs on Tuesdays")
+    assert json.loads(json.dumps([row.as_json() for row in rows]))[0]["layers"] == [0, 0]
+
+
+@pytest.mark.parametrize(("plan", "network"), [(patches(), MIXED), (walking(), MIXED), (in_parts(), WIDE)])
+def test_seconds_are_those_of_the_plan_where_the_same_is_taken(plan: Plan, network: Network) -> None:
+    """Of a primitive in another layer's place: as a plan with nothing but it has them."""
+    asked = ("cpu.conv.slow", "cpu.conv.over")
+    for name in asked:
+        whole = planned(
+            network,
+            plan.output,
+            AROUND + 2**24,
+            patch=plan.patch_out,
+            only=[name],
+            columns=plan.walks,
+            depth_first=max(plan.parts) > 1,
+        )
+        if (whole.parts, whole.axis, whole.column) != (plan.parts, plan.axis, plan.column):
+            continue
+        seconds = {c.layers: c.runs * c.seconds for c in whole.choices if c.primitive == name}
+        rows = [row for row in rows_of(plan, network) if row.primitive == name and row.layers in seconds]
+        assert rows
+        for row in rows:
+            assert row.seconds == pytest.approx(seconds[row.layers], rel=1e-12)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    """With so many bytes more it fits, with half of them it does not."""
+    plan = planned(WIDE, (30, 30, 30), AROUND + 2**21, columns=False, depth_first=False)
+    least = plan.memory.peak
+    lost = [row for row in rows_of_within(plan, least) if "does not fit" in row.why]
+    assert {(2, 2), (3, 3)} <= {row.layers for row in lost if row.primitive == HUNGRY.name}
+    for row in lost:
+        match = re.fullmatch(r"\S+ times as long, and does not fit: (\S+) (B|KiB|MiB) more", row.why)
+        assert match is not None
+        more = float(match[1]) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[match[2]]
+        for share, fits in ((0.5, False), (1.02, True)):
+            (now,) = [r for r in rows_of_within(plan, least + int(share * more)) if same(r, row)]
+            assert ("does not fit" not in now.why) == fits
+
+
+def rows_of_within(plan: Plan, ram_bytes: int) -> list[Considered]:
+    return rows_of(replace(plan, limits=replace(plan.limits, ram_bytes=ram_bytes)), WIDE)
+
+
+def same(one: Considered, other: Considered) -> bool:
+    return (one.layers, one.primitive) == (other.layers, other.primitive)
+
+
+def test_words_of_the_caller_are_a_reason() -> None:
+    plan = planned(MIXED, (20, 11, 8), AROUND + 2**19, columns=False, only=["cpu.conv.slow"])
+    why = {row.primitive: row.why for row in rows_of(plan, MIXED, "cpu.conv.slow") if row.layers == (4, 4)}
+    assert why["cpu.conv.fast"] == "another one is asked for"
