@@ -30,17 +30,15 @@ A method that is not in the table, or does not apply, is told and left out. `--r
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import papers_pictures
 from gpu_card import Device, WallClock, gpu_header, product_rates, torch_on_the_card
 from header import without_forced_blas_kernels
 from layer_entries_gpu import Entry, Times
@@ -48,6 +46,7 @@ from layers_gpu import MAX_ERROR
 from papers_cases import CASES, METHODS, MOST_BYTES, PAPER_PRECISIONS, PAPERS, QUICK, Paper, PaperCase
 from papers_clock import HeldClock, HeldTorchClock, Spent, series_of
 from papers_entries import CLOSE, Terms, cudnn_entries, our_entries, torch_entries
+from papers_files import WRONG, Result, read, write
 from papers_inputs import Inputs, rms_error
 from papers_processor import Allowed, processor_entries
 from papers_tables import (
@@ -57,12 +56,9 @@ from papers_tables import (
     OURS,
     PROCESSOR,
     PYTORCH,
-    TABLES,
     Case,
     Match,
     Row,
-    against,
-    lines,
     match,
     peak_flops,
 )
@@ -74,7 +70,6 @@ from znnpy.shapes import PRECISIONS, Precision
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-WRONG = 2e-2  # rms error, in any precision: beyond, a plan of cuDNN's is not inexact, but wrong
 SLOW_SECONDS, SLOW_ROUNDS = 0.02, 4  # what runs longer, and how often then
 LATE = ": no time left"
 LISTED = 6  # of what is left out, on stdout
@@ -238,50 +233,20 @@ def show(found: Match) -> None:
         print(f"  {found.speedup:.2f} times cuDNN's speed, {found.band[0]:.2f} to {found.band[1]:.2f}", flush=True)
 
 
-def write(out: Path, paper: Paper, bench: Bench, header: dict[str, Any], peaks: dict[str, float | None]) -> None:
-    """Everything so far, as JSON: a line for each competitor."""
-    header["spent_seconds"] = {what: round(seconds, 1) for what, seconds in bench.spent.seconds.items()}
-    result = {
-        "header": header,
-        "paper": paper,
-        "against": against(bench.matches),
-        "errors_allowed": {precision: MAX_ERROR[precision] for precision in PRECISIONS} | {"inexact": WRONG},
-        "peak_flops": peaks,
-        "table": TABLES[paper](bench.matches, peaks),
-        "left_out": bench.left_out,
-        "wrong": bench.wrong,
-        "void": bench.void,
-    }
-    cases = []
-    for found in bench.matches:
-        told = json.dumps(asdict(found.case) | found.summary())
-        rows = ",\n  ".join(json.dumps(asdict(row) | {"us": round(row.us, 4)}) for row in found.rows)
-        cases.append(f'{told[:-1]}, "rows": [\n  {rows}]}}')
-    text = json.dumps(result, indent=1)
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(f'{text[:-2]},\n "cases": [\n {f",{chr(10)} ".join(cases)}]\n}}\n')
-
-
-def resume(bench: Bench, out: Path, paper: Paper, header: dict[str, Any]) -> None:
+def resume(bench: Bench, out: Path, result: Result) -> None:
     """Go on with what a file has; SystemExit if it is of another paper or another card."""
-    found = json.loads(out.read_text())
+    found, header = read(out), result.header
     for what, there, here in (
-        ("the experiment", found["paper"], paper),
-        ("a card", found["header"]["gpu"]["name"], header["gpu"]["name"]),
+        ("the experiment", found.paper, result.paper),
+        ("a card", found.header["gpu"]["name"], header["gpu"]["name"]),
     ):
         if there != here:
             raise SystemExit(f"{out} has {what} {there}, not {here}: give another --out")
-    header["joined"] = [*found["header"].get("joined", ()), found["header"]["command"]]
-    for told in found["cases"]:
-        rows = [Row(**_fields(Row, row) | {"seconds": tuple(row["seconds"])}) for row in told["rows"]]
-        case = Case(**_fields(Case, told) | {"too_large": tuple(told["too_large"])})
-        bench.matches.append(match(case, rows))
-    bench.wrong, bench.void = found["wrong"], found["void"]
-    bench.left_out += [what for what in found["left_out"] if not what.endswith(LATE)]
-
-
-def _fields(kind: type[Row] | type[Case], told: dict[str, Any]) -> dict[str, Any]:
-    return {name: told[name] for name in kind.__dataclass_fields__}
+    header["joined"] = [*found.header.get("joined", ()), found.header["command"]]
+    bench.matches += found.matches
+    bench.wrong += found.wrong
+    bench.void += found.void
+    bench.left_out += [what for what in found.left_out if not what.endswith(LATE)]
 
 
 def chosen(options: argparse.Namespace) -> list[Asked]:
@@ -352,15 +317,19 @@ def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> 
     header["product_flops"] = product_rates() if torch_on_the_card() else {}
     peaks = {precision: peak_flops(device.gpu, header["readings"], precision) for precision in options.precisions}
     bench = Bench(device, machine, options, sorted({1, machine.cores}) if paper == "first_principles" else [])
+    result = Result(paper, header, peaks, bench.matches, bench.left_out, bench.wrong, bench.void)
     if options.resume and out.exists():
-        resume(bench, out, paper, header)
+        resume(bench, out, result)
     kept = bool(options.out or not options.quick)
-    measure(bench, chosen(options), lambda: write(out, paper, bench, header, peaks) if kept else None)
-    table = TABLES[paper](bench.matches, peaks)
+
+    def keep() -> None:
+        header["spent_seconds"] = {what: round(seconds, 1) for what, seconds in bench.spent.seconds.items()}
+        write(out, result)
+
+    measure(bench, chosen(options), keep if kept else lambda: None)
     if kept and bench.matches:
-        card = f"{header['gpu']['name']}, {header['date'][:10]}"
-        papers_pictures.draw(paper, out.with_suffix(".png"), bench.matches, table, card)
-    print("\n".join(["", *against(bench.matches), *lines(paper, table)]))
+        result.draw(out.with_suffix(".png"))
+    print("\n".join(["", *result.words()]))
     for what, some in (("left out", bench.left_out), ("of cuDNN, wrong or refused", bench.wrong)):
         if some:
             more = ["the others are in the JSON file"] if len(some) > LISTED else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -53,11 +53,33 @@ def benchmark(default_benchmark: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@pytest.fixture
+def told(imported: Callable[[str], Any]) -> Callable[[Path], dict[str, Any]]:
+    """A file with its cases and their rows as dictionaries, and what is made of each."""
+
+    def read(out: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(out.read_text())
+        matches = imported("papers_files").read(out).matches
+        cases: list[dict[str, Any]] = []
+        for one, case in zip(matches, found["cases"], strict=True):
+            cases.append(dict(zip(found["case_columns"], case, strict=True)) | one.summary())
+            cases[-1]["rows"] = [asdict(row) | {"us": row.us} for row in one.rows]
+        return found | {"cases": cases}
+
+    return read
+
+
 @pytest.mark.parametrize("paper", PAPERS)
-def test_papers(benchmark: Callable[..., None], imported: Callable[[str], Any], tmp_path: Path, paper: str) -> None:
+def test_papers(
+    told: Callable[[Path], dict[str, Any]],
+    benchmark: Callable[..., None],
+    imported: Callable[[str], Any],
+    tmp_path: Path,
+    paper: str,
+) -> None:
     out = tmp_path / "papers.json"
     benchmark(paper, "--no-torch", "--precisions", "fp32", "--out", out)
-    found = json.loads(out.read_text())
+    found = told(out)
     cases = imported("papers_cases").QUICK[paper]
     assert [(case["layer"], case["batch"]) for case in found["cases"]] == [(str(c.layer), c.batch) for c in cases]
     for case, asked in zip(found["cases"], cases, strict=True):
@@ -81,12 +103,16 @@ def test_papers(benchmark: Callable[..., None], imported: Callable[[str], Any], 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_papers_as_they_are(
-    default_benchmark: Callable[..., None], imported: Callable[[str], Any], tmp_path: Path, paper: str
+    told: Callable[[Path], dict[str, Any]],
+    default_benchmark: Callable[..., None],
+    imported: Callable[[str], Any],
+    tmp_path: Path,
+    paper: str,
 ) -> None:
     """Without words on methods and precisions, the paper's own take part in every case that they apply to."""
     out = tmp_path / "papers.json"
     default_benchmark(paper, "--no-torch", "--out", out)
-    found, cases = json.loads(out.read_text()), imported("papers_cases")
+    found, cases = told(out), imported("papers_cases")
     assert found["header"]["methods"] == list(cases.METHODS[paper])
     assert found["header"]["missing"] == found["void"] == []
     assert [case["precision"] for case in found["cases"]] == [
@@ -102,27 +128,33 @@ def test_papers_as_they_are(
     )
 
 
-def test_the_post_has_a_processor_and_copies(benchmark: Callable[..., None], tmp_path: Path) -> None:
+def test_the_post_has_a_processor_and_copies(
+    told: Callable[[Path], dict[str, Any]], benchmark: Callable[..., None], tmp_path: Path
+) -> None:
     out = tmp_path / "post.json"
     benchmark("first_principles", "--no-torch", "--out", out)
-    (case,) = json.loads(out.read_text())["cases"]
+    (case,) = told(out)["cases"]
     rows = case["rows"]
     assert {row["who"] for row in rows} == {"ours", "ours, with copies", "cuDNN", "processor"}
     assert {"cpu.conv.direct", "cpu.conv.direct_naive"} <= {row["name"] for row in rows}
     assert any(row["variant"].endswith("threads=1") for row in rows)
-    (case,) = json.loads(out.read_text())["table"]["kernels"]
+    (case,) = told(out)["table"]["kernels"]
     fastest = case["fastest"]
-    assert case["processor over ours"] == pytest.approx(fastest["processor"]["ms"] / fastest["ours"]["ms"])
+    assert case["processor over ours"] == pytest.approx(fastest["processor"]["ms"] / fastest["ours"]["ms"], rel=1e-4)
 
 
 def test_the_processor_has_little_time(
-    imported: Callable[[str], Any], benchmark: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: Callable[[Path], dict[str, Any]],
+    imported: Callable[[str], Any],
+    benchmark: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What there is no time for is told: by the cost model, or stopped; what is far behind ran once."""
     papers = imported("papers_processor")
     out = tmp_path / "post.json"
     benchmark("first_principles", "--no-torch", "--processor-seconds", 0, "--out", out)
-    found = json.loads(out.read_text())
+    found = told(out)
     assert "processor" not in {row["who"] for row in found["cases"][0]["rows"]}
     assert any("cpu.conv.direct_naive threads=1 on" in what for what in found["left_out"])
     assert all(what.endswith("s predicted, 0.0 s left") for what in found["left_out"])
@@ -143,7 +175,7 @@ def test_the_processor_has_little_time(
     monkeypatch.setattr(papers.layers, "entry", sleepy)
     monkeypatch.setattr(papers, "FAR", 0.0)
     benchmark("first_principles", "--no-torch", "--processor-seconds", 1.5, "--out", out)
-    found = json.loads(out.read_text())
+    found = told(out)
     names = [row["name"] for row in found["cases"][0]["rows"] if row["who"] == "processor"]
     assert "cpu.conv.direct" not in names
     assert "cpu.conv.direct_naive" in names
@@ -151,12 +183,19 @@ def test_the_processor_has_little_time(
     assert len(slow) == len([what for what in found["left_out"] if what.endswith("stopped after 0.5 s")]) > 0
 
 
-def test_papers_beside_pytorch(benchmark: Callable[..., None], tmp_path: Path) -> None:
+def test_papers_beside_pytorch(
+    told: Callable[[Path], dict[str, Any]],
+    imported: Callable[[str], Any],
+    benchmark: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if find_spec("torch") is None:
         pytest.skip("the comparison needs PyTorch; pip install 'znnpy[bench]'")
     out = tmp_path / "papers.json"
+    monkeypatch.setattr(imported("papers_files"), "KEPT", {})
     benchmark("cuconv", "--precisions", "fp32", "fp16", "--kernels", 3, "--out", out)
-    found = json.loads(out.read_text())
+    found = told(out)
     peers = [
         (case["precision"], row["name"])
         for case in found["cases"]
@@ -164,27 +203,30 @@ def test_papers_beside_pytorch(benchmark: Callable[..., None], tmp_path: Path) -
         if row["name"].startswith("PyTorch")
     ]
     names = ("PyTorch conv2d, contiguous", "PyTorch conv2d, channels_last")
-    assert peers == [(precision, name) for precision in ("fp32", "fp16") for name in names]
+    assert sorted(peers) == sorted((precision, name) for precision in ("fp32", "fp16") for name in names)
     assert found["against"][1].startswith("PyTorch's conv2d beside: also")
     benchmark("cuconv", "--precisions", "fp32", "--no-torch", "--resume", "--out", out)
-    assert "two dimensions, in 2 of 3 cases alone" in json.loads(out.read_text())["against"][1]
+    assert "two dimensions, in 2 of 3 cases alone" in told(out)["against"][1]
 
 
 def test_an_experiment_goes_on(
-    benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    told: Callable[[Path], dict[str, Any]],
+    benchmark: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What a file has is not measured again; what there was no time for is told, and methods that are not there."""
     out = tmp_path / "papers.json"
     words = ("--no-torch", "--precisions", "fp32", "--out", out, "--resume")
     benchmark("pascal", *words, "--kernels", 3)
-    before = json.loads(out.read_text())["cases"]
+    before = told(out)["cases"]
     benchmark("pascal", *words, "--minutes", 0, "--methods", "gpu.conv.direct", "gpu.conv.nobody")
     said = capsys.readouterr().out
     assert "there is no gpu.conv.nobody in the table" in said
     assert "@1x7x7 k1x1x1 none: no time left" in said
-    assert any("@1x7x7 k1x1x1 none: no time left" in what for what in json.loads(out.read_text())["left_out"])
+    assert any("@1x7x7 k1x1x1 none: no time left" in what for what in told(out)["left_out"])
     benchmark("pascal", *words)
-    after = json.loads(out.read_text())
+    after = told(out)
     assert after["cases"][: len(before)] == before
     assert [case["layer"] for case in after["cases"]] == ["9-3-5-1", "7-1-4-4"]
     assert not any("no time left" in what for what in after["left_out"])
@@ -194,7 +236,11 @@ def test_an_experiment_goes_on(
 
 
 def test_wrong_results_do_not_count(
-    benchmark: Callable[..., None], device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: Callable[[Path], dict[str, Any]],
+    benchmark: Callable[..., None],
+    device: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An inexact plan of cuDNN's is counted apart, a wrong one left out; a method of ours makes the experiment void."""
     if device.gpu.name != "emulated":
@@ -208,11 +254,11 @@ def test_wrong_results_do_not_count(
     out = tmp_path / "papers.json"
     words = ("--no-torch", "--precisions", "fp32", "--kernels", 3, "--out", out)
     benchmark("cuconv", *words, "--workspace", 2**-10)
-    found = json.loads(out.read_text())
+    found = told(out)
     (case,) = found["cases"]
-    assert [(row["who"], row["name"]) for row in case["rows"]] == [
+    assert {(row["who"], row["name"]) for row in case["rows"]} == {
         ("ours", "gpu.conv.direct"), ("cuDNN, inexact", "cuDNN winograd"), ("cuDNN", "cuDNN right"),
-    ]  # fmt: skip
+    }  # fmt: skip
     assert (case["cudnn"], case["inexact"], case["plans"]) == ("cuDNN right", "cuDNN winograd", 6)
     assert case["inexact_error"] == pytest.approx(1e-3, rel=0.1)
     assert [word.split(" on ")[0] for word in found["wrong"]] == ["cuDNN wrong ", "cuDNN shy "]
@@ -319,6 +365,37 @@ def found_match(imported: Callable[[str], Any], rows: Sequence[tuple[str, Sequen
     return tables.match(tables.Case(**case), [tables.Row(who, who, "", tuple(s), 0.0, 0) for who, s in rows])
 
 
+def test_files_name_few_plans(imported: Callable[[str], Any], tmp_path: Path) -> None:
+    """By hand: of five plans two are named, and one of two inexact ones; rounds of whoever is fastest are kept.
+
+    What is made from a file is what was made from everything, and a file of it is the same file.
+    """
+    files, tables = imported("papers_files"), imported("papers_tables")
+    rows = [("ours", [1e-6, 2e-6]), *(("cuDNN", [1e-6 * n, 2e-6, 9e-6, 4e-6]) for n in (8, 3, 7, 2, 9))]
+    rows += [("cuDNN, inexact", [1e-6]), ("cuDNN, inexact", [2e-6])]
+    whole = found_match(imported, rows, others=1, too_large=("a plan",), set="single")
+    short = files.kept(whole)
+    assert [row.us for row in short.rows] == pytest.approx([1.5, 3.5, 3, 1])
+    assert short.case.others == 1 + 3 + 1
+    header = {"gpu": {"name": "a card"}, "date": "2026-11-21T"}
+    result = files.Result("pascal", header, {"fp32": 1e12}, [whole], ["one"], ["two"], ["three"])
+    out = tmp_path / "papers.json"
+    files.write(out, result)
+    again, text = files.read(out), out.read_text()
+    assert [[round(1e6 * spent, 3) for spent in row.seconds] for row in again.matches[0].rows] == [
+        [1], [1, 2], [2, 2, 9, 4], [2, 3.5, 9],
+    ]  # fmt: skip
+    assert again.matches[0].case == short.case
+    assert again.words() == result.words()
+    assert (again.left_out, again.wrong, again.void, again.peaks) == (["one"], ["two"], ["three"], {"fp32": 1e12})
+    files.main([str(out)])
+    assert out.read_text() == text
+    assert out.with_suffix(".png").exists()
+    every = tables.match(whole.case, whole.rows)
+    files.write(out, replace(result, paper="first_principles", matches=[every]))
+    assert len(files.read(out).matches[0].rows) == len(rows)
+
+
 def test_gains(imported: Callable[[str], Any]) -> None:
     """By hand: 2 times in every round, 1.25 times but not always, 0.5 times; one without cuDNN, one without ours.
 
@@ -365,14 +442,14 @@ def test_who_took_part(imported: Callable[[str], Any]) -> None:
 
 def test_cuconv_beside_the_paper(imported: Callable[[str], Any]) -> None:
     """Means in batches of one, and the profiles of Tables 3 to 5, are beside ours."""
-    tables = imported("papers_tables")
+    tables, lines = imported("papers_tables"), imported("papers_lines").lines
     words = {"set": "k = 1", "layer": "7-1-256-832", "side": 7, "kernel": 1}
     table = tables.cuconv([found_match(imported, [("ours", [1e-5]), ("cuDNN", [2e-5])], **words)], {})
     (part,) = table["fp32"]["by_kernel_and_batch"]
     assert (part["paper_mean"], part["paper_most"], part["mean"]) == (1.23, 2.29, 2.0)
     first = table["fp32"]["profiles"][0]
     assert (first["paper_us"], first["paper_cudnn_us"], first["speedup"]) == (58.56, 107.29, 2.0)
-    told = "\n".join(tables.lines("cuconv", table))
+    told = "\n".join(lines("cuconv", table))
     assert "k = 1, batch 1, paper" in told
     assert "8.31%" in told
 
@@ -392,20 +469,20 @@ def test_shares_of_peak(imported: Callable[[str], Any]) -> None:
     assert small["paper_of_peak"] == {"Tesla K40": 0.35, "GTX 980": 0.51}
     least, _ = table["batches"]
     assert (least["batch"], least["ours_of_best"], least["cudnn_of_best"]) == (16, pytest.approx(0.5), 1.0)
-    assert "86%" in "\n".join(tables.lines("cudnn", table))
+    assert "86%" in "\n".join(imported("papers_lines").lines("cudnn", table))
 
 
 def test_inexact_plans_are_told(imported: Callable[[str], Any]) -> None:
     """Where one would be cuDNN's fastest, a line says so."""
-    tables = imported("papers_tables")
+    tables, lines = imported("papers_tables"), imported("papers_lines").lines
     for seconds, told in ((1e-4, True), (3e-4, False)):
         rows = [("ours", [1e-4]), ("cuDNN", [2e-4]), ("cuDNN, inexact", [seconds])]
         one = found_match(imported, rows, set="layer 2", layer="7-1-256-832", kernel=1, side=7)
         for paper, word in (("cudnn", "inexact, 40.0 TFLOP/s"), ("cuconv", "inexact, 100.00 us")):
-            lines = tables.lines(paper, tables.TABLES[paper]([one], {}))
-            assert any(word in line for line in lines) == told
-        lines = tables.lines("first_principles", tables.first_principles([one], {}))
-        assert sum(line.endswith("cuDNN, inexact (inexact)") for line in lines) == 1
+            told_lines = lines(paper, tables.TABLES[paper]([one], {}))
+            assert any(word in line for line in told_lines) == told
+        told_lines = lines("first_principles", tables.first_principles([one], {}))
+        assert sum(line.endswith("cuDNN, inexact (inexact)") for line in told_lines) == 1
 
 
 def test_peak(imported: Callable[[str], Any]) -> None:
