@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import stat
-from collections.abc import Callable
-from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -21,12 +17,26 @@ import znnpy
 from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table
 from znnpy.errors import OutputError, ResumeError
 from znnpy.formats.networks import DEFAULT, read_network
-from znnpy.machine import parse_bytes, processor
-from znnpy.shapes import PRECISIONS, Vec3
+from znnpy.machine import processor
 from znnpy.volume.journal import default_output, journal_path, read_header
+from znnpy.words import (
+    FILE,
+    MOST_VOXELS,
+    costs_word,
+    device_word,
+    json_word,
+    limits_words,
+    named,
+    positive,
+    precision_word,
+    ram_word,
+    region_words,
+    regular_file,
+    threads_word,
+    voxels,
+    write_text,
+)
 
-MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
-MOST_THREADS = 2**12
 _X86 = (
     "Atom Barcelona Bobcat Bulldozer Cooperlake Core2 Dunnington Excavator Haswell Nano Nehalem Opteron Opteron_SSE3 "
     "Penryn Piledriver Prescott Sandybridge SapphireRapids SkylakeX Steamroller Zen"
@@ -36,144 +46,6 @@ _ARM = (
     "neoversen2 neoversev1 thunderx thunderx2t99 thunderx3t110 tsv110 vortex vortexm4"
 )
 OPENBLAS_KERNELS = frozenset(_X86.split() + _ARM.split())  # what OPENBLAS_CORETYPE may name
-
-Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """`2G`, `600M`: bytes in powers of 1024."""
-    if value is None:
-        return None
-    try:
-        size = parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if size < 1:
-        raise click.BadParameter(f"{value!r} is {size} bytes: give a positive size such as 2G")
-    return size
-
-
-def _positive(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    """A number above 0 that is one: click's own range lets NaN pass."""
-    if value is not None and not 0 < value < inf:
-        raise click.BadParameter(f"{value} is not a positive number such as 1e-5")
-    return value
-
-
-def _voxels(ctx: click.Context, param: click.Parameter, value: str | None) -> Vec3 | None:
-    """`Z,Y,X`: three positive counts."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"\s*0*(\d+)\s*,\s*0*(\d+)\s*,\s*0*(\d+)\s*", value)
-    counts = [min(int(part[:9]), MOST_VOXELS + 1) for part in match.groups()] if match else []
-    if not counts or not min(counts):
-        raise click.BadParameter(f"{_shortened(value)} is not three positive counts of voxels Z,Y,X such as 64,128,128")
-    if max(counts) > MOST_VOXELS:
-        raise click.BadParameter(f"{_shortened(value)} is too large: axes of up to {MOST_VOXELS:,} voxels are planned")
-    return counts[0], counts[1], counts[2]
-
-
-def _region_form(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """`z0:z1,y0:y1,x0:x1`; only the form is checked here, the fit when the volume is open."""
-    end = r"\d{0,18}"
-    form = ",".join([f"{end}:{end}"] * 3)
-    if value is not None and not re.fullmatch(form, re.sub(r"\s", "", value)):
-        raise click.BadParameter(f"{_shortened(value)} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:")
-    return value
-
-
-def _named(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A path that ends in a name, as a new file's must."""
-    if value is not None and value.name in ("", ".."):
-        raise click.BadParameter(f"{str(value)!r} is a folder: give the name of a file")
-    return value
-
-
-def _shortened(value: str) -> str:
-    return repr(value if len(value) <= 60 else f"{value[:40]}...{value[-10:]}")
-
-
-FILE = click.Path(path_type=Path)
-
-
-def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order of the help page."""
-
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-_limits = _together(
-    click.option(
-        "--ram",
-        metavar="SIZE",
-        callback=_size,
-        help="Memory for the whole process, e.g. 16G [default: 3/4 of the machine's].",
-    ),
-    click.option(
-        "--threads", type=click.IntRange(1, MOST_THREADS), metavar="N", help="Threads [default: every core it may use]."
-    ),
-    click.option(
-        "--cover",
-        type=click.Choice(["columns", "patches"]),
-        help="columns: each keeps what its next step needs; patches: each computed for itself [default: the faster].",
-    ),
-    click.option(
-        "--patch",
-        metavar="Z,Y,X",
-        callback=_voxels,
-        help="Output of a patch, or of one step of a column, instead of the best one, Z,Y,X.",
-    ),
-    click.option(
-        "--no-depth-first",
-        "depth_first",
-        flag_value=False,
-        default=True,
-        help="Run each layer on all fragments before the next layer runs on any; needs more memory.",
-    ),
-    click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
-    click.option(
-        "--device",
-        type=click.Choice(["auto", "cpu", "gpu"]),
-        default="auto",
-        show_default=True,
-        help="Where layers run; auto: on the GPU if one works, else on the CPU.",
-    ),
-    click.option(
-        "--vram",
-        metavar="SIZE",
-        callback=_size,
-        help="Memory of the GPU, everything counted, e.g. 12G [default: 90 % of what is free].",
-    ),
-    click.option(
-        "--precision",
-        type=click.Choice(PRECISIONS),
-        help="On the GPU: fp32; tf32, a thousandth; fp16, half the memory and less exact [default: fp32].",
-    ),
-)
-_region = _together(
-    click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),
-    click.option("--roi", metavar="Z0:Z1,Y0:Y1,X0:X1", callback=_region_form, help="Part of the volume, in voxels."),
-    click.option(
-        "--border",
-        type=click.Choice(["valid", "reflect"]),
-        default="valid",
-        show_default=True,
-        help="valid: no prediction nearer to a face than half the field of view; reflect: mirror there.",
-    ),
-    click.option(
-        "--output-dtype",
-        type=click.Choice(["float32", "float16", "uint8"]),
-        default="float32",
-        show_default=True,
-        help="uint8: 255 times the value, clipped to 0..1.",
-    ),
-)
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
 @click.group(cls=Doors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -185,13 +57,21 @@ def main() -> None:
 @main.command(cls=Door)
 @click.argument("network", default=DEFAULT)
 @click.option("--volume", type=FILE, help="Plan for this volume.")
-@click.option("--shape", metavar="Z,Y,X", callback=_voxels, help="Plan for a volume of this size, Z,Y,X.")
-@_region
-@_limits
-@click.option("--out", type=FILE, callback=_named, help="Write the plan here, for `znnpy infer --plan`.")
+@click.option("--shape", metavar="Z,Y,X", callback=voxels, help="Plan for a volume of this size, Z,Y,X.")
+@region_words
+@limits_words
+@costs_word
+@click.option(
+    "--machine",
+    type=FILE,
+    metavar="FILE",
+    help="Plan for the machine that `znnpy measure --export` wrote this of: it need not be here.",
+)
+@click.option("--out", type=FILE, callback=named, help="Write the plan here, for `znnpy infer --plan`.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
-@_json
-def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words: Any) -> None:
+@click.option("--why", is_flag=True, help="Name every primitive for every layer, its time, and why it is not taken.")
+@json_word
+def plan(network: str, out: Path | None, overwrite: bool, why: bool, as_json: bool, **words: Any) -> None:
     """Choose columns or patches, their size and primitives for NETWORK, and say why.
 
     NETWORK is a file, or the name of one that ships. Without --volume or --shape, a volume of 1024^3 is assumed.
@@ -203,24 +83,31 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
             raise click.UsageError(f"--{needs_volume} is a part of a volume: give --volume too")
     if overwrite and out is None:
         raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
+    if words["costs"] is not None and words["machine"] is not None:
+        raise click.UsageError("--machine names a file that holds the costs of that machine: leave --costs out")
     _check_primitives(words)
     import znnpy.inference
     from znnpy.kernels.cpu.native.library import why_not
     from znnpy.planner.explain import explain
+    from znnpy.planner.why import Considered, why_table
     from znnpy.run.devices import machine_of
 
-    target = None if out is None else _regular_file(out, overwrite)
+    target = None if out is None else regular_file(out, overwrite)
     notes: list[str] = []
-    chosen = znnpy.inference.plan(network, **words, tell=notes.append)
+    rows: list[Considered] = []
+    chosen = znnpy.inference.plan(network, **words, tell=notes.append, tell_why=rows.extend if why or as_json else None)
     if target is not None:
-        _write_text(target, chosen.to_json())
+        write_text(target, chosen.to_json())
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
-        print_json({**predicted, **promised, "notes": notes, "plan": json.loads(chosen.to_json())})
+        told = {"notes": notes, "why_not": [row.as_json() for row in rows]}
+        print_json({**predicted, **promised, **told, "plan": json.loads(chosen.to_json())})
     else:
-        machine = machine_of(chosen)
+        machine = machine_of(chosen, words["machine"])
         print_table(explain(chosen, read_network(network).network, machine))
+        if why:
+            print_table(why_table(rows, read_network(network).network))
         if chosen.device == "cpu" and (lacking := why_not(machine)):
             notes.append(f"the fastest methods do not run here: {lacking}")
         if notes:
@@ -232,18 +119,21 @@ def plan(network: str, out: Path | None, overwrite: bool, as_json: bool, **words
 @click.option("--network", default=DEFAULT, show_default=True, help="Network file, or the name of one that ships.")
 @click.option("--weights", type=FILE, help="Weights file [default: the one that the network file names].")
 @click.option("--plan", "plan_file", type=FILE, help="Plan that `znnpy plan --out` wrote [default: made now].")
-@click.option("--out", type=FILE, callback=_named, help="Output file [default: beside VOLUME].")
-@_region
+@click.option("--out", type=FILE, callback=named, help="Output file [default: beside VOLUME].")
+@region_words
 @click.option("--allow-nan", is_flag=True, help="Go on where the volume holds NaN or inf; NaN comes out there.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, and whatever an unfinished run left of it.")
 @click.option("--resume", is_flag=True, help="Go on where a run stopped.")
-@_limits
-@_json
+@limits_words
+@costs_word
+@json_word
 def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, as_json: bool, **words: Any) -> None:
     """Predict every position of VOLUME."""
     if words["overwrite"] and words["resume"]:
         raise click.UsageError("--overwrite starts again and --resume goes on: give one of them")
-    fixed = {word: bool(words[word]) for word in ("ram", "threads", "patch", "only", "cover", "vram", "precision")}
+    fixed = {
+        word: bool(words[word]) for word in ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")
+    }
     others = {"no-depth-first": not words["depth_first"], "device": words["device"] != "auto"}
     for word, is_given in {**fixed, **others}.items():
         if plan_file is not None and is_given:
@@ -265,6 +155,47 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
 
 
 @main.command(cls=Door)
+@click.argument("network", required=False)
+@device_word
+@threads_word
+@ram_word
+@precision_word
+@click.option(
+    "--minutes",
+    type=float,
+    callback=positive,
+    default=2.0,
+    show_default=True,
+    help="After which no further layer is measured.",
+)
+@click.option("--export", type=FILE, callback=named, help="Write it here too, for `znnpy plan --machine` elsewhere.")
+@click.option("--out", type=FILE, callback=named, help="Keep it here, for --costs, and not in the cache folder.")
+@click.option("--overwrite", is_flag=True, help="Replace the files given as --export and --out.")
+@json_word
+def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: bool, **words: Any) -> None:
+    """Measure how fast this machine is.
+
+    Plans that are made from then on count with it. With NETWORK, a file or the name of one that ships, the layers of
+    its best plans are measured too.
+    """
+    if overwrite and export is None and out is None:
+        raise click.UsageError("--overwrite replaces the files given as --export and --out: give one of them too")
+    targets = {path: regular_file(path, overwrite) for path in (export, out) if path is not None}
+    from znnpy.measurement import measure as measured
+    from znnpy.progress import measuring
+
+    with measuring() as progress:
+        found = measured(**words, out=None if out is None else targets[out], tell=progress)
+    if export is not None:
+        write_text(targets[export], found.costs.to_json())
+    if as_json:
+        print_json(found.as_json())
+    else:
+        print_table(found.table())
+        print_lines(found.lines())
+
+
+@main.command(cls=Door)
 @click.argument("output", type=FILE)
 @click.argument("volume", type=FILE)
 @click.option("--network", help="Network file [default: the one that ships under the output's network name].")
@@ -274,11 +205,11 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
 @click.option(
     "--tolerance",
     type=float,
-    callback=_positive,
+    callback=positive,
     help="Largest difference allowed; larger in proportion where values are larger than 1 "
     "[default: 1e-5; 1e-2 where predicted in tf32, 5e-2 in fp16].",
 )
-@_json
+@json_word
 def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
     """Check OUTPUT, predicted from VOLUME, against the definition.
 
@@ -304,7 +235,7 @@ def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses the volume.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier demo wrote.")
-@_json
+@json_word
 def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> None:
     """Predict a synthetic volume and save a picture.
 
@@ -322,7 +253,7 @@ def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> 
 
 
 @main.command(cls=Door)
-@_json
+@json_word
 def primitives(as_json: bool) -> None:
     """List the ways to compute a layer.
 
@@ -359,7 +290,7 @@ def primitives(as_json: bool) -> None:
     help="Maps of the layer.",
 )
 @click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Images.")
-@click.option("--out", type=FILE, callback=_named, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
+@click.option("--out", type=FILE, callback=named, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
     """Draw the tasks of a task-parallel convolution.
@@ -370,8 +301,8 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
 
     if out.suffix.lower() not in FORMATS:
         raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
-    target = _regular_file(out, overwrite)
-    _write_text(target, picture(maps, batch, out.suffix.lower()))
+    target = regular_file(out, overwrite)
+    write_text(target, picture(maps, batch, out.suffix.lower()))
 
 
 def _check_primitives(words: dict[str, Any]) -> None:
@@ -407,31 +338,3 @@ def _ask_for_same_kernels(out: Path) -> None:
     library, _, kernels = header.blas.partition(" ")
     if library == "openblas" and kernels in OPENBLAS_KERNELS:
         os.environ["OPENBLAS_CORETYPE"] = kernels
-
-
-def _regular_file(path: Path, overwrite: bool) -> Path:
-    """Where to write for `path`: behind all links. OutputError when what is there may not be replaced."""
-    target = Path(os.path.realpath(path))
-    try:
-        mode = target.lstat().st_mode
-    except FileNotFoundError:
-        return target
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
-    if not stat.S_ISREG(mode):
-        raise OutputError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}; give another --out")
-    if not overwrite:
-        raise OutputError(f"{path} exists already; give another --out, or --overwrite to replace it")
-    return target
-
-
-def _write_text(path: Path, content: str) -> None:
-    """Write a file; it appears whole or not at all."""
-    draft = path.with_name(f"{path.name}.partial")
-    try:
-        draft.unlink(missing_ok=True)
-        with draft.open("x") as file:
-            file.write(content)
-        draft.replace(path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error

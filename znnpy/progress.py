@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from znnpy.planner.explain import human_bytes, human_seconds
 
 if TYPE_CHECKING:
+    from znnpy.run.measuring import Progress
     from znnpy.run.pipeline import Event
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -60,6 +61,50 @@ def _lines() -> Callable[[Event], None]:
                 broken = True
 
     return write
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[Progress], None]]:
+    """A callback for `znnpy.measurement.measure`, drawn like a run while the context is open."""
+    if sys.stderr is None:
+        yield lambda progress: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+        from rich.table import Column
+
+        words = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+        with Bar(BarColumn(None), words, console=Console(stderr=True), expand=True) as bar:
+            task = bar.add_task("preparing", total=None)
+            yield lambda progress: bar.update(
+                task, total=progress.total, completed=progress.done, description=_measured(progress)
+            )
+    else:
+        yield _measured_lines()
+
+
+def _measured_lines() -> Callable[[Progress], None]:
+    last, broken = -SECONDS_BETWEEN_LINES, False
+
+    def write(progress: Progress) -> None:
+        nonlocal last, broken
+        now = time.monotonic()
+        if not broken and (progress.done == progress.total or now - last >= SECONDS_BETWEEN_LINES):
+            last = now
+            try:
+                print(_measured(progress), file=sys.stderr, flush=True)
+            except OSError:  # as above
+                broken = True
+
+    return write
+
+
+def _measured(progress: Progress) -> str:
+    """`12/112 layers, at most 40 s left, cpu.conv.direct`."""
+    left = human_seconds(max(1.0, progress.seconds_left))
+    doing = f", {progress.doing}" if progress.doing else ""
+    return f"{progress.done}/{progress.total} layers, at most {left} left{doing}"
 
 
 class _Speed:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.machine import Gpu, Limits, Machine, limits_of, this_machine
+from znnpy.planner.costs import Costs
 from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.run.calibration import measured_rates
 from znnpy.run.shelf import Shelf
@@ -206,8 +207,10 @@ def _is_here(fingerprint: str, device: DeviceKind) -> bool:
         return False
 
 
-def machine_of(plan: Plan) -> Machine:
-    """This machine, with its GPU where `plan` is for one; DeviceError where there is none."""
+def machine_of(plan: Plan, file: Path | None = None) -> Machine:
+    """That of a file of costs; else this one, with its GPU where `plan` is for one. DeviceError where there is none."""
+    if file is not None:
+        return Costs.load(file).machine
     return this_machine() if plan.device == "cpu" else replace(this_machine(), gpu=find_gpu())
 
 

@@ -66,7 +66,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        return f"{self.primitive.name} {self.shape}"
+        return f"{self.primitive.name} on {self.shape}"
 
 
 @dataclass(slots=True)
@@ -174,6 +174,7 @@ class Bench:
         """Layers of the best plans that `make` makes with what is known, until the time is up or all are known."""
         known = {p.name: p for p in self.table}
         found: list[Measurement] = []
+        tried: set[tuple[Primitive, LayerShape, Variant]] = set()
         for columns in COVERS:
             while True:
                 try:
@@ -182,7 +183,12 @@ class Bench:
                     if columns is None:
                         raise
                     break
-                tasks = [task for task in _layers(plan, known, rates) if not rates.knows(*_case(task))]
+                tasks = [
+                    task
+                    for task in _layers(plan, known, rates)
+                    if not rates.knows(*_case(task)) and _case(task) not in tried
+                ]
+                tried.update(map(_case, tasks))
                 before = len(found)
                 for task, spent in timer.times(tasks):
                     layer = self._measurement(task, spent)

@@ -1,0 +1,177 @@
+"""The speed of this machine as one function: rates of its units, and the layers of one network where one is given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from znnpy.formats.networks import read_network
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.primitive import Unit
+from znnpy.machine import Limits, process_bytes
+from znnpy.network import Network
+from znnpy.planner.cost import Rate, Rates
+from znnpy.planner.costs import Costs
+from znnpy.planner.explain import human_seconds
+from znnpy.planner.memory import baseline_bytes, context_bytes
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.run.clocks import CpuClock, GpuClock
+from znnpy.run.devices import Site, check_device_words, opened, word_of
+from znnpy.run.measuring import SURVEY_SHARE, Bench, Clock, Progress, Timer, rate_words, sample_tasks
+from znnpy.run.shelf import stored, stored_path, write_costs
+from znnpy.run.wisdom import wisdom_kept
+from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
+
+MINUTES = 2.0
+SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, what had been assumed, and where the costs are kept."""
+
+    costs: Costs
+    assumed: Rates
+    runs: Mapping[Unit, int]  # of this measurement
+    layers: int  # of the network, measured now
+    seconds: float
+    path: Path
+    notes: tuple[str, ...]  # what is not as asked for
+
+    def table(self) -> Table:
+        """Unit, assumed, measured, runs."""
+        table = Table("unit", "assumed", "measured")
+        table.add_column("runs", justify="right")
+        for unit in self.runs:
+            speed = self.costs.units[unit]
+            measured = rate_words(Rate(speed.flops, speed.nbytes))
+            table.add_row(unit, rate_words(self.assumed.of(unit)), measured, str(speed.runs))
+        return table
+
+    def lines(self) -> list[str]:
+        """The rest in words."""
+        layers = f" and {self.layers} layers of the network's plans" if self.layers else ""
+        by = "" if self.costs.device == "gpu" else f" with {_counted(self.costs.threads, 'thread')}"
+        return [
+            f"{self.costs.name}{by}: {_counted(len(self.runs), 'unit')}{layers} measured in "
+            f"{human_seconds(self.seconds)}; kept in {self.path}",
+            *self.notes,
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            "device": self.costs.device,
+            "threads": self.costs.threads,
+            "seconds": self.seconds,
+            "path": str(self.path),
+            "layers": self.layers,
+            "units": {
+                unit: {
+                    "assumed": {"flops": self.assumed.of(unit).flops, "nbytes": self.assumed.of(unit).nbytes},
+                    "measured": {"flops": speed.flops, "nbytes": speed.nbytes},
+                    "runs": speed.runs,
+                }
+                for unit in self.runs
+                for speed in (self.costs.units[unit],)
+            },
+            "notes": list(self.notes),
+        }
+
+
+def measure(
+    network: str | Path | None = None,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    precision: str | None = None,
+    ram: int | str | None = None,
+    minutes: float = MINUTES,
+    out: Path | None = None,
+    clock: Clock | None = None,
+    tell: Callable[[Progress], None] = lambda progress: None,
+) -> Measured:
+    """Measure the rates of a device of this machine within `minutes`, and keep them for the plans that follow.
+
+    network    a file, or the name of one that ships: the layers of its best plans within `ram` are measured too
+    precision  None: all of a GPU's; plans for `network` are in fp32
+    out        where to keep them instead of the cache folder
+    clock      who times layers, instead of the device
+
+    What an earlier measurement found that fits this machine is kept as far as it was not measured again.
+    DeviceError when a GPU is meant and there is none to use; NoPlanError where nothing fits the memory or the time.
+    """
+    begun = time.monotonic()
+    meant = check_device_words(device, None, precision)
+    net = None if network is None else read_network(network).network
+    with opened(meant, precision) as site:
+        limits = site.limits(ram, threads, None)
+        bench = Bench(site.machine, site.device, limits)
+        tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, _room(site, limits))
+        with _clock(site, limits, 60 * minutes, clock) as timing:
+            timer = Timer(timing, 60 * minutes, tell)
+            rates, runs = bench.survey(tasks, timer, 1.0 if net is None else SURVEY_SHARE)
+            layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timer)
+        old = stored(site.machine, site.device, limits.threads) if out is None else None
+        costs = bench.costs(rates, runs, layers, old)
+        path = out or stored_path(site.machine, site.device, limits.threads)
+        write_costs(path, costs)
+        spent = time.monotonic() - begun
+        return Measured(costs, bench.assumed, runs, len(layers), spent, path, site.sentences)
+
+
+def _precisions(site: Site, asked: str | None) -> tuple[Precision, ...]:
+    if site.device == "cpu":
+        return ("fp32",)
+    return PRECISIONS if asked is None else (word_of(asked),)
+
+
+def _room(site: Site, limits: Limits) -> int:
+    """Bytes of the device's memory that a layer which is measured may take."""
+    if site.device == "cpu":
+        return limits.ram_bytes - process_bytes()
+    return (limits.vram_bytes or 0) - context_bytes(site.context_bytes)
+
+
+@contextmanager
+def _clock(site: Site, limits: Limits, seconds: float, given: Clock | None) -> Iterator[Clock]:
+    """Inside, the device's threads are there, and transforms are planned as in a run of so many seconds."""
+    if given is not None:
+        yield given
+    elif site.gpu is not None:
+        yield GpuClock(site.gpu)
+    else:
+        with ExitStack() as stack:
+            crew = stack.enter_context(Crew(limits.threads))
+            stack.enter_context(wisdom_kept(site.machine, seconds))
+            yield CpuClock(crew)
+
+
+def _making(network: Network, site: Site, limits: Limits) -> Callable[[Rates, bool | None], Plan]:
+    """Plans of a network for a large volume, as `znnpy plan` makes them."""
+    baseline = baseline_bytes() + site.later_bytes + FLOAT32 * network.parameters
+
+    def make(rates: Rates, columns: bool | None) -> Plan:
+        return make_plan(
+            network,
+            network.dense_size(SHAPE),
+            site.machine,
+            limits,
+            rates=rates,
+            columns=columns,
+            baseline=baseline,
+            **site.words(),
+        )
+
+    return make
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

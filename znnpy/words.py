@@ -1,0 +1,199 @@
+"""Words of the command line that several commands take: how each is read, and files that they write.
+
+Loads no numpy, as the command line does not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from znnpy.errors import OutputError
+from znnpy.machine import parse_bytes
+from znnpy.shapes import PRECISIONS, Vec3
+
+MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
+MOST_THREADS = 2**12
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """`2G`, `600M`: bytes in powers of 1024."""
+    if value is None:
+        return None
+    try:
+        size = parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if size < 1:
+        raise click.BadParameter(f"{value!r} is {size} bytes: give a positive size such as 2G")
+    return size
+
+
+def positive(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """A number above 0 that is one: click's own range lets NaN pass."""
+    if value is not None and not 0 < value < inf:
+        raise click.BadParameter(f"{value} is not a positive number such as 1e-5")
+    return value
+
+
+def voxels(ctx: click.Context, param: click.Parameter, value: str | None) -> Vec3 | None:
+    """`Z,Y,X`: three positive counts."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*0*(\d+)\s*,\s*0*(\d+)\s*,\s*0*(\d+)\s*", value)
+    counts = [min(int(part[:9]), MOST_VOXELS + 1) for part in match.groups()] if match else []
+    if not counts or not min(counts):
+        raise click.BadParameter(f"{_shortened(value)} is not three positive counts of voxels Z,Y,X such as 64,128,128")
+    if max(counts) > MOST_VOXELS:
+        raise click.BadParameter(f"{_shortened(value)} is too large: axes of up to {MOST_VOXELS:,} voxels are planned")
+    return counts[0], counts[1], counts[2]
+
+
+def region_form(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """`z0:z1,y0:y1,x0:x1`; only the form is checked here, the fit when the volume is open."""
+    end = r"\d{0,18}"
+    form = ",".join([f"{end}:{end}"] * 3)
+    if value is not None and not re.fullmatch(form, re.sub(r"\s", "", value)):
+        raise click.BadParameter(f"{_shortened(value)} is not of the form z0:z1,y0:y1,x0:x1 such as 0:64,100:200,:")
+    return value
+
+
+def named(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """A path that ends in a name, as a new file's must."""
+    if value is not None and value.name in ("", ".."):
+        raise click.BadParameter(f"{str(value)!r} is a folder: give the name of a file")
+    return value
+
+
+def _shortened(value: str) -> str:
+    return repr(value if len(value) <= 60 else f"{value[:40]}...{value[-10:]}")
+
+
+FILE = click.Path(path_type=Path)
+
+
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of the help page."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+ram_word = click.option(
+    "--ram",
+    metavar="SIZE",
+    callback=size,
+    help="Memory for the whole process, e.g. 16G [default: 3/4 of the machine's].",
+)
+threads_word = click.option(
+    "--threads", type=click.IntRange(1, MOST_THREADS), metavar="N", help="Threads [default: every core it may use]."
+)
+device_word = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "gpu"]),
+    default="auto",
+    show_default=True,
+    help="Where layers run; auto: on the GPU if one works, else on the CPU.",
+)
+precision_word = click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="On the GPU: fp32; tf32, a thousandth; fp16, half the memory and less exact [default: fp32].",
+)
+limits_words = _together(
+    ram_word,
+    threads_word,
+    click.option(
+        "--cover",
+        type=click.Choice(["columns", "patches"]),
+        help="columns: each keeps what its next step needs; patches: each computed for itself [default: the faster].",
+    ),
+    click.option(
+        "--patch",
+        metavar="Z,Y,X",
+        callback=voxels,
+        help="Output of a patch, or of one step of a column, instead of the best one, Z,Y,X.",
+    ),
+    click.option(
+        "--no-depth-first",
+        "depth_first",
+        flag_value=False,
+        default=True,
+        help="Run each layer on all fragments before the next layer runs on any; needs more memory.",
+    ),
+    click.option("--only", multiple=True, metavar="PRIMITIVE", help="Primitive for the layers it fits; repeatable."),
+    device_word,
+    click.option(
+        "--vram",
+        metavar="SIZE",
+        callback=size,
+        help="Memory of the GPU, everything counted, e.g. 12G [default: 90 % of what is free].",
+    ),
+    precision_word,
+)
+region_words = _together(
+    click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),
+    click.option("--roi", metavar="Z0:Z1,Y0:Y1,X0:X1", callback=region_form, help="Part of the volume, in voxels."),
+    click.option(
+        "--border",
+        type=click.Choice(["valid", "reflect"]),
+        default="valid",
+        show_default=True,
+        help="valid: no prediction nearer to a face than half the field of view; reflect: mirror there.",
+    ),
+    click.option(
+        "--output-dtype",
+        type=click.Choice(["float32", "float16", "uint8"]),
+        default="float32",
+        show_default=True,
+        help="uint8: 255 times the value, clipped to 0..1.",
+    ),
+)
+costs_word = click.option(
+    "--costs",
+    type=FILE,
+    metavar="FILE",
+    help="What `znnpy measure --out` wrote here [default: what it stored of this machine, if that still fits].",
+)
+json_word = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+def regular_file(path: Path, overwrite: bool) -> Path:
+    """Where to write for `path`: behind all links. OutputError when what is there may not be replaced."""
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return target
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
+    if not stat.S_ISREG(mode):
+        raise OutputError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}; give another --out")
+    if not overwrite:
+        raise OutputError(f"{path} exists already; give another --out, or --overwrite to replace it")
+    return target
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file; it appears whole or not at all."""
+    draft = path.with_name(f"{path.name}.partial")
+    try:
+        draft.unlink(missing_ok=True)
+        with draft.open("x") as file:
+            file.write(content)
+        draft.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
