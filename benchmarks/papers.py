@@ -11,8 +11,8 @@ cuconv            All layers of stride 1 of five networks, batches of 1 to 256: 
 cudnn             The five layers of Table 2 as shares of the card's peak, in batches of 128 to 16.
 
 Layers, and what the papers found, are in papers_cases.py; who competes in papers_entries.py. cuDNN has more plans for
-two dimensions than for three: without PyTorch, which finds those, they do not take part. Table, file and picture say
-what did.
+two dimensions than for three: without PyTorch, which finds those, they do not take part. It tries as many as
+`--algorithms` and `--torch-seconds` allow. Table, file and picture say what took part.
 
 Every result is compared with the definition in float64, in boxes at its beginning, middle and end, of the first and the
 last image: a method of ours beyond its precision's limit is void and the exit code 1. A plan of cuDNN's beyond it is
@@ -45,7 +45,7 @@ from layer_entries_gpu import Entry, Times
 from layers_gpu import MAX_ERROR
 from papers_cases import CASES, METHODS, MOST_BYTES, PAPER_PRECISIONS, PAPERS, QUICK, Paper, PaperCase
 from papers_clock import HeldClock, HeldTorchClock, Spent, series_of
-from papers_entries import CLOSE, Terms, cudnn_entries, our_entries, torch_entries
+from papers_entries import CLOSE, Terms, cudnn_entries, our_entries
 from papers_files import WRONG, Result, read, write
 from papers_inputs import Inputs, rms_error
 from papers_processor import Allowed, processor_entries
@@ -62,6 +62,7 @@ from papers_tables import (
     match,
     peak_flops,
 )
+from papers_torch import Search, torch_entries
 
 from znnpy.errors import VramError
 from znnpy.kernels.table import TABLE
@@ -92,6 +93,7 @@ class Bench:
         nbytes = {"nbytes": QUICK_BYTES} if options.quick else {}
         self._clock: Times = HeldClock(device, **nbytes)
         self._torch_clock: Times = HeldTorchClock(device, **nbytes) if self._cuda and options.torch else WallClock()
+        self._search = Search(options.torch_seconds, options.algorithms)
         self._inputs = Inputs(device)
         self.spent = Spent()
         self.matches: list[Match] = []
@@ -142,11 +144,11 @@ class Bench:
         if options.torch:
             where = "cuda" if self._cuda else "cpu"
             with self.spent.on("inputs"):
-                found += [(CUDNN, entry) for entry in torch_entries(given, self._torch_clock, where)]
+                found += [(CUDNN, entry) for entry in torch_entries(given, self._torch_clock, self._search, where)]
         right = [(*told, entry) for who, entry in found if (told := self._checked(who, entry)) is not None]
         self._compete([(who, entry) for who, _, entry in right])
         return match(
-            _case(case, precision, terms, pytorch=options.torch),
+            _case(case, precision, terms, pytorch=options.torch, algorithms=self._search.fewest()),
             [_row(who, entry, error) for who, error, entry in right],
         )
 
@@ -193,7 +195,7 @@ class Bench:
                         entry.seconds.append(entry.clock.seconds(entry.run, times))
 
 
-def _case(case: PaperCase, precision: Precision, terms: Terms, *, pytorch: bool) -> Case:
+def _case(case: PaperCase, precision: Precision, terms: Terms, *, pytorch: bool, algorithms: int | None) -> Case:
     shape = case.layer.shape(case.batch, precision)
     return Case(
         set=case.set,
@@ -208,6 +210,7 @@ def _case(case: PaperCase, precision: Precision, terms: Terms, *, pytorch: bool)
         most_plans=terms.most_plans,
         most_bytes=terms.most_bytes,
         pytorch=pytorch,
+        algorithms=algorithms,
         too_large=tuple(terms.too_large),
     )
 
@@ -277,6 +280,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0, help="no case begins later")
     parser.add_argument("--processor-seconds", type=float, default=4.0, help="of a case, for first runs on it")
+    parser.add_argument("--algorithms", type=int, default=10, help="that PyTorch may try for a layout at most")
+    parser.add_argument("--torch-seconds", type=float, default=0.1, help="of a case, for PyTorch's search")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--resume", action="store_true", help="go on with the file of --out")
     parser.add_argument("--quick", action="store_true", help="tiny cases, to see that everything works")

@@ -1,8 +1,8 @@
-"""Who competes in `papers.py` on the device: znnpy's primitives, cuDNN's plans, and PyTorch's conv2d.
+"""Who competes in `papers.py` on the device: znnpy's primitives and cuDNN's plans.
 
 All convolve one input on the device whose zeros at the edges are there beforehand, without bias and activation: ours
-add a bias of zeros. Plans of cuDNN are those of `kernels.gpu.libraries`, which sees images of depth 1, channels last;
-PyTorch, in its benchmark mode without a limit, finds those that cuDNN has for two dimensions alone.
+add a bias of zeros. Plans of cuDNN are those of `kernels.gpu.libraries`, which sees images of depth 1, channels
+last.
 """
 
 from __future__ import annotations
@@ -173,37 +173,6 @@ def cudnn_entries(given: Input, terms: Terms) -> Iterator[Entry]:
             f"cuDNN {plan.name}", shape.precision, "", shape, given, run, cropped(out, device), terms.clock, poison,
             scratch_bytes=plan.workspace_bytes,
         )  # fmt: skip
-
-
-def torch_entries(given: Input, clock: Times, where: str) -> Iterator[Entry]:
-    """conv2d, channels first and last, by the fastest algorithm that cuDNN has.
-
-    where  "cuda", or "cpu" to see that it works
-    """
-    import torch
-    from dense_torch import DTYPES, compute_in
-
-    shape, weights = given.shape, given.weights
-    assert weights is not None
-    precision = shape.precision
-    there = torch.from_dlpack(given.device)[:, 0].permute(0, 3, 1, 2)  # the input itself, maps first
-    for layout in ("contiguous", "channels_last"):
-        form = getattr(torch, f"{layout}_format" if layout == "contiguous" else layout)
-        image = there.to(where).contiguous(memory_format=form)
-        weight = torch.from_numpy(weights.weight[:, :, 0]).to(where, DTYPES[precision], memory_format=form)
-        found: list[Any] = [None]
-
-        def run(image: Any = image, weight: Any = weight, found: list[Any] = found) -> None:
-            compute_in(precision, 0)  # as many algorithms as there are
-            with torch.inference_mode():
-                found[0] = None  # the memory of the run before is free for this one
-                found[0] = torch.nn.functional.conv2d(image, weight)
-
-        def crop(corner: Vec3, found: list[Any] = found) -> Array:
-            picked = found[0].permute(0, 2, 3, 1)[:, None][box(shape.batch, corner)]
-            return np.asarray(picked.float().cpu().numpy())
-
-        yield Entry(f"PyTorch conv2d, {layout}", precision, "", shape, given, run, crop, clock)
 
 
 def copied_entry(given: Input, entry: Entry, out: Any, device: Device) -> Entry:

@@ -49,6 +49,7 @@ class Case:
     most_bytes: int | None  # of scratch and workspace; None: what the device has
     pytorch: bool  # whether PyTorch, with cuDNN's plans for two dimensions, took part
     too_large: tuple[str, ...] = ()  # left out for the memory they want
+    algorithms: int | None = None  # that PyTorch tried of each layout, as cuDNN's heuristics like them; None: all
     others: int = 0  # plans of cuDNN's that were measured and are slower than those that a file names
 
 
@@ -156,13 +157,23 @@ def against(matches: Sequence[Match]) -> list[str]:
         "what is free" if most is None else f"{most / 2**30:g} GiB" for most in sorted(limits, key=str)
     )
     beside = sum(m.case.pytorch for m in matches)
+    searched = _searched([m.case.algorithms for m in matches if m.case.pytorch])
     if not beside:
         torch = "PyTorch's conv2d was not asked: none of its plans for two dimensions took part"
     elif beside == len(matches):
-        torch = "PyTorch's conv2d beside: also its plans for two dimensions, both layouts, without a limit of memory"
+        torch = f"PyTorch's conv2d beside: for two dimensions, both layouts, {searched}, without a limit of memory"
     else:
-        torch = f"PyTorch's conv2d beside, with its plans for two dimensions, in {beside} of {len(matches)} cases alone"
+        torch = f"PyTorch's conv2d beside, for two dimensions, {searched}, in {beside} of {len(matches)} cases alone"
     return [f"against cuDNN's plans for three dimensions, channels last: {words} it recommends, in {memory}", torch]
+
+
+def _searched(algorithms: Sequence[int | None]) -> str:
+    some = [most for most in algorithms if most is not None]
+    if not some:
+        return "all of cuDNN's algorithms"
+    first = f"{min(some)}" if min(some) == max(some) else f"{min(some)} to {max(some)}"
+    rest = "" if len(some) == len(algorithms) else f" (all in {len(algorithms) - len(some)} cases)"
+    return f"the first {first} that cuDNN's heuristics like{rest}"
 
 
 def cuconv(matches: Sequence[Match], peaks: Mapping[str, float | None]) -> Found:

@@ -204,9 +204,29 @@ def test_papers_beside_pytorch(
     ]
     names = ("PyTorch conv2d, contiguous", "PyTorch conv2d, channels_last")
     assert sorted(peers) == sorted((precision, name) for precision in ("fp32", "fp16") for name in names)
-    assert found["against"][1].startswith("PyTorch's conv2d beside: also")
+    assert "PyTorch's conv2d beside: for two dimensions, both layouts, the first 10 that" in found["against"][1]
+    assert {case["algorithms"] for case in found["cases"]} == {10}
     benchmark("cuconv", "--precisions", "fp32", "--no-torch", "--resume", "--out", out)
-    assert "two dimensions, in 2 of 3 cases alone" in told(out)["against"][1]
+    assert "heuristics like, in 2 of 3 cases alone" in told(out)["against"][1]
+
+
+def test_a_search_has_little_time(imported: Callable[[str], Any]) -> None:
+    """By hand: 0.1 s for two layouts are 0.05 s each: 5 algorithms of 0.01 s and no more than 4 of a little longer."""
+    search = imported("papers_torch").Search(0.1, 8)
+    assert search.fewest() is None
+    for _ in range(3):
+        assert search.tried() == 8
+        search.took(0.08001, 8)
+    assert search.tried() == 4
+    search.took(1.0, 1)
+    assert search.tried() == 4  # one slow one changes nothing
+    assert (search.fewest(), search.fewest()) == (4, None)
+    for _ in range(9):
+        search.took(1.0, 1)
+    assert search.tried() == 1
+    for _ in range(9):
+        search.took(0.0, 1)
+    assert search.tried() == 8
 
 
 def test_an_experiment_goes_on(
@@ -436,7 +456,10 @@ def test_who_took_part(imported: Callable[[str], Any]) -> None:
     assert plans.endswith("three dimensions, channels last: all it recommends, in 1 GiB")
     assert "not asked" in torch
     assert "the first 8 it recommends, in what is free" in tables.against([first])[0]
-    assert "in 1 of 2 cases alone" in tables.against([alone, beside])[1]
+    assert "all of cuDNN's algorithms, in 1 of 2 cases alone" in tables.against([alone, beside])[1]
+    few, some = (found_match(imported, [("ours", [1.0])], pytorch=True, algorithms=count) for count in (1, 7))
+    assert "both layouts, the first 1 to 7 that cuDNN's heuristics like," in tables.against([few, some])[1]
+    assert "the first 7 that cuDNN's heuristics like (all in 1 cases)," in tables.against([some, beside])[1]
     assert "alone" not in tables.against([beside])[1]
 
 
