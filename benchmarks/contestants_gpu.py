@@ -28,6 +28,7 @@ from znnpy.errors import ZnnpyError
 from znnpy.formats.weights import random_weights
 from znnpy.inference import peak_bytes
 from znnpy.kernels.crew import Crew
+from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
 from znnpy.run.devices import Site, site_for
@@ -37,7 +38,6 @@ from znnpy.shapes import ConvShape, Vec3
 if TYPE_CHECKING:
     from znnpy.network import Network
     from znnpy.patches import Box
-    from znnpy.planner.plan import Plan
 
 SEED = 20261121
 BYTES = 2**24 - 3  # random ones; a prime number, so that their repetition meets no axis
@@ -129,12 +129,17 @@ def znnpy_volume(request: Request) -> Iterator[Answer]:
 
 
 def volume_run(request: Request) -> Answer:
-    """The whole volume in one precision, twice: what the first run prepares for all patches is told apart."""
+    """The whole volume in one precision, twice: what the first run prepares for all patches is told apart.
+
+    By the plan of the request, where there is one.
+    """
     network = random_network(request["network"])
     weights = random_weights(network)
     size: Vec3 = (request["side"],) * 3
 
     def make(site: Site) -> Plan:
+        if given := request.get("plan"):
+            return Plan.from_json(given)
         limits = site.limits(request["ram"], request["threads"], request["vram"])
         return make_plan(
             network,

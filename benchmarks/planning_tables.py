@@ -1,0 +1,202 @@
+"""What planning.py found, in words and pictures: errors, promises, verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import bars
+import curves
+
+from znnpy.machine import parse_bytes
+
+GIB = 2**30
+MARGIN = 0.03  # by which a rival has to be faster, beyond the band
+LOOKS = {
+    "planned": ("planned", bars.OURS),
+    "plain": ("PyTorch, all subsamplings recomputed", bars.ORIGINAL),
+    "dilated": ("PyTorch, dilated", bars.PEER_LESS_EXACT),
+    "fragments": ("PyTorch, fragments", bars.PEER),
+}
+KINDS = ("uniform", "random", "neighbour")
+
+Facts = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Row:
+    """One network within one limit; empty where nothing was done."""
+
+    network: str
+    limit: str
+    side: int  # of the volume
+    failure: str | None = None  # why there is no plan
+    plan: Facts = field(default_factory=dict)  # as `Plan.to_json`
+    planned: Facts = field(default_factory=dict)
+    layers: Facts = field(default_factory=dict)
+    rivals: list[Facts] = field(default_factory=list)
+    whole: Facts = field(default_factory=dict)
+    findings: list[Facts] = field(default_factory=list)
+    peers: list[Facts] = field(default_factory=list)
+
+
+def error(predicted: float, measured: float) -> float:
+    """Of seconds or of voxels per second, as a share of what was measured."""
+    return predicted / measured - 1
+
+
+def beyond(share: float, band: float) -> float:
+    """What of an error lies outside the band."""
+    return max(0.0, abs(share) - band)
+
+
+def beaten_by(row: Row) -> list[Facts]:
+    """Rivals whose layers take less time than the pick's, by more than the margin and the band; the fastest first."""
+    if not row.layers or row.layers.get("failure"):
+        return []
+    most = row.layers["seconds"] / (1 + MARGIN + row.layers["band"])
+    faster = [rival for rival in row.rivals if rival.get("whole") and rival["seconds"] < most]
+    return sorted(faster, key=lambda rival: rival["seconds"])
+
+
+def beaten_whole(row: Row) -> list[str]:
+    """The same of whole runs."""
+    runs = row.whole.get("runs", [])
+    if not runs or runs[0].get("failure"):
+        return []
+    most = runs[0]["seconds"] / (1 + MARGIN + row.whole["band"])
+    return [run["what"] for run in runs[1:] if not run.get("failure") and run["seconds"] < most]
+
+
+def summary(rows: Sequence[Row]) -> Facts:
+    """Over all points: errors beyond the band, promise over peak, who is beaten, and both findings."""
+    layered = [beyond(row.layers["error"], row.layers["band"]) for row in rows if "error" in row.layers]
+    runs = [(run, row.whole["band"]) for row in rows for run in row.whole.get("runs", []) if not run.get("failure")]
+    whole = [beyond(run["error"], band) for run, band in runs if run["what"] == "pick"]
+    promises = [run["promised_over_peak"] for run, _ in runs if run["promised_over_peak"]]
+    return {
+        "points": len(rows),
+        "without_a_plan": sum(row.failure is not None for row in rows),
+        "error_of_layers": _spread(layered),
+        "error_of_runs": _spread(whole),
+        "promised_over_peak": _spread(promises) | {"least": min(promises, default=None)},
+        "broken_promises": sum(promise < 1 for promise in promises),
+        "rivals": sum(len(row.rivals) for row in rows),
+        "rivals_timed_whole": sum(bool(rival.get("whole")) for row in rows for rival in row.rivals),
+        "beaten_by": [f"{row.network} {row.limit}: {r['kind']} {r['what']}" for row in rows for r in beaten_by(row)],
+        "beaten_in_runs_by": [f"{row.network} {row.limit}: {what}" for row in rows for what in beaten_whole(row)],
+        "one_image_is_best": _finding(rows, "images"),
+        "all_fragments_are_best": _finding(rows, "fragments"),
+    }
+
+
+def _spread(values: Sequence[float]) -> Facts:
+    return {"median": median(values), "worst": max(values)} if values else {"median": None, "worst": None}
+
+
+def _finding(rows: Sequence[Row], what: str) -> Facts:
+    """At how many points the paper's word holds, within the band, and where it does not."""
+    confirmed, refuted = 0, []
+    for row in rows:
+        of_it = [f for f in row.findings if f["of"] in ("paper", what) and f["seconds"] is not None]
+        paper = next((f for f in of_it if f["of"] == "paper"), None)
+        others = [f for f in of_it if f is not paper and f["whole"]]
+        if paper is None or not paper["whole"] or len(of_it) < 2:
+            continue
+        limit = paper["seconds"] / (1 + row.layers.get("band", 0.0))
+        if faster := [f["scheme"] for f in others if f["seconds"] < limit]:
+            refuted.append(f"{row.network} {row.limit}: {', '.join(faster)}")
+        else:
+            confirmed += 1
+    return {"confirmed": confirmed, "refuted": refuted}
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each point, then the medians."""
+    yield (
+        f"{'network':10}{'limit':>7}{'planned':>14}{'layers':>9}{'runs':>9}{'band':>7}{'promise':>9}"
+        f"{'rivals':>8}  fastest rival over the pick"
+    )
+    for row in rows:
+        start = f"{Path(row.network).stem:10}{row.limit:>7}"
+        if row.failure or not row.planned:
+            yield f"{start}  {row.failure or 'not planned'}"[:150]
+            continue
+        runs = row.whole.get("runs", [])
+        first = runs[0] if runs and not runs[0].get("failure") else {}
+        timed = sorted((r for r in row.rivals if r.get("whole")), key=lambda r: r["seconds"])
+        best = f"{timed[0]['seconds'] / row.layers['seconds']:.3f} {timed[0]['what']}" if timed and row.layers else ""
+        yield (
+            f"{start}{row.planned['voxels_per_second']:14,.0f}{_share(row.layers.get('error')):>9}"
+            f"{_share(first.get('error')):>9}{_share(row.layers.get('band')):>7}"
+            f"{_ratio(first.get('promised_over_peak')):>9}{len(row.rivals):8}  {best}"
+        )
+    found = summary(rows)
+    for key in ("error_of_layers", "error_of_runs"):
+        yield f"{key.replace('_', ' ')}: median {_share(found[key]['median'])}, worst {_share(found[key]['worst'])}"
+    promise = found["promised_over_peak"]
+    yield f"promised over peak: median {_ratio(promise['median'])}, broken {found['broken_promises']}"
+    for key in ("beaten_by", "beaten_in_runs_by"):
+        yield f"{key.replace('_', ' ')}: {'; '.join(found[key]) or 'nobody'}"
+    for key in ("one_image_is_best", "all_fragments_are_best"):
+        said = found[key]
+        yield f"{key.replace('_', ' ')}: {said['confirmed']} points; not at {'; '.join(said['refuted']) or 'any other'}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.1f} %"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def pictures(path: Path, rows: Sequence[Row], machine: str) -> None:
+    """Throughput against memory beside `path`, and the pick among its rivals in another file."""
+    planned = [row for row in rows if row.planned]
+    if not planned:
+        return
+    networks = list(dict.fromkeys(row.network for row in planned))
+    across = sorted({parse_bytes(row.limit) / GIB for row in planned})
+    diagrams = [_diagram([row for row in planned if row.network == name], name) for name in networks]
+    notes = [machine, "The line is planned; points on it are measured, layer by layer and in whole runs."]
+    curves.draw(path, "Output voxels per second against memory", notes, list(LOOKS.values()), across, [diagrams])
+    groups = [group for row in planned if (group := _group(row)) is not None]
+    if groups:
+        notes = [machine, "Seconds for the whole volume, summed over layers that were timed; shorter is better."]
+        bars.draw(path.with_name(f"{path.stem}-rivals.png"), "The planner's pick and its rivals", notes, groups)
+
+
+def _diagram(rows: Sequence[Row], name: str) -> curves.Diagram:
+    line, points = [], []
+    by_method: dict[str, list[curves.Place]] = {}
+    for row in rows:
+        gib = parse_bytes(row.limit) / GIB
+        line.append((gib, row.planned["voxels_per_second"]))
+        if "error" in row.layers:
+            points.append((gib, row.planned["voxels_per_second"] / (1 + row.layers["error"])))
+        points += [(gib, run["voxels_per_second"]) for run in row.whole.get("runs", [])[:1] if not run.get("failure")]
+        for peer in row.peers:
+            if not peer["failure"]:
+                by_method.setdefault(peer["method"], []).append((gib, peer["voxels_per_second"]))
+    found = [curves.Curve(LOOKS["planned"][1], sorted(line), points)]
+    found += [curves.Curve(LOOKS[method][1], sorted(places), places) for method, places in by_method.items()]
+    return curves.Diagram(Path(name).stem, found)
+
+
+def _group(row: Row) -> bars.Group | None:
+    """The pick, and the fastest rival of each kind that was timed."""
+    if "seconds" not in row.layers:
+        return None
+    shown = [("the pick", row.layers["seconds"], bars.OURS)]
+    for kind in KINDS:
+        timed = [rival for rival in row.rivals if rival["kind"] == kind and rival.get("whole")]
+        if timed:
+            best = min(timed, key=lambda rival: rival["seconds"])
+            label = best["what"] if kind == "random" else f"{kind}: {best['what']}"
+            shown.append((label[:56], best["seconds"], bars.OURS_TOO))
+    group = [bars.Bar(label, spent, f"{spent:,.3g} s", colour) for label, spent, colour in shown]
+    return bars.Group(f"{Path(row.network).stem}, {row.limit}", group)
