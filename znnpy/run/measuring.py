@@ -1,9 +1,9 @@
 """The speed of this machine, measured: short runs of layers, and the rates of units that explain them.
 
-Every primitive of a device that runs the sample layers (`planner.samples`) does so once with the variant that looks the
-fastest, primitives taking turns, until the time is up. Kernels that no card has shown results of are left out: nothing
-chooses them. For a network the layers of its best plans follow, as they are, until the best plan holds nothing that was
-not measured.
+Every primitive of a device that runs the sample layers (`planner.samples`) does so with the variant that looks the
+fastest for each unit it may use, primitives taking turns, until the time is up. Kernels that no card has shown results
+of are left out: nothing chooses them. For a network the layers of its best plans follow, as they are, until the best
+plan holds nothing that was not measured.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ def sample_tasks(
                     continue
                 if primitive.why_not(shape, machine) is not None:
                     continue
-                task = _best(primitive, shape, machine, rates, limits.threads, room_bytes)
-                if task is not None:
+                for task in _best(primitive, shape, machine, rates, limits.threads, room_bytes):
                     tasks.append((turns[primitive.name], len(tasks), task))
                     turns[primitive.name] += 1
     return [task for _, _, task in sorted(tasks, key=lambda entry: entry[:2])]
@@ -128,16 +127,17 @@ def sample_tasks(
 
 def _best(
     primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, room_bytes: int
-) -> Task | None:
-    """With the variant that looks the fastest of those that may run; None where none may."""
-    found = [
-        Task(primitive, shape, variant, spent)
-        for variant in primitive.variants(shape, machine)
-        if not any(work.unit in UNSEEN_UNITS for work in primitive.work(shape, variant))
-        and (spent := rates.seconds(primitive, shape, variant)) <= MOST_RUN_SECONDS
-        and _bytes(primitive, shape, variant, threads) <= room_bytes
-    ]
-    return min(found, key=lambda task: task.expected, default=None)
+) -> Iterator[Task]:
+    """With the variants that look the fastest: one for each choice of units that a variant makes, where one may run."""
+    found: dict[frozenset[Unit], Task] = {}
+    for variant in primitive.variants(shape, machine):
+        units = frozenset(work.unit for work in primitive.work(shape, variant))
+        spent = rates.seconds(primitive, shape, variant)
+        if units & UNSEEN_UNITS or spent > MOST_RUN_SECONDS or _bytes(primitive, shape, variant, threads) > room_bytes:
+            continue
+        if units not in found or spent < found[units].expected:
+            found[units] = Task(primitive, shape, variant, spent)
+    yield from found.values()
 
 
 def _bytes(primitive: Primitive, shape: LayerShape, variant: Variant, threads: int) -> int:

@@ -1,0 +1,139 @@
+"""Cost files: whom they are for, what a plan takes of them, and what is said of those that are damaged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FAST, GPU, MACHINE, SLOW, WITH_GPU, on_gpu
+
+from znnpy.errors import PlanFileError
+from znnpy.kernels.primitive import Variant
+from znnpy.machine import Machine
+from znnpy.planner.cost import CPU_RATES, Rate, assumed_rates
+from znnpy.planner.costs import AGAIN, FORMAT, Costs, Measurement, UnitSpeed
+from znnpy.shapes import ConvShape
+
+TABLE = (SLOW, FAST)
+SHAPE = ConvShape(1, 2, 3, (9, 9, 9), (2, 2, 2))
+LAYER = Measurement(SLOW.name, SLOW.version, Variant.of(scale=1), SHAPE, 0.25)
+
+
+def costs(**changes: Any) -> Costs:
+    """Of MACHINE with two threads: one unit, one layer."""
+    words: dict[str, Any] = {
+        "format": FORMAT,
+        "znnpy_version": "1",
+        "device": "cpu",
+        "threads": 2,
+        "machine": MACHINE,
+        "primitives": {SLOW.name: 1, FAST.name: 1},
+        "units": {"product": UnitSpeed(3e11, 2e10, 7)},
+        "layers": (LAYER,),
+    }
+    return Costs(**{**words, **changes})
+
+
+def test_a_file_holds_what_was_measured() -> None:
+    assert Costs.from_json(costs().to_json()) == costs()
+    rates = costs().rates(TABLE)
+    assert rates.of("product") == Rate(3e11, 2e10)
+    assert rates.of("fft") == assumed_rates(MACHINE, 2).of("fft") == CPU_RATES["fft"]
+    assert rates.fitted
+    assert rates.knows(SLOW, SHAPE, Variant.of(scale=1))
+    assert rates.seconds(SLOW, SHAPE, Variant.of(scale=1)) == pytest.approx(0.25 + rates.stage_seconds)
+
+
+def test_layers_of_primitives_that_are_gone_tell_nothing() -> None:
+    assert costs().rates((FAST,)).measured == {}
+    assert costs().rates((replace(SLOW, version=2),)).measured == {}
+
+
+@pytest.mark.parametrize(
+    ("machine", "threads", "table", "said"),
+    [
+        (replace(MACHINE, processor="another"), 2, TABLE, "the processor was fake and is another here"),
+        (replace(MACHINE, simd="avx2"), 2, TABLE, "the width of vectors was avx512 and is avx2 here"),
+        (replace(MACHINE, cores=4), 2, TABLE, "the number of cores was 2 and is 4 here"),
+        (MACHINE, 1, TABLE, "the number of threads was 2 and is 1 here"),
+        (replace(MACHINE, blas="mkl"), 2, TABLE, "BLAS was openblas SkylakeX and is mkl here"),
+        (replace(MACHINE, versions=(("numpy", "3"),)), 2, TABLE, "numpy was 2 and is 3 here"),
+        (replace(MACHINE, versions=()), 2, TABLE, "numpy was 2 and is not there here"),
+        (MACHINE, 2, (SLOW, replace(FAST, version=2)), f"the version of {FAST.name} was 1 and is 2 here"),
+        (MACHINE, 2, (SLOW,), f"the version of {FAST.name} was 1 and is not there here"),
+    ],
+)
+def test_the_field_that_differs_is_named(machine: Machine, threads: int, table: tuple[Any, ...], said: str) -> None:
+    assert costs().why_not(MACHINE, 2, TABLE) is None
+    assert costs().why_not(replace(MACHINE, ram_bytes=1), 2, TABLE) is None, "memory is no speed"
+    assert costs().why_not(machine, threads, table) == said
+
+
+def test_costs_of_a_gpu_are_of_the_card_and_its_libraries() -> None:
+    table = on_gpu(SLOW)
+    card = costs(
+        device="gpu",
+        threads=1,
+        machine=WITH_GPU,
+        primitives={"gpu.conv.slow": 1},
+        layers=(),
+        units={"gpu_stream": UnitSpeed(1e12, 1e12, 1)},
+    )
+    assert card.why_not(replace(WITH_GPU, processor="another"), 9, table) is None
+    for gpu, said in (
+        (replace(GPU, name="other"), "the GPU was made up and is other here"),
+        (replace(GPU, driver=13010), "the driver of the GPU was 13000 and is 13010 here"),
+        (replace(GPU, versions=(("cupy", "15"),)), "cupy was 14 and is 15 here"),
+    ):
+        assert card.why_not(replace(WITH_GPU, gpu=gpu), 1, table) == said
+    assert card.name == "made up beside fake"
+
+
+def edited(*path: str | int, to: Any) -> str:
+    content = json.loads(costs().to_json())
+    part = content
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = to
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the costs are damaged or cut off"),
+        (costs().to_json()[:-9], "the costs are damaged or cut off"),
+        ("[" * 100_000, "the costs are damaged or cut off"),
+        ("[]", f"this is no cost file, and this version reads format {FORMAT}"),
+        (edited("format", to=99), f"this is a cost file of format 99, and this version reads format {FORMAT}"),
+        (edited("units", "product", "flops", to=0), "the costs are damaged: units.product.flops: "),
+        (edited("units", to={}), "the costs are damaged: units: "),
+        (edited("units", "warp", to={"flops": 1.0, "nbytes": 1.0, "runs": 1}), "the costs are damaged: units.warp"),
+        (edited("machine", "cores", to=0), "the costs are damaged: machine: "),
+        (edited("machine", "simd", to="mmx"), "the costs are damaged: machine: "),
+        (edited("device", to="gpu"), "the costs are damaged: the file: "),
+        (edited("more", to=1), "the costs are damaged: more: "),
+        (edited("layers", 0, "seconds", to=-1.0), "the costs are damaged: layers.0.seconds: "),
+    ],
+)
+def test_damage_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(PlanFileError) as caught:
+        Costs.load(path)
+    assert str(caught.value).startswith(f"{path}: {said}")
+    assert str(caught.value).endswith(AGAIN)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match=r"no cost file .*; write one with `znnpy measure --out"):
+        Costs.load(tmp_path / "none.json")
+    with pytest.raises(PlanFileError, match=r"cannot read the costs .*: Is a directory"):
+        Costs.load(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanFileError, match="is no cost file: it is not text"):
+        Costs.load(tmp_path / "binary")

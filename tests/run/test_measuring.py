@@ -1,0 +1,174 @@
+"""What is measured of a machine and in which order, by clocks that go as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from fakes import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
+
+from znnpy.errors import DeviceError, NoPlanError
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.table import TABLE, find
+from znnpy.machine import Limits, Machine
+from znnpy.network import Conv, Network, Pool
+from znnpy.planner.cost import UNSEEN_UNITS, Rates
+from znnpy.planner.memory import DeviceKind
+from znnpy.planner.plan import Plan, device_of
+from znnpy.planner.samples import samples
+from znnpy.planner.search import make_plan
+from znnpy.run.clocks import CLOCK_SECONDS, CpuClock
+from znnpy.run.measuring import Bench, Progress, Task, Timer, sample_tasks
+from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
+
+LIMITS = Limits(2**34, 2, 2**34)
+FAKES = (SLOW, FAST, POOL)
+NETWORK = Network("three", 1, (Conv((2, 2, 2), 3), Pool((2, 2, 2)), Conv((2, 2, 2), 2)))
+
+
+@dataclass
+class Clock:
+    """Layers take `factor` times what rates say, and so does the wall's clock."""
+
+    factor: float = 3.0
+    machine: Machine = MACHINE
+    refuses: str = ""
+    now: float = 100.0
+    runs: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
+
+    def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+        if primitive.name == self.refuses:
+            raise DeviceError("no")
+        self.runs.append((primitive.name, shape, variant))
+        took = self.factor * Rates().seconds(primitive, shape, variant)
+        self.now += 4 * took
+        return took
+
+
+def timer(clock: Clock, seconds: float = 1e9, tell: Callable[[Progress], None] = lambda progress: None) -> Timer:
+    return Timer(clock, seconds, tell, now=lambda: clock.now)
+
+
+def tasks(device: DeviceKind = "cpu", table: Sequence[Primitive] = TABLE, room: int = 2**34) -> list[Task]:
+    machine = MACHINE if device == "cpu" else WITH_GPU
+    precisions = PRECISIONS if device == "gpu" else PRECISIONS[:1]
+    return sample_tasks(machine, device, precisions, LIMITS, room, table)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_every_unit_that_a_primitive_names_is_measured(device: DeviceKind) -> None:
+    """But for kernels whose results no card has shown."""
+    machine = MACHINE if device == "cpu" else replace(WITH_GPU, gpu=replace(GPU, capability=(9, 0)))
+    named = {
+        work.unit
+        for precision in (PRECISIONS if device == "gpu" else PRECISIONS[:1])
+        for shape in samples(device, precision)
+        for primitive in TABLE
+        if device_of(primitive.name) == device and primitive.kind == shape.kind
+        if primitive.why_not(shape, machine) is None
+        for variant in primitive.variants(shape, machine)
+        for work in primitive.work(shape, variant)
+    }
+    found = tasks(device)
+    assert {work.unit for task in found for work in task.primitive.work(task.shape, task.variant)} == (
+        named - UNSEEN_UNITS
+    )
+    assert {device_of(task.primitive.name) for task in found} == {device}
+
+
+def test_primitives_take_turns_and_large_layers_need_room() -> None:
+    found = tasks()
+    names = [task.primitive.name for task in found]
+    first = names[: len(set(names))]
+    assert len(set(first)) == len(first), "each primitive once before any is run again"
+    small = tasks(room=2**22)
+    assert 0 < len(small) < len(found)
+    assert max(task.shape.in_bytes + task.shape.out_bytes for task in small) <= 2**22
+
+
+def test_rates_are_fitted_to_what_the_clock_says() -> None:
+    clock = Clock(factor=3.0)
+    bench = Bench(MACHINE, "cpu", LIMITS, FAKES)
+    told: list[Progress] = []
+    rates, runs = bench.survey(tasks(table=FAKES), timer(clock, tell=told.append))
+    assert rates.fitted
+    assert set(runs) == {"product", "pool"}
+    assert rates.of("product").flops == pytest.approx(bench.assumed.of("product").flops / 3, rel=0.3)
+    assert rates.of("fft") == bench.assumed.of("fft")
+    assert [progress.done for progress in told] == list(range(len(told)))
+    assert told[-1].done == told[-1].total == sum(runs.values())
+    assert told[0].seconds_left > told[-1].seconds_left
+
+
+def test_nothing_is_begun_that_does_not_fit_the_time() -> None:
+    found = tasks(table=FAKES)
+    clock = Clock(factor=1.0)
+    limit = 10 * max(task.expected for task in found)
+    done = list(timer(clock, limit).times(found))
+    assert 0 < len(done) < len(found)
+    assert clock.now - 100.0 <= limit
+    with pytest.raises(NoPlanError, match="no layer could be measured in this time and memory; raise --minutes"):
+        Bench(MACHINE, "cpu", LIMITS, FAKES).survey(found, timer(Clock(), 1e-12))
+
+
+def test_what_a_device_refuses_is_left_out() -> None:
+    found = [task.primitive.name for task, _ in timer(Clock(refuses=FAST.name)).times(tasks(table=FAKES))]
+    assert set(found) == {SLOW.name, POOL.name}
+
+
+def made(rates: Rates, columns: bool | None) -> Plan:
+    return make_plan(
+        NETWORK, (40, 40, 40), MACHINE, Limits(2**30, 2), table=FAKES, rates=rates, columns=columns, baseline=0
+    )
+
+
+def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None:
+    clock = Clock()
+    bench = Bench(MACHINE, "cpu", LIMITS, FAKES)
+    layers = bench.deepen(bench.assumed, made, timer(clock))
+    rates = bench.assumed
+    for layer in layers:
+        rates = rates.learnt(
+            next(p for p in FAKES if p.name == layer.primitive), layer.shape, layer.variant, layer.seconds
+        )
+    for columns in (None, True, False):
+        assert made(rates, columns).rigor == "measure"
+    assert len(clock.runs) == len(set(clock.runs)) == len(layers)
+    assert bench.deepen(rates, made, timer(clock)) == [], "nothing is left to do"
+
+
+def test_refused_layers_are_tried_once() -> None:
+    clock = Clock(refuses=FAST.name)
+    layers = Bench(MACHINE, "cpu", LIMITS, FAKES).deepen(Rates(), made, timer(clock))
+    assert {layer.primitive for layer in layers} <= {SLOW.name, POOL.name}
+
+
+def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> None:
+    bench = Bench(MACHINE, "cpu", LIMITS, FAKES)
+    clock = Clock()
+    layers = bench.deepen(bench.assumed, made, timer(clock))
+    old = bench.costs(bench.assumed, {"product": 3, "pool": 1}, layers, None)
+    new = bench.costs(bench.assumed.scaled(2, 2), {"product": 5}, [replace(layers[0], seconds=9.0)], old)
+    assert new.units["product"].runs == 5
+    assert new.units["product"].flops == 2 * old.units["product"].flops
+    assert new.units["pool"] == old.units["pool"]
+    assert new.layers == (*layers[1:], replace(layers[0], seconds=9.0))
+    assert new.why_not(MACHINE, 2, FAKES) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_processor_is_timed_warm_long_enough_and_at_its_best(threads: int) -> None:
+    ticks: list[float] = []
+
+    def now() -> float:  # every reading is later by less than a clock can tell
+        ticks.append((ticks[-1] if ticks else 0.0) + CLOCK_SECONDS / (3 if len(ticks) < 8 else 0.5))
+        return ticks[-1]
+
+    shape = ConvShape(2, 2, 3, (6, 7, 5), (2, 3, 1), "relu")
+    primitive: Any = find("cpu.conv.direct")
+    with Crew(threads) as crew:
+        spent = CpuClock(crew, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
+    assert 0 < spent < CLOCK_SECONDS, "of one run of many"
