@@ -2,10 +2,11 @@
 
     python benchmarks/papers.py --paper first_principles|pascal|cuconv|cudnn [--quick] [--minutes M] [--out RESULT.json]
                                 [--precisions fp32 tf32] [--batches 1 8] [--methods NAME ...] [--resume] [--no-torch]
-                                [--workspace GIB] [--plans N]
+                                [--workspace GIB] [--plans N] [--beside NAME ...]
 
 first_principles  One image of 4000 x 4000, kernels of 3 to 15: processor and GPU, kernels alone and with copies.
-pascal            One map to many, many to as many: cuDNN's time over that of the paper's methods, in float32.
+pascal            One map to many, many to as many: cuDNN's time over that of the paper's methods, in float32, and over
+                  the least that copying as many bytes, or computing every product, takes on this card.
 cuconv            All layers of stride 1 of five networks, batches of 1 to 256: how many configurations the method wins
                   against cuDNN, and by how much; the profiled ones beside the paper's Tables 3 to 5.
 cudnn             The five layers of Table 2 as shares of the card's peak, in batches of 128 to 16.
@@ -17,7 +18,8 @@ two dimensions than for three: without PyTorch, which finds those, they do not t
 Every result is compared with the definition in float64, in boxes at its beginning, middle and end, of the first and the
 last image: a method of ours beyond its precision's limit is void and the exit code 1. A plan of cuDNN's beyond it is
 inexact, as those by Winograd's transforms may be: figures are without such plans, and beside them what they would be if
-they counted. One that is wrong altogether, or refused, is told.
+they counted. One that is wrong altogether, or refused, is told. Methods of ours that are not the paper's are beside its
+own (`--beside`), and count as none of its figures.
 
 After a first run everything runs once behind another run, and what is within 1.5 of the time of cuDNN's best takes part
 in rounds. Rounds are interleaved, in an order that alternates; each is a series of runs timed by events of the device,
@@ -43,6 +45,7 @@ from gpu_card import Device, WallClock, gpu_header, product_rates, torch_on_the_
 from header import without_forced_blas_kernels
 from layer_entries_gpu import Entry, Times
 from layers_gpu import MAX_ERROR
+from papers_cases import BESIDE as BESIDE_METHODS
 from papers_cases import CASES, METHODS, MOST_BYTES, PAPER_PRECISIONS, PAPERS, QUICK, Paper, PaperCase
 from papers_clock import HeldClock, HeldTorchClock, Spent, series_of
 from papers_entries import CLOSE, Terms, cudnn_entries, our_entries
@@ -50,6 +53,7 @@ from papers_files import WRONG, Result, read, write
 from papers_inputs import Inputs, rms_error
 from papers_processor import Allowed, processor_entries
 from papers_tables import (
+    BESIDE,
     COPIED,
     CUDNN,
     INEXACT,
@@ -66,12 +70,13 @@ from papers_torch import Search, torch_entries
 
 from znnpy.errors import VramError
 from znnpy.kernels.table import TABLE
-from znnpy.shapes import PRECISIONS, Precision
+from znnpy.shapes import PRECISIONS, LayerShape, Precision
 
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SLOW_SECONDS, SLOW_ROUNDS = 0.02, 4  # what runs longer, and how often then
+BESIDE_VARIANTS = 2  # of what is beside the paper's methods
 LATE = ": no time left"
 LISTED = 6  # of what is left out, on stdout
 QUICK_BYTES = 2**12  # of the copy that holds work back
@@ -91,7 +96,7 @@ class Bench:
         self._end = time.monotonic() + 60 * options.minutes
         self._cuda = torch_on_the_card()
         nbytes = {"nbytes": QUICK_BYTES} if options.quick else {}
-        self._clock: Times = HeldClock(device, **nbytes)
+        self._clock = HeldClock(device, **nbytes)
         self._torch_clock: Times = HeldTorchClock(device, **nbytes) if self._cuda and options.torch else WallClock()
         self._search = Search(options.torch_seconds, options.algorithms)
         self._inputs = Inputs(device)
@@ -137,6 +142,9 @@ class Bench:
             given = self._inputs.of(case.layer, case.batch, precision)
         entries = our_entries(given, terms)
         found = [(COPIED if entry.variant.endswith("with copies") else OURS, entry) for entry in entries]
+        few = min(BESIDE_VARIANTS, options.variants)
+        others = replace(terms, methods=options.beside, variants=few, every_variant=False, too_large=[])
+        found += [(BESIDE, entry) for entry in our_entries(given, others)]
         with self.spent.on("first runs of the processor"):
             allowed = Allowed(options.processor_seconds, crews, self.left_out)
             found += [(PROCESSOR, entry) for entry in processor_entries(given, self._threads, allowed)]
@@ -147,8 +155,12 @@ class Bench:
                 found += [(CUDNN, entry) for entry in torch_entries(given, self._torch_clock, self._search, where)]
         right = [(*told, entry) for who, entry in found if (told := self._checked(who, entry)) is not None]
         self._compete([(who, entry) for who, _, entry in right])
+        copied = None
+        if options.paper == "pascal":
+            with self.spent.on("copies"):
+                copied = 1e6 * self._clock.copied_seconds(_least_bytes(case, given.shape))
         return match(
-            _case(case, precision, terms, pytorch=options.torch, algorithms=self._search.fewest()),
+            _case(case, precision, terms, pytorch=options.torch, algorithms=self._search.fewest(), copy_us=copied),
             [_row(who, entry, error) for who, error, entry in right],
         )
 
@@ -195,7 +207,15 @@ class Bench:
                         entry.seconds.append(entry.clock.seconds(entry.run, times))
 
 
-def _case(case: PaperCase, precision: Precision, terms: Terms, *, pytorch: bool, algorithms: int | None) -> Case:
+def _case(
+    case: PaperCase,
+    precision: Precision,
+    terms: Terms,
+    *,
+    pytorch: bool,
+    algorithms: int | None,
+    copy_us: float | None,
+) -> Case:
     shape = case.layer.shape(case.batch, precision)
     return Case(
         set=case.set,
@@ -211,8 +231,14 @@ def _case(case: PaperCase, precision: Precision, terms: Terms, *, pytorch: bool,
         most_bytes=terms.most_bytes,
         pytorch=pytorch,
         algorithms=algorithms,
+        copy_us=copy_us,
         too_large=tuple(terms.too_large),
     )
+
+
+def _least_bytes(case: PaperCase, shape: LayerShape) -> int:
+    """Of images, kernels and outputs, each once."""
+    return shape.in_bytes + shape.out_bytes + 4 * case.layer.fin * case.layer.fout * case.layer.kernel**2
 
 
 def _row(who: str, entry: Entry, error: float) -> Row:
@@ -270,6 +296,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", help="only these")
     parser.add_argument("--kernels", type=int, nargs="+", help="only these")
     parser.add_argument("--methods", nargs="+", help="primitives of ours; default: those of the paper")
+    parser.add_argument("--beside", nargs="*", help="others of ours, which do not count; default: by paper")
     parser.add_argument("--variants", type=int, default=12, help="that are tried at most, twice, of a primitive")
     parser.add_argument(
         "--plans", type=int, help="of cuDNN that are tried at most, as it recommends them; default: all"
@@ -289,6 +316,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.precisions = options.precisions or list(PAPER_PRECISIONS[options.paper])
     options.methods = options.methods or list(METHODS[options.paper])
+    beside = BESIDE_METHODS[options.paper] if options.beside is None else options.beside
+    options.beside = [name for name in beside if name not in options.methods]
     limit = MOST_BYTES[options.paper]
     options.most_bytes = limit if options.workspace is None else int(options.workspace * 2**30)
     options.every_variant = options.paper == "first_principles"
@@ -315,10 +344,10 @@ def benchmark(device: Device, machine: Machine, options: argparse.Namespace) -> 
     header = gpu_header(device.gpu)
     name = "-".join(device.gpu.name.lower().split())
     out = options.out or Path(__file__).parent / "results" / f"papers_{paper}-{name}-{date.today()}.json"
-    missing = sorted(set(options.methods) - {primitive.name for primitive in TABLE})
+    missing = sorted({*options.methods, *options.beside} - {primitive.name for primitive in TABLE})
     if missing:
         print(f"there is no {', no '.join(missing)} in the table of primitives: left out")
-    header["methods"], header["missing"] = options.methods, missing
+    header["methods"], header["beside"], header["missing"] = options.methods, options.beside, missing
     header["product_flops"] = product_rates() if torch_on_the_card() else {}
     peaks = {precision: peak_flops(device.gpu, header["readings"], precision) for precision in options.precisions}
     bench = Bench(device, machine, options, sorted({1, machine.cores}) if paper == "first_principles" else [])

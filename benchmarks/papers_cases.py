@@ -62,6 +62,12 @@ METHODS: Mapping[Paper, tuple[str, ...]] = {
     "cuconv": ("gpu.conv.cuconv",),
     "cudnn": ("gpu.conv.implicit_gemm",),
 }
+BESIDE: Mapping[Paper, tuple[str, ...]] = {  # ours that are no paper's method: shown, and not counted as one
+    "first_principles": (),
+    "pascal": ("gpu.conv.implicit_gemm",),
+    "cuconv": ("gpu.conv.implicit_gemm",),
+    "cudnn": (),
+}
 PAPER_PRECISIONS: Mapping[Paper, tuple[Precision, ...]] = {
     "first_principles": ("fp32",),
     "pascal": ("fp32",),

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
+from statistics import median
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from gpu_card import Clock, Device, TorchClock
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ SPARE = 1.5  # times as long is the device held as the host needs
 USUAL_SECONDS = 5e-5  # that the host needs to queue a run, until it is known
 LONG_SECONDS = 2e-3  # such a run finds nothing in a cache that was put there before it
 TRIES = 3
+COPIES = 3  # the median counts
 SERIES_SECONDS, MOST_RUNS = 1e-3, 12  # of one series, at least and at most
 
 
@@ -42,7 +45,7 @@ class HeldClock:
     """
 
     def __init__(self, device: Device, nbytes: int = HOLD_BYTES) -> None:
-        self._device = device
+        self._device, self._nbytes = device, nbytes
         self._source, self._target = (device.allocate(nbytes, "what holds work back") for _ in range(2))
         self._begin(Clock(device))
 
@@ -73,6 +76,18 @@ class HeldClock:
                 break
             self._host[run] = host / (warm + repeats)
         return spent
+
+    def copied_seconds(self, nbytes: int) -> float:
+        """Of a copy that reads half of so many bytes and writes the other half; larger ones than `HOLD_BYTES` scale."""
+        half = max(1, nbytes // 2)
+        part = min(half, self._nbytes)
+        source, target = (self._device.view(one, (part,), np.uint8) for one in (self._source, self._target))
+
+        def copy() -> None:
+            self._device.copy_async(target, source, self._device.stream)
+
+        times = series_of(self.seconds(copy))
+        return median(self.seconds(copy, times) for _ in range(COPIES)) * half / part
 
     def _begin(self, clock: Times) -> None:
         clock.seconds(self._copy)

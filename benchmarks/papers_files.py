@@ -54,7 +54,7 @@ class Result:
 
     def draw(self, path: Path) -> None:
         card = f"{self.header['gpu']['name']}, {self.header['date'][:10]}"
-        papers_pictures.draw(self.paper, path, self.matches, self.table, card)
+        papers_pictures.draw(self.paper, path, self.matches, self.table, card, self.peaks.get("fp32"))
 
 
 def write(out: Path, result: Result) -> None:

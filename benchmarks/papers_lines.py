@@ -10,11 +10,14 @@ from papers_tables import PROCESSOR, Found
 GAIN_HEAD = (
     f"{'':28}{'cases':>6}{'won':>5}{'surely':>7}{'share':>8}{'mean won':>9}{'mean':>7}{'most':>7}{'least':>7}"
     f" |{'inexact':>8}{'first':>6}{'won':>5}{'share':>8}{'mean won':>9} |{'memory':>7}"
+    f" |{'beside':>7}{'share':>8}{'mean':>7} |{'possible':>9}{'less':>6}"
 )
 GAIN_NOTES = (
     "surely: in every round. Behind the bar: cases in which plans of cuDNN's are beyond the error that the precision",
     "allows, in which one of them is its fastest, and what ours would have won if they counted. memory: cases in which",
-    "something was left out that wants more than the experiment allows.",
+    "something was left out that wants more than the experiment allows. beside: what methods of ours that are not the",
+    "paper's would have won. possible: by the limits of the card, in the mean; less: cases where that is less than the",
+    "paper's mean.",
 )
 
 
@@ -68,7 +71,18 @@ def _pascal_lines(table: Found) -> list[str]:
         if here["without_ours"]:
             out.append(f"  and {here['without_ours']} that no method of ours takes, which do not count")
         out += [_gain_line(f"  k = {part['kernel']}, side {part['side']}", part) for part in here["by_kernel_and_side"]]
-    return [*out, *GAIN_NOTES]
+    return [*out, *GAIN_NOTES, *possible_words(table)]
+
+
+def possible_words(table: Found) -> list[str]:
+    """What no method that computes every product could win more than: a line for one map, and one for many."""
+    return [
+        f"{name}: at the speed of a copy, and every product at the float32 rate, {found['mean']:.2f} times cuDNN's"
+        f" speed is possible in the mean; less than the paper's {here['paper']['mean']:g} in"
+        f" {found['less_than_the_paper']} of {found['cases']} cases"
+        for name, here in table.items()
+        if (found := here.get("possible"))
+    ]
 
 
 def _cudnn_lines(table: Found) -> list[str]:
@@ -112,7 +126,13 @@ def _gain_line(name: str, gain: Found) -> str:
     counted = gain["if_inexact_counted"]
     if counted["cases"]:
         line += f"{counted['won']:5}{counted['share_won']:8.2%}{_number(counted, 'mean_where_won', 9, 2)}"
-    return f"{line:122} |{gain['left_out_for_memory']:7}"
+    line = f"{line:122} |{gain['left_out_for_memory']:7}"
+    beside = gain.get("beside", {})
+    if not beside and "possible" not in gain:
+        return line
+    line += f" |{beside.get('won', ''):7}{_share(beside, 'share_won', 8)}{_number(beside, 'mean', 7, 2)}"
+    possible = gain.get("possible", {})
+    return f"{line} |{_number(possible, 'mean', 9, 2)}{possible.get('less_than_the_paper', ''):6}".rstrip(" |")
 
 
 def _pair(row: Found) -> str:

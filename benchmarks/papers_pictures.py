@@ -10,13 +10,28 @@ from typing import Any, Literal
 import bars
 import curves
 from papers_cases import CUCONV_AT_ONE, CUDNN_BATCH_16, PASCAL_SAYS, POST_SAYS, PROFILES, Paper
-from papers_tables import COPIED, CUDNN, INEXACT, OURS, Match, against
+from papers_lines import possible_words
+from papers_tables import BESIDE, COPIED, CUDNN, INEXACT, OURS, Match, against
 
-COLOURS = {OURS: bars.OURS, COPIED: bars.OURS_TOO, CUDNN: bars.PEER, INEXACT: bars.PEER_LESS_EXACT}
+COLOURS = {
+    OURS: bars.OURS,
+    COPIED: bars.OURS_TOO,
+    CUDNN: bars.PEER,
+    INEXACT: bars.PEER_LESS_EXACT,
+    BESIDE: bars.OURS_TOO,
+}
 
 
-def draw(paper: Paper, path: Path, matches: Sequence[Match], table: dict[str, Any], card: str) -> None:
-    """Write a PNG; of cudnn the largest batch, and the share of the best that the smallest has."""
+BESIDE_COLOUR, POSSIBLE_COLOUR = bars.INK, bars.PEER_LESS_EXACT
+
+
+def draw(
+    paper: Paper, path: Path, matches: Sequence[Match], table: dict[str, Any], card: str, flops: float | None
+) -> None:
+    """Write a PNG; of cudnn the largest batch, and the share of the best that the smallest has.
+
+    flops  float32 operations a second, for what is possible at most
+    """
     notes = [card, *against(matches)]
     match paper:
         case "cuconv":
@@ -27,7 +42,8 @@ def draw(paper: Paper, path: Path, matches: Sequence[Match], table: dict[str, An
                 "Pascal's methods against cuDNN: times its speed, by side",
                 matches,
                 "side",
-                [*notes, *_won(table)],
+                [*notes, *_won(table), *possible_words(table)],
+                flops,
             )
         case "cudnn":
             _shares(path, table, notes)
@@ -39,7 +55,12 @@ def draw(paper: Paper, path: Path, matches: Sequence[Match], table: dict[str, An
 
 
 def _speedups(
-    path: Path, title: str, matches: Sequence[Match], across: Literal["batch", "side"], notes: Sequence[str]
+    path: Path,
+    title: str,
+    matches: Sequence[Match],
+    across: Literal["batch", "side"],
+    notes: Sequence[str],
+    flops: float | None = None,
 ) -> None:
     """A diagram for each set, kernel and precision: every layer a point, the line their mean, and 1."""
     places = sorted({getattr(m.case, across) for m in matches})
@@ -50,9 +71,11 @@ def _speedups(
         for kernel in kernels:
             some = [m for m in matches if (_kind(m), m.case.precision, m.case.kernel) == (which, precision, kernel)]
             points = [(float(getattr(m.case, across)), m.speedup) for m in some if m.speedup is not None]
-            line = [(x, mean(y for at, y in points if at == x)) for x in sorted({at for at, _ in points})]
+            beside = [(float(getattr(m.case, across)), m.beside_speedup) for m in some if m.beside_speedup is not None]
+            possible = [(float(getattr(m.case, across)), most) for m in some if (most := m.possible(flops)) is not None]
             one = curves.Curve(bars.PEER, [(float(places[0]), 1.0), (float(places[-1]), 1.0)])
-            found = [curves.Curve(bars.OURS_TOO, (), points), curves.Curve(bars.OURS, line), one]
+            found = [curves.Curve(bars.OURS_TOO, (), points), curves.Curve(bars.OURS, _means(points)), one]
+            found += [curves.Curve(BESIDE_COLOUR, _means(beside)), curves.Curve(POSSIBLE_COLOUR, _means(possible))]
             if which:
                 says = PASCAL_SAYS[which].mean
                 found.append(curves.Curve(bars.ORIGINAL, [(float(places[0]), says), (float(places[-1]), says)]))
@@ -61,9 +84,17 @@ def _speedups(
             row.append(curves.Diagram(f"{which} {precision}, k = {kernel}".strip(), found))
         rows.append(row)
     legend = [("a layer", bars.OURS_TOO), ("mean", bars.OURS), ("cuDNN", bars.PEER)]
+    if any(m.beside for m in matches):
+        legend.append(("beside, not the paper's", BESIDE_COLOUR))
+    if any(m.possible(flops) for m in matches):
+        legend.append(("possible at most", POSSIBLE_COLOUR))
     single = any(_kind(m) for m in matches)
     legend.append(("the paper's mean" if single else "the paper's: mean at 1, Tables 3 to 5", bars.ORIGINAL))
     curves.draw(path, title, notes, legend, places, rows, "")
+
+
+def _means(points: Sequence[curves.Place]) -> list[curves.Place]:
+    return [(x, mean(y for at, y in points if at == x)) for x in sorted({at for at, _ in points})]
 
 
 def _won(table: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OURS, COPIED, CUDNN, PROCESSOR = "ours", "ours, with copies", "cuDNN", "processor"
 INEXACT = "cuDNN, inexact"  # beyond the error that a precision allows, as by Winograd's transforms
+BESIDE = "ours, beside"  # no method of the paper's
 PYTORCH = "PyTorch"
 FLOPS_A_CLOCK = {  # of a multiprocessor, not sparse: NVIDIA's white papers on the A100 and the H100
     (8, 0): {"fp32": 128, "tf32": 1024, "fp16": 2048},
@@ -50,7 +51,12 @@ class Case:
     pytorch: bool  # whether PyTorch, with cuDNN's plans for two dimensions, took part
     too_large: tuple[str, ...] = ()  # left out for the memory they want
     algorithms: int | None = None  # that PyTorch tried of each layout, as cuDNN's heuristics like them; None: all
+    copy_us: float | None = None  # of a copy that reads and writes as many bytes as images, kernels and outputs have
     others: int = 0  # plans of cuDNN's that were measured and are slower than those that a file names
+
+    def bound_us(self, flops: float | None) -> float | None:
+        """No method that computes every product at so many operations a second, and copies no faster, needs less."""
+        return None if self.copy_us is None or not flops else max(self.copy_us, 1e6 * self.flops / flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class Match:
     ours: Row | None
     cudnn: Row | None
     inexact: Row | None
+    beside: Row | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -94,6 +101,15 @@ class Match:
         return None if self.ours is None or self.cudnn is None else _band(self.ours, self.cudnn)
 
     @property
+    def beside_speedup(self) -> float | None:
+        return None if self.beside is None or self.cudnn is None else self.cudnn.us / self.beside.us
+
+    def possible(self, flops: float | None) -> float | None:
+        """cuDNN's time over the least that is possible at so many operations a second."""
+        bound = self.case.bound_us(flops)
+        return None if self.cudnn is None or bound is None else self.cudnn.us / bound
+
+    @property
     def any_cudnn(self) -> Row | None:
         """The fastest of cuDNN's, inexact or not."""
         return min((row for row in (self.cudnn, self.inexact) if row), key=lambda row: row.us, default=None)
@@ -104,7 +120,12 @@ class Match:
     def summary(self) -> Found:
         case = self.case
         found: Found = {key: getattr(case, key) for key in ("set", "layer", "batch", "precision", "why")}
-        for key, row in (("ours", self.ours), ("cudnn", self.cudnn), ("inexact", self.inexact)):
+        for key, row in (
+            ("ours", self.ours),
+            ("cudnn", self.cudnn),
+            ("inexact", self.inexact),
+            ("beside", self.beside),
+        ):
             if row is not None:
                 found |= {key: row.words, f"{key}_us": row.us, f"{key}_tflops": self.tflops(row)}
         if self.inexact is not None:
@@ -118,7 +139,7 @@ def match(case: Case, rows: Sequence[Row]) -> Match:
     def fastest(who: str) -> Row | None:
         return min((row for row in rows if row.who == who), key=lambda row: row.us, default=None)
 
-    return Match(case, rows, fastest(OURS), fastest(CUDNN), fastest(INEXACT))
+    return Match(case, rows, fastest(OURS), fastest(CUDNN), fastest(INEXACT), fastest(BESIDE))
 
 
 def gains(matches: Sequence[Match]) -> Found:
@@ -129,7 +150,20 @@ def gains(matches: Sequence[Match]) -> Found:
     found["inexact"] = sum(m.inexact is not None for m in matches)
     found["inexact_fastest"] = sum(m.inexact is not None and m.any_cudnn is m.inexact for m in matches)
     pairs = [(m.ours, peer) for m in matches if m.ours and (peer := m.any_cudnn)]
-    return found | {"if_inexact_counted": _gain(pairs)}
+    found["if_inexact_counted"] = _gain(pairs)
+    beside = [(m.beside, m.cudnn) for m in matches if m.beside and m.cudnn]
+    if beside:
+        found["beside"] = _gain(beside) | {"error": max(row.error for row, _ in beside)}
+    return found
+
+
+def _possible(matches: Sequence[Match], flops: float | None, wanted: float) -> Found:
+    """What could be won over cuDNN's time at most, and in how many cases that is less than `wanted` times."""
+    most = [times for m in matches if (times := m.possible(flops)) is not None]
+    if not most:
+        return {}
+    less = sum(times < wanted for times in most)
+    return {"possible": {"cases": len(most), "mean": mean(most), "most": max(most), "less_than_the_paper": less}}
 
 
 def _gain(pairs: Sequence[tuple[Row, Row]]) -> Found:
@@ -208,17 +242,19 @@ def _paper_has(kernel: int, batch: int) -> bool:
 
 
 def pascal(matches: Sequence[Match], peaks: Mapping[str, float | None]) -> Found:
-    """Speed-ups of one map and of several, by kernel and by size of the image."""
-    del peaks
+    """Speed-ups of one map and of several, by kernel and by size of the image, and what is possible at most."""
+    flops = peaks.get("fp32")
     found: Found = {}
     for name in _in_order(m.case.set for m in matches):
         alike, says = _of(matches, set=name), PASCAL_SAYS[name]
         found[name] = gains(alike) | {"paper": {"mean": says.mean, "least": says.least, "most": says.most}}
+        found[name] |= _possible(alike, flops, says.mean)
         found[name]["paper"]["titan_x"] = dict(zip(("least", "most"), TITAN_X_SAYS[name], strict=True))
         found[name]["by_kernel_and_side"] = [
-            {"kernel": kernel, "side": side} | gains(_of(alike, kernel=kernel, side=side))
+            {"kernel": kernel, "side": side} | gains(some) | _possible(some, flops, says.mean)
             for kernel in sorted({m.case.kernel for m in alike})
             for side in sorted({m.case.side for m in alike})
+            if (some := _of(alike, kernel=kernel, side=side))
         ]
     return found
 

@@ -48,7 +48,7 @@ def benchmark(default_benchmark: Callable[..., None]) -> Callable[..., None]:
     """The same with the method that every device has."""
 
     def run(paper: str, *words: str | Path | float) -> None:
-        default_benchmark(paper, "--methods", "gpu.conv.direct", *words)
+        default_benchmark(paper, "--methods", "gpu.conv.direct", "--beside", *words)
 
     return run
 
@@ -118,7 +118,12 @@ def test_papers_as_they_are(
     assert [case["precision"] for case in found["cases"]] == [
         precision for precision in cases.PAPER_PRECISIONS[paper] for _ in cases.QUICK[paper]
     ]
+    assert found["header"]["beside"] == list(cases.BESIDE[paper])
     for case in found["cases"]:
+        beside = [row for row in case["rows"] if row["who"] == "ours, beside"]
+        assert [row["name"] for row in beside] == list(cases.BESIDE[paper])
+        assert all(row["error"] < 1e-6 or case["precision"] != "fp32" for row in beside)
+        assert (case["copy_us"] is not None) == (paper == "pascal")
         ours = {row["name"] for row in case["rows"] if row["who"] == "ours"}
         assert ours
         assert ours <= set(cases.METHODS[paper])
@@ -444,6 +449,42 @@ def test_gains(imported: Callable[[str], Any]) -> None:
     assert matches[1].band == (0.75, 1.25)
     assert matches[0].summary()["inexact_us"] == 5e5
     assert tables.gains([])["cases"] == tables.gains([])["if_inexact_counted"]["cases"] == 0
+
+
+def test_what_is_possible(imported: Callable[[str], Any]) -> None:
+    """By hand: 4e9 operations take 1 ms at 4e12 a second. cuDNN's 3 ms may be 3 times as fast, but 1.5
+    times where a copy takes 2 ms.
+
+    Without the copy, or the card's rate, nothing is said.
+    """
+    tables, words = imported("papers_tables"), imported("papers_lines").possible_words
+    some = [
+        found_match(imported, [("ours", [1e-3]), ("cuDNN", [seconds])], set="single", copy_us=copy)
+        for seconds, copy in ((3e-3, 10.0), (3e-3, 2e3), (1e-3, None))
+    ]
+    (line,) = words(tables.pascal(some, {"fp32": 4e12}))
+    assert "2.25 times cuDNN's speed is possible in the mean; less than the paper's 2.6 in 1 of 2 cases" in line
+    assert tables.pascal(some, {"fp32": 4e12})["single"]["possible"]["most"] == pytest.approx(3)
+    assert words(tables.pascal(some, {"fp32": None})) == words(tables.pascal(some[2:], {"fp32": 4e12})) == []
+    (told,) = [line for line in imported("papers_lines").lines("pascal", tables.pascal(some, {"fp32": 4e12}))
+               if line.startswith("single, all")]  # fmt: skip
+    assert told.endswith("|     2.25     1")
+
+
+def test_others_are_beside(imported: Callable[[str], Any]) -> None:
+    """By hand: what is no method of the paper's wins one of two, 4 times and 0.5 times; ours, won none, stays so."""
+    tables = imported("papers_tables")
+    some = [
+        found_match(imported, [("ours", [2.0]), ("cuDNN", [1.0]), ("ours, beside", [seconds])], set="single")
+        for seconds in (0.25, 2.0)
+    ]
+    found = tables.gains(some)
+    assert (found["won"], found["beside"]["won"], found["beside"]["mean"]) == (0, 1, 2.25)
+    assert some[0].summary()["beside_us"] == 2.5e5
+    told = imported("papers_lines").lines("pascal", tables.pascal(some, {}))
+    (line,) = [line for line in told if line.startswith("single, all")]
+    assert line.endswith("|      1     50%   2.25")
+    assert "beside" not in tables.gains([replace(one, beside=None) for one in some])
 
 
 def test_who_took_part(imported: Callable[[str], Any]) -> None:

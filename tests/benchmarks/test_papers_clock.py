@@ -28,6 +28,10 @@ class Card:
         self.queued: list[str] = []
         self.long = long
 
+    def view(self, buffer: str, shape: tuple[int], dtype: type) -> str:
+        self.viewed = shape[0]
+        return buffer
+
     def allocate(self, nbytes: int, what: str) -> str:
         return what
 
@@ -80,6 +84,17 @@ def test_a_slow_host_is_waited_for(clocks: Any) -> None:
     assert first == "crbrr"
     assert again
     assert again[-1].count("c") >= 9  # three runs of 2 ms, half as much again
+
+
+def test_copies(clocks: Any) -> None:
+    """By hand: a copy of 100 bytes reads 50 and writes 50; of four times what the clock has room for, it scales."""
+    card = Card(1e-3)
+    clock = clocks.HeldClock(card, 1000)
+    card.elapsed = lambda work, repeats=1: [work(), 1e-3][1:]
+    for nbytes, viewed, seconds in ((100, 50, 1e-3), (8000, 1000, 4e-3), (0, 1, 1e-3)):
+        times = clocks.series_of(1e-3)
+        assert clock.copied_seconds(nbytes) == pytest.approx(seconds / times)
+        assert card.viewed == viewed
 
 
 def test_series(clocks: Any) -> None:
