@@ -45,6 +45,7 @@ def make_plan(
     columns: bool | None = None,
     depth_first: bool = True,
     kinds: bool = False,
+    options: Options | None = None,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
@@ -60,15 +61,14 @@ def make_plan(
     columns       True: columns only, False: patches only
     depth_first   False: all fragments of a pooling go through each layer before any goes through the next
     kinds         find the best plan of every other kind too, and why it is not taken; takes up to twice as long
+    options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
     only = (only,) if isinstance(only, str) else tuple(only)
     _check_wishes(network, output, limits, patch, only, table)
     _check_device(machine, limits, device, only)
-    rates = rates or assumed_rates(machine, limits.threads, device)
-    there = tuple(primitive for primitive in table if device_of(primitive.name) == device)
-    options = Options(there, machine, limits.threads, rates, frozenset(only))
+    options = options or options_for(machine, limits, only=only, table=table, rates=rates, device=device)
     held = baseline_bytes() if baseline is None else baseline
     searches = [
         SpaceSearch(
@@ -98,6 +98,21 @@ def make_plan(
     if not kinds:
         return plan
     return replace(plan, kinds=tuple(_kinds(network, machine, plan, searches, ranked)))
+
+
+def options_for(
+    machine: Machine,
+    limits: Limits,
+    *,
+    only: Sequence[str] = (),
+    table: tuple[Primitive, ...] = TABLE,
+    rates: Rates | None = None,
+    device: DeviceKind = "cpu",
+) -> Options:
+    """For `make_plan` at several limits in turn: words as there, of `limits` only the threads."""
+    rates = rates or assumed_rates(machine, limits.threads, device)
+    there = tuple(primitive for primitive in table if device_of(primitive.name) == device)
+    return Options(there, machine, limits.threads, rates, frozenset(only))
 
 
 Ranked = Sequence[tuple[SpaceSearch, list[Found]]]  # searches that found something, the fastest first
@@ -252,7 +267,9 @@ def _no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> N
             f"{search.options.why_none(refused)}; `znnpy primitives` lists them all"
         )
     least, search = min(needs, key=lambda need: (sum(need[0].memory.over(need[1].limits)), need[0].memory.held))
-    return NoPlanError(_nearest_miss(network, search, least) + words)
+    error = NoPlanError(_nearest_miss(network, search, least) + words)
+    error.needed_bytes = least.memory.held
+    return error
 
 
 def _nearest_miss(network: Network, search: SpaceSearch, least: Found) -> str:

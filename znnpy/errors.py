@@ -62,6 +62,8 @@ class PlanFileError(ZnnpyError, ValueError):
 class NoPlanError(ZnnpyError, MemoryError):
     """No patch size and primitives fit the limits."""
 
+    needed_bytes: int | None = None  # the least that would do where the layers run, where that is known
+
 
 class ValuesOverflowError(ZnnpyError, OverflowError):
     """A layer's result is infinite or not a number although its input was finite."""

@@ -25,7 +25,7 @@ from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
-from znnpy.machine import Machine, this_machine
+from znnpy.machine import Limits, Machine, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.cost import assumed_rates
@@ -33,7 +33,8 @@ from znnpy.planner.explain import human_bytes
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
+from znnpy.planner.search import make_plan, options_for
+from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
 from znnpy.report import Report
 from znnpy.run import pipeline
@@ -80,17 +81,20 @@ def plan(
     machine: str | Path | None = None,
     tell: Callable[[str], None] = _log.info,
     tell_why: Callable[[list[Considered]], None] | None = None,
+    tell_point: Callable[[Point], None] | None = None,
 ) -> Plan:
     """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
 
     Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first; costs
     and machine name files that `znnpy measure` wrote, machine one of the machine that the plan is for.
     `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact;
-    `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken.
+    `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken;
+    `tell_point` with the best plan of every kind at each limit from the machine's memory down: that takes minutes.
     NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
     """
     _check_words(border, output_dtype, cover)
-    meant = check_device_words(device, vram, precision, (only,) if isinstance(only, str) else only)
+    names = (only,) if isinstance(only, str) else only
+    meant = check_device_words(device, vram, precision, names)
     if shape is not None and len(shape) != 3:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
     if volume is not None and shape is not None:
@@ -114,8 +118,10 @@ def plan(
         output = size if border == "reflect" else file.network.dense_size(size)
         itemsize_in, extra_bytes = 1, 0
 
-    def make(site: Site) -> Plan:
-        limits = site.limits(ram, threads, vram)
+    def within(site: Site, limits: Limits, **more: Any) -> Plan:
+        held = (
+            baseline_bytes() + site.later_bytes + extra_bytes + FLOAT32 * file.network.parameters
+        )  # a run's weights too
         return make_plan(
             file.network,
             output,
@@ -125,14 +131,19 @@ def plan(
             itemsize_out=np.dtype(output_dtype).itemsize,
             patch=patch,
             only=only,
-            columns=columns_only(cover),
             depth_first=depth_first,
-            # A run holds the weights too.
-            baseline=baseline_bytes() + site.later_bytes + extra_bytes + FLOAT32 * file.network.parameters,
-            rates=site.rates(file.network, limits),
-            kinds=True,
-            **site.words(),
+            **{"baseline": held, **site.words(), **more},
         )
+
+    def make(site: Site) -> Plan:
+        limits = site.limits(ram, threads, vram)
+        rates = site.rates(file.network, limits)
+        return within(site, limits, columns=columns_only(cover), kinds=True, rates=rates)
+
+    def compared(made: Plan) -> list[Site]:
+        """Where else the layers might have run."""
+        both = made.device == "gpu" and meant == "auto" and vram is None and machine is None
+        return [Site(this_machine(), costs=shelf)] if both else []
 
     def say(site: Site, made: Plan) -> None:
         for sentence in (*site.sentences, *shelf.sentences):
@@ -141,8 +152,12 @@ def plan(
             rates = site.rates(file.network, made.limits) or assumed_rates(
                 site.machine, made.limits.threads, site.device
             )
-            words = (only,) if isinstance(only, str) else only
-            tell_why(considered(made, file.network, site.machine, rates, TABLE, words))
+            tell_why(considered(made, file.network, site.machine, rates, TABLE, names))
+        if tell_point is not None:
+            sites = [(there, there.limits(ram, threads, vram)) for there in (site, *compared(made))]
+            covers = [True, False] if cover is None else [columns_only(cover)]
+            for point in _curves(within, made, file.network, sites, covers, names):
+                tell_point(point)
 
     if machine is not None:
         there = elsewhere(shelf, meant, precision)
@@ -151,12 +166,39 @@ def plan(
         return made
     with site_for(make, meant, vram, precision, shelf) as (site, made):
         say(site, made)
-        if made.device == "cpu" or meant != "auto" or vram is not None:
-            return made
-        with suppress(NoPlanError):
-            slower = make(Site(this_machine()))
-            made = replace(made, kinds=(*made.kinds, kind_of(file.network, made, slower)))
+        for other in compared(made):
+            with suppress(NoPlanError):
+                made = replace(made, kinds=(*made.kinds, kind_of(file.network, made, make(other))))
         return made
+
+
+def _curves(
+    within: Callable[..., Plan],
+    made: Plan,
+    network: Network,
+    sites: Sequence[tuple[Site, Limits]],
+    covers: Sequence[bool | None],
+    only: Sequence[str],
+) -> Iterator[Point]:
+    """Columns and patches on each site, with all else as asked for, up to the machine's memory or the limit beyond."""
+    curves = [(*pair, columns) for pair in sites for columns in covers]
+    for index, (site, limits, columns) in enumerate(curves):
+        gpu = site.machine.gpu
+        options = options_for(site.machine, limits, only=only, rates=site.rates(network, limits), device=site.device)
+        words: dict[str, Any] = {"columns": columns, "options": options}
+        if site.device == made.device:
+            words["baseline"] = made.memory.baseline
+        most = max(site.machine.ram_bytes, limits.ram_bytes)
+        if gpu is not None:
+            most = max(gpu.memory_bytes, limits.vram_bytes or 0)
+
+        def make(nbytes: int, at: Site = site, limits: Limits = limits, words: dict[str, Any] = words) -> Plan:
+            on_cpu = at.device == "cpu"
+            there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
+            return within(at, there, **words)
+
+        for point in points(make, most):
+            yield replace(point, done=(index + point.done) / len(curves))
 
 
 def infer(
