@@ -140,6 +140,17 @@ def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None
     assert bench.deepen(rates, made, timer(clock)) == [], "nothing is left to do"
 
 
+def test_no_plan_is_made_when_the_time_is_up() -> None:
+    clock = Clock()
+    late = timer(clock, seconds=1.0)
+    clock.now += 2.0
+
+    def make(rates: Rates, columns: bool | None) -> Plan:
+        raise AssertionError("there is no time for it")
+
+    assert Bench(MACHINE, "cpu", LIMITS, FAKES).deepen(Rates(), make, late) == []
+
+
 def test_refused_layers_are_tried_once() -> None:
     clock = Clock(refuses=FAST.name)
     layers = Bench(MACHINE, "cpu", LIMITS, FAKES).deepen(Rates(), made, timer(clock))

@@ -176,7 +176,7 @@ class Bench:
         found: list[Measurement] = []
         tried: set[tuple[Primitive, LayerShape, Variant]] = set()
         for columns in COVERS:
-            while True:
+            while timer.left() > 0:
                 try:
                     plan = make(rates, columns)
                 except NoPlanError:

@@ -1,0 +1,254 @@
+"""`znnpy measure`, and plans with what it stored: used where it fits, refused whole where it does not, and said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from place import Place
+
+from znnpy import measurement
+from znnpy.errors import OutputError
+from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.table import TABLE
+from znnpy.machine import Gpu, this_machine
+from znnpy.planner.cost import Rates
+from znnpy.planner.costs import Costs, versions
+from znnpy.planner.plan import Plan
+from znnpy.run import shelf
+from znnpy.run.shelf import stored_path
+from znnpy.shapes import LayerShape
+
+H200 = Gpu("made up", (9, 0), 132, 140 * 2**30, 60 * 2**20, 227 * 2**10, 228 * 2**10, 4.8e12, 13000, ())
+
+
+class Clock:
+    """Half as fast as rates say; nothing is run."""
+
+    def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+        return 2 * Rates().seconds(primitive, shape, variant)
+
+
+@pytest.fixture
+def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A place with a cache of its own, in which measuring takes no time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
+
+    @contextmanager
+    def clock(*words: Any) -> Iterator[Clock]:
+        yield Clock()
+
+    monkeypatch.setattr(measurement, "_clock", clock)
+    return place
+
+
+def stored() -> Path:
+    return stored_path(this_machine(), "cpu", this_machine().cores)
+
+
+def change(path: Path, *keys: str, to: Any) -> None:
+    content = json.loads(path.read_text())
+    part = content
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = to
+    path.write_text(json.dumps(content))
+
+
+def planned(place: Place, *words: object) -> dict[str, Any]:
+    result = place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--json", "--device", "cpu", *words)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_costs_are_measured_stored_and_planned_with(here: Place) -> None:
+    before = planned(here)
+    result = here.run("measure", "--device", "cpu")
+    assert result.exit_code == 0
+    for word in ("unit", "assumed", "measured", "runs", "product", "GFLOP/s", f"kept in {stored()}"):
+        assert word in result.stdout.replace("\n", "")
+    assert " layers, at most 120 s left" in result.stderr or " layers, at most 2 min left" in result.stderr
+    costs = Costs.load(stored())
+    assert costs.machine == this_machine()
+    assert set(costs.units) >= {"product", "fft", "copy", "pool"}
+    after = planned(here)
+    assert before["plan"]["fitted"] is False
+    assert after["plan"]["fitted"] is True
+    assert after["seconds"] == pytest.approx(2 * before["seconds"], rel=0.5)
+    assert after["notes"] == before["notes"] == []
+    text = here.run("plan", here.folder / "net.yaml", "--volume", here.volume, "--device", "cpu").stdout
+    assert "is estimated from rates measured on this machine" in text.replace("\n", " ")
+
+
+def test_layers_of_a_network_are_measured_as_its_plans_run_them(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "SHAPE", (30, 31, 32))
+    document = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
+    assert document["layers"] == len(Costs.load(stored()).layers) > 0
+    assert document["path"] == str(stored())
+    assert planned(here)["plan"]["rigor"] in ("measure", "mixed")
+    again = json.loads(here.run("measure", "--device", "cpu", "--json").stdout)
+    assert again["layers"] == 0
+    assert len(Costs.load(stored()).layers) == document["layers"], "kept by the next measurement"
+
+
+def test_other_threads_have_other_costs(here: Place) -> None:
+    assert here.run("measure", "--device", "cpu", "--threads", 1).exit_code == 0
+    assert planned(here, "--threads", 1)["plan"]["fitted"] is True
+    assert planned(here, "--threads", 3)["plan"]["fitted"] is False
+
+
+@pytest.mark.parametrize(
+    ("keys", "to", "said"),
+    [
+        (("machine", "blas"), "mkl none", "BLAS was mkl none and is "),
+        (("machine", "versions"), [["numpy", "0.1"]], "numpy was 0.1 and is "),
+        (("primitives", "cpu.conv.direct"), 99, "the version of cpu.conv.direct was 99 and is "),
+        (("format",), 99, "this is a cost file of format 99"),
+        (("threads",), "two", "the costs are damaged: threads: "),
+    ],
+)
+def test_stale_and_damaged_costs_are_not_used_and_that_is_said(
+    here: Place, keys: tuple[str, ...], to: Any, said: str
+) -> None:
+    assert here.run("measure", "--device", "cpu").exit_code == 0
+    change(stored(), *keys, to=to)
+    document = planned(here)
+    (note,) = document["notes"]
+    assert note.startswith("stored costs are not used: ")
+    assert said in note
+    assert note.endswith("measure again with `znnpy measure`")
+    assert document["plan"]["fitted"] is False
+    result = here.infer("--device", "cpu", "--json")
+    assert result.exit_code == 0
+    assert note in json.loads(result.stdout)["warnings"]
+
+
+def test_a_file_that_is_named_has_to_fit(here: Place) -> None:
+    mine, net = here.folder / "mine.json", here.folder / "net.yaml"
+    assert here.run("measure", "--device", "cpu", "--out", mine).exit_code == 0
+    assert not stored().exists()
+    assert planned(here)["plan"]["fitted"] is False
+    assert planned(here, "--costs", mine)["plan"]["fitted"] is True
+    assert here.infer("--costs", mine).exit_code == 0
+    here.out.unlink()
+    change(mine, "machine", "processor", to="another")
+    sentence = f"the costs in {mine} do not fit: the processor was another and is {this_machine().processor} here; "
+    for words in (("plan", net, "--costs", mine), (*here.words, "--costs", mine)):
+        assert here.refusal(*words) == sentence + "leave --costs out, or measure again with `znnpy measure`"
+    mine.write_text("{")
+    assert here.refusal("plan", net, "--costs", mine).startswith(f"{mine}: the costs are damaged or cut off; measure")
+    mine.write_text('{"format": 7}')
+    assert "this is a cost file of format 7, and this version reads" in here.refusal(*here.words, "--costs", mine)
+    assert here.refusal("plan", "--costs", "none.json").startswith("no cost file none.json; write one with")
+
+
+def test_words_that_contradict_each_other(here: Place) -> None:
+    for words, said in (
+        (("plan", "--costs", "a", "--machine", "b"), "--machine names a file that holds the costs of that machine"),
+        (("infer", "v.h5", "--plan", "p.json", "--costs", "c"), "--costs is fixed by the plan"),
+        (("measure", "--overwrite"), "--overwrite replaces the files given as --export and --out"),
+        (("measure", "--minutes", "0"), "0.0 is not a positive number"),
+    ):
+        result = here.run(*words)
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+
+def test_what_is_there_is_not_replaced_unasked(here: Place) -> None:
+    there = here.folder / "there.json"
+    there.write_text("mine")
+    for word in ("--out", "--export"):
+        assert here.refusal("measure", word, there).startswith(f"{there} exists already; give another --out")
+    assert here.run("measure", "--device", "cpu", "--export", there, "--overwrite").exit_code == 0
+    assert Costs.load(there) == Costs.load(stored())
+
+
+def test_a_resumed_run_takes_no_other_costs(here: Place) -> None:
+    assert here.run("measure", "--device", "cpu", "--out", here.folder / "c.json").exit_code == 0
+    from znnpy.run.choice import Wishes, check_wishes
+
+    made = Plan.from_json(json.dumps(planned(here)["plan"]))
+    wishes = Wishes(None, None, None, None, (), costs=here.folder / "c.json")
+    with pytest.raises(ValueError, match="the run began with a plan, which --costs would change"):
+        check_wishes(wishes, type("Begun", (), {"settings": {"only": []}})(), made)
+
+
+def exported(here: Place, **changes: Any) -> Path:
+    """What a machine that is not this one exported."""
+    path = here.folder / "there.json"
+    assert here.run("measure", "--device", "cpu", "--out", path).exit_code == 0
+    costs = Costs.load(path)
+    machine = replace(costs.machine, processor="another", ram_bytes=2**40)
+    path.write_text(replace(costs, **{"machine": machine, **changes}).to_json())
+    return path
+
+
+def test_plans_for_a_machine_that_is_not_here_run_only_there(here: Place) -> None:
+    path, plan = exported(here), here.folder / "plan.json"
+    words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
+    result = here.run(*words, "--out", plan)
+    assert result.exit_code == 0
+    assert "this plan is for another machine, another: it runs only there" in result.stdout
+    made = Plan.load(plan)
+    assert made.elsewhere == "another"
+    assert made.fitted
+    assert made.limits.ram_bytes == int(0.75 * 2**40)
+    sentence = here.refusal(*here.words, "--plan", plan)
+    assert sentence == (
+        "the plan was made for another machine (another) and runs only there; make one for this machine with "
+        "`znnpy plan`, without --machine"
+    )
+    assert not here.out.exists()
+    assert json.loads(here.run(*words, "--json").stdout)["plan"]["elsewhere"] == "another"
+
+
+def test_a_plan_for_the_machine_that_is_here_is_none_for_another(here: Place) -> None:
+    path, plan = here.folder / "here.json", here.folder / "plan.json"
+    assert here.run("measure", "--device", "cpu", "--export", path).exit_code == 0
+    words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path, "--out", plan)
+    assert here.run(*words).exit_code == 0
+    assert Plan.load(plan).elsewhere is None
+    assert here.infer("--plan", plan).exit_code == 0
+
+
+def test_a_gpu_that_is_not_here_is_planned_for(here: Place) -> None:
+    costs = Costs.load(exported(here))
+    there = replace(
+        costs,
+        device="gpu",
+        threads=1,
+        machine=replace(costs.machine, gpu=H200),
+        primitives=versions(replace(costs.machine, gpu=H200), "gpu", TABLE),
+        units={"gpu_stream": replace(costs.units["copy"], nbytes=1e12)},
+    )
+    path, plan = here.folder / "card.json", here.folder / "plan.json"
+    path.write_text(there.to_json())
+    words = ("plan", here.folder / "net.yaml", "--volume", here.volume, "--machine", path)
+    assert here.run(*words, "--out", plan).exit_code == 0
+    made = Plan.load(plan)
+    assert made.device == "gpu"
+    assert made.elsewhere == "made up beside another"
+    assert made.limits.vram_bytes == int(0.9 * H200.memory_bytes)
+    sentence = here.refusal(*here.words, "--plan", plan)
+    assert sentence.startswith("the plan was made for another machine (made up beside another)")
+    sentence = here.refusal(*words, "--device", "cpu")
+    assert sentence.startswith(f"{path} is of the GPU of made up beside another, and --device cpu was asked for")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert here.run("measure", "--device", "cpu").exit_code == 0
+    before = stored().read_bytes()
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OutputError, match=r"cannot write the costs .*: No space left on device"):
+        shelf.write_costs(stored(), Costs.load(stored()))
+    assert stored().read_bytes() == before
+    assert [path.name for path in stored().parent.glob("costs-*")] == [stored().name]
