@@ -94,7 +94,10 @@ def decided(plan: Plan) -> tuple[Any, ...]:
     return plan.patch_out, plan.patch_in, plan.axis, plan.column, plan.choices, plan.memory, plan.tensors, plan.columns
 
 
-@pytest.mark.parametrize("wishes", [{"columns": False}, {"columns": True}, {"patch": (4, 2, 8)}], ids=str)
+OVER = {"only": ["cpu.conv.over"], "columns": False}  # some of its layers need memory of the libraries, poolings none
+
+
+@pytest.mark.parametrize("wishes", [{"columns": False}, {"columns": True}, {"patch": (4, 2, 8)}, OVER], ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.7])
 def test_a_recipe_makes_its_plan_again(faked: Callable[..., Any], wishes: dict[str, Any], share: float) -> None:
     """With less memory than the best takes, layers run in parts too."""
