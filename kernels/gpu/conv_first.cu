@@ -10,6 +10,10 @@
  * Launch     192 threads: a tile of 192 output voxels, `wide` along x, 32 a warp, and 16 GROUPS maps, one z after another.
  *            Lane 4 g + t sums maps 16 c + 4 t + (0..3) of four voxels: plain 4 g + (0..3), tensor g + 8 (0..3).
  *            grid (tiles, blocks of maps, images).
+ *            AHEAD: what the next chunk, or the next z, needs comes while this one is multiplied. One chunk: its kernels
+ *            stay, and planes lie in a ring of one more than the kernel has, so that the next z needs one plane. Several:
+ *            two buffers of kernels, planes and offsets take turns. float units get inputs by cp.async; for tensor
+ *            units, which want them rounded, and as float, they pass through registers: at most AT_ONCE a thread.
  * Bound      plain: arithmetic from k = 3 on (float32 units), below the writing of out; tensor: writing up to k = 5.
  * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1 (input tile
  *            in shared memory, division of the filters); matrix fragments: PTX ISA, mma.m16n8k8.
@@ -29,6 +33,9 @@ struct Sizes {
     int lines, pitch, plane;   // of a plane of the tile: lines, floats from one to the next, floats of all for one f
     int x0, y0, z_end;         // of the block
     int all_rows, rows, chunks, kernel_floats;
+    int planes, slots;         // of a chunk at most; of those that fit the tile
+    const void *before, *x;    // of the block's image, as if all planes were in both
+    int columns, step_lines, step_columns;  // of Walk: values of a line of the tile, and what THREADS of them are
 };
 
 /* Planes first .. first + count of one image, from (y, x) on, into tile [plane][f][lines][pitch]; zeros outside. */
@@ -56,25 +63,98 @@ DEVICE void stage_planes(float* tile, const T* before, const T* x, int first, in
     }
 }
 
+/* Planes first .. first + count of an image that come ahead, value by value as they lie there, THREADS at a time: only the
+ * first is divided for. TILE is THREADS, so that no step passes more than one plane.
+ */
+template <class T, int FIN> struct Walk {
+    const T *before, *x;
+    int first, count;
+    const Sizes& n;
+    int plane = 0, y = threadIdx.x / n.columns, e = threadIdx.x % n.columns;
+    DEVICE bool goes_on() const { return plane < count; }
+    DEVICE bool inside() const { return n.y0 + y < n.ny && n.x0 + e / FIN < n.nx; }
+    DEVICE const T* from() const {
+        const int z = first + plane;
+        return (z < n.carried ? before : x) + (((long long)z * n.ny + n.y0 + y) * n.nx + n.x0) * FIN + e;
+    }
+    DEVICE float* to(float* tile) const { return tile + (plane * FIN + e % FIN) * n.plane + y * n.pitch + e / FIN; }
+    DEVICE void advance() {
+        y += n.step_lines, e += n.step_columns;
+        if (e >= n.columns) e -= n.columns, ++y;
+        if (y >= n.lines) y -= n.lines, ++plane;
+    }
+};
+
+/* On their way, by cp.async. */
+template <int FIN> DEVICE void copy_planes(float* tile, Walk<float, FIN> walk) {
+#pragma unroll 1
+    for (; walk.goes_on(); walk.advance()) {
+        const bool inside = walk.inside();
+        cp_async<4>(walk.to(tile), inside ? walk.from() : walk.x, inside);
+    }
+}
+
+/* On their way, to registers: nothing is made of them before `store_planes`, which would wait for them. */
+template <class T, int FIN> DEVICE void load_planes(T (&values)[AT_ONCE], Walk<T, FIN> walk) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i, walk.advance()) {
+        if (!walk.goes_on()) break;
+        values[i] = walk.inside() ? *walk.from() : T{};
+    }
+}
+
+template <bool TENSOR, class T, int FIN>
+DEVICE void store_planes(float* tile, const T (&values)[AT_ONCE], Walk<T, FIN> walk) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i, walk.advance()) {
+        if (!walk.goes_on()) break;
+        *walk.to(tile) = TENSOR ? from_bits(to_tf32(to_float(values[i]))) : to_float(values[i]);
+    }
+}
+
 /* The voxel of the tile that this lane sums as its v-th. */
 template <bool TENSOR> DEVICE int voxel_of(int v) {
     const int lane = threadIdx.x % WARP;
     return threadIdx.x / WARP * WARP + (TENSOR ? lane / 4 + 8 * v : LANE * (lane / 4) + v);
 }
 
-DEVICE void stage_kernels(float* to, const float* from, int count) {
+/* Rows begin .. begin + count of the taps, which meet `planes` of the input from `plane` on. */
+struct Chunk {
+    int number, begin, count, plane, planes;
+    DEVICE Chunk(int chunk, const Sizes& n) : number(chunk), begin(chunk * n.rows) {
+        count = min(n.rows, n.all_rows - begin);
+        plane = begin / n.ky, planes = (begin + count - 1) / n.ky - plane + 1;
+    }
+};
+
+/* A chunk's kernels, which are not waited for, and in `offsets` where tensor units find its taps in the tile. */
+template <int FIN, int GROUPS, bool TENSOR>
+DEVICE void stage_kernels(float* to, unsigned short* offsets, const float* kernels, const Chunk& chunk, const Sizes& n) {
+    const int taps = chunk.count * FIN * n.kx, row_floats = GROUP * GROUPS * FIN * n.kx;
+    const float* const from =
+        TENSOR ? kernels + ((long long)blockIdx.y * n.chunks + chunk.number) * n.kernel_floats
+               : kernels + ((long long)blockIdx.y * n.all_rows + chunk.begin) * row_floats;
+    const int count = TENSOR ? (taps + 7) / 8 * 8 * GROUP * GROUPS : chunk.count * row_floats;
     for (int i = 4 * threadIdx.x; i < count; i += 4 * THREADS) cp_async<16>(to + i, from + i);
-    cp_async_commit();
+    if (!TENSOR) return;
+    for (int tap = threadIdx.x; tap < (taps + 7) / 8 * 8; tap += THREADS) {
+        const int row = chunk.begin + tap / (FIN * n.kx), f = tap / n.kx % FIN, dx = tap % n.kx;
+        const int line = ((row / n.ky - chunk.plane) * FIN + f) * n.plane + row % n.ky * n.pitch;
+        offsets[tap] = tap < taps ? line + dx : 0;
+    }
 }
 
-/* Sums of rows begin .. begin + count of the taps; `at`: where the window of this lane's first voxel begins in the tile. */
-template <int FIN, int GROUPS, int KX>
-DEVICE void add_rows(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, int at, int begin,
-                     int count, const Sizes& n) {
-    const int first = begin / n.ky;
+/* Sums of a chunk's taps; `at`: where the window of this lane's first voxel begins in the tile. RING: the chunk's planes
+ * begin in its slot `slot` and go on in its first.
+ */
+template <int FIN, int GROUPS, int KX, bool RING>
+DEVICE void add_rows(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, int at,
+                     const Chunk& chunk, int slot, const Sizes& n) {
 #pragma unroll 1
-    for (int row = begin; row < begin + count; ++row) {
-        const float* line = tile + (row / n.ky - first) * FIN * n.plane + row % n.ky * n.pitch + at;
+    for (int row = chunk.begin; row < chunk.begin + chunk.count; ++row) {
+        int plane = row / n.ky - chunk.plane;
+        if (RING) plane += plane + slot < n.slots ? slot : slot - n.slots;
+        const float* line = tile + plane * FIN * n.plane + row % n.ky * n.pitch + at;
 #pragma unroll 1
         for (int f = 0; f < FIN; ++f, line += n.plane) {
             float in[(LANE + KX + 2) / 4 * 4];
@@ -101,13 +181,16 @@ DEVICE void add_rows(float (&sums)[LANE][GROUPS][LANE], const float* tile, const
     }
 }
 
-/* The same, in matrix products of 8 taps; `offsets` of the chunk's taps in the tile, `at` of each of the four voxels. */
-template <int GROUPS>
+/* The same, in matrix products of 8 taps; `offsets` of the chunk's taps in the tile, `at` of each of the four voxels. RING:
+ * the tile has `ring` floats, and its first plane is `first` floats from its beginning.
+ */
+template <int GROUPS, bool RING>
 DEVICE void add_taps(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, const unsigned short* offsets,
-                     const int (&at)[LANE], int eights) {
+                     const int (&at)[LANE], int eights, int first, int ring) {
     const int lane = threadIdx.x % WARP, t = lane % 4;
     for (int eight = 0; eight < eights; ++eight, kernels += GROUPS * WARP * 4) {
-        const int low = offsets[8 * eight + t], high = offsets[8 * eight + t + 4];
+        int low = offsets[8 * eight + t], high = offsets[8 * eight + t + 4];
+        if (RING) low += low + first < ring ? first : first - ring, high += high + first < ring ? first : first - ring;
         unsigned a[2][4];
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
@@ -132,20 +215,47 @@ DEVICE void add_taps(float (&sums)[LANE][GROUPS][LANE], const float* tile, const
     }
 }
 
+/* The results of this lane's voxels at z, `g0` the first of its maps; returns the largest magnitude. */
+template <int GROUPS, bool TENSOR, int KIND, bool VECTORS, class T>
+DEVICE float write_out(T* image, const float (&sums)[LANE][GROUPS][LANE], int z, int g0, float largest, const Sizes& n) {
+#pragma unroll
+    for (int v = 0; v < LANE; ++v) {
+        sync_warp();  // one voxel after the other: the registers hold no more addresses
+        const int y = n.y0 + voxel_of<TENSOR>(v) / n.wide, column = n.x0 + voxel_of<TENSOR>(v) % n.wide;
+        const bool inside = y < n.my && column < n.mx;
+        T* const to = image + (((long long)z * n.my + y) * n.mx + column) * n.maps + g0;
+#pragma unroll
+        for (int c = 0; c < GROUPS; ++c) {
+            const int known = inside ? n.maps - g0 - GROUP * c : 0;
+            float value[LANE];
+#pragma unroll
+            for (int j = 0; j < LANE; ++j) value[j] = activate<KIND>(sums[v][c][j]);
+            if (VECTORS && known > 0)
+                store_activation4(to + GROUP * c, make_float4(value[0], value[1], value[2], value[3]));
+#pragma unroll
+            for (int j = 0; j < LANE; ++j) {
+                if (j >= known) continue;
+                largest = larger_magnitude(largest, value[j]);
+                if (!VECTORS) store_activation(to + GROUP * c + j, value[j]);
+            }
+        }
+    }
+    return largest;
+}
+
 /* KX: the kernel's size along x; 0: in matrix products, any size. KIND: the activation. VECTORS: four maps
- * are written at once: their number and all addresses allow it.
+ * are written at once: their number and all addresses allow it. AHEAD: see above.
  */
-template <class T, int FIN, int GROUPS, int KX, int KIND, bool VECTORS>
+template <class T, int FIN, int GROUPS, int KX, int KIND, bool VECTORS, bool AHEAD>
 __global__ void __launch_bounds__(THREADS, 2)
     first(const T* before, long long before_image, const T* x, long long x_image, T* out, long long out_image,
           const float* kernels, const float* bias, long long carried, long long ny, long long nx, long long mz,
           long long my, long long mx, long long maps, long long kz, long long ky, long long kx, long long rows,
-          long long wide, long long planes, long long pitch, long long kernel_floats, long long tiles_y, long long steps,
-          float* peak) {
-    constexpr bool TENSOR = KX == 0;
+          long long wide, long long planes, long long slots, long long pitch, long long kernel_floats, long long tiles_y,
+          long long steps, float* peak) {
+    constexpr bool TENSOR = KX == 0, HELD = TENSOR || sizeof(T) < 4;  // in registers, on the way to the tile
     EXTERN_SHARED(float, shared);  // Sizes; biases; a chunk's kernels, planes, offsets of its taps
     Sizes& n = *reinterpret_cast<Sizes*>(shared);
-    float* const staged = shared + HEAD + GROUP * GROUPS;
     const int tiles_x = ((int)mx + (int)wide - 1) / (int)wide;
     const int z_begin = blockIdx.x / (tiles_x * (int)tiles_y) * (int)steps;
     if (threadIdx.x == 0) {
@@ -154,16 +264,34 @@ __global__ void __launch_bounds__(THREADS, 2)
         n.x0 = blockIdx.x % tiles_x * (int)wide, n.y0 = blockIdx.x / tiles_x % (int)tiles_y * (TILE / (int)wide);
         n.z_end = min(z_begin + steps, mz);
         n.all_rows = kz * ky, n.rows = rows, n.chunks = (kz * ky + rows - 1) / rows, n.kernel_floats = kernel_floats;
+        n.planes = planes, n.slots = slots;
+        n.before = before + blockIdx.z * before_image, n.x = x + blockIdx.z * x_image - carried * ny * nx * FIN;
+        n.columns = (wide + kx - 1) * FIN, n.step_lines = THREADS / n.columns, n.step_columns = THREADS % n.columns;
     }
     if (threadIdx.x < GROUP * GROUPS) shared[HEAD + threadIdx.x] = bias[blockIdx.y * GROUP * GROUPS + threadIdx.x];
     sync_block();
-    float* const tile = staged + n.kernel_floats;
+    const bool turns = AHEAD && n.chunks > 1;  // of two buffers
+    float* const staged = shared + HEAD + GROUP * GROUPS;
+    float* const tile = staged + (turns ? 2 : 1) * n.kernel_floats;
+    unsigned short* const offsets = reinterpret_cast<unsigned short*>(tile + (int)slots * FIN * n.plane);
+    const int more_offsets = ((int)rows * FIN * n.kx + 7) / 8 * 8;
     const int lane = threadIdx.x % WARP, t = lane % 4;
     const int g0 = blockIdx.y * GROUP * GROUPS + 4 * t;
     int at[LANE];  // of the window of each voxel in the tile
 #pragma unroll
     for (int v = 0; v < LANE; ++v) at[v] = voxel_of<TENSOR>(v) / n.wide * n.pitch + voxel_of<TENSOR>(v) % n.wide;
 
+    int slot = 0;  // of the tile, where planes of a chunk begin
+    if constexpr (AHEAD) {
+        stage_kernels<FIN, GROUPS, TENSOR>(staged, offsets, kernels, Chunk(0, n), n);
+        const int count = Chunk(0, n).planes;
+        const T *const early = static_cast<const T*>(n.before), *const late = static_cast<const T*>(n.x);
+        if constexpr (HELD)
+            stage_planes<T, FIN, TENSOR>(tile, early, late, z_begin, count, n);
+        else
+            copy_planes(tile, Walk<T, FIN>{early, late, z_begin, count, n});
+        cp_async_commit();
+    }
     float largest = 0.0f;
 #pragma unroll 1
     for (int z = z_begin; z < n.z_end; ++z) {
@@ -176,57 +304,51 @@ __global__ void __launch_bounds__(THREADS, 2)
                 sums[v][c][0] = start.x, sums[v][c][1] = start.y, sums[v][c][2] = start.z, sums[v][c][3] = start.w;
             }
 #pragma unroll 1
-        for (int chunk = 0; chunk < n.chunks; ++chunk) {
-            const int begin = chunk * n.rows, count = min(n.rows, n.all_rows - begin), taps = count * FIN * n.kx;
-            const int plane = begin / n.ky, last = (begin + count - 1) / n.ky;
-            unsigned short* const offsets = reinterpret_cast<unsigned short*>(tile + (int)planes * FIN * n.plane);
-            if (n.chunks > 1 || z == z_begin) {
-                if constexpr (TENSOR) {
-                    stage_kernels(staged, kernels + (blockIdx.y * n.chunks + chunk) * kernel_floats, (taps + 7) / 8 * 8 * GROUP * GROUPS);
-                    for (int tap = threadIdx.x; tap < (taps + 7) / 8 * 8; tap += THREADS) {
-                        const int row = begin + tap / (FIN * n.kx), f = tap / n.kx % FIN, dx = tap % n.kx;
-                        const int line = ((row / n.ky - plane) * FIN + f) * n.plane + row % n.ky * n.pitch;
-                        offsets[tap] = tap < taps ? line + dx : 0;
-                    }
-                } else {
-                    const int row_floats = GROUP * GROUPS * FIN * n.kx;
-                    stage_kernels(staged, kernels + (blockIdx.y * (long long)n.all_rows + begin) * row_floats,
-                                  count * row_floats);
+        for (int number = 0; number < n.chunks; ++number) {
+            const Chunk chunk(number, n);
+            const bool second = turns && slot > 0;  // of two buffers
+            const int eights = (chunk.count * FIN * n.kx + 7) / 8;
+            const T *const early = static_cast<const T*>(n.before), *const late = static_cast<const T*>(n.x);
+            T held[AT_ONCE];
+            int filled = 0, first = z + chunk.plane, count = chunk.planes;  // AHEAD: of what comes next
+            if constexpr (AHEAD) {
+                cp_async_wait<0>();
+                sync_block();  // this chunk is there, and nobody reads the one before
+                const bool last = number + 1 == n.chunks;
+                filled = slot + n.planes < n.slots ? slot + n.planes : slot + n.planes - n.slots;
+                first = z + n.planes, count = z + last < n.z_end ? 1 : 0;
+                if (turns && count > 0) {
+                    const Chunk next(last ? 0 : number + 1, n);
+                    stage_kernels<FIN, GROUPS, TENSOR>(staged + (second ? 0 : n.kernel_floats),
+                                                       offsets + (second ? 0 : more_offsets), kernels, next, n);
+                    first = z + last + next.plane, count = next.planes;
                 }
+                if constexpr (HELD)
+                    load_planes(held, Walk<T, FIN>{early, late, first, count, n});
+                else
+                    copy_planes(tile + filled * FIN * n.plane, Walk<T, FIN>{early, late, first, count, n});
+                cp_async_commit();
+            } else {
+                if (n.chunks > 1 || z == z_begin)
+                    stage_kernels<FIN, GROUPS, TENSOR>(staged, offsets, kernels, chunk, n);
+                cp_async_commit();
+                stage_planes<T, FIN, TENSOR>(tile, early, late, first, count, n);
+                cp_async_wait<0>();
+                sync_block();
             }
-            stage_planes<T, FIN, TENSOR>(tile, before + blockIdx.z * before_image,
-                                         x + blockIdx.z * x_image - carried * ny * nx * FIN, z + plane,
-                                         last - plane + 1, n);
-            cp_async_wait<0>();
-            sync_block();
+            const float* const here = staged + (second ? n.kernel_floats : 0);
             if constexpr (TENSOR)
-                add_taps<GROUPS>(sums, tile, staged, offsets, at, (taps + 7) / 8);
+                add_taps<GROUPS, AHEAD>(sums, tile, here, offsets + (second ? more_offsets : 0), at, eights,
+                                        slot * FIN * n.plane, n.slots * FIN * n.plane);
             else
-                add_rows<FIN, GROUPS, KX>(sums, tile, staged + 4 * t, at[0], begin, count, n);
-            sync_block();
+                add_rows<FIN, GROUPS, KX, AHEAD>(sums, tile, here + 4 * t, at[0], chunk, slot, n);
+            if constexpr (!AHEAD) sync_block();
+            if constexpr (AHEAD && HELD) 
+                store_planes<TENSOR>(tile + filled * FIN * n.plane, held, Walk<T, FIN>{early, late, first, count, n});
+            if constexpr (AHEAD) slot = turns ? filled : slot + 1 < n.slots ? slot + 1 : 0;
         }
-#pragma unroll
-        for (int v = 0; v < LANE; ++v) {
-            sync_warp();  // one voxel after the other: the registers hold no more addresses
-            const int y = n.y0 + voxel_of<TENSOR>(v) / n.wide, column = n.x0 + voxel_of<TENSOR>(v) % n.wide;
-            const bool inside = y < n.my && column < n.mx;
-            T* const to = out + blockIdx.z * out_image + (((long long)z * n.my + y) * n.mx + column) * n.maps + g0;
-#pragma unroll
-            for (int c = 0; c < GROUPS; ++c) {
-                const int known = inside ? n.maps - g0 - GROUP * c : 0;
-                float value[LANE];
-#pragma unroll
-                for (int j = 0; j < LANE; ++j) value[j] = activate<KIND>(sums[v][c][j]);
-                if (VECTORS && known > 0)
-                    store_activation4(to + GROUP * c, make_float4(value[0], value[1], value[2], value[3]));
-#pragma unroll
-                for (int j = 0; j < LANE; ++j) {
-                    if (j >= known) continue;
-                    largest = larger_magnitude(largest, value[j]);
-                    if (!VECTORS) store_activation(to + GROUP * c + j, value[j]);
-                }
-            }
-        }
+        T* const image = out + blockIdx.z * out_image;
+        largest = write_out<GROUPS, TENSOR, KIND, VECTORS>(image, sums, z, g0, largest, n);
     }
     raise_peak_by_warp(peak, largest);
 }

@@ -3,7 +3,9 @@
 Method   A block stages the input of a tile of 192 voxels in shared memory and sums all output maps, up to 80 of them,
          in registers. units=float: on float32 units; units=tensor: in matrix products of tf32, whose rounding tf32 and
          fp16 allow. Kernels come in chunks of whole rows of taps, so that any size fits shared memory. Where an image
-         has not tiles enough for the card, a block sums fewer maps, as the paper's division says. conv_first.cu.
+         has not tiles enough for the card, a block sums fewer maps, as the paper's division says. staging=ahead: as in
+         the paper, while one part is multiplied the next comes: a plane of the input where all kernels stay in shared
+         memory, else a chunk of kernels and its planes. conv_first.cu.
 Memory   Nothing beside kernels.
 Bound    float: arithmetic from k = 3 on, 2 k^3 f f' flops a voxel; tensor: writing the output up to k = 5.
 Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1.
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Gpu, Machine
 
 SOURCE = "conv_first.cu"
-THREADS, TILE, GROUP, HEAD = 192, 192, 16, 32  # conv_first.cu
+THREADS, TILE, GROUP, HEAD, AT_ONCE = 192, 192, 16, 32, 8  # conv_first.cu
 WIDTHS = (32, 16, 8)  # of a tile along x
 MOST_GROUPS = 5  # of GROUP maps that a block sums
 MOST_MAPS = 4  # of the input
@@ -42,6 +44,8 @@ RESIDENT = 2  # blocks of a multiprocessor
 BLOCKS = 16  # a multiprocessor that there should be: so many z may one block take
 REGISTERS = 168
 TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
+AHEAD = ("staging", "ahead")  # of a variant; without: a chunk is staged, then multiplied
+BEHIND = 1.001  # of the work: staging ahead, which no card has timed, is only taken where it was measured to be faster
 
 
 class _Plan(NamedTuple):
@@ -53,13 +57,30 @@ class _Plan(NamedTuple):
     chunks: int
     kernel_floats: int  # of a chunk and a block of maps
     planes: int  # of the input that a chunk meets at most
+    units: str
+    ahead: bool  # what comes next is staged while a chunk is multiplied
 
     @property
     def padded(self) -> int:
         return self.blocks * self.groups * GROUP
 
+    @property
+    def buffers(self) -> int:
+        """Of kernels: where one chunk is all, it stays."""
+        return 2 if self.ahead and self.chunks > 1 else 1
 
-def _plan(fin: int, fout: int, k: Vec3, units: str, groups: int) -> _Plan:
+    @property
+    def arriving(self) -> int:
+        """Planes that are staged ahead at a time: the next z shares all but one."""
+        return self.planes if self.chunks > 1 else 1
+
+    @property
+    def slots(self) -> int:
+        """Planes that there is room for."""
+        return self.planes + self.arriving if self.ahead else self.planes
+
+
+def _plan(fin: int, fout: int, k: Vec3, units: str, groups: int, *, ahead: bool = False) -> _Plan:
     blocks = -(-fout // (groups * GROUP))
     all_rows, rows, chunks = k[0] * k[1], k[0] * k[1], 1
     while True:
@@ -67,12 +88,40 @@ def _plan(fin: int, fout: int, k: Vec3, units: str, groups: int) -> _Plan:
         taps = taps if units == "float" else -(-taps // 8) * 8
         starts = range(0, all_rows, rows)
         planes = max((min(row + rows, all_rows) - 1) // k[1] - row // k[1] + 1 for row in starts)
-        plan = _Plan(blocks, groups, rows, len(starts), taps * groups * GROUP, planes)
-        if rows == 1 or max(_shared_bytes(plan, fin, k, wide) for wide in WIDTHS) <= SHARED_BYTES:
+        plan = _Plan(blocks, groups, rows, len(starts), taps * groups * GROUP, planes, units, ahead)
+        if rows == 1 or _fits(plan, fin, k):
             return plan
         while -(-all_rows // chunks) >= rows:
             chunks += 1
         rows = -(-all_rows // chunks)
+
+
+def _fits(plan: _Plan, fin: int, k: Vec3) -> bool:
+    """Whatever the tile; but that all kernels stay while planes come is worth a choice among fewer tiles."""
+    some = 1 if plan.ahead and plan.chunks == 1 else len(WIDTHS)
+    return len(_widths(plan, fin, k)) >= some
+
+
+def _widths(plan: _Plan, fin: int, k: Vec3) -> list[int]:
+    """Of tiles of which two blocks fit a multiprocessor, and registers hold what passes through them."""
+
+    def held(wide: int) -> int:
+        by_cp_async = plan.units == "float" or not plan.ahead
+        return 0 if by_cp_async else plan.arriving * fin * (TILE // wide + k[1] - 1) * (wide + k[2] - 1)
+
+    fitting = (wide for wide in WIDTHS if _shared_bytes(plan, fin, k, wide) <= SHARED_BYTES)
+    return [wide for wide in fitting if held(wide) <= AT_ONCE * THREADS]
+
+
+def _plan_of(shape: ConvShape, variant: Variant) -> _Plan:
+    units, groups, ahead = variant.word("units"), variant.count("groups"), AHEAD in variant.parameters
+    return _plan(shape.fin, shape.fout, shape.k, units, groups, ahead=ahead)
+
+
+def _comes_ahead(shape: ConvShape, groups: int) -> bool:
+    """There is something to stage while something is multiplied, and room for both."""
+    plan = _plan(shape.fin, shape.fout, shape.k, _units(shape), groups, ahead=True)
+    return _fits(plan, shape.fin, shape.k) and (plan.chunks > 1 or shape.out[0] > 1)
 
 
 def _most_groups(fout: int) -> int:
@@ -94,9 +143,9 @@ def _divided_groups(shape: ConvShape, gpu: Gpu) -> int:
 
 
 def _shared_bytes(plan: _Plan, fin: int, k: Vec3, wide: int) -> int:
-    planes = plan.planes * fin * (TILE // wide + k[1] - 1) * _pitch(wide, k)
+    planes = plan.slots * fin * (TILE // wide + k[1] - 1) * _pitch(wide, k)
     offsets = -(-plan.rows * fin * k[2] // 8) * 8 // 2  # of 2 bytes
-    return FLOAT32 * (HEAD + plan.groups * GROUP + plan.kernel_floats + planes + offsets)
+    return FLOAT32 * (HEAD + plan.groups * GROUP + planes + plan.buffers * (plan.kernel_floats + offsets))
 
 
 def _pitch(wide: int, k: Vec3) -> int:
@@ -104,10 +153,11 @@ def _pitch(wide: int, k: Vec3) -> int:
     return -(-(wide + k[2] - 1) // 4) * 4
 
 
-def _wide(shape: ConvShape) -> int:
-    """Of a tile along x: the tiles that cover least."""
+def _wide(shape: ConvShape, plan: _Plan | None = None) -> int:
+    """Of a tile along x: the tiles that cover least, of those that fit where they are fewer than WIDTHS."""
     _, my, mx = shape.out
-    return min(WIDTHS, key=lambda wide: -(-mx // wide) * -(-my // (TILE // wide)))
+    widths = _widths(plan, shape.fin, shape.k) if plan is not None and plan.ahead else WIDTHS
+    return min(widths, key=lambda wide: -(-mx // wide) * -(-my // (TILE // wide)))
 
 
 def _units(shape: LayerShape) -> str:
@@ -115,17 +165,23 @@ def _units(shape: LayerShape) -> str:
     return "float" if shape.precision == "fp32" else "tensor"
 
 
-def _kernel(itemsize: int, fin: int, groups: int, kx: int, activation: Activation, *, vectors: bool) -> str:
+def _kernel(
+    itemsize: int, fin: int, groups: int, kx: int, activation: Activation, *, vectors: bool, ahead: bool
+) -> str:
     value = "half" if itemsize == 2 else "float"
-    return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}>"
+    words = ", ".join(str(word).lower() for word in (vectors, ahead))
+    return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {words}>"
 
 
 def instances() -> list[Instance]:
     """Kernels of the benchmarks' first layers, and of the widest."""
-    tensor = [_kernel(itemsize, fin, 5, 0, "relu", vectors=True) for itemsize in (2, 4) for fin in (1, 3)]
-    plain = [_kernel(4, fin, 5, kx, "relu", vectors=True) for fin, kx in ((1, 2), (1, 3), (1, 5), (1, 9), (3, 3))]
-    narrow = [_kernel(4, 1, 1, kx, "none", vectors=False) for kx in (0, 3)]
-    return [Instance(SOURCE, name, REGISTERS) for name in (*tensor, *plain, *narrow)]
+    tensor = [(itemsize, fin, 5, 0) for itemsize in (2, 4) for fin in (1, 3)]
+    plain = [(4, fin, 5, kx) for fin, kx in ((1, 2), (1, 3), (1, 5), (1, 9), (3, 3))]
+    names = []
+    for ahead in (False, True):
+        names += [_kernel(*sizes, "relu", vectors=True, ahead=ahead) for sizes in (*tensor, *plain)]
+        names += [_kernel(4, 1, 1, kx, "none", vectors=False, ahead=ahead) for kx in (0, 3)]
+    return [Instance(SOURCE, name, REGISTERS) for name in names]
 
 
 class _Resident(NamedTuple):
@@ -164,12 +220,18 @@ class ConvFirst:
         shape = as_conv(shape)
         assert machine.gpu is not None
         choices = dict.fromkeys((_divided_groups(shape, machine.gpu), _most_groups(shape.fout)))
-        return tuple(Variant.of(groups=groups, units=_units(shape)) for groups in choices)
+        plain = [Variant.of(groups=groups, units=_units(shape)) for groups in choices]
+        ahead = [
+            Variant.of(groups=groups, staging=AHEAD[1], units=_units(shape))
+            for groups in choices
+            if _comes_ahead(shape, groups)
+        ]
+        return (*plain, *ahead)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape = as_conv(shape)
-        plan = _plan(shape.fin, shape.fout, shape.k, variant.word("units"), variant.count("groups"))
+        plan = _plan_of(shape, variant)
         floats = plan.padded * prod(shape.k) * shape.fin
         if variant.word("units") == "tensor":
             floats = plan.blocks * plan.chunks * plan.kernel_floats
@@ -177,17 +239,19 @@ class ConvFirst:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
-        units, wide, (mz, my, mx) = variant.word("units"), _wide(shape), shape.out
-        plan = _plan(shape.fin, shape.fout, shape.k, units, variant.count("groups"))
+        plan = _plan_of(shape, variant)
+        units, wide, (mz, my, mx) = variant.word("units"), _wide(shape, plan), shape.out
         voxels = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide) * TILE
         flops = 2.0 * voxels * prod(shape.k) * shape.fin * plan.padded
         equal = flops if units == "float" else flops / TENSOR_SPEED
-        return (Work("gpu_first", equal, shape.in_bytes + shape.out_bytes),)
+        behind = BEHIND if plan.ahead else 1
+        return (Work("gpu_first", behind * equal, behind * (shape.in_bytes + shape.out_bytes)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
         units, (fout, fin, *k) = variant.word("units"), weights.weight.shape
-        plan = _plan(fin, fout, (k[0], k[1], k[2]), units, variant.count("groups"))
+        ahead = AHEAD in variant.parameters
+        plan = _plan(fin, fout, (k[0], k[1], k[2]), units, variant.count("groups"), ahead=ahead)
         more = plan.padded - fout
         taps = np.pad(weights.weight.transpose(2, 3, 1, 4, 0), (*[(0, 0)] * 4, (0, more)))  # (dz, dy, f, dx, maps)
         matrix = taps.reshape(k[0] * k[1], fin * k[2], plan.blocks, plan.groups * GROUP)
@@ -220,14 +284,11 @@ def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.f
 class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
-        units, groups = variant.word("units"), variant.count("groups")
-        self._plan = plan = _plan(shape.fin, shape.fout, shape.k, units, groups)
-        self._wide = _wide(shape)
-        kx = 0 if units == "tensor" else shape.k[2]
-        names = [
-            _kernel(shape.itemsize, shape.fin, plan.groups, kx, shape.activation, vectors=vectors)
-            for vectors in (False, True)
-        ]
+        self._plan = plan = _plan_of(shape, variant)
+        self._wide = _wide(shape, plan)
+        kx = 0 if variant.word("units") == "tensor" else shape.k[2]
+        sizes = (shape.itemsize, shape.fin, plan.groups, kx, shape.activation)
+        names = [_kernel(*sizes, vectors=vectors, ahead=plan.ahead) for vectors in (False, True)]
         compiled = device.kernels(SOURCE, names)
         self._kernels = [compiled[name] for name in names]
 
@@ -249,7 +310,7 @@ class _Step:
         kernel = self._kernels[all(begin % (4 * itemsize) == 0 for begin in begins)]
         tiles_y, tiles_x = -(-my // (TILE // wide)), -(-mx // wide)
         columns = tiles_y * tiles_x * plan.blocks * len(x)
-        parts = -(-BLOCKS * d.gpu.multiprocessors // columns) if plan.chunks == 1 else mz
+        parts = -(-BLOCKS * d.gpu.multiprocessors // columns) if plan.chunks == 1 or plan.ahead else mz
         steps = -(-mz // min(parts, mz))
         kernel(
             (tiles_y * tiles_x * -(-mz // steps), plan.blocks, len(x)),
@@ -257,7 +318,7 @@ class _Step:
             *(old, old.strides[0] // itemsize, x, x.strides[0] // itemsize, out, out.strides[0] // itemsize),
             *self._resident,
             *(shape.n[0] - x.shape[1], *shape.n[1:], mz, my, mx, shape.fout, kz, ky, kx),
-            *(plan.rows, wide, plan.planes, _pitch(wide, shape.k), plan.kernel_floats, tiles_y, steps),
+            *(plan.rows, wide, plan.planes, plan.slots, _pitch(wide, shape.k), plan.kernel_floats, tiles_y, steps),
             np.uint64(out_peak),
             shared=_shared_bytes(plan, shape.fin, shape.k, wide),
         )
