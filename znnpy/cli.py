@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_t
 from znnpy.errors import OutputError, ResumeError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import processor
+from znnpy.shapes import text
 from znnpy.volume.journal import default_output, journal_path, read_header
 from znnpy.words import (
     FILE,
@@ -68,10 +70,13 @@ def main() -> None:
     help="Plan for the machine that `znnpy measure --export` wrote this of: it need not be here.",
 )
 @click.option("--out", type=FILE, callback=named, help="Write the plan here, for `znnpy infer --plan`.")
-@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
+@click.option("--plot", type=FILE, callback=named, help="Draw throughput against memory here, NAME.png; takes minutes.")
+@click.option("--overwrite", is_flag=True, help="Replace the files given as --out and --plot.")
 @click.option("--why", is_flag=True, help="Name every primitive for every layer, its time, and why it is not taken.")
 @json_word
-def plan(network: str, out: Path | None, overwrite: bool, why: bool, as_json: bool, **words: Any) -> None:
+def plan(
+    network: str, out: Path | None, plot: Path | None, overwrite: bool, why: bool, as_json: bool, **words: Any
+) -> None:
     """Choose columns or patches, their size and primitives for NETWORK, and say why.
 
     NETWORK is a file, or the name of one that ships. Without --volume or --shape, a volume of 1024^3 is assumed.
@@ -81,27 +86,40 @@ def plan(network: str, out: Path | None, overwrite: bool, why: bool, as_json: bo
     for needs_volume in ("dataset", "roi"):
         if words[needs_volume] is not None and words["volume"] is None:
             raise click.UsageError(f"--{needs_volume} is a part of a volume: give --volume too")
-    if overwrite and out is None:
-        raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
+    if overwrite and out is None and plot is None:
+        raise click.UsageError("--overwrite replaces the files given as --out and --plot: give one of them too")
     if words["costs"] is not None and words["machine"] is not None:
         raise click.UsageError("--machine names a file that holds the costs of that machine: leave --costs out")
     _check_primitives(words)
     import znnpy.inference
     from znnpy.kernels.cpu.native.library import why_not
     from znnpy.planner.explain import explain
+    from znnpy.planner.throughput import Point
     from znnpy.planner.why import Considered, why_table
+    from znnpy.progress import curves
     from znnpy.run.devices import machine_of
 
     target = None if out is None else regular_file(out, overwrite)
+    drawn = None if plot is None else _picture_file(plot, overwrite)
     notes: list[str] = []
     rows: list[Considered] = []
-    chosen = znnpy.inference.plan(network, **words, tell=notes.append, tell_why=rows.extend if why or as_json else None)
+    found: list[Point] = []
+    words["tell_why"] = rows.extend if why or as_json else None
+    with curves() if plot is not None else nullcontext() as progress:
+        words["tell_point"] = None if progress is None else progress(found)
+        chosen = znnpy.inference.plan(network, **words, tell=notes.append)
     if target is not None:
         write_text(target, chosen.to_json())
+    if drawn is not None:
+        from znnpy.picture import draw
+
+        draw(drawn, f"{chosen.network_name}, {text(chosen.output)} output voxels", chosen, found)
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
         told = {"notes": notes, "why_not": [row.as_json() for row in rows]}
+        if plot is not None:
+            told["curves"] = [point.as_json() for point in found]
         print_json({**predicted, **promised, **told, "plan": json.loads(chosen.to_json())})
     else:
         machine = machine_of(chosen, words["machine"])
@@ -112,6 +130,16 @@ def plan(network: str, out: Path | None, overwrite: bool, why: bool, as_json: bo
             notes.append(f"the fastest methods do not run here: {lacking}")
         if notes:
             print_lines(notes)
+
+
+def _picture_file(path: Path, overwrite: bool) -> Path:
+    """Where to write a picture; OutputError when it may not be written there."""
+    if path.suffix.lower() != ".png":
+        raise OutputError(f"{path} does not end in .png: give a --plot that does")
+    target = regular_file(path, overwrite, "--plot")
+    if not target.parent.is_dir():
+        raise OutputError(f"{target.parent} is no folder: give another --plot")
+    return target
 
 
 @main.command(cls=Resumable)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from znnpy.planner.explain import human_bytes, human_seconds
 
 if TYPE_CHECKING:
+    from znnpy.planner.throughput import Point
     from znnpy.run.measuring import Progress
     from znnpy.run.pipeline import Event
 
@@ -105,6 +106,53 @@ def _measured(progress: Progress) -> str:
     left = human_seconds(max(1.0, progress.seconds_left))
     doing = f", {progress.doing}" if progress.doing else ""
     return f"{progress.done}/{progress.total} layers, at most {left} left{doing}"
+
+
+@contextmanager
+def curves() -> Iterator[Callable[[list[Point]], Callable[[Point], None]]]:
+    """Of a list, a callback for `znnpy.plan` that adds points to it and, in the context, says how far it is."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress, TaskProgressColumn, TextColumn
+
+        with Progress(
+            TextColumn("curves"), TaskProgressColumn(), TextColumn("{task.description}"), console=Console(stderr=True)
+        ) as bar:
+            task = bar.add_task("", total=1.0)
+            yield _counting(lambda done, words: bar.update(task, completed=done, description=words))
+    else:
+        yield _counting(_said_now_and_then())
+
+
+def _counting(tell: Callable[[float, str], None]) -> Callable[[list[Point]], Callable[[Point], None]]:
+    def into(found: list[Point]) -> Callable[[Point], None]:
+        started = time.monotonic()
+
+        def add(point: Point) -> None:
+            found.append(point)
+            spent = time.monotonic() - started
+            left = human_seconds(max(1.0, spent * (1 - point.done) / max(point.done, 1e-3)))
+            tell(point.done, f"limit {human_bytes(point.limit)}, about {left} left")
+
+        return add
+
+    return into
+
+
+def _said_now_and_then() -> Callable[[float, str], None]:
+    last, broken = time.monotonic(), sys.stderr is None
+
+    def write(done: float, words: str) -> None:
+        nonlocal last, broken
+        now = time.monotonic()
+        if not broken and now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            try:
+                print(f"curves {done:4.0%}  {words}", file=sys.stderr, flush=True)
+            except OSError:  # as above
+                broken = True
+
+    return write
 
 
 class _Speed:

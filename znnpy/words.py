@@ -171,19 +171,19 @@ costs_word = click.option(
 json_word = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
-def regular_file(path: Path, overwrite: bool) -> Path:
-    """Where to write for `path`: behind all links. OutputError when what is there may not be replaced."""
+def regular_file(path: Path, overwrite: bool, word: str = "--out") -> Path:
+    """Where to write for `path`, given as `word`: behind all links. OutputError when it may not be replaced."""
     target = Path(os.path.realpath(path))
     try:
         mode = target.lstat().st_mode
     except FileNotFoundError:
         return target
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another {word}") from error
     if not stat.S_ISREG(mode):
-        raise OutputError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}; give another --out")
+        raise OutputError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}; give another {word}")
     if not overwrite:
-        raise OutputError(f"{path} exists already; give another --out, or --overwrite to replace it")
+        raise OutputError(f"{path} exists already; give another {word}, or --overwrite to replace it")
     return target
 
 

@@ -1,0 +1,90 @@
+"""What `znnpy plan` adds to a plan: why other primitives were not taken, and pictures of throughput against memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from place import Place
+
+import znnpy
+from znnpy import progress
+from znnpy.planner.throughput import Point
+
+
+def test_in_words_and_as_json(place: Place) -> None:
+    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "cpu")
+    document = json.loads(place.run(*words, "--json").stdout)
+    rows = document["why_not"]
+    assert [row["primitive"] for row in rows if row["taken"]] == [c["primitive"] for c in document["plan"]["choices"]]
+    told = place.run(*words, "--why").stdout
+    for row in rows:
+        assert row["primitive"] in told
+    assert "dense output needs every offset" in " ".join(told.split())
+    assert "why not" not in place.run(*words).stdout
+
+
+def plot_words(place: Place, plot: Path) -> tuple[object, ...]:
+    words = ("--ram", "300M", "--threads", 1, "--device", "cpu", "--plot", plot)
+    return ("plan", place.folder / "net.yaml", "--volume", place.volume, *words)
+
+
+def test_a_picture_of_throughput_against_memory(place: Place) -> None:
+    """Points of columns and of patches, the plan among them; the file is a picture, and there only when it is whole."""
+    picture = place.folder / "curves.png"
+    result = place.run(*plot_words(place, picture), "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+        assert image.width == 2200
+        assert len(image.convert("RGB").getcolors(2**20) or []) > 4
+    assert not list(place.folder.glob("*.partial"))
+    assert {curve["cover"] for curve in document["curves"]} == {"columns", "patches"}
+    within = [curve for curve in document["curves"] if curve["limit_bytes"] >= document["peak_bytes"]]
+    assert max(curve["voxels_per_second"] for curve in within) == document["voxels_per_second"]
+    assert "curves.png exists already; give another --plot" in place.refusal(*plot_words(place, picture))
+    assert place.run(*plot_words(place, picture), "--overwrite", "--cover", "patches").exit_code == 0
+
+
+def test_pictures_that_cannot_be_written(place: Place) -> None:
+    """One sentence, before anything is planned."""
+    assert "does not end in .png: give a --plot that does" in place.refusal(*plot_words(place, place.folder / "a.jpg"))
+    assert "is no folder: give another --plot" in place.refusal(*plot_words(place, place.folder / "gone" / "a.png"))
+    (place.folder / "folder.png").mkdir()
+    assert "is a folder; give another --plot" in place.refusal(*plot_words(place, place.folder / "folder.png"))
+
+
+def test_no_plan_no_picture(place: Place) -> None:
+    words = plot_words(place, place.folder / "curves.png")
+    assert "nothing fits" in place.refusal(*words, "--ram", "1M")
+
+
+def test_a_disk_that_fills_leaves_the_old_picture(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = place.folder / "curves.png"
+    picture.write_bytes(b"old")
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    result = place.run(*plot_words(place, picture), "--overwrite")
+    assert result.exit_code == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        f"Error: cannot write {picture}: No space left on device; give another --plot"
+    )
+    assert picture.read_bytes() == b"old"
+    assert not list(place.folder.glob("*.partial"))
+
+
+def test_time_left_of_the_curves(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = znnpy.plan(place.folder / "net.yaml", shape=(30, 30, 30), device="cpu")
+    found: list[Point] = []
+    with pytest.MonkeyPatch.context() as patch, progress.curves() as into:
+        patch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+        into(found)(Point(2**31, plan, 0.25))
+    assert found[0].limit == 2**31
+    assert capsys.readouterr().err.startswith("curves  25%  limit 2.00 GiB, about ")
