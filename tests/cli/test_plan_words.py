@@ -88,3 +88,30 @@ def test_time_left_of_the_curves(place: Place, capsys: pytest.CaptureFixture[str
         into(found)(Point(2**31, plan, 0.25))
     assert found[0].limit == 2**31
     assert capsys.readouterr().err.startswith("curves  25%  limit 2.00 GiB, about ")
+
+
+def test_limits_and_volumes_that_cannot_be_planned(place: Place) -> None:
+    """One sentence each, with the numbers and what to do."""
+    words = ("plan", place.folder / "net.yaml", "--device", "cpu")
+    small = place.refusal(*words, "--ram", "1M")
+    assert "nothing fits in 1,048,576 bytes of RAM: the smallest need is " in small
+    assert "; allow at least --ram " in small
+    assert "smaller than the field of view along z" in place.refusal(*words, "--shape", "2,30,30")
+    for word, value in (("--ram", "0"), ("--ram", "-1G"), ("--threads", "0"), ("--threads", "-2")):
+        assert place.run(*words, f"{word}={value}").exit_code == 2
+
+
+def test_an_output_below_the_pooling_period_is_planned(place: Place) -> None:
+    """The patch is as large as the period, and what is beyond the output is not written."""
+    fov = place.network.field_of_view
+    shape = ",".join(map(str, fov))
+    document = json.loads(place.run("plan", place.folder / "net.yaml", "--shape", shape, "--json").stdout)
+    assert document["plan"]["output"] == [1, 1, 1]
+    assert document["plan"]["patch_out"] == list(place.network.period) != [1, 1, 1]
+
+
+def test_a_limit_above_the_machine_is_planned_and_said(place: Place) -> None:
+    words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--device", "cpu", "--ram", "512T")
+    result = place.run(*words)
+    assert result.exit_code == 0
+    assert "the limit of 524288 GiB is above the " in " ".join(result.stdout.split())
