@@ -38,9 +38,11 @@ class Clock:
     refuses: str = ""
     now: float = 100.0
     runs: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
+    refused: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         if primitive.name == self.refuses:
+            self.refused.append((primitive.name, shape, variant))
             raise DeviceError("no")
         self.runs.append((primitive.name, shape, variant))
         took = self.factor * Rates().seconds(primitive, shape, variant)
@@ -155,6 +157,7 @@ def test_refused_layers_are_tried_once() -> None:
     clock = Clock(refuses=FAST.name)
     layers = Bench(MACHINE, "cpu", LIMITS, FAKES).deepen(Rates(), made, timer(clock))
     assert {layer.primitive for layer in layers} <= {SLOW.name, POOL.name}
+    assert len(clock.refused) == len(set(clock.refused)) > 0
 
 
 def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> None:
