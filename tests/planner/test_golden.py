@@ -5,7 +5,6 @@ Where they are meant to change: `python tests/planner/test_golden.py > tests/gol
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,27 +65,21 @@ def line(name: str, side: int, ram: str, plan: Plan) -> str:
 @pytest.mark.skipif(not COMPILED, reason="the plans are for where the kernels are compiled")
 @pytest.mark.parametrize(("name", "side", "ram"), CASES)
 def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
-    start = time.process_time()
     plan = planned(name, side, ram)
-    spent = time.process_time() - start
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {ram}:"))
     assert line(name, side, ram, plan) == expected
     assert plan.memory.peak <= plan.limits.ram_bytes
     plan.check_runs(read_network(name).network, MACHINE)
-    assert spent < 5, f"planning took {spent:.1f} s"
 
 
 @pytest.mark.parametrize(("name", "side", "vram", "precision"), GPU_CASES)
 def test_gpu_plans_are_as_they_were(name: str, side: int, vram: str, precision: Precision) -> None:
-    start = time.process_time()
     plan = planned_on_gpu(name, side, vram, precision)
-    spent = time.process_time() - start
     label = f"{vram} {precision} on a GPU"
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {label}:"))
     assert line(name, side, label, plan) == expected
     assert plan.memory.over(plan.limits) == (0, 0)
     plan.check_runs(read_network(name).network, replace(MACHINE, gpu=H200))
-    assert spent < 20, f"planning took {spent:.1f} s"
 
 
 def lines() -> Iterator[str]:
