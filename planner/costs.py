@@ -25,14 +25,17 @@ FORMAT = 1  # version of the file
 MOST_FILE_BYTES = 2**22
 AGAIN = "measure again with `znnpy measure`"
 
-Speed = Annotated[float, Field(gt=0, lt=1e18, allow_inf_nan=False)]
+MOST_COUNT = 2**60  # of whatever a machine has
+Speed = Annotated[float, Field(ge=1, lt=1e18, allow_inf_nan=False)]
 
 
 def _checked_machine(machine: Machine) -> Machine:
     gpu = machine.gpu
     counts = [machine.cores, machine.ram_bytes]
-    counts += [] if gpu is None else [gpu.multiprocessors, gpu.memory_bytes, gpu.l2_bytes, gpu.driver]
-    if min(counts) < 1 or (gpu is not None and not 0 < gpu.bandwidth < 1e18):
+    if gpu is not None:
+        counts += [gpu.multiprocessors, gpu.memory_bytes, gpu.l2_bytes, gpu.driver]
+        counts += [gpu.shared_block_bytes, gpu.shared_multiprocessor_bytes]
+    if not 1 <= min(counts) <= max(counts) <= MOST_COUNT or (gpu is not None and not 0 < gpu.bandwidth < 1e18):
         raise ValueError("a machine has cores, memory and a bandwidth above 0")
     if machine.simd not in ("avx512", "avx2", "other"):
         raise ValueError(f"vector instructions are avx512, avx2 or other, not {machine.simd!r}")

@@ -187,8 +187,9 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
         lines.append("the time of every layer was measured on the machine the plan was made on")
     else:
         source = "rates measured on" if plan.fitted else "assumed rates, not measured on"
+        where = "this machine" if plan.elsewhere is None else "that machine"
         lines.append(
-            f"the time of {layers - measured} of {layers} layers is estimated from {source} this machine; "
+            f"the time of {layers - measured} of {layers} layers is estimated from {source} {where}; "
             "the bytes are promised"
         )
     return lines if machine is None else lines + _elsewhere(plan, machine)

@@ -36,6 +36,8 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
         parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
         return f"does not fit: {' and '.join(parts)} more, at the least"
     ratio = other.seconds / best.seconds
+    if ratio < 1 / ALIKE:
+        return f"{_times(1 / ratio)} times as fast, but where both may be taken the GPU is"
     if ratio < ALIKE:
         return "as fast"
     waste = other.waste / best.waste

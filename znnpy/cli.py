@@ -136,10 +136,7 @@ def _picture_file(path: Path, overwrite: bool) -> Path:
     """Where to write a picture; OutputError when it may not be written there."""
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path} does not end in .png: give a --plot that does")
-    target = regular_file(path, overwrite, "--plot")
-    if not target.parent.is_dir():
-        raise OutputError(f"{target.parent} is no folder: give another --plot")
-    return target
+    return regular_file(path, overwrite, "--plot")
 
 
 @main.command(cls=Resumable)
@@ -208,7 +205,8 @@ def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: boo
     """
     if overwrite and export is None and out is None:
         raise click.UsageError("--overwrite replaces the files given as --export and --out: give one of them too")
-    targets = {path: regular_file(path, overwrite) for path in (export, out) if path is not None}
+    words_of = {"--export": export, "--out": out}
+    targets = {path: regular_file(path, overwrite, word) for word, path in words_of.items() if path is not None}
     from znnpy.measurement import measure as measured
     from znnpy.progress import measuring
 

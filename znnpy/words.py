@@ -177,6 +177,8 @@ def regular_file(path: Path, overwrite: bool, word: str = "--out") -> Path:
     try:
         mode = target.lstat().st_mode
     except FileNotFoundError:
+        if not target.parent.is_dir():
+            raise OutputError(f"{target.parent} is no folder; give another {word}") from None
         return target
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}; give another {word}") from error
@@ -192,8 +194,11 @@ def write_text(path: Path, content: str) -> None:
     draft = path.with_name(f"{path.name}.partial")
     try:
         draft.unlink(missing_ok=True)
-        with draft.open("x") as file:
-            file.write(content)
-        draft.replace(path)
+        try:
+            with draft.open("x", encoding="utf-8") as file:
+                file.write(content)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another --out") from error
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another name") from error

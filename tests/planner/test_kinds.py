@@ -75,6 +75,7 @@ def test_why_a_plan_is_slower() -> None:
     layer = "layer 4 (conv 1x2x2 -> 2 none) takes "
     assert why_lost(MIXED, plan, slower).startswith(ratio + layer)
     assert why_lost(MIXED, plan, slower).endswith(" more")
+    assert why_lost(MIXED, slower, plan).endswith(" times as fast, but where both may be taken the GPU is")
     last, method = len(plan.choices) - 1, "cpu.conv.other"
     assert why_lost(MIXED, plan, times_longer(plan, last, 1e6, primitive=method)).endswith(f" more with {method}")
     keeping = times_longer(plan, last, 1.0, resident_bytes=100)
