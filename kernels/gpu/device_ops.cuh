@@ -1,6 +1,6 @@
 /* The one seam between kernels and the machine: barriers, shuffles, shared memory, half precision, tensor instructions.
  *
- * Every kernel includes this file first and asks the hardware for nothing but through it and through plain CUDA C++.
+ * Every kernel includes this file first and asks the hardware for nothing but through it, wgmma.cuh and plain CUDA C++.
  * Each operation has two bodies: instructions of sm_80 and newer, and plain C++ for the tests' emulator, which runs one
  * fiber per CUDA thread on a CPU (`ZNNPY_EMULATOR`; its header tests/emulator/emulator.hpp brings CUDA's own words).
  * The emulator proves indexing and arithmetic; timing, bank conflicts and the instructions themselves are proved on a

@@ -28,7 +28,7 @@ def test_in_words_and_as_json(place: Place) -> None:
 
 
 def plot_words(place: Place, plot: Path) -> tuple[object, ...]:
-    words = ("--ram", "300M", "--threads", 1, "--device", "cpu", "--plot", plot)
+    words = ("--ram", "1G", "--threads", 1, "--device", "cpu", "--plot", plot)
     return ("plan", place.folder / "net.yaml", "--volume", place.volume, *words)
 
 

@@ -316,11 +316,12 @@ def test_a_header_that_is_nowhere_is_named(tmp_path: Path) -> None:
         source_text(str(tmp_path / "whole.cu"))
 
 
-@pytest.mark.parametrize(
-    "source", sorted(set(KERNELS.rglob("*.cu*")) - {KERNELS / "device_ops.cuh"}), ids=lambda path: path.name
-)
+SEAM = {KERNELS / "device_ops.cuh", KERNELS / "wgmma.cuh"}
+
+
+@pytest.mark.parametrize("source", sorted(set(KERNELS.rglob("*.cu*")) - SEAM), ids=lambda path: path.name)
 def test_kernels_ask_the_machine_through_the_seam_only(source: Path) -> None:
-    """Words that only a device knows, and raw shared memory, which the emulator could not poison, stay in one file."""
+    """Words that only a device knows, and raw shared memory, which the emulator could not poison, stay in two files."""
     text = source.read_text()
     found = [
         word for word in ("asm(", "asm volatile", "__shared__", "__syncthreads", "_sync(", "__cluster") if word in text
