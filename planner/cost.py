@@ -57,7 +57,8 @@ CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the
 UNSEEN = Rate(flops=0.5e12, nbytes=0.5e12)
 # Of an H200: 132 multiprocessors, 4.8 TB/s. The fused tiled FFT's were fitted to runs of 80 to 80 maps, of which
 # benchmarks/results/layers-nvidia-h200-2026-11-21.json keeps k = 2, 3, 5 and 7, and layers_k9-.. 9; those of
-# gpu.conv.implicit_gemm, block and cuconv to layers_gemm-.., layers_first-.., papers_pascal-.. and papers_cuconv-..;
+# gpu.conv.implicit_gemm, block and cuconv to layers_gemm-.., layers_first-.., papers_pascal-.. and papers_cuconv-..
+# (gpu_gemm_half and _split were seen in a run that was not kept);
 # the others are assumed.
 GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_fft16": Rate(flops=18e12, nbytes=3.4e12),

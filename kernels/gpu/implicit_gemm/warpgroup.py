@@ -47,7 +47,7 @@ MOST_GROUP = {"fp16": 16, "tf32": 16, "fp32": 5}
 SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
 ROWS: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from row to row of 8 voxels of a matrix
 # Cycles, fitted to 80 to 80 and 1 to 80 maps on an H200, k = 1 to 9: what a matrix costs beside its products,
-# a group of taps, and a piece of a region.
+# a group of taps, and a piece of a region; benchmarks/results/layers_gemm-.. and layers_first-.. keep some of it.
 MATRIX_CYCLES = {"fp16": 800, "tf32": 800, "fp32": 1400}
 ROUND_CYCLES = 250
 PIECE_CYCLES = {"fp16": 0.6, "tf32": 1.7, "fp32": 1.7}
