@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -61,13 +60,6 @@ def benchmark(repository: Path) -> Callable[..., subprocess.CompletedProcess[str
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     return run
-
-
-@pytest.fixture
-def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """A module of the benchmarks."""
-    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
-    return importlib.import_module
 
 
 def in_parts(output: Vec3, patch: Vec3, columns: bool) -> Plan:

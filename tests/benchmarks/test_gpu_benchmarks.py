@@ -48,12 +48,6 @@ MIB = 2**20
 
 
 @pytest.fixture
-def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
-    return importlib.import_module
-
-
-@pytest.fixture
 def torch() -> None:
     if find_spec("torch") is None:
         pytest.skip("the comparison needs PyTorch; pip install 'znnpy[bench]'")
