@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,13 @@ DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/d
 def repository() -> Path:
     """The folder that holds pyproject.toml."""
     return REPOSITORY
+
+
+@pytest.fixture
+def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A module of the benchmarks."""
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session", autouse=True)
