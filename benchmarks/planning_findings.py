@@ -218,6 +218,7 @@ def _plan(
                 seconds=way.seconds,
                 runs=way.runs,
                 measured=False,
+                fitted=False,
                 resident_bytes=way.footprint.resident,
                 working_bytes=way.footprint.working(way.shape),
             )

@@ -228,6 +228,7 @@ class Maker:
             seconds=rates.seconds(primitive, layer, chosen.variant) + moved / rates.carrying,
             runs=shape.steps[last] * shape.parts[first],
             measured=rates.tells(primitive, layer, chosen.variant),
+            fitted=rates.fits(primitive, layer, chosen.variant),
             resident_bytes=footprint.resident,
             working_bytes=footprint.working(layer),
         )

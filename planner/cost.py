@@ -6,15 +6,19 @@ max-filters and maxouts, windows of 2 to 5, within a factor of 1.5), and are sca
 vector instructions. Those of GPUs are what an H200 reached, scaled by what a card says of itself. Ratios between
 primitives hold better than the seconds do.
 
-What was measured of one layer, at one size, corrects the estimate of that layer at every size: the layer's own speed
-counts there, and the primitive's work says how it grows. It corrects the primitive's other variants too, and less
-surely its other layers, as far as these were not measured themselves.
+Where a machine was measured, its primitives have a factor for each size of a layer too, in seconds as the rates give
+them: small layers stay in caches, or wait for each other. What was measured of one layer corrects the estimate of that
+layer at every size: the layer's own speed counts there, between two sizes that were measured the speeds of both, and
+the primitive's work says how it grows. It corrects the primitive's other variants too, and less surely its other
+layers, as far as these were not measured themselves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import exp, log
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
@@ -30,6 +34,13 @@ _THREADS = 2  # of the run that the CPU rates come from
 _SHARED = 0.8  # traffic grows with threads to this power: 14 GB/s of copies with 1 thread, 25 with 2
 # 16 lanes, 8, and 4 with no fused multiply-add
 _FLOPS_OF_AVX512 = {"avx512": 1.0, "avx2": 0.5, "other": 0.125}
+
+
+# Of one run, as rates give them without what stages take to begin: between two of them factors are interpolated by
+# their logarithms, beyond them they stay as they are.
+SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2)
+LONGEST_SIZE = 1.0  # seconds, from which on layers that were measured are alike
+NEAR = log(1.5)  # between sizes that are about the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +175,28 @@ def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
     )
 
 
+Sizes = tuple[tuple[float, float], ...]  # seconds as rates give them, ascending, and factors on them
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Speed of a machine with a given number of threads, or of a GPU: per kind of unit, and of layers measured there.
 
-    fitted    the rates of units were fitted to runs on the machine; else they are assumed
-    measured  seconds of a run over those that the rates give it, of one size of each layer
+    fitted    units whose rates were fitted to runs on the machine; of the others they are assumed
+    by_size   primitives that were measured: factors on their seconds at SIZES
+    measured  of each layer, sizes in seconds as the rates give them, ascending, and the factors measured there
     refused   layers, of any variant, that a primitive would not run when it was to be measured, and its words
+    hope      factor on the seconds of layers that were not measured at about their size: below 1, what they may take
     """
 
     units: Mapping[Unit, Rate] = field(default_factory=lambda: CPU_RATES)
     stage_seconds: float = CPU_STAGE_SECONDS
-    fitted: bool = False
-    measured: Mapping[Case, float] = field(default_factory=dict)
+    fitted: frozenset[Unit] = frozenset()
+    by_size: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    measured: Mapping[Case, Sizes] = field(default_factory=dict)
     refused: Mapping[Case, str] = field(default_factory=dict)
-    _factors: dict[Case, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # looked up before
+    hope: float = 1.0
+    _alike: dict[Case, list[Sizes]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, unit: Unit) -> Rate:
         return self.units[unit]
@@ -196,30 +214,55 @@ class Rates:
         """With other rates for some units."""
         return replace(self, units={unit: units.get(unit, rate) for unit, rate in self.units.items()})
 
+    def fits(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
+        """All units that it works with were measured."""
+        return all(work.unit in self.fitted for work in primitive.work(shape, variant))
+
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         """Of one run of `shape`: as measured where that was done, or something like it, else as the rates have it."""
-        work = primitive.work(shape, variant)
-        estimate = seconds(work, self)
-        if not self.measured:
-            return estimate
-        between = len(work) * self.stage_seconds
-        return between + self._factor(case(primitive, shape, variant)) * (estimate - between)
+        if not self.measured and not self.by_size and self.hope == 1:
+            return seconds(primitive.work(shape, variant), self)
+        between, working = self._estimate(primitive, shape, variant)
+        wanted = case(primitive, shape, variant)
+        hope = 1.0 if self.hope == 1 or self._near(wanted, working) else self.hope
+        return between + hope * self._factor(wanted, working) * working
 
-    def _factor(self, wanted: Case) -> float:
+    def _estimate(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> tuple[float, float]:
+        """As rates and sizes have it: what its stages take to begin, and to work."""
+        work = primitive.work(shape, variant)
+        between = len(work) * self.stage_seconds
+        working = seconds(work, self) - between
+        factors = self.by_size.get(primitive.name)
+        if factors is None or working <= 0:
+            return between, working
+        index, share = weights_of(working)
+        return between, working * exp((1 - share) * log(factors[index]) + share * log(factors[index + 1]))
+
+    def _factor(self, wanted: Case, size: float) -> float:
         """That of the case itself, or the mean of those that are most like it; 1 where none is."""
-        exact = self.measured.get(wanted, self._factors.get(wanted))
-        if exact is not None:
-            return exact
-        alike: dict[tuple[int, int], list[float]] = {}
-        for known, factor in self.measured.items():
-            if (likeness := known.likeness(wanted)) is not None:
-                alike.setdefault(likeness, []).append(factor)
-        found = self._factors[wanted] = geometric_mean(alike[max(alike)]) if alike else 1.0
-        return found
+        known = self.measured.get(wanted)
+        if known is not None:
+            return _at(known, size)
+        found = self._alike.get(wanted)
+        if found is None:
+            alike: dict[tuple[int, int], list[Sizes]] = {}
+            for other, sizes in self.measured.items():
+                if (likeness := other.likeness(wanted)) is not None:
+                    alike.setdefault(likeness, []).append(sizes)
+            found = self._alike[wanted] = alike[max(alike)] if alike else []
+        return geometric_mean([_at(sizes, size) for sizes in found]) if found else 1.0
 
     def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with this very variant."""
         return case(primitive, shape, variant) in self.measured
+
+    def knows_size(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
+        """The layer was measured with this very variant at about this size."""
+        return self._near(case(primitive, shape, variant), self._estimate(primitive, shape, variant)[1])
+
+    def _near(self, wanted: Case, size: float) -> bool:
+        known = self.measured.get(wanted, ())
+        return any(abs(log(min(size, LONGEST_SIZE) / min(other, LONGEST_SIZE))) <= NEAR for other, _ in known)
 
     def why_not(self, primitive: Primitive, shape: LayerShape) -> str | None:
         """What the machine said when it refused to run the layer so; None where it did not."""
@@ -232,13 +275,30 @@ class Rates:
 
     def learnt(self, primitive: Primitive, shape: LayerShape, variant: Variant, spent: float) -> Rates:
         """With a measurement: `spent` seconds for one run of `shape`, whose stages are there to be started at once."""
-        work = primitive.work(shape, variant)
-        factor = spent / (seconds(work, self) - len(work) * self.stage_seconds)
-        return replace(self, measured={**self.measured, case(primitive, shape, variant): factor})
+        of, (_, size) = case(primitive, shape, variant), self._estimate(primitive, shape, variant)
+        others = [(other, factor) for other, factor in self.measured.get(of, ()) if other != size]
+        return replace(self, measured={**self.measured, of: tuple(sorted([*others, (size, spent / size)]))})
 
     def refusing(self, primitive: Primitive, shape: LayerShape, reason: str) -> Rates:
         """With a layer that the machine does not run so."""
         return replace(self, refused={**self.refused, case(primitive, shape, Variant(())): reason})
+
+
+def weights_of(size: float) -> tuple[int, float]:
+    """The index of the last of SIZES below `size` that has another behind it, and the share of that other."""
+    index = min(max(bisect_left(SIZES, size) - 1, 0), len(SIZES) - 2)
+    share = log(size / SIZES[index]) / log(SIZES[index + 1] / SIZES[index])
+    return index, min(max(share, 0.0), 1.0)
+
+
+def _at(known: Sizes, size: float) -> float:
+    """The factor at a size: between those that were measured, or as at the nearest."""
+    index = bisect_left(known, (size,))
+    if index == 0 or index == len(known):
+        return known[max(0, index - 1)][1]
+    (below, small), (above, large) = known[index - 1], known[index]
+    share = log(size / below) / log(above / below)
+    return exp((1 - share) * log(small) + share * log(large))
 
 
 def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") -> Rates:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import log
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -15,18 +17,19 @@ from pydantic.dataclasses import dataclass
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.machine import Machine
-from znnpy.planner.cost import Rate, Rates, assumed_rates
+from znnpy.planner.cost import SIZES, Rate, Rates, assumed_rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
 from znnpy.shapes import PRECISIONS, LayerShape
 
-FORMAT = 1  # version of the file
+FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**22
 AGAIN = "measure again with `znnpy measure`"
 
 MOST_COUNT = 2**60  # of whatever a machine has
 Speed = Annotated[float, Field(ge=1, lt=1e18, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=1e-3, lt=1e3, allow_inf_nan=False)]
 
 
 def _checked_machine(machine: Machine) -> Machine:
@@ -64,7 +67,10 @@ class UnitSpeed:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Costs:
-    """Speeds of one device of one machine. Units that are missing were not measured: their rates are assumed."""
+    """Speeds of one device of one machine.
+
+    Units that are missing were not measured: their rates are assumed, as much faster or slower as the others were.
+    """
 
     format: int
     znnpy_version: str
@@ -73,6 +79,8 @@ class Costs:
     machine: Annotated[Machine, AfterValidator(_checked_machine)]
     primitives: dict[str, int]  # versions of those that ran there
     units: Annotated[dict[Unit, UnitSpeed], Field(min_length=1)]
+    by_size: dict[str, Annotated[tuple[Factor, ...], Field(min_length=len(SIZES), max_length=len(SIZES))]]
+    stage_seconds: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]  # that a stage takes to begin
     layers: tuple[Measurement, ...]  # of networks, as their plans run them
 
     def __post_init__(self) -> None:
@@ -88,15 +96,27 @@ class Costs:
     def rates(self, table: Sequence[Primitive]) -> Rates:
         """What the planner takes; of layers that `table` has no primitive for, nothing."""
         known = {(p.name, p.version): p for p in table}
-        assumed = assumed_rates(self.machine, self.threads, self.device)
         rates = replace(
-            assumed.replaced(**{unit: Rate(speed.flops, speed.nbytes) for unit, speed in self.units.items()}),
-            fitted=True,
+            self._units(assumed_rates(self.machine, self.threads, self.device)),
+            stage_seconds=self.stage_seconds,
+            fitted=frozenset(self.units),
+            by_size=self.by_size,
         )
         for layer in self.layers:
             if (primitive := known.get((layer.primitive, layer.version))) is not None:
                 rates = rates.learnt(primitive, layer.shape, layer.variant, layer.seconds)
         return rates
+
+    def _units(self, assumed: Rates) -> Rates:
+        """Rates as measured; of units that were not, the assumed ones times the median factor of those that were."""
+        factors = [
+            max(speed.flops / assumed.of(unit).flops, speed.nbytes / assumed.of(unit).nbytes, key=_distance)
+            for unit, speed in self.units.items()
+            if unit in assumed.units
+        ]
+        factor = median(factors) if factors else 1.0
+        measured = {unit: Rate(speed.flops, speed.nbytes) for unit, speed in self.units.items()}
+        return assumed.scaled(factor, factor).replaced(**measured)
 
     def why_not(self, machine: Machine, threads: int, table: Sequence[Primitive]) -> str | None:
         """None if this is of `machine`, its libraries, these primitives and so many threads; else what differs."""
@@ -145,6 +165,11 @@ class Costs:
             raise PlanFileError(f"{path} is no cost file: it is not text; {AGAIN}") from None
         except PlanFileError as error:
             raise error.with_context(str(path)) from None
+
+
+def _distance(factor: float) -> float:
+    """From 1; of arithmetic and traffic the one that moved further is what the runs depended on."""
+    return abs(log(factor))
 
 
 def facts(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive]) -> dict[str, str]:

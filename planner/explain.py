@@ -181,18 +181,26 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
             else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
         )
     ]
-    layers = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices)
-    measured = sum(1 + choice.layers[1] - choice.layers[0] for choice in plan.choices if choice.measured)
-    if measured == layers:
-        lines.append("the time of every layer was measured on the machine the plan was made on")
-    else:
-        source = "rates measured on" if plan.fitted else "assumed rates, not measured on"
-        where = "this machine" if plan.elsewhere is None else "that machine"
-        lines.append(
-            f"the time of {layers - measured} of {layers} layers is estimated from {source} {where}; "
-            "the bytes are promised"
-        )
+    lines += _sources(plan)
     return lines if machine is None else lines + _elsewhere(plan, machine)
+
+
+def _sources(plan: Plan) -> list[str]:
+    """Where the seconds of layers come from."""
+    layers, fitted, assumed = (
+        sum(1 + choice.layers[1] - choice.layers[0] for choice in choices)
+        for choices in (
+            plan.choices,
+            [choice for choice in plan.choices if choice.fitted and not choice.measured],
+            [choice for choice in plan.choices if not choice.fitted and not choice.measured],
+        )
+    )
+    if not fitted + assumed:
+        return ["the time of every layer was measured on the machine the plan was made on"]
+    where = "this machine" if plan.elsewhere is None else "that machine"
+    parts = [f"{fitted} of {layers} layers is estimated from rates measured on {where}"] * (fitted > 0)
+    parts += [f"{assumed} of {layers} layers is estimated from assumed rates, not measured on {where}"] * (assumed > 0)
+    return [f"the time of {', that of '.join(parts)}; the bytes are promised"]
 
 
 def _elsewhere(plan: Plan, machine: Machine) -> list[str]:

@@ -1,28 +1,36 @@
-"""Rates of units fitted to runs of whole layers: what one machine reaches, from a handful of seconds.
+"""Rates of units, and how primitives keep to them by size, fitted to runs of whole layers.
 
-Method  Every unit has a factor on its arithmetic and one on its traffic. Those that predict the runs best are searched
-        for coordinate by coordinate, with steps that halve where none is an improvement. Errors are relative; large
-        ones count by their size, not by its square (Huber, 1964): a run that was disturbed, or a primitive whose work
-        says little of its time, shall not move what the others agree on.
-Prior   What no run depends on keeps its assumed rate: a factor costs a little more the further it is from 1.
+Method  Every unit has a factor on its arithmetic and one on its traffic, and what a stage takes to begin has one. Those
+        that predict the runs best are searched for along one direction after the other, with steps that halve where
+        none is an improvement. What is left is fitted by each primitive's own runs: a factor at every one of SIZES, in
+        between interpolated, by least squares. Errors are relative; large ones count by their size, not by its square
+        (Huber, 1964): a run that was disturbed shall not move what the others agree on.
+Prior   What no run depends on keeps its assumed rate: a factor costs a little more the further it is from 1. So does
+        a primitive's at one size the further it is from those at the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
+import numpy.typing as npt
 
 from znnpy.kernels.primitive import Unit, Work
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost import SIZES, Rates, weights_of
 
 PRIOR = 1e-3  # of a squared logarithm of a factor, against those of the errors
+SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a primitive's factors: of the difference between two sizes, and of each
 LARGE_ERROR = 0.2  # a logarithm, from which on errors count by their size
 MOST_FACTOR = log(1000.0)
+MOST_OF_A_SIZE = log(4.0)  # a factor, or one over that at the next size: a larger layer never takes less time
 FIRST_STEP, LAST_STEP = 0.5, 0.004  # of a logarithm
 MOST_SWEEPS = 200
+ROUNDS = 8  # of least squares, each with weights by the errors of the one before
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +39,31 @@ class Run:
 
     work: tuple[Work, ...]
     seconds: float
+    primitive: str = ""  # name of what ran it
 
 
-def fitted(rates: Rates, runs: Sequence[Run]) -> Rates:
-    """Rates that predict the runs best; as they were for units that no run names."""
+def fitted(rates: Rates, runs: Sequence[Run], *, begins: bool = True) -> Rates:
+    """Rates that predict the runs best; as they were for units that no run names.
+
+    begins  the runs count what stages take to begin; else that is left out of them, and stays as it was
+    """
     units = units_of(runs)
     if not units:
         return rates
-    problem = _Problem(rates, runs, units)
-    factors = np.exp(problem.best())
+    problem = _Problem(rates, runs, units, begins=begins)
+    logs = problem.best()
+    factors = np.exp(logs)
+    found = rates.replaced(
+        **{
+            unit: rates.of(unit).times(float(factors[i]), float(factors[len(units) + i]))
+            for i, unit in enumerate(units)
+        }
+    )
     return replace(
-        rates.replaced(
-            **{
-                unit: rates.of(unit).times(float(factors[i]), float(factors[len(units) + i]))
-                for i, unit in enumerate(units)
-            }
-        ),
-        fitted=True,
+        found,
+        stage_seconds=rates.stage_seconds * float(factors[-1]),
+        fitted=rates.fitted | set(units),
+        by_size={**rates.by_size, **_by_size(runs, problem, logs)},
     )
 
 
@@ -57,36 +73,44 @@ def units_of(runs: Sequence[Run]) -> tuple[Unit, ...]:
 
 
 class _Problem:
-    """Runs as arrays: one entry per stage."""
+    """Runs as arrays: one entry per stage. Logarithms of factors: arithmetic of all units, traffic, a stage's begin."""
 
-    def __init__(self, rates: Rates, runs: Sequence[Run], units: Sequence[Unit]) -> None:
+    def __init__(self, rates: Rates, runs: Sequence[Run], units: Sequence[Unit], *, begins: bool) -> None:
         stages = [(number, work) for number, run in enumerate(runs) for work in run.work]
         self._run = np.array([number for number, _ in stages])
         self._unit = np.array([units.index(work.unit) for _, work in stages])
         self._flops = np.array([work.flops / rates.of(work.unit).flops for _, work in stages])
         self._nbytes = np.array([work.nbytes / rates.of(work.unit).nbytes for _, work in stages])
-        self._begin = np.array([len(run.work) * rates.stage_seconds for run in runs])
-        self._seconds = np.log([run.seconds for run in runs])
+        self._begin = np.array([len(run.work) * rates.stage_seconds if begins else 0.0 for run in runs])
+        self._seconds = np.array([run.seconds for run in runs])
         self._units = len(units)
+        self._begins = begins
 
-    def loss(self, logs: np.ndarray) -> float:
-        """Of logarithms of factors: of the arithmetic of all units, then of their traffic."""
-        flops, nbytes = np.exp(-logs[: self._units]), np.exp(-logs[self._units :])
+    def working(self, logs: Floats) -> Floats:
+        """Seconds of every run but for what its stages take to begin."""
+        flops, nbytes = np.exp(-logs[: self._units]), np.exp(-logs[self._units : -1])
         spent = np.maximum(self._flops * flops[self._unit], self._nbytes * nbytes[self._unit])
-        predicted = np.bincount(self._run, spent, len(self._begin)) + self._begin
-        error = np.abs(np.log(predicted) - self._seconds)
+        return np.bincount(self._run, spent, len(self._begin)).astype(np.float64)
+
+    def beginning(self, logs: Floats) -> Floats:
+        """Seconds that they take to begin."""
+        return np.asarray(np.exp(logs[-1]) * self._begin)
+
+    def loss(self, logs: Floats) -> float:
+        predicted = self.working(logs) + self.beginning(logs)
+        error = np.abs(np.log(predicted / self._seconds))
         huber = np.where(error < LARGE_ERROR, 0.5 * error**2, LARGE_ERROR * (error - 0.5 * LARGE_ERROR))
         return float(huber.sum() + PRIOR * (logs**2).sum())
 
-    def best(self) -> np.ndarray:
-        logs = np.zeros(2 * self._units)
+    def best(self) -> Floats:
+        logs = np.zeros(2 * self._units + 1)
         least, step = self.loss(logs), FIRST_STEP
+        directions = list(self._directions())
         for _ in range(MOST_SWEEPS):
             before = least
-            for index in range(len(logs)):
+            for direction in directions:
                 for change in (step, -step):
-                    other = logs.copy()
-                    other[index] = np.clip(other[index] + change, -MOST_FACTOR, MOST_FACTOR)
+                    other = np.clip(logs + change * direction, -MOST_FACTOR, MOST_FACTOR)
                     if (loss := self.loss(other)) < least:
                         logs, least = other, loss
                         break
@@ -95,3 +119,46 @@ class _Problem:
                 if step < LAST_STEP:
                     break
         return logs
+
+    def _directions(self) -> Iterator[Floats]:
+        """All units together, each unit's arithmetic and traffic together, and each logarithm for itself.
+
+        A stage takes as long as the longer of the two: where they are equal neither helps alone.
+        """
+        each = np.eye(2 * self._units + 1)
+        yield each[:-1].sum(axis=0)
+        yield from each[: self._units] + each[self._units : -1]
+        yield from each if self._begins else each[:-1]
+
+
+def _by_size(runs: Sequence[Run], problem: _Problem, logs: Floats) -> dict[str, tuple[float, ...]]:
+    """Of every primitive, the factors on its seconds at SIZES that its own runs ask for."""
+    working, beginning = problem.working(logs), problem.beginning(logs)
+    measured = np.array([run.seconds for run in runs])
+    found = {}
+    for name in dict.fromkeys(run.primitive for run in runs if run.primitive):
+        own = np.array([run.primitive == name for run in runs]) & (working > 0)
+        if own.any():
+            found[name] = _factors(working[own], beginning[own], measured[own])
+    return found
+
+
+def _factors(working: Floats, beginning: Floats, measured: Floats) -> tuple[float, ...]:
+    """At SIZES: factors on `working` with which it gives, with `beginning`, what was measured (Gauss and Newton)."""
+    hats = np.zeros((len(working), len(SIZES)))
+    for row, size in zip(hats, working, strict=True):
+        index, share = weights_of(float(size))
+        row[index], row[index + 1] = 1 - share, share
+    steps = np.diff(np.eye(len(SIZES)), axis=0)
+    prior = 2 * (SMOOTH * steps.T @ steps + TO_ONE * np.eye(len(SIZES)))
+    logs: Floats = np.zeros(len(SIZES))
+    for _ in range(ROUNDS):
+        worked = working * np.exp(hats @ logs)
+        errors = np.log(measured / (worked + beginning))
+        moving = hats * (worked / (worked + beginning))[:, None]  # the logarithm of what is predicted
+        weighted = moving.T * np.minimum(1.0, LARGE_ERROR / np.maximum(np.abs(errors), 1e-9))
+        logs = logs + np.linalg.solve(prior + weighted @ moving, weighted @ errors - prior @ logs)
+        logs = np.clip(logs, -MOST_OF_A_SIZE, MOST_OF_A_SIZE)
+    for index in range(len(SIZES) - 1, 0, -1):
+        logs[index - 1] = min(logs[index - 1], logs[index] + MOST_OF_A_SIZE)
+    return tuple(float(factor) for factor in np.exp(logs))

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 5  # version of plan.json
+FORMAT = 6  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Positive = Annotated[int, Field(ge=1)]
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
-Rigor = Literal["estimate", "measure", "mixed"]  # what the seconds of layers come from: rates, measurements, both
+Rigor = Literal["estimate", "measure", "exhaustive"]  # how much was measured before it was chosen
 Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 30,000 years
 
 
@@ -60,6 +60,7 @@ class Choice:
     seconds: Seconds  # of one run, with what it carries from step to step
     runs: Positive  # for the whole output
     measured: bool  # else estimated from work and rates
+    fitted: bool  # all rates of its work were measured; else some are assumed
     resident_bytes: Count
     working_bytes: Count
 
@@ -122,7 +123,6 @@ class Plan:
     other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
     runners_up: tuple[RunnerUp, ...]
     kinds: tuple[Kind, ...] = ()  # as far as they were asked for
-    fitted: bool = False  # estimates are from rates measured on that machine; else assumed
     elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
 
     def __post_init__(self) -> None:
@@ -133,6 +133,11 @@ class Plan:
     def device(self) -> DeviceKind:
         """Where all layers run."""
         return self.memory.device
+
+    @property
+    def fitted(self) -> bool:
+        """No layer's seconds come from rates that were assumed."""
+        return all(choice.measured or choice.fitted for choice in self.choices)
 
     @property
     def precision(self) -> Precision:

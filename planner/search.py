@@ -20,7 +20,7 @@ from znnpy.planner.kinds import kind_of
 from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.options import Options
-from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, Rigor, device_of, patch_in
+from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, device_of, patch_in
 from znnpy.planner.space_search import RUNNERS_UP, Found, SpaceSearch
 from znnpy.shapes import Precision, Vec3, text, turned, turned_back
 
@@ -61,13 +61,16 @@ def make_plan(
     columns       True: columns only, False: patches only
     depth_first   False: all fragments of a pooling go through each layer before any goes through the next
     kinds         find the best plan of every other kind too, and why it is not taken; takes up to twice as long
-    options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first
+    options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first;
+                  TypeError where rates are given too
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
     only = (only,) if isinstance(only, str) else tuple(only)
     _check_wishes(network, output, limits, patch, only, table)
     _check_device(machine, limits, device, only)
+    if options is not None and rates is not None:
+        raise TypeError("options were worked out for rates of their own: give options or rates")
     options = options or options_for(machine, limits, only=only, table=table, rates=rates, device=device)
     held = baseline_bytes() if baseline is None else baseline
     searches = [
@@ -224,6 +227,7 @@ def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Foun
             seconds=way.seconds,
             runs=way.runs,
             measured=search.options.rates.tells(way.primitive, way.shape, way.variant),
+            fitted=search.options.rates.fits(way.primitive, way.shape, way.variant),
             resident_bytes=way.footprint.resident,
             working_bytes=way.footprint.working(way.shape),
         )
@@ -247,10 +251,9 @@ def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Foun
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,
         columns=len(shape.cover),
-        rigor=_rigor(choices),
+        rigor="estimate",
         other=None,
         runners_up=(),
-        fitted=search.options.rates.fitted,
     )
 
 
@@ -308,9 +311,3 @@ def _nearest_miss(network: Network, search: SpaceSearch, least: Found) -> str:
         f"and layer {layer} ({network.layers[layer]}) the most of what is left, "
         f"{most:,} with {name}; allow at least {' and '.join(word for _, _, _, word in lacking)}"
     )
-
-
-def _rigor(choices: Sequence[Choice]) -> Rigor:
-    """Where the seconds come from."""
-    measured = {choice.measured for choice in choices}
-    return "mixed" if len(measured) > 1 else "measure" if True in measured else "estimate"

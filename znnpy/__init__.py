@@ -26,7 +26,7 @@ _HOMES = {  # public name -> (room, name there)
     "apply": ("znnpy.kernels.apply", "apply"),
     "infer": ("znnpy.inference", "infer"),
     "load_network": ("znnpy.trained", "load_network"),
-    "plan": ("znnpy.inference", "plan"),
+    "plan": ("znnpy.planning", "plan"),
     "primitive": ("znnpy.kernels.table", "find"),
 }
 

@@ -91,7 +91,7 @@ def plan(
     if words["costs"] is not None and words["machine"] is not None:
         raise click.UsageError("--machine names a file that holds the costs of that machine: leave --costs out")
     _check_primitives(words)
-    import znnpy.inference
+    import znnpy.planning
     from znnpy.kernels.cpu.native.library import why_not
     from znnpy.planner.explain import explain
     from znnpy.planner.throughput import Point
@@ -107,7 +107,7 @@ def plan(
     words["tell_why"] = rows.extend if why or as_json else None
     with curves() if plot is not None else nullcontext() as progress:
         words["tell_point"] = None if progress is None else progress(found)
-        chosen = znnpy.inference.plan(network, **words, tell=notes.append)
+        chosen = znnpy.planning.plan(network, **words, tell=notes.append)
     if target is not None:
         write_text(target, chosen.to_json())
     if drawn is not None:

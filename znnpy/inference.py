@@ -1,15 +1,14 @@
-"""The whole job as one function: a volume on disk in, its dense prediction on disk out. And its plan alone."""
+"""The whole job as one function: a volume on disk in, its dense prediction on disk out."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,32 +17,25 @@ from typing import Any
 import numpy as np
 
 import znnpy
-from znnpy.errors import NoPlanError, OutputError, ShapeError, VramError
+from znnpy.errors import NoPlanError, OutputError, VramError
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.table import TABLE
-from znnpy.machine import Limits, Machine, this_machine
+from znnpy.machine import Machine, this_machine
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.planner.cost import assumed_rates
 from znnpy.planner.explain import human_bytes
-from znnpy.planner.kinds import kind_of
-from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan, options_for
-from znnpy.planner.throughput import Point, points
-from znnpy.planner.why import Considered, considered
 from znnpy.report import Report
 from znnpy.run import pipeline
-from znnpy.run.choice import Wishes, check_wishes, choose, columns_only, device_begun, plan_begun, plan_finished
-from znnpy.run.devices import Site, check_device_words, check_here, elsewhere, for_elsewhere, site_for
+from znnpy.run.choice import Wishes, check_wishes, check_words, choose, device_begun, plan_begun, plan_finished
+from znnpy.run.devices import Site, check_device_words, check_here, site_for
 from znnpy.run.session import Session
 from znnpy.run.shelf import Shelf
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
-from znnpy.shapes import FLOAT32, Vec3
+from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
 from znnpy.volume.journal import JournalHeader, default_output
@@ -51,154 +43,6 @@ from znnpy.volume.output import Mode, Output
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
 from znnpy.volume.volume import Volume
-
-_log = logging.getLogger(__name__)
-
-OUTPUT_DTYPES = ("float32", "float16", "uint8")
-BORDERS = ("valid", "reflect")
-DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
-
-
-def plan(
-    network: str | Path = DEFAULT,
-    *,
-    volume: str | Path | None = None,
-    dataset: str | None = None,
-    shape: Vec3 | None = None,
-    roi: str | None = None,
-    border: str = "valid",
-    output_dtype: str = "float32",
-    ram: int | str | None = None,
-    threads: int | None = None,
-    patch: Vec3 | None = None,
-    only: str | Sequence[str] = (),
-    cover: str | None = None,
-    depth_first: bool = True,
-    device: str = "auto",
-    vram: int | str | None = None,
-    precision: str | None = None,
-    costs: str | Path | None = None,
-    machine: str | Path | None = None,
-    tell: Callable[[str], None] = _log.info,
-    tell_why: Callable[[list[Considered]], None] | None = None,
-    tell_point: Callable[[Point], None] | None = None,
-) -> Plan:
-    """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
-
-    Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first; costs
-    and machine name files that `znnpy measure` wrote, machine one of the machine that the plan is for.
-    `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact;
-    `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken;
-    `tell_point` with the best plan of every kind at each limit from the machine's memory down: that takes minutes.
-    NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
-    """
-    _check_words(border, output_dtype, cover)
-    names = (only,) if isinstance(only, str) else only
-    meant = check_device_words(device, vram, precision, names)
-    if shape is not None and len(shape) != 3:
-        raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
-    if volume is not None and shape is not None:
-        raise ValueError("a volume and a shape both give a size: give one of them")
-    if costs is not None and machine is not None:
-        raise ValueError("a file of a machine holds its costs: give costs or machine")
-    shelf = Shelf(machine or costs)
-    meant = shelf.meant(meant)
-    if machine is not None:
-        threads = shelf.threads(threads)
-    file = read_network(network)
-    if volume is not None:
-        with open_volume(Path(volume), dataset) as opened:
-            region = parse_roi(roi, opened.size) if roi else None
-            output = Source(opened, roi=region, border=border, network=file.network, allow_nan=False).output
-            itemsize_in, extra_bytes = opened.dtype.itemsize, opened.extra_bytes
-    else:
-        size = shape or DEFAULT_SHAPE
-        if roi:
-            size = parse_roi(roi, size).size
-        output = size if border == "reflect" else file.network.dense_size(size)
-        itemsize_in, extra_bytes = 1, 0
-
-    def within(site: Site, limits: Limits, **more: Any) -> Plan:
-        held = (
-            baseline_bytes() + site.later_bytes + extra_bytes + FLOAT32 * file.network.parameters
-        )  # a run's weights too
-        return make_plan(
-            file.network,
-            output,
-            site.machine,
-            limits,
-            itemsize_in=itemsize_in,
-            itemsize_out=np.dtype(output_dtype).itemsize,
-            patch=patch,
-            only=only,
-            depth_first=depth_first,
-            **{"baseline": held, **site.words(), **more},
-        )
-
-    def make(site: Site) -> Plan:
-        limits = site.limits(ram, threads, vram)
-        rates = site.rates(file.network, limits)
-        return within(site, limits, columns=columns_only(cover), kinds=True, rates=rates)
-
-    def compared(made: Plan) -> list[Site]:
-        """Where else the layers might have run."""
-        both = made.device == "gpu" and meant == "auto" and vram is None and machine is None
-        return [Site(this_machine(), costs=shelf)] if both else []
-
-    def say(site: Site, made: Plan) -> None:
-        for sentence in (*site.sentences, *shelf.sentences):
-            tell(sentence)
-        if tell_why is not None:
-            rates = site.rates(file.network, made.limits) or assumed_rates(
-                site.machine, made.limits.threads, site.device
-            )
-            tell_why(considered(made, file.network, site.machine, rates, TABLE, names))
-        if tell_point is not None:
-            sites = [(there, there.limits(ram, threads, vram)) for there in (site, *compared(made))]
-            covers = [True, False] if cover is None else [columns_only(cover)]
-            for point in _curves(within, made, file.network, sites, covers, names):
-                tell_point(point)
-
-    if machine is not None:
-        there = elsewhere(shelf, meant, precision)
-        made = for_elsewhere(make(there), shelf)
-        say(there, made)
-        return made
-    with site_for(make, meant, vram, precision, shelf) as (site, made):
-        say(site, made)
-        for other in compared(made):
-            with suppress(NoPlanError):
-                made = replace(made, kinds=(*made.kinds, kind_of(file.network, made, make(other))))
-        return made
-
-
-def _curves(
-    within: Callable[..., Plan],
-    made: Plan,
-    network: Network,
-    sites: Sequence[tuple[Site, Limits]],
-    covers: Sequence[bool | None],
-    only: Sequence[str],
-) -> Iterator[Point]:
-    """Columns and patches on each site, with all else as asked for, up to the machine's memory or the limit beyond."""
-    curves = [(*pair, columns) for pair in sites for columns in covers]
-    for index, (site, limits, columns) in enumerate(curves):
-        gpu = site.machine.gpu
-        options = options_for(site.machine, limits, only=only, rates=site.rates(network, limits), device=site.device)
-        words: dict[str, Any] = {"columns": columns, "options": options}
-        if site.device == made.device:
-            words["baseline"] = made.memory.baseline
-        most = max(site.machine.ram_bytes, limits.ram_bytes)
-        if gpu is not None:
-            most = max(gpu.memory_bytes, limits.vram_bytes or 0)
-
-        def make(nbytes: int, at: Site = site, limits: Limits = limits, words: dict[str, Any] = words) -> Plan:
-            on_cpu = at.device == "cpu"
-            there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
-            return within(at, there, **words)
-
-        for point in points(make, most):
-            yield replace(point, done=(index + point.done) / len(curves))
 
 
 def infer(
@@ -234,7 +78,7 @@ def infer(
     goes on from there, byte for byte, unless a GPU refuses memory that it gave the run before: the report says so.
     """
     started = time.perf_counter()
-    _check_words(border, output_dtype, cover)
+    check_words(border, output_dtype, cover)
     only = (only,) if isinstance(only, str) else tuple(only)
     if overwrite and resume:
         raise ValueError("overwrite starts again and resume goes on: ask for one of them")
@@ -394,13 +238,6 @@ def _settings(only: Sequence[str], machine: Machine) -> dict[str, Any]:
         "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
         "gpu": None if gpu is None else {"name": gpu.name, "driver": gpu.driver, **dict(gpu.versions)},
     }
-
-
-def _check_words(border: str, output_dtype: str, cover: str | None) -> None:
-    for what, word, words in (("border", border, BORDERS), ("output dtype", output_dtype, OUTPUT_DTYPES)):
-        if word not in words:
-            raise ValueError(f"there is no {what} {word!r}; choose one of {', '.join(words)}")
-    columns_only(cover)  # ValueError when it is no word
 
 
 def _report(

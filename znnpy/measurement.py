@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,20 @@ from typing import Any
 from rich.table import Table
 
 from znnpy.formats.networks import read_network
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Unit
-from znnpy.machine import Limits, process_bytes
+from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
 from znnpy.planner.explain import human_seconds
-from znnpy.planner.memory import baseline_bytes, context_bytes
+from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
-from znnpy.run.clocks import CpuClock, GpuClock
+from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site, check_device_words, opened, word_of
-from znnpy.run.measuring import SURVEY_SHARE, Bench, Clock, Progress, Timer, rate_words, sample_tasks
+from znnpy.run.measuring import SURVEY_SHARE, Bench, rate_words, sample_tasks
 from znnpy.run.shelf import stored, stored_path, write_costs
-from znnpy.run.wisdom import wisdom_kept
+from znnpy.run.timing import Clock, Progress, Timer
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
 
 MINUTES = 2.0
@@ -110,11 +109,14 @@ def measure(
     """
     begun = time.monotonic()
     meant = check_device_words(device, None, precision)
+    if meant == "gpu" and threads is not None:
+        raise ValueError("--threads are of the processor, and a GPU's layers need none: drop it")
     net = None if network is None else read_network(network).network
     with opened(meant, precision) as site:
         limits = site.limits(ram, threads, None)
-        bench = Bench(site.machine, site.device, limits)
-        tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, _room(site, limits))
+        room = site.room(limits)
+        bench = Bench(site.machine, site.device, limits, room)
+        tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, room)
         with _clock(site, limits, 60 * minutes, clock) as timing:
             timer = Timer(timing, 60 * minutes, tell)
             rates, runs = bench.survey(tasks, timer, 1.0 if net is None else SURVEY_SHARE)
@@ -124,7 +126,10 @@ def measure(
         path = out or stored_path(site.machine, site.device, limits.threads)
         write_costs(path, costs)
         spent = time.monotonic() - begun
-        return Measured(costs, bench.assumed, runs, len(layers), spent, path, site.sentences)
+        notes = list(site.sentences)
+        if site.device == "gpu" and threads is not None:
+            notes.append("--threads are of the processor, and the GPU was measured")
+        return Measured(costs, bench.assumed, runs, len(layers), spent, path, tuple(notes))
 
 
 def _precisions(site: Site, asked: str | None) -> tuple[Precision, ...]:
@@ -133,25 +138,8 @@ def _precisions(site: Site, asked: str | None) -> tuple[Precision, ...]:
     return PRECISIONS if asked is None else (word_of(asked),)
 
 
-def _room(site: Site, limits: Limits) -> int:
-    """Bytes of the device's memory that a layer which is measured may take."""
-    if site.device == "cpu":
-        return limits.ram_bytes - process_bytes()
-    return (limits.vram_bytes or 0) - context_bytes(site.context_bytes)
-
-
-@contextmanager
-def _clock(site: Site, limits: Limits, seconds: float, given: Clock | None) -> Iterator[Clock]:
-    """Inside, the device's threads are there, and transforms are planned as in a run of so many seconds."""
-    if given is not None:
-        yield given
-    elif site.gpu is not None:
-        yield GpuClock(site.gpu)
-    else:
-        with ExitStack() as stack:
-            crew = stack.enter_context(Crew(limits.threads))
-            stack.enter_context(wisdom_kept(site.machine, seconds))
-            yield CpuClock(crew)
+def _clock(site: Site, limits: Limits, seconds: float, given: Clock | None) -> AbstractContextManager[Clock]:
+    return nullcontext(given) if given is not None else clock_of(site.gpu, site.machine, limits.threads, seconds)
 
 
 def _making(network: Network, site: Site, limits: Limits) -> Callable[[Rates, bool | None], Plan]:

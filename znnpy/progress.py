@@ -6,14 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING
 
 from znnpy.planner.explain import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from znnpy.planner.throughput import Point
-    from znnpy.run.measuring import Progress
     from znnpy.run.pipeline import Event
+    from znnpy.run.timing import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH = 10  # at least; it takes the room that the words leave
@@ -103,9 +104,9 @@ def _measured_lines() -> Callable[[Progress], None]:
 
 def _measured(progress: Progress) -> str:
     """`12/112 layers, at most 40 s left, cpu.conv.direct`."""
-    left = human_seconds(max(1.0, progress.seconds_left))
+    left = "" if progress.seconds_left == inf else f", at most {human_seconds(max(1.0, progress.seconds_left))} left"
     doing = f", {progress.doing}" if progress.doing else ""
-    return f"{progress.done}/{progress.total} layers, at most {left} left{doing}"
+    return f"{progress.done}/{progress.total} layers{left}{doing}"
 
 
 @contextmanager

@@ -19,11 +19,12 @@ from place import Place
 
 from znnpy import inference
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
-from znnpy.inference import infer, plan
+from znnpy.inference import infer
 from znnpy.machine import Gpu, Machine
 from znnpy.network import Network
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
+from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import choice, devices
 from znnpy.run.pipeline import Event

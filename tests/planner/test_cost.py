@@ -13,7 +13,7 @@ from fakes import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 
 from znnpy.kernels.primitive import Unit, Variant, Work
 from znnpy.network import Conv, Network
-from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
+from znnpy.planner.cost import CPU_RATES, GPU_RATES, SIZES, Rate, Rates, assumed_rates, edge_seconds, seconds
 from znnpy.planner.search import make_plan
 from znnpy.shapes import ConvShape
 
@@ -102,6 +102,59 @@ def test_a_measurement_corrects_every_size_of_a_layer() -> None:
     assert taught.learnt(SLOW, shape, other, 5 * before).seconds(SLOW, shape, other) == pytest.approx(0.5 + 5 * before)
 
 
+def sized(seconds: float) -> ConvShape:
+    """A layer that takes SLOW so long by ROUND: 100 times its output values over 100 a second."""
+    return ConvShape(round(seconds), 1, 1, (2, 2, 2), (2, 2, 2))
+
+
+def test_factors_between_sizes_are_interpolated_and_stay_beyond_them() -> None:
+    tenfold = Rates(
+        {"product": Rate(1e12, 1.0)}, stage_seconds=0.25, by_size={SLOW.name: (4.0, 1.0, 1.0, 1.0, 1.0, 3.0)}
+    )
+    variant = Variant.of(scale=1)
+
+    def factor(seconds: float) -> float:
+        shape = ConvShape(round(seconds * 1e10), 1, 1, (2, 2, 2), (2, 2, 2))
+        assert tenfold.seconds(FAST, shape, variant) == pytest.approx(0.25 + seconds / 10), "its sizes are not known"
+        return (tenfold.seconds(SLOW, shape, variant) - 0.25) / seconds
+
+    assert [factor(size) for size in SIZES] == pytest.approx([4.0, 1.0, 1.0, 1.0, 1.0, 3.0])
+    assert factor(SIZES[0] * 5**0.5) == pytest.approx(2.0)
+    assert factor(1e-7) == pytest.approx(4.0)
+    assert factor(10.0) == pytest.approx(3.0)
+
+
+def test_between_two_sizes_of_a_layer_count_the_speeds_of_both() -> None:
+    variant = Variant.of(scale=1)
+    rates = ROUND.learnt(SLOW, sized(4), variant, 8.0).learnt(SLOW, sized(100), variant, 100.0)
+    for size, factor in ((2, 2.0), (4, 2.0), (20, 2**0.5), (100, 1.0), (300, 1.0)):
+        assert rates.seconds(SLOW, sized(size), variant) == pytest.approx(factor * size)
+    again = rates.learnt(SLOW, sized(4), variant, 4.0)
+    assert again.seconds(SLOW, sized(20), variant) == pytest.approx(20.0), "the last measurement counts"
+
+
+def test_what_was_measured_at_another_size_is_not_known_at_this_one() -> None:
+    """But for layers of a second and more, which are alike."""
+    variant = Variant.of(scale=1)
+    fast = replace(ROUND, units={"product": Rate(1e4, 1.0)})
+    rates = fast.learnt(SLOW, sized(10), variant, 8.0)
+    assert rates.knows_size(SLOW, sized(14), variant)
+    assert not rates.knows_size(SLOW, sized(16), variant)
+    assert not rates.knows_size(FAST, sized(100), variant)
+    assert rates.knows(SLOW, sized(16), variant)
+    long = ROUND.learnt(SLOW, sized(2), variant, 8.0)
+    assert long.knows_size(SLOW, sized(1000), variant)
+
+
+def test_with_hope_what_is_not_known_may_take_less() -> None:
+    variant = Variant.of(scale=1)
+    rates = replace(ROUND, units={"product": Rate(1e4, 1.0)}, hope=0.5, stage_seconds=1.0)
+    assert rates.seconds(SLOW, sized(100), variant) == pytest.approx(1.0 + 0.5)
+    known = rates.learnt(SLOW, sized(100), variant, 3.0)
+    assert known.seconds(SLOW, sized(100), variant) == pytest.approx(1.0 + 3.0)
+    assert known.seconds(SLOW, sized(10), variant) == pytest.approx(1.0 + 0.5 * 0.3)
+
+
 def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> None:
     network = tiny_network(Conv((2, 2, 2), 3), Conv((2, 2, 2), 3), Conv((3, 3, 3), 2))
     shape, variant = ConvShape(1, 3, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
@@ -112,7 +165,6 @@ def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> No
     plans = [
         make_plan(network, (6, 5, 4), MACHINE, limits(2**30), rates=rates, **words) for rates in (first, some, every)
     ]
-    assert [plan.rigor for plan in plans] == ["estimate", "mixed", "measure"]
     assert [[c.measured for c in plan.choices] for plan in plans] == [[False] * 3, [False, True, False], [True] * 3]
     once = plans[1].choices[1]
     assert once.seconds == pytest.approx(prod(once.shape.out_shape) / prod(shape.out_shape))

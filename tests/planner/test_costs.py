@@ -32,6 +32,8 @@ def costs(**changes: Any) -> Costs:
         "machine": MACHINE,
         "primitives": {SLOW.name: 1, FAST.name: 1},
         "units": {"product": UnitSpeed(3e11, 2e10, 7)},
+        "by_size": {SLOW.name: (2.0, 1.5, 1.25, 1.0, 1.0, 1.0)},
+        "stage_seconds": 3e-5,
         "layers": (LAYER,),
     }
     return Costs(**{**words, **changes})
@@ -41,10 +43,30 @@ def test_a_file_holds_what_was_measured() -> None:
     assert Costs.from_json(costs().to_json()) == costs()
     rates = costs().rates(TABLE)
     assert rates.of("product") == Rate(3e11, 2e10)
-    assert rates.of("fft") == assumed_rates(MACHINE, 2).of("fft") == CPU_RATES["fft"]
-    assert rates.fitted
+    assert rates.fitted == {"product"}
     assert rates.knows(SLOW, SHAPE, Variant.of(scale=1))
+    assert rates.stage_seconds == 3e-5
     assert rates.seconds(SLOW, SHAPE, Variant.of(scale=1)) == pytest.approx(0.25 + rates.stage_seconds)
+    fast, variant = ConvShape(1, 2, 3, (9, 9, 9), (3, 2, 2)), Variant.of(scale=1)
+    plain = replace(rates, by_size={}, measured={})
+    assert rates.seconds(FAST, fast, variant) == plain.seconds(FAST, fast, variant), "no size of it was measured"
+    assert rates.seconds(SLOW, fast, variant) > 1.9 * plain.seconds(SLOW, fast, variant)
+
+
+def test_units_that_were_not_measured_are_as_much_slower_as_the_others() -> None:
+    assumed = assumed_rates(MACHINE, 2)
+    assert assumed.units == CPU_RATES
+    speeds = {
+        "product": UnitSpeed(0.5 * CPU_RATES["product"].flops, CPU_RATES["product"].nbytes, 7),
+        "copy": UnitSpeed(CPU_RATES["copy"].flops, 0.25 * CPU_RATES["copy"].nbytes, 7),
+        "fft": UnitSpeed(0.8 * CPU_RATES["fft"].flops, 0.9 * CPU_RATES["fft"].nbytes, 7),
+    }
+    rates = costs(units=speeds).rates(TABLE)
+    assert rates.of("pool") == CPU_RATES["pool"].times(0.5, 0.5), "the median of 0.5, 0.25 and 0.8"
+    assert rates.of("product") == Rate(speeds["product"].flops, speeds["product"].nbytes)
+    pooled, shape, variant = replace(SLOW, unit="pool"), ConvShape(1, 2, 3, (9, 9, 9), (2, 2, 2)), Variant.of(scale=1)
+    assert rates.fits(SLOW, shape, variant)
+    assert not rates.fits(pooled, shape, variant)
 
 
 def test_layers_of_primitives_that_are_gone_tell_nothing() -> None:
@@ -81,6 +103,7 @@ def test_costs_of_a_gpu_are_of_the_card_and_its_libraries() -> None:
         primitives={"gpu.conv.slow": 1},
         layers=(),
         units={"gpu_stream": UnitSpeed(1e12, 1e12, 1)},
+        by_size={},
     )
     assert card.why_not(replace(WITH_GPU, processor="another"), 9, table) is None
     for gpu, said in (
@@ -115,6 +138,9 @@ def edited(*path: str | int, to: Any) -> str:
         (edited("machine", "cores", to=0), "the costs are damaged: machine: "),
         (edited("machine", "simd", to="mmx"), "the costs are damaged: machine: "),
         (edited("device", to="gpu"), "the costs are damaged: the file: "),
+        (edited("by_size", SLOW.name, to=[1.0]), f"the costs are damaged: by_size.{SLOW.name}: "),
+        (edited("by_size", SLOW.name, 0, to=0.0), f"the costs are damaged: by_size.{SLOW.name}.0: "),
+        (edited("stage_seconds", to=0.0), "the costs are damaged: stage_seconds: "),
         (edited("more", to=1), "the costs are damaged: more: "),
         (edited("layers", 0, "seconds", to=-1.0), "the costs are damaged: layers.0.seconds: "),
     ],

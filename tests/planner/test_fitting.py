@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from znnpy.kernels.primitive import Work
-from znnpy.planner.cost import CPU_RATES, Rates, seconds
+from znnpy.planner.cost import CPU_RATES, SIZES, Rates, seconds, weights_of
 from znnpy.planner.fitting import Run, fitted, units_of
 
 TRUE = (
@@ -41,7 +42,7 @@ def test_the_rates_that_runs_were_made_with_are_found() -> None:
     assert found.of("product").flops == pytest.approx(TRUE.of("product").flops, rel=0.05)
     assert found.of("fft").flops == pytest.approx(TRUE.of("fft").flops, rel=0.05)
     assert found.of("copy").nbytes == pytest.approx(TRUE.of("copy").nbytes, rel=0.05)
-    assert found.fitted
+    assert found.fitted == {"product", "fft", "copy"}
     assert units_of(runs) == ("fft", "product", "copy")
 
 
@@ -58,3 +59,56 @@ def test_a_disturbed_run_moves_the_rates_little() -> None:
     found = fitted(Rates(), runs)
     assert found.of("product").flops == pytest.approx(TRUE.of("product").flops, rel=0.1)
     assert found.of("fft").flops == pytest.approx(TRUE.of("fft").flops, rel=0.1)
+
+
+def sized(small: float, large: float, name: str, seed: int = 20261121) -> list[Run]:
+    """Of layers of 1 µs to 1 s: those of a primitive that takes `small` times as long where they are short, and
+    `large` times where they are long."""
+    rng = np.random.default_rng(seed)
+    runs = []
+    for size in np.exp(rng.uniform(np.log(1e-6), 0.0, 60)):
+        index, share = weights_of(float(size))
+        along = (index + share) / (len(SIZES) - 1)
+        factor = small ** (1 - along) * large**along
+        runs.append(Run((Work("product", CPU_RATES["product"].flops * float(size), 0.0),), factor * float(size), name))
+    return runs
+
+
+def test_sizes_of_a_primitive_have_factors_of_their_own() -> None:
+    runs = [*sized(3.0, 1.0, "one"), *sized(0.5, 1.0, "other", seed=7)]
+    found = fitted(Rates(stage_seconds=0.0), runs)
+    for name, small in (("one", 3.0), ("other", 0.5)):
+        for run in sized(small, 1.0, name, seed=11):
+            (work,) = run.work
+            index, share = weights_of(work.flops / found.of("product").flops)
+            below, above = found.by_size[name][index : index + 2]
+            predicted = work.flops / found.of("product").flops * below ** (1 - share) * above**share
+            assert predicted == pytest.approx(run.seconds, rel=0.1)
+
+
+def test_a_size_that_nothing_was_measured_at_is_as_the_next() -> None:
+    runs = [run for run in sized(2.0, 2.0, "one") if run.seconds > 1e-3]
+    found = fitted(Rates(stage_seconds=0.0), [*runs, *sized(1.0, 1.0, "other")]).by_size["one"]
+    assert found[0] == pytest.approx(found[3], rel=0.15)
+    assert found[0] > 1.25
+
+
+def test_larger_layers_never_take_less_time() -> None:
+    """Whatever runs said: sizes grow by 5, factors fall by less."""
+    found = fitted(Rates(stage_seconds=0.0), [*sized(60.0, 1 / 60, "one"), *sized(1.0, 1.0, "other")]).by_size["one"]
+    assert found[0] > 3 * found[-1]
+    for (small, below), (large, above) in pairwise(zip(SIZES, found, strict=True)):
+        assert large * above > small * below
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_what_stages_take_to_begin_is_fitted_where_runs_count_it(begins: bool) -> None:
+    rng = np.random.default_rng(20261121)
+    runs = [
+        Run(stages, (2e-5 * len(stages) if begins else 0.0) + sum(w.flops for w in stages) / CPU_RATES["product"].flops)
+        for size in np.exp(rng.uniform(np.log(1e5), np.log(1e10), 40))
+        for stages in [(Work("product", float(size), 0.0),) * int(rng.integers(1, 5))]
+    ]
+    found = fitted(Rates(stage_seconds=1e-4), runs, begins=begins)
+    assert found.stage_seconds == pytest.approx(2e-5 if begins else 1e-4, rel=0.1)
+    assert found.of("product").flops == pytest.approx(CPU_RATES["product"].flops, rel=0.05)

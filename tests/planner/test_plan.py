@@ -53,6 +53,7 @@ CHOICES = st.builds(
     SECONDS,
     COUNT,
     st.booleans(),
+    st.booleans(),
     BYTES,
     BYTES,
 )
@@ -80,7 +81,7 @@ PLANS = st.builds(
     itemsize_in=COUNT,
     itemsize_out=COUNT,
     columns=COUNT,
-    rigor=st.sampled_from(["estimate", "measure", "mixed"]),
+    rigor=st.sampled_from(["estimate", "measure", "exhaustive"]),
     other=st.none() | RUNNERS_UP,
     runners_up=st.lists(RUNNERS_UP, max_size=3).map(tuple),
     kinds=st.lists(KINDS, max_size=3).map(tuple),
@@ -188,10 +189,10 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan, and this version reads format 5"),
+        ("[]", "this is no plan, and this version reads format 6"),
         ("{}", "this is no plan"),
-        ('{"format": 2}', "this is a plan of format 2, and this version reads format 5"),
-        ('{"format": 6}', "this is a plan of format 6, and this version reads format 5"),
+        ('{"format": 2}', "this is a plan of format 2, and this version reads format 6"),
+        ('{"format": 7}', "this is a plan of format 7, and this version reads format 6"),
         ("[" * 100_000, "nested too deeply"),
         (f'{{"format": 5, "column": 1{"0" * 5000}}}', "a number of thousands of digits"),
     ],

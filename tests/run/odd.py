@@ -219,6 +219,7 @@ def _choice(
         seconds=1.0,
         runs=1,
         measured=False,
+        fitted=False,
         resident_bytes=footprint.resident,
         working_bytes=footprint.working(shape),
     )

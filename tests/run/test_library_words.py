@@ -10,7 +10,8 @@ import pytest
 from place import Place
 
 from znnpy.errors import NetworkFileError, ShapeError, VolumeError
-from znnpy.inference import infer, plan
+from znnpy.inference import infer
+from znnpy.planning import plan
 from znnpy.trained import load_network
 
 

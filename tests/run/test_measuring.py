@@ -21,7 +21,8 @@ from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
 from znnpy.planner.search import make_plan
 from znnpy.run.clocks import CLOCK_SECONDS, CpuClock
-from znnpy.run.measuring import Bench, Progress, Task, Timer, sample_tasks
+from znnpy.run.measuring import Bench, sample_tasks
+from znnpy.run.timing import Progress, Task, Timer
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
 
 LIMITS = Limits(2**34, 2, 2**34)
@@ -93,10 +94,10 @@ def test_primitives_take_turns_and_large_layers_need_room() -> None:
 
 def test_rates_are_fitted_to_what_the_clock_says() -> None:
     clock = Clock(factor=3.0)
-    bench = Bench(MACHINE, "cpu", LIMITS, FAKES)
+    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     told: list[Progress] = []
     rates, runs = bench.survey(tasks(table=FAKES), timer(clock, tell=told.append))
-    assert rates.fitted
+    assert rates.fitted == {"product", "pool"}
     assert set(runs) == {"product", "pool"}
     assert rates.of("product").flops == pytest.approx(bench.assumed.of("product").flops / 3, rel=0.3)
     assert rates.of("fft") == bench.assumed.of("fft")
@@ -113,12 +114,13 @@ def test_nothing_is_begun_that_does_not_fit_the_time() -> None:
     assert 0 < len(done) < len(found)
     assert clock.now - 100.0 <= limit
     with pytest.raises(NoPlanError, match="no layer could be measured in this time and memory; raise --minutes"):
-        Bench(MACHINE, "cpu", LIMITS, FAKES).survey(found, timer(Clock(), 1e-12))
+        Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, timer(Clock(), 1e-12))
 
 
 def test_what_a_device_refuses_is_left_out() -> None:
-    found = [task.primitive.name for task, _ in timer(Clock(refuses=FAST.name)).times(tasks(table=FAKES))]
-    assert set(found) == {SLOW.name, POOL.name}
+    found = list(timer(Clock(refuses=FAST.name)).times(tasks(table=FAKES)))
+    assert {task.primitive.name for task, spent in found if spent == "no"} == {FAST.name}
+    assert {task.primitive.name for task, spent in found if isinstance(spent, float)} == {SLOW.name, POOL.name}
 
 
 def made(rates: Rates, columns: bool | None) -> Plan:
@@ -129,7 +131,7 @@ def made(rates: Rates, columns: bool | None) -> Plan:
 
 def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None:
     clock = Clock()
-    bench = Bench(MACHINE, "cpu", LIMITS, FAKES)
+    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     layers = bench.deepen(bench.assumed, made, timer(clock))
     rates = bench.assumed
     for layer in layers:
@@ -137,7 +139,7 @@ def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None
             next(p for p in FAKES if p.name == layer.primitive), layer.shape, layer.variant, layer.seconds
         )
     for columns in (None, True, False):
-        assert made(rates, columns).rigor == "measure"
+        assert all(choice.measured for choice in made(rates, columns).choices)
     assert len(clock.runs) == len(set(clock.runs)) == len(layers)
     assert bench.deepen(rates, made, timer(clock)) == [], "nothing is left to do"
 
@@ -150,18 +152,18 @@ def test_no_plan_is_made_when_the_time_is_up() -> None:
     def make(rates: Rates, columns: bool | None) -> Plan:
         raise AssertionError("there is no time for it")
 
-    assert Bench(MACHINE, "cpu", LIMITS, FAKES).deepen(Rates(), make, late) == []
+    assert Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), make, late) == []
 
 
 def test_refused_layers_are_tried_once() -> None:
     clock = Clock(refuses=FAST.name)
-    layers = Bench(MACHINE, "cpu", LIMITS, FAKES).deepen(Rates(), made, timer(clock))
+    layers = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), made, timer(clock))
     assert {layer.primitive for layer in layers} <= {SLOW.name, POOL.name}
     assert len(clock.refused) == len(set(clock.refused)) > 0
 
 
 def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> None:
-    bench = Bench(MACHINE, "cpu", LIMITS, FAKES)
+    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     clock = Clock()
     layers = bench.deepen(bench.assumed, made, timer(clock))
     old = bench.costs(bench.assumed, {"product": 3, "pool": 1}, layers, None)

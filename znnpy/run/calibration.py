@@ -61,7 +61,8 @@ class Refusal:
 class _Remembered:
     """The file. Facts say what GPU and libraries it is of.
 
-    settled  networks of which all was measured that should be, and the bytes of the GPU that might be taken
+    settled  networks of which all was measured that should be, by what was known of the GPU beside this file, and the
+             bytes of the GPU that might be taken
     """
 
     facts: dict[str, str]
@@ -103,7 +104,13 @@ def measured_rates(
     for no in kept.refusals:
         rates = rates.refusing(known[no.primitive], no.shape, no.reason)
     layers = tuple(_layers(network, precision))
-    name = _digest({"layers": str(layers), "primitives": str(sorted((p.name, p.version) for p in known.values()))})
+    name = _digest(
+        {
+            "layers": str(layers),
+            "primitives": str(sorted((p.name, p.version) for p in known.values())),
+            "stored": "" if stored is None else str(stored),
+        }
+    )
     if kept.settled.get(name, -1) >= vram_bytes:
         return rates
     found: list[Measurement] = []

@@ -31,6 +31,8 @@ from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
 
 COVERS = ("columns", "patches")
+OUTPUT_DTYPES = ("float32", "float16", "uint8")
+BORDERS = ("valid", "reflect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,14 @@ def columns_only(cover: str | None) -> bool | None:
     if cover is not None and cover not in COVERS:
         raise ValueError(f"there is no cover {cover!r}; choose one of {', '.join(COVERS)}")
     return None if cover is None else cover == "columns"
+
+
+def check_words(border: str, output_dtype: str, cover: str | None) -> None:
+    """ValueError for words that there are not."""
+    for what, word, words in (("border", border, BORDERS), ("output dtype", output_dtype, OUTPUT_DTYPES)):
+        if word not in words:
+            raise ValueError(f"there is no {what} {word!r}; choose one of {', '.join(words)}")
+    columns_only(cover)
 
 
 def choose(

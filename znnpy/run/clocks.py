@@ -6,7 +6,8 @@ FFTW's timing rules: warm, repeated until a clock can tell, the least of a few.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ import numpy as np
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
+from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, LayerShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
+    from znnpy.machine import Machine
 
 REPEATS = 4
 LONG_SECONDS = 0.02  # on a GPU: a layer that is estimated to take longer is measured on a smaller volume
@@ -75,6 +78,19 @@ class GpuClock:
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         """As `measure`; DeviceError where the device refuses the layer, or a layer before broke it."""
         return measure(self.device, primitive, shape, variant)
+
+
+@contextmanager
+def clock_of(device: Device | None, machine: Machine, threads: int, seconds: float) -> Iterator[CpuClock | GpuClock]:
+    """That of a GPU; of the processor where there is none: inside, its threads are there.
+
+    seconds  as long as a run takes for which transforms are planned
+    """
+    if device is not None:
+        yield GpuClock(device)
+        return
+    with Crew(threads) as crew, wisdom_kept(machine, seconds):
+        yield CpuClock(crew)
 
 
 def measure(device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:

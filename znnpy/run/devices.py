@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu
-from znnpy.machine import Gpu, Limits, Machine, limits_of, this_machine
+from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
 from znnpy.planner.costs import Costs
 from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.run.calibration import measured_rates
@@ -64,8 +64,14 @@ class Site:
         stored = self.costs.rates(self.machine, self.device, limits.threads)
         if self.gpu is None or limits.vram_bytes is None:
             return stored
-        room = limits.vram_bytes - context_bytes(self.context_bytes)
+        room = self.room(limits)
         return measured_rates(self.gpu, self.machine, network, self.precision, vram_bytes=room, stored=stored)
+
+    def room(self, limits: Limits) -> int:
+        """Bytes of the device's memory that a layer which is timed may take: within the limits and what is there."""
+        if self.device == "cpu":
+            return min(limits.ram_bytes, limits_of(self.machine).ram_bytes) - process_bytes()
+        return (limits.vram_bytes or 0) - context_bytes(self.context_bytes)
 
     def words(self) -> dict[str, Any]:
         """What `make_plan` is told of it beside the machine."""
@@ -159,11 +165,18 @@ def opened(meant: str, precision: str | None = None) -> Iterator[Site]:
     """
     why: list[str] = []
     found = None if meant == "cpu" else _found(meant, why)
-    if found is None:
+    with ExitStack() as stack:
+        if found is not None:
+            try:
+                site = stack.enter_context(_opened(found, word_of(precision)))
+            except DeviceError as error:
+                if meant == "gpu":
+                    raise
+                why.append(f"{found.name} is not used: {error}")
+            else:
+                yield site
+                return
         yield Site(this_machine(), sentences=(*why, *_unused(None, precision)))
-        return
-    with _opened(found, word_of(precision)) as site:
-        yield site
 
 
 def elsewhere(costs: Shelf, device: str, precision: str | None) -> Site:

@@ -2,22 +2,19 @@
 
 Every primitive of a device that runs the sample layers (`planner.samples`) does so with the variant that looks the
 fastest for each unit it may use, primitives taking turns, until the time is up. Kernels that no card has shown results
-of are left out: nothing chooses them. For a network the layers of its best plans follow, as they are, until the best
-plan holds nothing that was not measured.
+of are left out: nothing chooses them. For a network the layers of its best plans follow (`run.learning`).
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import znnpy
-from znnpy.errors import DeviceError, NoPlanError
-from znnpy.kernels.primitive import Primitive, Unit, Variant
+from znnpy.errors import NoPlanError
+from znnpy.kernels.primitive import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates
@@ -26,78 +23,13 @@ from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
+from znnpy.run.learning import Learner
+from znnpy.run.timing import Task, Timer, bytes_of
 from znnpy.shapes import LayerShape, Precision
-
-_log = logging.getLogger(__name__)
 
 SURVEY_SHARE = 0.5  # of the time, where a network is measured too
 MOST_RUN_SECONDS = 0.4  # of one run of a sample, as estimated
-MOST_LAYER_SECONDS = 2.0  # of one run of a network's layer, as estimated: what takes longer runs on fewer images
-RUNS_OF_A_LAYER = 4  # that one measurement takes, about
 COVERS = (None, True, False)  # the best plan, the best of columns, the best of patches
-
-Making = Callable[[Rates, bool | None], Plan]
-
-
-class Clock(Protocol):
-    """Who runs a layer and says how long that took: a CpuClock or a GpuClock."""
-
-    def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a measurement is."""
-
-    done: int
-    total: int
-    seconds_left: float  # at most
-    doing: str
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A layer to be timed."""
-
-    primitive: Primitive
-    shape: LayerShape
-    variant: Variant
-    expected: float  # seconds of one run
-
-    @property
-    def name(self) -> str:
-        return f"{self.primitive.name} on {self.shape}"
-
-
-@dataclass(slots=True)
-class Timer:
-    """Times tasks within a time limit, and tells of each; what a GPU refuses to run is left out."""
-
-    clock: Clock
-    seconds: float  # that all may take
-    tell: Callable[[Progress], None]
-    now: Callable[[], float] = time.monotonic
-    begun: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.begun = self.now()
-
-    def left(self, share: float = 1.0) -> float:
-        return share * self.seconds - (self.now() - self.begun)
-
-    def times(self, tasks: Sequence[Task], share: float = 1.0) -> Iterator[tuple[Task, float]]:
-        """Tasks and their seconds, in turn, while there is time within `share` of all of it."""
-        for done, task in enumerate(tasks):
-            if RUNS_OF_A_LAYER * task.expected > self.left(share):
-                continue
-            self.tell(Progress(done, len(tasks), self.left(), task.name))
-            try:
-                spent = self.clock.seconds(task.primitive, task.shape, task.variant)
-            except DeviceError as error:
-                _log.info("%s is not run here: %s", task.name, error)
-                continue
-            yield task, spent
-        self.tell(Progress(len(tasks), len(tasks), self.left(), ""))
 
 
 def sample_tasks(
@@ -133,27 +65,23 @@ def _best(
     for variant in primitive.variants(shape, machine):
         units = frozenset(work.unit for work in primitive.work(shape, variant))
         spent = rates.seconds(primitive, shape, variant)
-        if units & UNSEEN_UNITS or spent > MOST_RUN_SECONDS or _bytes(primitive, shape, variant, threads) > room_bytes:
+        if units & UNSEEN_UNITS or spent > MOST_RUN_SECONDS:
+            continue
+        if bytes_of(primitive, shape, variant, threads) > room_bytes:
             continue
         if units not in found or spent < found[units].expected:
             found[units] = Task(primitive, shape, variant, spent)
     yield from found.values()
 
 
-def _bytes(primitive: Primitive, shape: LayerShape, variant: Variant, threads: int) -> int:
-    """Of one layer that is timed: all its buffers at once, and its weights."""
-    footprint = primitive.footprint(shape, variant, threads)
-    scratch = sum(s.nbytes for s in footprint.scratch)
-    return shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.host + footprint.allowance
-
-
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured: a device of a machine, by so many threads."""
+    """What is measured: a device of a machine, by so many threads, within so much of its memory."""
 
     machine: Machine
     device: DeviceKind
     limits: Limits
+    room_bytes: int
     table: Sequence[Primitive] = TABLE
 
     @property
@@ -162,48 +90,26 @@ class Bench:
 
     def survey(self, tasks: Sequence[Task], timer: Timer, share: float = 1.0) -> tuple[Rates, dict[Unit, int]]:
         """Rates fitted to the tasks, and the number of runs that each unit takes part in."""
-        runs = [Run(tuple(t.primitive.work(t.shape, t.variant)), spent) for t, spent in timer.times(tasks, share)]
+        runs = [
+            Run(tuple(task.primitive.work(task.shape, task.variant)), spent, task.primitive.name)
+            for task, spent in timer.times(tasks, share)
+            if not isinstance(spent, str)
+        ]
         counted = Counter(unit for run in runs for unit in {work.unit for work in run.work})
         if not counted:
             raise NoPlanError("no layer could be measured in this time and memory; raise --minutes or --ram")
-        begun_apart = 0.0 if self.device == "gpu" else self.assumed.stage_seconds  # a GPU's clock begins when it does
-        rates = fitted(replace(self.assumed, stage_seconds=begun_apart), runs)
-        return replace(rates, stage_seconds=self.assumed.stage_seconds), dict(counted)
+        return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
-    def deepen(self, rates: Rates, make: Making, timer: Timer) -> list[Measurement]:
+    def deepen(self, rates: Rates, make: Callable[[Rates, bool | None], Plan], timer: Timer) -> list[Measurement]:
         """Layers of the best plans that `make` makes with what is known, until the time is up or all are known."""
-        known = {p.name: p for p in self.table}
-        found: list[Measurement] = []
-        tried: set[tuple[Primitive, LayerShape, Variant]] = set()
+        learner = Learner(rates, timer, self.device, self.limits, self.room_bytes, self.table)
         for columns in COVERS:
-            while timer.left() > 0:
-                try:
-                    plan = make(rates, columns)
-                except NoPlanError:
-                    if columns is None:
-                        raise
-                    break
-                tasks = [
-                    task
-                    for task in _layers(plan, known, rates)
-                    if not rates.knows(*_case(task)) and _case(task) not in tried
-                ]
-                tried.update(map(_case, tasks))
-                before = len(found)
-                for task, spent in timer.times(tasks):
-                    layer = self._measurement(task, spent)
-                    found.append(layer)
-                    rates = rates.learnt(*_case(task), layer.seconds)
-                if len(found) == before:
-                    break
-        return found
-
-    def _measurement(self, task: Task, spent: float) -> Measurement:
-        """Without what stages take to begin, which the rates count apart."""
-        begun = 0.0 if self.device == "gpu" else self.assumed.stage_seconds
-        stages = len(task.primitive.work(task.shape, task.variant))
-        seconds = max(spent - stages * begun, 0.5 * spent)
-        return Measurement(task.primitive.name, task.primitive.version, task.variant, task.shape, seconds)
+            if columns is None:
+                learner.learn(lambda known: make(known, None))
+                continue
+            with suppress(NoPlanError):
+                learner.learn(lambda known, columns=columns: make(known, columns))  # type: ignore[misc]
+        return learner.found
 
     def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement], old: Costs | None) -> Costs:
         """All that is known: what was measured now, and of an earlier measurement what was not measured again."""
@@ -219,26 +125,10 @@ class Bench:
             machine=self.machine,
             primitives=versions(self.machine, self.device, self.table),
             units={**({} if old is None else old.units), **units},
+            by_size={**({} if old is None else old.by_size), **rates.by_size},
+            stage_seconds=rates.stage_seconds,
             layers=(*kept, *layers),
         )
-
-
-def _layers(plan: Plan, known: Mapping[str, Primitive], rates: Rates) -> Iterator[Task]:
-    """The layers of a plan, each once; long ones on fewer images."""
-    seen = set()
-    for choice in plan.choices:
-        primitive, shape = known[choice.primitive], choice.shape
-        spent = rates.seconds(primitive, shape, choice.variant)
-        images = max(1, min(shape.batch, int(shape.batch * MOST_LAYER_SECONDS / spent)))
-        shape = replace(shape, batch=images)
-        task = Task(primitive, shape, choice.variant, rates.seconds(primitive, shape, choice.variant))
-        if (key := (primitive.name, shape, choice.variant)) not in seen:
-            seen.add(key)
-            yield task
-
-
-def _case(task: Task) -> tuple[Primitive, LayerShape, Variant]:
-    return task.primitive, task.shape, task.variant
 
 
 def _same(one: Measurement, other: Measurement) -> bool:

@@ -25,11 +25,22 @@ from znnpy.run.wisdom import cache_folder
 class Shelf:
     """Costs by device: those that `znnpy measure` stored of this machine, or those of one file."""
 
-    def __init__(self, file: str | Path | None = None, table: Sequence[Primitive] = TABLE) -> None:
-        """file  that is taken whatever is stored, and has to fit; PlanFileError where it cannot be read."""
-        self.file, self.table = None if file is None else Path(file), table
+    def __init__(
+        self,
+        file: str | Path | None = None,
+        table: Sequence[Primitive] = TABLE,
+        *,
+        machine: str | Path | None = None,
+    ) -> None:
+        """file, machine  one that is taken whatever is stored, and has to fit; `machine` of one that is not here.
+
+        PlanFileError where it cannot be read.
+        """
+        named = file if machine is None else machine
+        self.file, self.table = None if named is None else Path(named), table
         self.named = None if self.file is None else Costs.load(self.file)
         self.sentences: list[str] = []  # on stored costs that were not used
+        self._word = "costs" if machine is None else "machine"
 
     def meant(self, device: str) -> str:
         """The device that is meant by "auto": that of the file, where there is one."""
@@ -46,7 +57,8 @@ class Shelf:
         """
         if self.named is not None:
             if reason := self._why_not(self.named, machine, device, threads):
-                raise PlanFileError(f"the costs in {self.file} do not fit: {reason}; leave --costs out, or {AGAIN}")
+                advice = self._advice(self.named, device, threads)
+                raise PlanFileError(f"the costs in {self.file} do not fit: {reason}; {advice}")
             return self.named.rates(self.table)
         path = stored_path(machine, device, threads)
         if not path.exists():
@@ -67,6 +79,17 @@ class Shelf:
         if costs.device != device:
             return f"they are of the {costs.device.upper()}, and the plan is for the {device.upper()}"
         return costs.why_not(machine, threads, self.table)
+
+    def _advice(self, costs: Costs, device: DeviceKind, threads: int) -> str:
+        """What to do about a file that does not fit."""
+        words = ["znnpy measure"]
+        if device == "cpu" and costs.device == "cpu" and costs.threads != threads:
+            words.append(f"--threads {threads}")
+        if self._word == "costs":
+            fix = f"give --threads {costs.threads}, leave --costs out" if words[1:] else "leave --costs out"
+            return f"{fix}, or measure again with `{' '.join(words)}`"
+        there = f"measure there with `{' '.join((*words, '--export FILE'))}`"
+        return f"leave --threads out, or {there}" if words[1:] else f"{there}, by a znnpy of the same version"
 
 
 def stored(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive] = TABLE) -> Costs | None:

@@ -1,0 +1,228 @@
+"""The plan of a job as one function: network, volume and limits in, the fastest plan and what there is to say out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from znnpy.errors import NoPlanError, ShapeError
+from znnpy.formats.networks import DEFAULT, read_network
+from znnpy.kernels.table import TABLE
+from znnpy.machine import Limits, this_machine
+from znnpy.network import Network
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.kinds import kind_of
+from znnpy.planner.memory import baseline_bytes
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan, options_for
+from znnpy.planner.throughput import Point, points
+from znnpy.planner.why import Considered, considered
+from znnpy.run.choice import check_words, columns_only
+from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, site_for
+from znnpy.run.shelf import Shelf
+from znnpy.shapes import FLOAT32, Vec3
+from znnpy.volume import open_volume
+from znnpy.volume.source import Source, parse_roi
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
+
+
+def plan(
+    network: str | Path = DEFAULT,
+    *,
+    volume: str | Path | None = None,
+    dataset: str | None = None,
+    shape: Vec3 | None = None,
+    roi: str | None = None,
+    border: str = "valid",
+    output_dtype: str = "float32",
+    ram: int | str | None = None,
+    threads: int | None = None,
+    patch: Vec3 | None = None,
+    only: str | Sequence[str] = (),
+    cover: str | None = None,
+    depth_first: bool = True,
+    device: str = "auto",
+    vram: int | str | None = None,
+    precision: str | None = None,
+    costs: str | Path | None = None,
+    machine: str | Path | None = None,
+    tell: Callable[[str], None] = _log.info,
+    tell_why: Callable[[list[Considered]], None] | None = None,
+    tell_point: Callable[[Point], None] | None = None,
+) -> Plan:
+    """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
+
+    Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first; costs
+    and machine name files that `znnpy measure` wrote, machine one of the machine that the plan is for.
+    `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact;
+    `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken;
+    `tell_point` with the best plan of every kind at each limit from the machine's memory down: that takes minutes.
+    NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
+    """
+    check_words(border, output_dtype, cover)
+    names = (only,) if isinstance(only, str) else tuple(only)
+    meant = check_device_words(device, vram, precision, names)
+    if costs is not None and machine is not None:
+        raise ValueError("a file of a machine holds its costs: give costs or machine")
+    shelf = Shelf(costs, machine=machine)
+    meant = shelf.meant(meant)
+    threads = shelf.threads(threads)
+    wanted = _Wanted(
+        job=_job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize),
+        ram=ram,
+        threads=threads,
+        vram=vram,
+        patch=patch,
+        only=names,
+        cover=cover,
+        depth_first=depth_first,
+    )
+    tells = _Tells(tell, tell_why, tell_point)
+    if machine is not None:
+        there = elsewhere(shelf, meant, precision)
+        made = for_elsewhere(wanted.plan(there, kinds=True), shelf)
+        tells.of(wanted, made, [there], shelf)
+        return made
+    with site_for(lambda site: wanted.plan(site, kinds=True), meant, vram, precision, shelf) as (site, made):
+        sites = [site]
+        if made.device == "gpu" and meant == "auto" and vram is None:
+            sites.append(Site(this_machine(), costs=shelf))
+            with suppress(NoPlanError):
+                other = kind_of(wanted.job.network, made, wanted.plan(sites[1]))
+                made = replace(made, kinds=(*made.kinds, other))
+        tells.of(wanted, made, sites, shelf)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be computed."""
+
+    network: Network
+    output: Vec3
+    itemsize_in: int
+    itemsize_out: int
+    extra_bytes: int  # that unpack the volume's chunks
+
+
+def _job(
+    name: str | Path,
+    volume: str | Path | None,
+    dataset: str | None,
+    shape: Vec3 | None,
+    roi: str | None,
+    border: str,
+    itemsize_out: int,
+) -> _Job:
+    """From a volume, or a shape; ValueError where both are given."""
+    if shape is not None and len(shape) != 3:
+        raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
+    if volume is not None and shape is not None:
+        raise ValueError("a volume and a shape both give a size: give one of them")
+    network = read_network(name).network
+    if volume is not None:
+        with open_volume(Path(volume), dataset) as opened:
+            region = parse_roi(roi, opened.size) if roi else None
+            output = Source(opened, roi=region, border=border, network=network, allow_nan=False).output
+            return _Job(network, output, opened.dtype.itemsize, itemsize_out, opened.extra_bytes)
+    size = parse_roi(roi, shape or DEFAULT_SHAPE).size if roi else shape or DEFAULT_SHAPE
+    return _Job(network, size if border == "reflect" else network.dense_size(size), 1, itemsize_out, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A job, and the caller's words on how it is to run."""
+
+    job: _Job
+    ram: int | str | None
+    threads: int | None
+    vram: int | str | None
+    patch: Vec3 | None
+    only: tuple[str, ...]
+    cover: str | None
+    depth_first: bool
+
+    def limits(self, site: Site) -> Limits:
+        return site.limits(self.ram, self.threads, self.vram)
+
+    def plan(self, site: Site, *, kinds: bool = False) -> Plan:
+        """The fastest on a site; with `kinds` the best of every other kind there too."""
+        limits = self.limits(site)
+        rates = site.rates(self.job.network, limits)
+        return self.within(site, limits, columns=columns_only(self.cover), kinds=kinds, rates=rates)
+
+    def within(self, site: Site, limits: Limits, **more: Any) -> Plan:
+        """The fastest within other limits; `more` are words of `make_plan`."""
+        job = self.job
+        held = baseline_bytes() + site.later_bytes + job.extra_bytes
+        return make_plan(
+            job.network,
+            job.output,
+            site.machine,
+            limits,
+            itemsize_in=job.itemsize_in,
+            itemsize_out=job.itemsize_out,
+            patch=self.patch,
+            only=self.only,
+            depth_first=self.depth_first,
+            **{"baseline": held + FLOAT32 * job.network.parameters, **site.words(), **more},  # a run's weights too
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tells:
+    """Whom to tell what there is to say beside the plan."""
+
+    sentence: Callable[[str], None]
+    why: Callable[[list[Considered]], None] | None
+    point: Callable[[Point], None] | None
+
+    def of(self, wanted: _Wanted, made: Plan, sites: Sequence[Site], shelf: Shelf) -> None:
+        """sites  where the layers run, and where else they might have run"""
+        site, network = sites[0], wanted.job.network
+        for sentence in (*site.sentences, *shelf.sentences):
+            self.sentence(sentence)
+        if self.why is not None:
+            rates = _rates(site, network, made.limits)
+            self.why(considered(made, network, site.machine, rates, TABLE, wanted.only))
+        if self.point is not None:
+            for point in _curves(wanted, made, sites):
+                self.point(point)
+
+
+def _rates(site: Site, network: Network, limits: Limits) -> Rates:
+    """As `make_plan` takes them."""
+    return site.rates(network, limits) or assumed_rates(site.machine, limits.threads, site.device)
+
+
+def _curves(wanted: _Wanted, made: Plan, sites: Sequence[Site]) -> Iterator[Point]:
+    """Columns and patches on each site, with all else as asked for, up to the machine's memory or the limit beyond."""
+    covers = [True, False] if wanted.cover is None else [columns_only(wanted.cover)]
+    curves = [(site, wanted.limits(site), columns) for site in sites for columns in covers]
+    for index, (site, limits, columns) in enumerate(curves):
+        gpu = site.machine.gpu
+        rates = site.rates(wanted.job.network, limits)
+        options = options_for(site.machine, limits, only=wanted.only, rates=rates, device=site.device)
+        words: dict[str, Any] = {"columns": columns, "options": options}
+        if site.device == made.device:
+            words["baseline"] = made.memory.baseline
+        most = max(site.machine.ram_bytes, limits.ram_bytes)
+        if gpu is not None:
+            most = max(gpu.memory_bytes, limits.vram_bytes or 0)
+
+        def make(nbytes: int, at: Site = site, limits: Limits = limits, words: dict[str, Any] = words) -> Plan:
+            on_cpu = at.device == "cpu"
+            there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
+            return wanted.within(at, there, **words)
+
+        for point in points(make, most):
+            yield replace(point, done=(index + point.done) / len(curves))
