@@ -8,18 +8,13 @@ another process, tells the band within which nothing can be told apart.
 from __future__ import annotations
 
 import json
-import os
-import select
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
+from planning_child import Child, Facts
 from planning_plans import carried
 from pydantic import TypeAdapter
 
@@ -29,11 +24,6 @@ CHILD = Path(__file__).with_name("planning_layer.py")
 PREPARING_SECONDS = 120.0  # that a layer may take before it runs: kernels are compiled, weights and input made
 RUNS = 3.0  # the first one, one that counts, and what lies between
 SPARE_SECONDS = 0.5
-Facts = dict[str, Any]
-
-
-class NoTimeLeft(Exception):
-    """All that was to be measured may take no longer."""
 
 
 @dataclass(slots=True)
@@ -92,9 +82,8 @@ class Stopwatch:
 
     def __init__(self, kept: Kept, network: str, pick: Plan, *, repeat_seconds: float, end: float) -> None:
         self._kept, self._repeat_seconds, self._end = kept, repeat_seconds, end
-        self._first = {"plan": pick.to_json(), "network": network, "ram_bytes": pick.limits.ram_bytes}
-        self._child: subprocess.Popen[bytes] | None = None
-        self._read = b""  # of what it said, and not yet taken
+        first = {"plan": pick.to_json(), "network": network, "ram_bytes": pick.limits.ram_bytes}
+        self._child = Child(CHILD, first)
 
     def __enter__(self) -> Self:
         return self
@@ -104,10 +93,7 @@ class Stopwatch:
 
     def stop(self) -> None:
         """The next layer is timed in a process of its own."""
-        if self._child is not None:
-            self._child.kill()
-            _closed(self._child)
-            self._child, self._read = None, b""
+        self._child.stop()
         self._kept.write()
 
     def total(self, plan: Plan, *, below: float = inf, reading: int = 0) -> Total:
@@ -150,71 +136,23 @@ class Stopwatch:
 
     def _ask(self, choice: Choice, planes: int, most: float) -> dict[str, Any]:
         """TimeoutError where it takes longer than `most` seconds."""
-        child = self._child or self._started()
         request = {
             "choice": json.loads(TypeAdapter(Choice).dump_json(choice)),
             "carried": planes,
             "most": min(most, 1e9),
             "repeat_seconds": self._repeat_seconds,
         }
-        assert child.stdin is not None
-        try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
-        except BrokenPipeError:
-            return self._ended(child)
-        said = self._line(child, PREPARING_SECONDS)
+        self._child.tell(request)
+        said = self._child.line(PREPARING_SECONDS, self._end)
         if said is None:
             self.stop()
             return {"failure": f"not prepared within {PREPARING_SECONDS:.0f} s"}
         if "ready" not in said:
             return said
-        said = self._line(child, SPARE_SECONDS + self._repeat_seconds + RUNS * most)
+        said = self._child.line(SPARE_SECONDS + self._repeat_seconds + RUNS * most, self._end)
         if said is None:
             raise TimeoutError(f"more than {most:.2g} s")
         return said
-
-    def _line(self, child: subprocess.Popen[bytes], limit: float) -> dict[str, Any] | None:
-        """The next; None when there is none after `limit` seconds. NoTimeLeft when all time is up before."""
-        assert child.stdout is not None
-        begin = time.monotonic()
-        while b"\n" not in self._read:
-            now = time.monotonic()
-            left = self._end - now
-            wait = begin + limit - now
-            ready, _, _ = select.select([child.stdout], [], [], max(0.0, min(left, wait)))
-            if not ready:
-                if left <= wait:
-                    raise NoTimeLeft
-                return None
-            more = os.read(child.stdout.fileno(), 2**16)
-            if not more:
-                return self._ended(child)
-            self._read += more
-        line, _, self._read = self._read.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _ended(self, child: subprocess.Popen[bytes]) -> dict[str, Any]:
-        child.wait()
-        self.stop()
-        return {"failure": f"the process ended with {child.returncode}"}
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen([sys.executable, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(self._first).encode() + b"\n")
-        self._child = child
-        return child
-
-
-def _closed(child: subprocess.Popen[bytes]) -> None:
-    """Its pipes, and what is left of it; what it did not read does not matter any more."""
-    for pipe in (child.stdin, child.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
-    child.wait()
 
 
 def band(one: Total, other: Total) -> float:

@@ -1,11 +1,12 @@
-"""The child of planning.py for Table V in today's form: one patch in PyTorch, one way, within a limit of memory.
+"""The child of planning.py for Table V in today's form: patches in PyTorch, one way, within a limit of memory.
 
 plain      convolutions and max-poolings as everybody calls them (oneDNN, cuDNN): a patch gives one subsampling of the
            output, and is computed again for every offset. Timed is one of them.
 dilated    strided kernels: nothing is subsampled, kernels have gaps instead
 fragments  shift and pool, the fragments as a batch
 
-A request on stdin, an answer on stdout, both JSON. Seconds are of one dense patch.
+Lines of JSON on stdin and on stdout: the first says what way, every other is a patch. Seconds are of one dense patch,
+the peak is of all patches so far.
 """
 
 from __future__ import annotations
@@ -75,48 +76,58 @@ def plain(network: Network, precision: Any, layout: Any, device: str) -> Callabl
     return net
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of every run on one patch, after one that does not count."""
+def prepared(request: dict[str, Any]) -> Callable[[Vec3], dict[str, Any]]:
+    """Answers for patches, one way: seconds of every run after one that does not count."""
     import torch
 
     network, device = random_network(request["network"]), request["device"]
-    precision, layout = request["precision"], request["layout"]
-    patch: Vec3 = tuple(request["patch"])
-    times = 1
-    if request["method"] == "plain":
-        net = plain(network, precision, layout, device)
-        z, y, x = (side // period for side, period in zip(patch, network.period, strict=True))
-        size, times = plain_in(network, (z, y, x)), prod(network.period)
+    precision, layout, method = request["precision"], request["layout"], request["method"]
+    if method == "plain":
+        net: Callable[[npt.NDArray[Any]], Any] = plain(network, precision, layout, device)
     else:
         from dense_torch import DenseTorch
 
         net = DenseTorch(
-            network, random_weights(network), request["method"], precision, layout, device, tried=request["algorithms"]
+            network, random_weights(network), method, precision, layout, device, tried=request["algorithms"]
         )
-        size = network.patch_in(patch)
-    raw = np.empty((network.input_channels, *size), np.uint8)
-    Noise(network.input_channels).read((0, 0, 0), raw)
-    net(raw)
-    seconds: list[float] = []
-    while not seconds or sum(seconds) + seconds[-1] < request["repeat_seconds"]:
-        begin = time.perf_counter()
+
+    def answer(patch: Vec3) -> dict[str, Any]:
+        size, times = network.patch_in(patch), 1
+        if method == "plain":
+            z, y, x = (side // period for side, period in zip(patch, network.period, strict=True))
+            size, times = plain_in(network, (z, y, x)), prod(network.period)
+        raw = np.empty((network.input_channels, *size), np.uint8)
+        Noise(network.input_channels).read((0, 0, 0), raw)
         net(raw)
-        seconds.append(time.perf_counter() - begin)
-    peak = peak_bytes() if device == "cpu" else torch.cuda.max_memory_reserved()
-    return {"patch_out": patch, "seconds": [times * spent for spent in seconds], "peak_bytes": peak}
+        seconds: list[float] = []
+        while not seconds or sum(seconds) + seconds[-1] < request["repeat_seconds"]:
+            begin = time.perf_counter()
+            net(raw)
+            seconds.append(time.perf_counter() - begin)
+        peak = peak_bytes() if device == "cpu" else torch.cuda.max_memory_reserved()
+        return {"seconds": [times * spent for spent in seconds], "peak_bytes": peak}
+
+    return answer
 
 
 def main() -> None:
     import torch
 
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
     torch.set_num_threads(request["threads"])
     if request["device"] == "cpu":
         limit_memory(request["ram_bytes"])
     else:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, request["ram_bytes"] / total))
-    print(json.dumps(answer(request)))
+    answer = prepared(request)
+    for line in sys.stdin:
+        z, y, x = json.loads(line)["patch"]
+        try:
+            said = answer((z, y, x))
+        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is one; DefaultCPUAllocator says no more
+            said = {"failure": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

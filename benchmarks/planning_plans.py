@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -389,3 +390,15 @@ def all_rivals(maker: Maker, randoms: int, seed: int, most: int | None = None) -
     """Uniform choices, random plans and neighbours, in this order; of each kind at most `most`."""
     kinds = uniform(maker), random_plans(maker, randoms, np.random.default_rng(seed)), neighbours(maker)
     return [rival for kind in kinds for rival in islice(kind, most)]
+
+
+def turns(rivals: Sequence[Rival], kinds: Sequence[str]) -> Iterator[Rival]:
+    """The one of each kind that is predicted to be the fastest, then the next of each; those without a plan last."""
+    by_kind = [
+        sorted(
+            (rival for rival in rivals if rival.kind == kind), key=lambda r: inf if r.plan is None else r.plan.seconds
+        )
+        for kind in kinds
+    ]
+    for turn in zip_longest(*by_kind):
+        yield from (rival for rival in turn if rival is not None)

@@ -3,107 +3,114 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
+from typing import Any, Self
 
-from apart import run_apart
-from networks_gpu import lines_of, sides
+from networks_gpu import sides
+from planning_child import Child, NoTimeLeft
 from planning_findings import Scheme, shapes_of
-from planning_plans import Ground
-from planning_tables import Facts, Row, error
+from planning_peers import METHODS
+from planning_points import Point, part_of
+from planning_tables import Facts, error
 from whole_runs import infer, random_volume
 
 from znnpy.machine import parse_bytes
-from znnpy.network import Network, Pool
+from znnpy.network import Pool
 from znnpy.planner.plan import Plan
-from znnpy.shapes import Vec3
 
+GPU_CHILD = Path(__file__).with_name("planning_gpu.py")
 PEER_CHILD = Path(__file__).with_name("planning_peers.py")
 LAYOUT = "channels_last_3d"
+PREPARING_SECONDS = 120.0  # of a plan on a GPU, kernels compiled
+LATE = 5.0  # so many times as long as predicted is too long
 
 
-@dataclass(frozen=True)
-class Point:
-    """One row, and what its plans are made on."""
+class Runs:
+    """Runs plans in processes of their own. A context manager; a GPU's process stays for the runs that follow."""
 
-    row: Row
-    network: Network
-    ground: Ground
-    pick: Plan
+    def __init__(self, folder: Path, end: float) -> None:
+        self._folder, self._end = folder, end
+        self._child = Child(GPU_CHILD)
 
-    def __str__(self) -> str:
-        return f"{self.network.name} {self.row.limit}"
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *cause: object) -> None:
+        self._child.stop()
 
-def part_of(plan: Plan, network: Network, most_seconds: float) -> Vec3:
-    """The whole output, or as many steps along one axis as are predicted to take `most_seconds`; one at least."""
-    if plan.seconds <= most_seconds:
-        return plan.output
-    axis = plan.axis
-    thick, z, y, x = plan.patch_out[axis], *plan.patch_out
-    best_size, steps = (z, y, x), 2
-    while steps * thick <= plan.output[axis]:
-        z, y, x = (steps * thick if i == axis else side for i, side in enumerate(plan.patch_out))
-        if plan.covering((z, y, x), network, plan.memory).seconds > most_seconds:
-            break
-        best_size, steps = (z, y, x), steps + 1
-    z, y, x = (min(a, b) for a, b in zip(best_size, plan.output, strict=True))
-    return z, y, x
+    def of(self, point: Point, contest: Sequence[tuple[str, Plan]], times: int) -> list[Facts]:
+        """Every contestant's runs as one figure; on a CPU they take turns, on a GPU one comes after the other."""
+        found: dict[str, list[Facts]] = {what: [] for what, _ in contest}
+        if point.pick.device == "gpu":
+            for what, plan in contest:
+                found[what] = self._on_gpu(point, plan, times)
+        else:
+            for _ in range(times):
+                for what, plan in contest:
+                    if not any(run["failure"] for run in found[what]):
+                        found[what].append(self._on_cpu(point, plan))
+        return [together(what, plan, found[what]) for what, plan in contest]
 
+    def _on_cpu(self, point: Point, plan: Plan) -> Facts:
+        """From the first patch that is computed to the last: opening, planning and preparing are not counted."""
+        output = part_of(plan, point.network, point.row.point_seconds)
+        volume = random_volume(self._folder, point.network.patch_in(output), point.network.input_channels)
+        left = max(0.1, self._end - time.monotonic())
+        done = infer(self._folder, point.row.network, volume, plan, limit_seconds=left)
+        if done.failure and time.monotonic() > self._end:
+            raise NoTimeLeft
+        return {
+            "failure": done.failure,
+            "output": output,
+            "seconds": sum(done.stage_seconds.get(stage, 0.0) for stage in ("computing", "waiting")),
+            "predicted": plan.covering(output, point.network, plan.memory).seconds,
+            "peak_bytes": done.peak_bytes,
+            "promised_bytes": done.promised_bytes,
+            "start_seconds": done.wall_seconds - done.seconds,
+        }
 
-def run(folder: Path, point: Point, plan: Plan, most_seconds: float, left: float) -> Facts:
-    """Seconds of the whole volume, and peak memory; a process has `left` seconds."""
-    return (_on_gpu if plan.device == "gpu" else _on_cpu)(folder, point, plan, most_seconds, left)
-
-
-def _on_cpu(folder: Path, point: Point, plan: Plan, most_seconds: float, left: float) -> Facts:
-    """What is run in part is scaled by its seconds of computing: to open and to close it is done once."""
-    output = part_of(plan, point.network, most_seconds)
-    volume = random_volume(folder, point.network.patch_in(output), point.network.input_channels)
-    done = infer(folder, point.row.network, volume, plan, limit_seconds=left)
-    part = plan.covering(output, point.network, plan.memory)
-    spent = done.seconds if output == plan.output else done.stage_seconds.get("computing", 0.0)
-    return {
-        "failure": done.failure,
-        "output": output,
-        "seconds": spent * plan.seconds / part.seconds,
-        "peak_bytes": done.peak_bytes,
-        "promised_bytes": done.promised_bytes,
-        "stage_seconds": done.stage_seconds,
-    }
-
-
-def _on_gpu(folder: Path, point: Point, plan: Plan, most_seconds: float, left: float) -> Facts:
-    """From memory to memory; the second of two runs in a process."""
-    del most_seconds  # nothing is run in part
-    request = {"job": "znnpy_volume", "network": point.row.network, "side": point.row.side, "plan": plan.to_json()}
-    request |= {"precisions": [plan.precision], "vram": point.row.limit, "corner": str(folder / "corner")}
-    answers, failure = lines_of(request, left)
-    said = answers[0] if answers else {"failure": failure or "no answer"}
-    return {
-        "failure": said.get("failure"),
-        "output": plan.output,
-        "seconds": said.get("seconds", 0.0),
-        "steady_voxels_per_second": said.get("steady_voxels_per_second"),
-        "peak_bytes": said.get("vram_bytes", 0),
-        "promised_bytes": said.get("planned_vram_bytes", plan.memory.vram),
-    }
+    def _on_gpu(self, point: Point, plan: Plan, times: int) -> list[Facts]:
+        """From memory to memory, after a run that does not count."""
+        output = part_of(plan, point.network, point.row.point_seconds)
+        part = plan.covering(output, point.network, plan.memory)
+        request = {"plan": part.to_json(), "network": point.row.network, "vram": point.row.limit, "times": times}
+        self._child.tell(request)
+        said = self._child.line(PREPARING_SECONDS + LATE * (times + 1) * part.seconds, self._end)
+        if said is None:
+            self._child.stop()
+            said = {"failure": "it took too long"}
+        if said.get("failure") is None and said["not_written"]:
+            said = {"failure": f"{said['not_written']:,} voxels were not written"}
+        facts: Facts = {"failure": said.get("failure"), "output": output, "predicted": part.seconds}
+        if facts["failure"]:
+            return [facts]
+        facts |= {"peak_bytes": said["vram_bytes"], "promised_bytes": plan.memory.vram}
+        facts |= {"start_seconds": said["first_seconds"]}
+        return [facts | {"seconds": seconds} for seconds in said["seconds"]]
 
 
 def together(what: str, plan: Plan, runs: Sequence[Facts]) -> Facts:
-    """All runs of one plan as one figure; `error` is of voxels per second, predicted over measured."""
+    """All runs of one plan as one figure, for the whole output; `error` is of voxels per second, planned over measured.
+
+    What was run in part is scaled by what the plan says of both.
+    """
     if failures := [run["failure"] for run in runs if run["failure"]]:
         return {"what": what, "failure": failures[0]}
-    spent, peak = median(run["seconds"] for run in runs), max(run["peak_bytes"] for run in runs)
+    scale = plan.seconds / runs[0]["predicted"]
+    rounds = [run["seconds"] * scale for run in runs]
+    spent, peak = median(rounds), max(run["peak_bytes"] for run in runs)
     promised = min(run["promised_bytes"] for run in runs)
     return {
         "what": what,
         "failure": None,
         "output": runs[0]["output"],
-        "rounds": [run["seconds"] for run in runs],
+        "run_seconds": [run["seconds"] for run in runs],
+        "start_seconds": [run["start_seconds"] for run in runs],
+        "rounds": rounds,
         "seconds": spent,
         "voxels_per_second": prod(plan.output) / spent,
         "error": error(spent, plan.seconds),
@@ -111,6 +118,14 @@ def together(what: str, plan: Plan, runs: Sequence[Facts]) -> Facts:
         "promised_bytes": promised,
         "promised_over_peak": promised / peak if peak else None,
     }
+
+
+def band_of(rounds: Sequence[float]) -> float:
+    """How far the medians of every other run and of those between lie apart, as a share; 0 of one run."""
+    if len(rounds) < 2:
+        return 0.0
+    halves = [median(rounds[half::2]) for half in (0, 1)]
+    return max(halves) / min(halves) - 1
 
 
 def peer_sides(point: Point, method: str, options: argparse.Namespace) -> list[int]:
@@ -130,32 +145,71 @@ def peer_sides(point: Point, method: str, options: argparse.Namespace) -> list[i
     return found
 
 
-def peer(point: Point, method: str, side: int, options: argparse.Namespace, left: float) -> Facts:
-    """One patch in PyTorch, and what it says of the whole volume."""
-    patch = (side, side, side)
-    request = {
+def peers(points: Sequence[Point], options: argparse.Namespace, end: float) -> list[list[Facts]]:
+    """PyTorch's ways of one network within every limit: each with the fastest of the patches that fit.
+
+    A patch is timed once, and what it took of the memory says within which limits it fits.
+    """
+    found: list[list[Facts]] = [[] for _ in points]
+    most = max(parse_bytes(point.row.limit) for point in points)
+    for method in METHODS:
+        tried = sorted({side for point in points for side in peer_sides(point, method, options)[:2]})
+        timed = _patches(points[0], method, tried, options, most, min(end, time.monotonic() + options.peer_seconds))
+        for point, facts in zip(points, found, strict=True):
+            facts.append(_fastest(point, method, timed, options))
+    return found
+
+
+def _patches(
+    point: Point, method: str, tried: Sequence[int], options: argparse.Namespace, most: int, end: float
+) -> list[Facts]:
+    """What each side gave, from the smallest up, until one fails or time is up: of a process only the peak is known."""
+    first: dict[str, Any] = {
         "network": point.row.network,
         "method": method,
-        "patch": patch,
         "device": "cuda" if options.device == "gpu" else "cpu",
         "precision": options.peer_precision,
         "layout": "contiguous" if options.peer_precision == "fp32" else LAYOUT,
         "threads": options.threads,
         "algorithms": 4,
         "repeat_seconds": options.repeat_seconds,
+        "ram_bytes": most,
     }
+    found: list[Facts] = []
+    with Child(PEER_CHILD, first) as child:
+        for side in tried:
+            child.tell({"patch": [side] * 3})
+            said = child.line(max(0.0, end - time.monotonic()), end + 1)
+            said = {"failure": "there was no time for it"} if said is None else said
+            found.append({"side": side} | said)
+            print(f"{point.network.name} PyTorch {method} {side}: {said.get('failure') or said['seconds']}", flush=True)
+            if said.get("failure"):
+                break
+    return found
+
+
+def _fastest(point: Point, method: str, timed: Sequence[Facts], options: argparse.Namespace) -> Facts:
+    """Of the patches that were timed and fit, for the whole volume."""
     limit = parse_bytes(point.row.limit)
-    done = run_apart(PEER_CHILD, request, ram_bytes=limit, seconds=min(left, options.peer_seconds))
-    facts: Facts = {"method": method, "precision": options.peer_precision, "patch_out": patch, "failure": done.failure}
-    if done.failure:
-        return facts
-    count = prod(-(-length // side) for length in point.pick.output)
-    spent = count * median(done.answer["seconds"])
-    speed = prod(point.pick.output) / spent
+    facts: Facts = {"method": method, "precision": options.peer_precision}
+    failures = [one["failure"] for one in timed if one.get("failure")]
+    fitting = [one for one in timed if not one.get("failure") and one["peak_bytes"] <= limit]
+
+    def seconds(one: Facts) -> float:
+        count = prod(-(-length // one["side"]) for length in point.pick.output)
+        return float(count * median(one["seconds"]))
+
+    if not fitting:
+        return facts | {"failure": failures[0] if failures else "no patch fits"}
+    best = min(fitting, key=seconds)
+    speed = prod(point.pick.output) / seconds(best)
     return facts | {
-        "seconds": spent,  # for the whole volume
+        "failure": None,
+        "patch_out": [best["side"]] * 3,
+        "seconds": seconds(best),
         "voxels_per_second": speed,
         "of_the_pick": speed / point.pick.voxels_per_second,
-        "peak_bytes": done.answer["peak_bytes"],
-        "patch_seconds": done.answer["seconds"],
+        "peak_bytes": best["peak_bytes"],
+        "patch_seconds": best["seconds"],
+        "patches": list(timed),
     }

@@ -32,13 +32,15 @@ class Row:
 
     network: str
     limit: str
-    side: int  # of the volume
+    side: int = 0  # of the volume
+    point_seconds: float = 0.0  # that a whole run is to take; longer ones are run in part
     failure: str | None = None  # why there is no plan
     plan: Facts = field(default_factory=dict)  # as `Plan.to_json`
     planned: Facts = field(default_factory=dict)
+    runs: Facts = field(default_factory=dict)  # whole runs of the pick
     layers: Facts = field(default_factory=dict)
     rivals: list[Facts] = field(default_factory=list)
-    whole: Facts = field(default_factory=dict)
+    finals: list[Facts] = field(default_factory=list)  # whole runs of the pick and its fastest rivals
     findings: list[Facts] = field(default_factory=list)
     peers: list[Facts] = field(default_factory=list)
 
@@ -64,29 +66,37 @@ def beaten_by(row: Row) -> list[Facts]:
 
 def beaten_whole(row: Row) -> list[str]:
     """The same of whole runs."""
-    runs = row.whole.get("runs", [])
-    if not runs or runs[0].get("failure"):
+    if not row.finals or row.finals[0]["failure"]:
         return []
-    most = runs[0]["seconds"] / (1 + MARGIN + row.whole["band"])
-    return [run["what"] for run in runs[1:] if not run.get("failure") and run["seconds"] < most]
+    most = row.finals[0]["seconds"] / (1 + MARGIN + row.runs["band"])
+    return [run["what"] for run in row.finals[1:] if not run["failure"] and run["seconds"] < most]
+
+
+def whole_runs(row: Row) -> list[Facts]:
+    """All of a point that came to their end."""
+    return [run for run in (row.runs, *row.finals) if run and not run["failure"]]
 
 
 def summary(rows: Sequence[Row]) -> Facts:
     """Over all points: errors beyond the band, promise over peak, who is beaten, and both findings."""
     layered = [beyond(row.layers["error"], row.layers["band"]) for row in rows if "error" in row.layers]
-    runs = [(run, row.whole["band"]) for row in rows for run in row.whole.get("runs", []) if not run.get("failure")]
-    whole = [beyond(run["error"], band) for run, band in runs if run["what"] == "pick"]
-    promises = [run["promised_over_peak"] for run, _ in runs if run["promised_over_peak"]]
+    ran = [row for row in rows if row.runs and not row.runs["failure"]]
+    promises = [run["promised_over_peak"] for row in rows for run in whole_runs(row) if run["promised_over_peak"]]
     return {
         "points": len(rows),
         "without_a_plan": sum(row.failure is not None for row in rows),
+        "run": len(ran),
         "error_of_layers": _spread(layered),
-        "error_of_runs": _spread(whole),
+        "error_of_runs": _spread([beyond(row.runs["error"], row.runs["band"]) for row in ran]),
+        "error_of_runs_with_the_band": _spread([abs(row.runs["error"]) for row in ran]),
+        "band": _spread([row.runs["band"] for row in ran]),
         "promised_over_peak": _spread(promises) | {"least": min(promises, default=None)},
         "broken_promises": sum(promise < 1 for promise in promises),
         "rivals": sum(len(row.rivals) for row in rows),
         "rivals_timed_whole": sum(bool(rival.get("whole")) for row in rows for rival in row.rivals),
+        "rivals_slower": sum(rival.get("seconds") is not None for row in rows for rival in row.rivals),
         "beaten_by": [f"{row.network} {row.limit}: {r['kind']} {r['what']}" for row in rows for r in beaten_by(row)],
+        "finals": sum(bool(row.finals) for row in rows),
         "beaten_in_runs_by": [f"{row.network} {row.limit}: {what}" for row in rows for what in beaten_whole(row)],
         "one_image_is_best": _finding(rows, "images"),
         "all_fragments_are_best": _finding(rows, "fragments"),
@@ -117,28 +127,44 @@ def _finding(rows: Sequence[Row], what: str) -> Facts:
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each point, then the medians."""
     yield (
-        f"{'network':10}{'limit':>7}{'planned':>14}{'layers':>9}{'runs':>9}{'band':>7}{'promise':>9}"
-        f"{'rivals':>8}  fastest rival over the pick"
+        f"{'network':10}{'limit':>7}{'volume':>8}{'planned':>14}{'measured':>14}{'runs':>9}{'band':>7}{'layers':>9}"
+        f"{'promise':>9}{'rivals':>9}  fastest rival over the pick"
     )
     for row in rows:
-        start = f"{Path(row.network).stem:10}{row.limit:>7}"
+        start = f"{Path(row.network).stem:10}{row.limit:>7}{row.side:>8}"
         if row.failure or not row.planned:
             yield f"{start}  {row.failure or 'not planned'}"[:150]
             continue
-        runs = row.whole.get("runs", [])
-        first = runs[0] if runs and not runs[0].get("failure") else {}
+        run = row.runs if row.runs and not row.runs["failure"] else {}
         timed = sorted((r for r in row.rivals if r.get("whole")), key=lambda r: r["seconds"])
         best = f"{timed[0]['seconds'] / row.layers['seconds']:.3f} {timed[0]['what']}" if timed and row.layers else ""
+        told = sum(r.get("seconds") is not None for r in row.rivals)
+        measured = f"{run['voxels_per_second']:,.0f}" if run else "-"
         yield (
-            f"{start}{row.planned['voxels_per_second']:14,.0f}{_share(row.layers.get('error')):>9}"
-            f"{_share(first.get('error')):>9}{_share(row.layers.get('band')):>7}"
-            f"{_ratio(first.get('promised_over_peak')):>9}{len(row.rivals):8}  {best}"
+            f"{start}{row.planned['voxels_per_second']:14,.0f}{measured:>14}{_share(run.get('error')):>9}"
+            f"{_share(run.get('band')):>7}{_share(row.layers.get('error')):>9}"
+            f"{_ratio(run.get('promised_over_peak')):>9}{f'{told}/{len(row.rivals)}':>9}  {best}"
         )
-    found = summary(rows)
-    for key in ("error_of_layers", "error_of_runs"):
+        if row.finals and not row.finals[0]["failure"]:
+            first = row.finals[0]["seconds"]
+            others = (f"{f['seconds'] / first:.3f} {f['what']}" for f in row.finals[1:] if not f["failure"])
+            yield f"{'':17}whole runs over the pick's: {'; '.join(others)}"
+        if shown := [p for p in row.peers if not p["failure"]]:
+            peers = (f"{peer['of_the_pick']:.3f} {peer['method']}" for peer in shown)
+            yield f"{'':17}PyTorch over planned: {'; '.join(peers)}"
+    yield from _verdicts(summary(rows))
+
+
+def _verdicts(found: Facts) -> Iterator[str]:
+    yield f"{found['points']} points, {found['without_a_plan']} without a plan, {found['run']} run"
+    for key in ("error_of_runs", "error_of_layers", "error_of_runs_with_the_band", "band"):
         yield f"{key.replace('_', ' ')}: median {_share(found[key]['median'])}, worst {_share(found[key]['worst'])}"
     promise = found["promised_over_peak"]
     yield f"promised over peak: median {_ratio(promise['median'])}, broken {found['broken_promises']}"
+    yield (
+        f"rivals: {found['rivals']}, {found['rivals_timed_whole']} timed, "
+        f"{found['rivals_slower'] - found['rivals_timed_whole']} given up as slower; {found['finals']} points by runs"
+    )
     for key in ("beaten_by", "beaten_in_runs_by"):
         yield f"{key.replace('_', ' ')}: {'; '.join(found[key]) or 'nobody'}"
     for key in ("one_image_is_best", "all_fragments_are_best"):
@@ -178,7 +204,7 @@ def _diagram(rows: Sequence[Row], name: str) -> curves.Diagram:
         line.append((gib, row.planned["voxels_per_second"]))
         if "error" in row.layers:
             points.append((gib, row.planned["voxels_per_second"] / (1 + row.layers["error"])))
-        points += [(gib, run["voxels_per_second"]) for run in row.whole.get("runs", [])[:1] if not run.get("failure")]
+        points += [(gib, run["voxels_per_second"]) for run in whole_runs(row)[:1]]
         for peer in row.peers:
             if not peer["failure"]:
                 by_method.setdefault(peer["method"], []).append((gib, peer["voxels_per_second"]))
