@@ -51,6 +51,7 @@ from whole_runs import infer, random_volume
 
 from znnpy.formats.networks import read_network
 from znnpy.machine import parse_bytes, this_machine
+from znnpy.pen import Colour
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3, text
 
@@ -62,7 +63,7 @@ LOOKS = {
     "columns": ("columns", bars.OURS),
 }
 ORIGINAL_GIB = 12.0  # that the original took, at most
-ORIGINAL_COLOUR: bars.Colour = (0, 0, 0)
+ORIGINAL_COLOUR: Colour = (0, 0, 0)
 
 
 @dataclass(slots=True)

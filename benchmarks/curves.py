@@ -1,4 +1,4 @@
-"""Pictures of results: a grid of small diagrams with lines and points, drawn with Pillow as `bars` is."""
+"""Pictures of results: a grid of small diagrams with lines and points."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from math import floor, log2, log10
 from pathlib import Path
 
-from bars import INK, MARGIN, ROW, SCALE, Colour
-from PIL import Image, ImageDraw, ImageFont
+from bars import MARGIN, ROW
+
+from znnpy.pen import INK, PALE, Colour, Pen, Place, blank
 
 WIDTH, HEIGHT = 270, 210  # of one diagram, its scales included
 LEFT, RIGHT, ABOVE, BELOW = 62, 14, 26, 26  # of its frame
 LEAST_WIDTH = 4 * WIDTH  # of the picture: room for title, notes and legend
-PALE: Colour = (225, 225, 225)
 POINT = 3.5  # radius
 TICKS = 5  # about so many on the upright scale
-
-Place = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,8 @@ def draw(
     """
     head = MARGIN + 34 + ROW * (len(notes) + 1.5)
     wide = max(LEAST_WIDTH, WIDTH * max(len(row) for row in rows))
-    size = (2 * MARGIN + wide) * SCALE, int(head + HEIGHT * len(rows) + MARGIN) * SCALE
-    image = Image.new("RGB", size, "white")
-    pen = _Pen(ImageDraw.Draw(image))
+    image = blank(2 * MARGIN + wide, head + HEIGHT * len(rows) + MARGIN)
+    pen = Pen(image)
     pen.write((MARGIN, MARGIN), title, 20)
     y = MARGIN + 34.0
     for note in notes:
@@ -71,29 +68,7 @@ def draw(
     image.save(path, optimize=True)
 
 
-class _Pen:
-    """Draws in units, of which each is SCALE pixels."""
-
-    def __init__(self, on: ImageDraw.ImageDraw) -> None:
-        self._on = on
-
-    def write(self, at: Place, words: str, size: int, anchor: str = "la") -> None:
-        font = ImageFont.load_default(size * SCALE)
-        self._on.text((at[0] * SCALE, at[1] * SCALE), words, INK, font, anchor=anchor)
-
-    def width(self, words: str, size: int) -> float:
-        return self._on.textlength(words, ImageFont.load_default(size * SCALE)) / SCALE
-
-    def line(self, places: Sequence[Place], colour: Colour, width: float) -> None:
-        self._on.line([(x * SCALE, y * SCALE) for x, y in places], colour, round(width * SCALE), joint="curve")
-
-    def point(self, at: Place, colour: Colour) -> None:
-        x, y = at
-        box = ((x - POINT) * SCALE, (y - POINT) * SCALE, (x + POINT) * SCALE, (y + POINT) * SCALE)
-        self._on.ellipse(box, colour, "white", SCALE // 2)
-
-
-def _diagram(pen: _Pen, left: float, top: float, diagram: Diagram, across: Sequence[float], unit: str) -> None:
+def _diagram(pen: Pen, left: float, top: float, diagram: Diagram, across: Sequence[float], unit: str) -> None:
     lo, hi = log2(min(across)) - 0.25, log2(max(across)) + 0.25
     found = [y for curve in diagram.curves for _, y in (*curve.line, *curve.points)]
     high = 1.08 * max(found, default=1.0)
@@ -116,7 +91,7 @@ def _diagram(pen: _Pen, left: float, top: float, diagram: Diagram, across: Seque
         if len(curve.line) > 1:
             pen.line([place(at) for at in curve.line], curve.colour, 2.5)
         for at in curve.points:
-            pen.point(place(at), curve.colour)
+            pen.point(place(at), curve.colour, POINT)
 
 
 def ticks(high: float) -> list[float]:

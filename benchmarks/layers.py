@@ -39,6 +39,7 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
+from znnpy.pen import Colour
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape, Vec3, text
 
@@ -301,7 +302,7 @@ def write(out: Path, cases: Sequence[Sequence[Row]]) -> None:
     picture(out.with_suffix(".png"), cases, header)
 
 
-def colour_of(row: Row, ours: Row | None) -> bars.Colour:
+def colour_of(row: Row, ours: Row | None) -> Colour:
     if row.name.startswith("torch"):
         return bars.PEER if row.precision == "fp32" else bars.PEER_LESS_EXACT
     return bars.OURS if row is ours else bars.OURS_TOO

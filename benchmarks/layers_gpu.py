@@ -45,6 +45,7 @@ from gpu_card import (
 from layer_cases_gpu import DEFAULT, QUICK, SETS, GpuCase, sized
 from layer_entries_gpu import Entry, Input, Ours, random_input, rms_error, torch_entries
 
+from znnpy.pen import Colour
 from znnpy.shapes import PRECISIONS, Precision, text
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ def shown(rows: Sequence[Row]) -> list[Row]:
     return list(fastest.values())
 
 
-def _colour(row: Row, best: Row | None) -> bars.Colour:
+def _colour(row: Row, best: Row | None) -> Colour:
     if row.is_ours:
         return bars.OURS if row is best else bars.OURS_TOO
     return bars.PEER_LESS_EXACT if row.precision == "bf16" else bars.PEER

@@ -13,6 +13,8 @@ from papers_cases import CUCONV_AT_ONE, CUDNN_BATCH_16, PASCAL_SAYS, POST_SAYS, 
 from papers_lines import possible_words
 from papers_tables import BESIDE, COPIED, CUDNN, INEXACT, OURS, Match, against
 
+from znnpy.pen import INK, Place
+
 COLOURS = {
     OURS: bars.OURS,
     COPIED: bars.OURS_TOO,
@@ -22,7 +24,7 @@ COLOURS = {
 }
 
 
-BESIDE_COLOUR, POSSIBLE_COLOUR = bars.INK, bars.PEER_LESS_EXACT
+BESIDE_COLOUR, POSSIBLE_COLOUR = INK, bars.PEER_LESS_EXACT
 
 
 def draw(
@@ -93,7 +95,7 @@ def _speedups(
     curves.draw(path, title, notes, legend, places, rows, "")
 
 
-def _means(points: Sequence[curves.Place]) -> list[curves.Place]:
+def _means(points: Sequence[Place]) -> list[Place]:
     return [(x, mean(y for at, y in points if at == x)) for x in sorted({at for at, _ in points})]
 
 

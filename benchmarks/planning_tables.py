@@ -12,6 +12,7 @@ import bars
 import curves
 
 from znnpy.machine import parse_bytes
+from znnpy.pen import Place
 
 GIB = 2**30
 MARGIN = 0.03  # by which a rival has to be faster, beyond the band
@@ -198,7 +199,7 @@ def pictures(path: Path, rows: Sequence[Row], machine: str) -> None:
 
 def _diagram(rows: Sequence[Row], name: str) -> curves.Diagram:
     line, points = [], []
-    by_method: dict[str, list[curves.Place]] = {}
+    by_method: dict[str, list[Place]] = {}
     for row in rows:
         gib = parse_bytes(row.limit) / GIB
         line.append((gib, row.planned["voxels_per_second"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import click
 import znnpy
 from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table
 from znnpy.errors import OutputError, ResumeError
+from znnpy.files import regular_file, write_asked
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import processor
 from znnpy.shapes import text
@@ -33,10 +34,9 @@ from znnpy.words import (
     precision_word,
     ram_word,
     region_words,
-    regular_file,
+    rigor_words,
     threads_word,
     voxels,
-    write_text,
 )
 
 _X86 = (
@@ -69,6 +69,7 @@ def main() -> None:
     metavar="FILE",
     help="Plan for the machine that `znnpy measure --export` wrote this of: it need not be here.",
 )
+@rigor_words
 @click.option("--out", type=FILE, callback=named, help="Write the plan here, for `znnpy infer --plan`.")
 @click.option("--plot", type=FILE, callback=named, help="Draw throughput against memory here, NAME.png; takes minutes.")
 @click.option("--overwrite", is_flag=True, help="Replace the files given as --out and --plot.")
@@ -88,15 +89,14 @@ def plan(
             raise click.UsageError(f"--{needs_volume} is a part of a volume: give --volume too")
     if overwrite and out is None and plot is None:
         raise click.UsageError("--overwrite replaces the files given as --out and --plot: give one of them too")
-    if words["costs"] is not None and words["machine"] is not None:
-        raise click.UsageError("--machine names a file that holds the costs of that machine: leave --costs out")
+    runs = _check_what_runs(words)
     _check_primitives(words)
     import znnpy.planning
     from znnpy.kernels.cpu.native.library import why_not
     from znnpy.planner.explain import explain
     from znnpy.planner.throughput import Point
     from znnpy.planner.why import Considered, why_table
-    from znnpy.progress import curves
+    from znnpy.progress import curves, measuring
     from znnpy.run.devices import machine_of
 
     target = None if out is None else regular_file(out, overwrite)
@@ -105,11 +105,13 @@ def plan(
     rows: list[Considered] = []
     found: list[Point] = []
     words["tell_why"] = rows.extend if why or as_json else None
-    with curves() if plot is not None else nullcontext() as progress:
-        words["tell_point"] = None if progress is None else progress(found)
+    with ExitStack() as stack:
+        words["tell_point"] = stack.enter_context(curves())(found) if plot is not None else None
+        if runs:
+            words["tell_progress"] = stack.enter_context(measuring())
         chosen = znnpy.planning.plan(network, **words, tell=notes.append)
     if target is not None:
-        write_text(target, chosen.to_json())
+        write_asked(target, chosen.to_json())
     if drawn is not None:
         from znnpy.picture import draw
 
@@ -132,6 +134,18 @@ def plan(
             print_lines(notes)
 
 
+def _check_what_runs(words: dict[str, Any]) -> bool:
+    """Layers run before there is a plan; UsageError for words that contradict each other."""
+    if words["costs"] is not None and words["machine"] is not None:
+        raise click.UsageError("--machine names a file that holds the costs of that machine: leave --costs out")
+    runs = words["rigor"] != "estimate" or words["paranoid"]
+    if runs and words["machine"] is not None:
+        raise click.UsageError("layers run on the machine that is here: leave out --rigor and --paranoid, or --machine")
+    if words["time_limit"] is not None and words["rigor"] == "estimate":
+        raise click.UsageError("--time-limit is for layers that are timed: give --rigor measure or exhaustive")
+    return bool(runs)
+
+
 def _picture_file(path: Path, overwrite: bool) -> Path:
     """Where to write a picture; OutputError when it may not be written there."""
     if path.suffix.lower() != ".png":
@@ -151,6 +165,9 @@ def _picture_file(path: Path, overwrite: bool) -> Path:
 @click.option("--resume", is_flag=True, help="Go on where a run stopped.")
 @limits_words
 @costs_word
+@click.option(
+    "--paranoid", is_flag=True, help="Hold voxels of each patch against the definition: slow, in memory beyond --ram."
+)
 @json_word
 def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, as_json: bool, **words: Any) -> None:
     """Predict every position of VOLUME."""
@@ -213,7 +230,7 @@ def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: boo
     with measuring() as progress:
         found = measured(**words, out=None if out is None else targets[out], tell=progress)
     if export is not None:
-        write_text(targets[export], found.costs.to_json())
+        write_asked(targets[export], found.costs.to_json())
     if as_json:
         print_json(found.as_json())
     else:
@@ -328,7 +345,7 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
     if out.suffix.lower() not in FORMATS:
         raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
     target = regular_file(out, overwrite)
-    write_text(target, picture(maps, batch, out.suffix.lower()))
+    write_asked(target, picture(maps, batch, out.suffix.lower()))
 
 
 def _check_primitives(words: dict[str, Any]) -> None:

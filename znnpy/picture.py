@@ -1,27 +1,22 @@
-"""`znnpy plan --plot`: throughput against memory for every kind of plan, and choices per layer, drawn with Pillow.
+"""`znnpy plan --plot`: throughput against memory for every kind of plan, and choices per layer.
 
-As in Zlateski, Lee, Seung, ZNNi (SC16): figures 5 and 7, and below them table IV. Pillow is there already, for the
-picture of `znnpy demo`; lines, points and words need nothing that a plotting library would add.
+As in Zlateski, Lee, Seung, ZNNi (SC16): figures 5 and 7, and below them table IV.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from contextlib import suppress
 from math import ceil, floor, log2, log10
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
-
-from znnpy.errors import OutputError
+from znnpy.files import write_asked
+from znnpy.pen import INK, PALE, Colour, Pen, Place, blank
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.throughput import Point
 from znnpy.shapes import text
 
-Colour = tuple[int, int, int]
-Place = tuple[float, float]
 Kind = tuple[str, bool]  # device; whether columns walk
 
 COLOURS: dict[Kind, Colour] = {
@@ -30,9 +25,6 @@ COLOURS: dict[Kind, Colour] = {
     ("gpu", True): (214, 96, 77),
     ("gpu", False): (253, 187, 132),
 }
-INK: Colour = (30, 30, 30)
-PALE: Colour = (225, 225, 225)
-SCALE = 2  # pixels a unit
 WIDTH, HEIGHT, MARGIN, ROW = 1100, 420, 24, 22
 LEFT, BELOW = 80, 40  # of the frame, for its scales
 LABEL = 200  # of the table's first column
@@ -47,65 +39,24 @@ def draw(path: Path, title: str, chosen: Plan, found: Sequence[Point]) -> None:
     layers = 1 + max(choice.layers[1] for choice in chosen.choices)
     top = MARGIN + 34 + 1.5 * ROW
     height = top + HEIGHT + ROW * (layers + 5) + MARGIN
-    image = Image.new("RGB", (WIDTH * SCALE, ceil(height) * SCALE), "white")
-    pen = _Pen(ImageDraw.Draw(image))
+    image = blank(WIDTH, height)
+    pen = Pen(image)
     pen.write((MARGIN, MARGIN), title, 20)
     x = float(MARGIN)
     for kind in kinds:
         pen.line([(x, MARGIN + 46), (x + 22, MARGIN + 46)], COLOURS[kind], 3)
         pen.write((x + 28, MARGIN + 38), _name(kind), 13)
         x += 60 + pen.width(_name(kind), 13)
-    pen.ring((x + 8, MARGIN + 46))
+    pen.ring((x + 8, MARGIN + 46), RING)
     pen.write((x + 22, MARGIN + 38), "the chosen plan", 13)
     _diagram(pen, top, chosen, found, kinds)
     _table(pen, top + HEIGHT + ROW, columns, layers)
-    _save(image, path)
-
-
-def _save(image: Image.Image, path: Path) -> None:
     drawn = io.BytesIO()
     image.save(drawn, "PNG", optimize=True)
-    draft = path.with_name(f"{path.name}.partial")
-    try:
-        draft.unlink(missing_ok=True)
-        with draft.open("xb") as file:
-            file.write(drawn.getbuffer())
-        draft.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another --plot") from error
+    write_asked(path, drawn.getvalue(), "--plot")
 
 
-class _Pen:
-    """Draws in units, of which each is SCALE pixels."""
-
-    def __init__(self, on: ImageDraw.ImageDraw) -> None:
-        self._on = on
-
-    def write(self, at: Place, words: str, size: int, anchor: str = "la") -> None:
-        font = ImageFont.load_default(size * SCALE)
-        self._on.text((at[0] * SCALE, at[1] * SCALE), words, INK, font, anchor=anchor)
-
-    def width(self, words: str, size: int) -> float:
-        return self._on.textlength(words, ImageFont.load_default(size * SCALE)) / SCALE
-
-    def line(self, places: Sequence[Place], colour: Colour, width: float) -> None:
-        self._on.line([(x * SCALE, y * SCALE) for x, y in places], colour, round(width * SCALE), joint="curve")
-
-    def point(self, at: Place, colour: Colour) -> None:
-        self._on.ellipse(_box(at, POINT), colour, "white", SCALE // 2)
-
-    def ring(self, at: Place) -> None:
-        self._on.ellipse(_box(at, RING), None, INK, 2 * SCALE)
-
-
-def _box(at: Place, radius: float) -> tuple[float, float, float, float]:
-    x, y = at
-    return (x - radius) * SCALE, (y - radius) * SCALE, (x + radius) * SCALE, (y + radius) * SCALE
-
-
-def _diagram(pen: _Pen, top: float, chosen: Plan, found: Sequence[Point], kinds: Sequence[Kind]) -> None:
+def _diagram(pen: Pen, top: float, chosen: Plan, found: Sequence[Point], kinds: Sequence[Kind]) -> None:
     """Memory across by powers of 2, voxels per second upright by powers of 10; a point for each limit."""
     held = [point.limit for point in found] + [chosen.memory.held]
     speeds = [point.plan.voxels_per_second for point in found] + [chosen.voxels_per_second]
@@ -133,11 +84,11 @@ def _diagram(pen: _Pen, top: float, chosen: Plan, found: Sequence[Point], kinds:
         if len(places) > 1:
             pen.line(places, COLOURS[kind], 2)
         for at in places:
-            pen.point(at, COLOURS[kind])
-    pen.ring(place(chosen.memory.held, chosen.voxels_per_second))
+            pen.point(at, COLOURS[kind], POINT)
+    pen.ring(place(chosen.memory.held, chosen.voxels_per_second), RING)
 
 
-def _table(pen: _Pen, top: float, columns: Sequence[tuple[str, Plan]], layers: int) -> None:
+def _table(pen: Pen, top: float, columns: Sequence[tuple[str, Plan]], layers: int) -> None:
     """Of each plan: limit, what goes in and comes out at a time, and the primitive of every layer."""
     wide = (WIDTH - 2 * MARGIN - LABEL) / len(columns)
     rows = ["", "limit", "in", "out", *(f"layer {index}" for index in range(layers))]

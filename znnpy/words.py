@@ -1,13 +1,11 @@
-"""Words of the command line that several commands take: how each is read, and files that they write.
+"""Words of the command line that several commands take: how each is read.
 
 Loads no numpy, as the command line does not.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import TypeVar
 
 import click
 
-from znnpy.errors import OutputError
 from znnpy.machine import parse_bytes
 from znnpy.shapes import PRECISIONS, Vec3
 
@@ -168,37 +165,21 @@ costs_word = click.option(
     metavar="FILE",
     help="What `znnpy measure --out` wrote here [default: what it stored of this machine, if that still fits].",
 )
+rigor_words = _together(
+    click.option(
+        "--rigor",
+        type=click.Choice(["estimate", "measure", "exhaustive"]),
+        default="estimate",
+        show_default=True,
+        help="measure: time the layers of the best plans; exhaustive: all that may be in the best one.",
+    ),
+    click.option(
+        "--time-limit",
+        type=float,
+        callback=positive,
+        metavar="SECONDS",
+        help="After which no further layer is timed [default: 60 to measure, none where exhaustive].",
+    ),
+    click.option("--paranoid", is_flag=True, help="Run each chosen layer and hold it against the definition."),
+)
 json_word = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-
-
-def regular_file(path: Path, overwrite: bool, word: str = "--out") -> Path:
-    """Where to write for `path`, given as `word`: behind all links. OutputError when it may not be replaced."""
-    target = Path(os.path.realpath(path))
-    try:
-        mode = target.lstat().st_mode
-    except FileNotFoundError:
-        if not target.parent.is_dir():
-            raise OutputError(f"{target.parent} is no folder; give another {word}") from None
-        return target
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another {word}") from error
-    if not stat.S_ISREG(mode):
-        raise OutputError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}; give another {word}")
-    if not overwrite:
-        raise OutputError(f"{path} exists already; give another {word}, or --overwrite to replace it")
-    return target
-
-
-def write_text(path: Path, content: str) -> None:
-    """Write a file; it appears whole or not at all."""
-    draft = path.with_name(f"{path.name}.partial")
-    try:
-        draft.unlink(missing_ok=True)
-        try:
-            with draft.open("x", encoding="utf-8") as file:
-                file.write(content)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another name") from error

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,6 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from znnpy.errors import DeviceError, VramError
+from znnpy.files import replace_file
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
@@ -295,18 +294,9 @@ def _write(path: Path, remembered: _Remembered) -> None:
             refusals[1 + len(refusals) // 8 :],
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        replace_file(path, text)
     except OSError as error:
         _log.info("what was measured is not kept: %s", error)
-        return
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text)
-        Path(draft).replace(path)
-    except OSError as error:
-        _log.info("what was measured is not kept: %s", error)
-        Path(draft).unlink(missing_ok=True)
 
 
 @cache

@@ -7,12 +7,11 @@ its primitives is not used at all, and a sentence says which field differs.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from znnpy.errors import OutputError, PlanFileError
+from znnpy.errors import PlanFileError
+from znnpy.files import write_asked
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
@@ -112,14 +111,4 @@ def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
 
 def write_costs(path: Path, costs: Costs) -> None:
     """Replace the file in one step; OutputError where that cannot be done, and then nothing is left of it."""
-    draft = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(costs.to_json())
-        Path(draft).replace(path)
-    except OSError as error:
-        if draft is not None:
-            Path(draft).unlink(missing_ok=True)
-        raise OutputError(f"cannot write the costs {path}: {error.strerror}; give another --out") from error
+    write_asked(path, costs.to_json(), "--out", "the costs ")

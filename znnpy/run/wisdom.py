@@ -22,6 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from znnpy.errors import ResumeError
+from znnpy.files import replace_file
 from znnpy.kernels.cpu.fft import Wisdom, signature
 from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.machine import Machine
@@ -146,15 +147,7 @@ def _write(path: Path, facts: Mapping[str, str], transforms: dict[str, str]) -> 
         if len(text) <= MOST_BYTES:
             break
         transforms = dict(list(transforms.items())[1 + len(transforms) // 8 :])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text)
-        Path(draft).replace(path)
-    except OSError:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    replace_file(path, text)
 
 
 @cache
