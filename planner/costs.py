@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,20 +10,19 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.machine import Machine
 from znnpy.planner.cost import SIZES, Rate, Rates, assumed_rates
+from znnpy.planner.documents import Document
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
 from znnpy.shapes import PRECISIONS, LayerShape
 
 FORMAT = 2  # version of the file
-MOST_FILE_BYTES = 2**22
 AGAIN = "measure again with `znnpy measure`"
 
 MOST_COUNT = 2**60  # of whatever a machine has
@@ -133,38 +131,12 @@ class Costs:
     @staticmethod
     def from_json(text: str) -> Costs:
         """The costs that `to_json` wrote; PlanFileError when they are damaged or of another format."""
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError):
-            raise PlanFileError(f"the costs are damaged or cut off; {AGAIN}") from None
-        version = content.get("format") if isinstance(content, dict) else None
-        if version != FORMAT:
-            named = f"a cost file of format {version}" if version is not None else "no cost file"
-            raise PlanFileError(f"this is {named}, and this version reads format {FORMAT}; {AGAIN}")
-        try:
-            return _adapter().validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise PlanFileError(f"the costs are damaged: {where}: {first['msg']}; {AGAIN}") from None
+        return _document().parsed(text)
 
     @staticmethod
     def load(path: Path) -> Costs:
         """The costs in a file; PlanFileError names the file."""
-        try:
-            with path.open(encoding="utf-8") as file:
-                text = file.read(MOST_FILE_BYTES + 1)
-            if len(text) > MOST_FILE_BYTES:
-                raise PlanFileError(f"it is longer than {MOST_FILE_BYTES:,} characters, as no cost file is; {AGAIN}")
-            return Costs.from_json(text)
-        except FileNotFoundError:
-            raise PlanFileError(f"no cost file {path}; write one with `znnpy measure --out {path}`") from None
-        except OSError as error:
-            raise PlanFileError(f"cannot read the costs {path}: {error.strerror}; {AGAIN}") from None
-        except UnicodeDecodeError:
-            raise PlanFileError(f"{path} is no cost file: it is not text; {AGAIN}") from None
-        except PlanFileError as error:
-            raise error.with_context(str(path)) from None
+        return _document().load(path)
 
 
 def _distance(factor: float) -> float:
@@ -218,3 +190,8 @@ def _of_gpu(machine: Machine) -> Iterator[tuple[str, str]]:
 @cache
 def _adapter() -> TypeAdapter[Costs]:
     return TypeAdapter(Costs)
+
+
+@cache
+def _document() -> Document[Costs]:
+    return Document("cost file", "the costs are", FORMAT, AGAIN, "znnpy measure --out", _adapter)

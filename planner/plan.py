@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,13 +10,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.patches import Cover
 from znnpy.planner.cost import edge_seconds
+from znnpy.planner.documents import Document
 from znnpy.planner.layout import ALIGNMENT, Count, aligned, carried_bytes, chain, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
@@ -222,28 +222,12 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; PlanFileError when it is damaged or of another format."""
-        _check_format(text)
-        try:
-            return _adapter().validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            more = f" (and {error.error_count() - 1} more such)" if error.error_count() > 1 else ""
-            raise PlanFileError(f"the plan is damaged: {where}: {first['msg']}{more}; {AGAIN}") from None
+        return _document().parsed(text)
 
     @staticmethod
     def load(path: Path) -> Plan:
         """The plan in a file; PlanFileError names the file."""
-        try:
-            return Plan.from_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise PlanFileError(f"no plan file {path}; write one with `znnpy plan NETWORK --out {path}`") from None
-        except OSError as error:
-            raise PlanFileError(f"cannot read the plan {path}: {error.strerror}; {AGAIN}") from None
-        except UnicodeDecodeError:
-            raise PlanFileError(f"{path} is not a plan: it is not text; {AGAIN}") from None
-        except PlanFileError as error:
-            raise error.with_context(str(path)) from None
+        return _document().load(path)
 
     def check_runs(
         self,
@@ -430,24 +414,11 @@ def _footprint(choice: Choice, plan: Plan, machine: Machine, table: Sequence[Pri
     return primitive.footprint(choice.shape, choice.variant, plan.limits.threads)
 
 
-def _check_format(text: str) -> None:
-    """A clear word for files of another version, before their fields are compared one by one."""
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanFileError(
-            f"the plan is damaged or cut off: line {error.lineno}, column {error.colno}: {error.msg}; {AGAIN}"
-        ) from None
-    except ValueError:  # of integers too long to read
-        raise PlanFileError(f"the plan is damaged: it holds a number of thousands of digits; {AGAIN}") from None
-    except RecursionError:
-        raise PlanFileError(f"the plan is damaged: it is nested too deeply; {AGAIN}") from None
-    version = content.get("format") if isinstance(content, dict) else None
-    if version != FORMAT:
-        named = f"a plan of format {version}" if version is not None else "no plan"
-        raise PlanFileError(f"this is {named}, and this version reads format {FORMAT}; {AGAIN}")
-
-
 @cache
 def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
+
+
+@cache
+def _document() -> Document[Plan]:
+    return Document("plan file", "the plan is", FORMAT, AGAIN, "znnpy plan NETWORK --out", _adapter)

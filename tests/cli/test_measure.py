@@ -157,7 +157,7 @@ def test_a_file_that_is_named_has_to_fit(here: Place) -> None:
     for words in (("plan", net, "--costs", mine), (*here.words, "--costs", mine)):
         assert here.refusal(*words) == sentence + "leave --costs out, or measure again with `znnpy measure`"
     mine.write_text("{")
-    assert here.refusal("plan", net, "--costs", mine).startswith(f"{mine}: the costs are damaged or cut off; measure")
+    assert here.refusal("plan", net, "--costs", mine).startswith(f"{mine}: the costs are damaged or cut off: ")
     mine.write_text('{"format": 7}')
     assert "this is a cost file of format 7, and this version reads" in here.refusal(*here.words, "--costs", mine)
     assert here.refusal("plan", "--costs", "none.json").startswith("no cost file none.json; write one with")

@@ -129,7 +129,7 @@ def edited(*path: str | int, to: Any) -> str:
     [
         ("", "the costs are damaged or cut off"),
         (costs().to_json()[:-9], "the costs are damaged or cut off"),
-        ("[" * 100_000, "the costs are damaged or cut off"),
+        ("[" * 100_000, "the costs are damaged: nested too deeply"),
         ("[]", f"this is no cost file, and this version reads format {FORMAT}"),
         (edited("format", to=99), f"this is a cost file of format 99, and this version reads format {FORMAT}"),
         (edited("units", "product", "flops", to=0), "the costs are damaged: units.product.flops: "),
@@ -158,7 +158,7 @@ def test_damage_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match=r"no cost file .*; write one with `znnpy measure --out"):
         Costs.load(tmp_path / "none.json")
-    with pytest.raises(PlanFileError, match=r"cannot read the costs .*: Is a directory"):
+    with pytest.raises(PlanFileError, match=r"cannot read the cost file .*: Is a directory"):
         Costs.load(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError, match="is no cost file: it is not text"):

@@ -19,6 +19,7 @@ from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
+from znnpy.planner.documents import MOST_CHARACTERS
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.plan import FORMAT, Choice, Kind, Memory, Plan, RunnerUp
@@ -189,12 +190,12 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan, and this version reads format 6"),
-        ("{}", "this is no plan"),
-        ('{"format": 2}', "this is a plan of format 2, and this version reads format 6"),
-        ('{"format": 7}', "this is a plan of format 7, and this version reads format 6"),
+        ("[]", "this is no plan file, and this version reads format 6"),
+        ("{}", "this is no plan file"),
+        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 6"),
+        ('{"format": 7}', "this is a plan file of format 7, and this version reads format 6"),
         ("[" * 100_000, "nested too deeply"),
-        (f'{{"format": 5, "column": 1{"0" * 5000}}}', "a number of thousands of digits"),
+        (f'{{"format": 5, "column": 1{"0" * 5000}}}', "a number has thousands of digits"),
     ],
     ids=["a list", "empty", "from the past", "from the future", "deep", "long"],
 )
@@ -206,11 +207,14 @@ def test_not_a_plan(text: str, said: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match=r"no plan file .*gone.json; write one with `znnpy plan NETWORK --out "):
         Plan.load(tmp_path / "gone.json")
-    with pytest.raises(PlanFileError, match="cannot read the plan"):
+    with pytest.raises(PlanFileError, match=r"cannot read the plan file .*: Is a directory"):
         Plan.load(tmp_path)
     binary = tmp_path / "plan.json"
     binary.write_bytes(b"\x89HDF\r\n\x1a\n\xff\xfe")
-    with pytest.raises(PlanFileError, match="is not a plan: it is not text"):
+    with pytest.raises(PlanFileError, match="is no plan file: it is not text"):
+        Plan.load(binary)
+    binary.write_text(" " * (MOST_CHARACTERS + 1))
+    with pytest.raises(PlanFileError, match=r"plan.json: it is longer than 4,194,304 characters, as no plan file is"):
         Plan.load(binary)
     binary.write_text("{")
     with pytest.raises(PlanFileError, match=r"plan.json: the plan is damaged or cut off: line 1"):
