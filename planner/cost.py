@@ -41,6 +41,7 @@ _FLOPS_OF_AVX512 = {"avx512": 1.0, "avx2": 0.5, "other": 0.125}
 SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2)
 LONGEST_SIZE = 1.0  # seconds, from which on layers that were measured are alike
 NEAR = log(1.5)  # between sizes that are about the same
+AT_OTHER_SIZES = 0.25  # of a hope, by its logarithm, what is left where a layer was measured at other sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,9 @@ class Rates:
             return seconds(primitive.work(shape, variant), self)
         between, working = self._estimate(primitive, shape, variant)
         wanted = case(primitive, shape, variant)
-        hope = 1.0 if self.hope == 1 or self._near(wanted, working) else self.hope
+        hope = 1.0
+        if self.hope != 1 and not self._near(wanted, working):
+            hope = self.hope**AT_OTHER_SIZES if wanted in self.measured else self.hope
         return between + hope * self._factor(wanted, working) * working
 
     def _estimate(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Network
+from znnpy.paranoid import Watched
 from znnpy.patches import Box
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Plan
@@ -69,13 +70,16 @@ def infer(
     vram: int | str | None = None,
     precision: str | None = None,
     costs: str | Path | None = None,
+    paranoid: bool = False,
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> Report:
     """Predict a volume, column by column or patch by patch, within the limits; the output is whole or it is not there.
 
-    Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. Every ZnnpyError says what happened, with
-    the numbers, and what to do; what was finished before an error, Ctrl-C or a kill stays on disk and `resume=True`
-    goes on from there, byte for byte, unless a GPU refuses memory that it gave the run before: the report says so.
+    Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. `paranoid` holds voxels of each patch
+    against the definition before it is written: slow, and in memory beyond `ram`. Every ZnnpyError says what happened,
+    with the numbers, and what to do; what was finished before an error, Ctrl-C or a kill stays on disk and
+    `resume=True` goes on from there, byte for byte, unless a GPU refuses memory that it gave the run before: the report
+    says so.
     """
     started = time.perf_counter()
     check_words(border, output_dtype, cover)
@@ -104,7 +108,8 @@ def infer(
         if output.finished:
             made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
             return _report(target, started, made, this_machine())
-        run = _Run(trained, source, output, job, wishes, progress)
+        watched = stack.enter_context(open_volume(Path(volume), dataset)) if paranoid else None
+        run = _Run(trained, source, output, job, wishes, progress, watched)
         with site_for(run.plan, run.meant(meant), vram, precision, shelf) as (site, chosen):
             done = run.compute(site, chosen)
     return _report(target, started, done.plan, site.machine, done, site.sentences)
@@ -130,6 +135,7 @@ class _Run:
     job: dict[str, Any]
     wishes: Wishes
     progress: Callable[[pipeline.Event], None] | None
+    watched: Volume | None  # opened once more, where patches are held against the definition
 
     @property
     def masks(self) -> bool:
@@ -175,10 +181,15 @@ class _Run:
                     self.job, settings, plan.to_json(), site.machine.blas, len(columns), wisdom=wisdom.used
                 )
                 self.output.begin(header, _attributes(network, self.source, self.job, plan))
-            timings = pipeline.run(session, crew, self.source, self.output, columns, self.progress)
+            timings = pipeline.run(session, crew, self.source, self._writes(plan), columns, self.progress)
             vram_bytes = site.taken_bytes()
         self.output.complete()
         return _Done(plan, timings, vram_bytes, (*sentences, *wisdom.sentences))
+
+    def _writes(self, plan: Plan) -> pipeline.Writes:
+        if self.watched is None:
+            return self.output
+        return Watched(self.output, self.trained, self.watched, self.source.offset, plan.precision)
 
     @contextmanager
     def _awake(self, site: Site, plan: Plan, crew: Crew) -> Iterator[tuple[Session, Wisdom]]:

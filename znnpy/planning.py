@@ -16,6 +16,7 @@ from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network
+from znnpy.paranoid import check_plan
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
@@ -25,7 +26,9 @@ from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
 from znnpy.run.choice import check_words, columns_only
 from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, site_for
+from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
+from znnpy.run.timing import Progress
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume import open_volume
 from znnpy.volume.source import Source, parse_roi
@@ -55,9 +58,13 @@ def plan(
     precision: str | None = None,
     costs: str | Path | None = None,
     machine: str | Path | None = None,
+    rigor: str = "estimate",
+    time_limit: float | None = None,
+    paranoid: bool = False,
     tell: Callable[[str], None] = _log.info,
     tell_why: Callable[[list[Considered]], None] | None = None,
     tell_point: Callable[[Point], None] | None = None,
+    tell_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Plan:
     """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
 
@@ -66,13 +73,22 @@ def plan(
     `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact;
     `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken;
     `tell_point` with the best plan of every kind at each limit from the machine's memory down: that takes minutes.
+
+    rigor "measure" times the layers of the best plans here, "exhaustive" all that may be in the best one, and choose
+    with what that gives; neither begins anything that does not fit into `time_limit` seconds (None: 60 for "measure",
+    no limit for "exhaustive"). `paranoid` runs each chosen primitive on its layer, and holds it against the definition
+    in float64: VerifyError names one that is off. `tell_progress` is called before every layer of either.
+
     NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
     """
+    study = Study(*rigor_of(rigor, time_limit), tell_progress)
     check_words(border, output_dtype, cover)
     names = (only,) if isinstance(only, str) else tuple(only)
     meant = check_device_words(device, vram, precision, names)
     if costs is not None and machine is not None:
         raise ValueError("a file of a machine holds its costs: give costs or machine")
+    if machine is not None and (rigor != "estimate" or paranoid):
+        raise ValueError("layers run on the machine that is here: leave out rigor and paranoid, or machine")
     shelf = Shelf(costs, machine=machine)
     meant = shelf.meant(meant)
     threads = shelf.threads(threads)
@@ -85,6 +101,7 @@ def plan(
         only=names,
         cover=cover,
         depth_first=depth_first,
+        study=study,
     )
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
@@ -97,8 +114,10 @@ def plan(
         if made.device == "gpu" and meant == "auto" and vram is None:
             sites.append(Site(this_machine(), costs=shelf))
             with suppress(NoPlanError):
-                other = kind_of(wanted.job.network, made, wanted.plan(sites[1]))
-                made = replace(made, kinds=(*made.kinds, other))
+                estimated = replace(wanted, study=Study()).plan(sites[1])
+                made = replace(made, kinds=(*made.kinds, kind_of(wanted.job.network, made, estimated)))
+        if paranoid:
+            check_plan(made, wanted.job.network, site, tell_progress)
         tells.of(wanted, made, sites, shelf)
         return made
 
@@ -150,15 +169,25 @@ class _Wanted:
     only: tuple[str, ...]
     cover: str | None
     depth_first: bool
+    study: Study
 
     def limits(self, site: Site) -> Limits:
         return site.limits(self.ram, self.threads, self.vram)
 
     def plan(self, site: Site, *, kinds: bool = False) -> Plan:
         """The fastest on a site; with `kinds` the best of every other kind there too."""
-        limits = self.limits(site)
-        rates = site.rates(self.job.network, limits)
-        return self.within(site, limits, columns=columns_only(self.cover), kinds=kinds, rates=rates)
+        limits, words = self.limits(site), {"columns": columns_only(self.cover)}
+        known = site.rates(self.job.network, limits)
+        rates = self.study.rates(site, limits, known, lambda rates: self.within(site, limits, rates=rates, **words))
+        made = self.within(site, limits, kinds=kinds, rates=rates, **words)
+        return replace(made, rigor=self.study.done)
+
+    def rates(self, site: Site, limits: Limits) -> Rates:
+        """As the plan was made with; of a site that it is not for, as they are stored or assumed."""
+        if (found := self.study.found.get(site.device)) is not None:
+            return found
+        known = site.rates(self.job.network, limits)
+        return known or assumed_rates(site.machine, limits.threads, site.device)
 
     def within(self, site: Site, limits: Limits, **more: Any) -> Plan:
         """The fastest within other limits; `more` are words of `make_plan`."""
@@ -189,19 +218,14 @@ class _Tells:
     def of(self, wanted: _Wanted, made: Plan, sites: Sequence[Site], shelf: Shelf) -> None:
         """sites  where the layers run, and where else they might have run"""
         site, network = sites[0], wanted.job.network
-        for sentence in (*site.sentences, *shelf.sentences):
+        for sentence in (*site.sentences, *shelf.sentences, *wanted.study.sentences):
             self.sentence(sentence)
         if self.why is not None:
-            rates = _rates(site, network, made.limits)
+            rates = wanted.rates(site, made.limits)
             self.why(considered(made, network, site.machine, rates, TABLE, wanted.only))
         if self.point is not None:
             for point in _curves(wanted, made, sites):
                 self.point(point)
-
-
-def _rates(site: Site, network: Network, limits: Limits) -> Rates:
-    """As `make_plan` takes them."""
-    return site.rates(network, limits) or assumed_rates(site.machine, limits.threads, site.device)
 
 
 def _curves(wanted: _Wanted, made: Plan, sites: Sequence[Site]) -> Iterator[Point]:
@@ -210,7 +234,7 @@ def _curves(wanted: _Wanted, made: Plan, sites: Sequence[Site]) -> Iterator[Poin
     curves = [(site, wanted.limits(site), columns) for site in sites for columns in covers]
     for index, (site, limits, columns) in enumerate(curves):
         gpu = site.machine.gpu
-        rates = site.rates(wanted.job.network, limits)
+        rates = wanted.rates(site, limits)
         options = options_for(site.machine, limits, only=wanted.only, rates=rates, device=site.device)
         words: dict[str, Any] = {"columns": columns, "options": options}
         if site.device == made.device:

@@ -114,7 +114,7 @@ def verify(
             _check_volume(job, source, output)
             for at in _positions(prediction.size, samples, seed):
                 written = np.stack([_voxel(prediction, where) for where in at])
-                judged = _Judged.of(at, written, _by_definition(trained, source, at + to_corner), tolerance)
+                judged = Judged.of(at, written, by_definition(trained, source, at + to_corner), tolerance)
                 beyond += judged.beyond
                 worst = judged if worst is None or judged.share > worst.share else worst
     assert worst is not None  # of one sample or more
@@ -142,7 +142,7 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class Judged:
     """Some samples held to their limits: how many are beyond, and the one nearest to its limit or furthest beyond."""
 
     beyond: int
@@ -160,10 +160,10 @@ class _Judged:
         return self.error / self.allowed
 
     @classmethod
-    def of(cls, at: npt.NDArray[np.int64], written: npt.NDArray[Any], exact: Real, tolerance: float) -> _Judged:
+    def of(cls, at: npt.NDArray[np.int64], written: npt.NDArray[Any], exact: Real, tolerance: float) -> Judged:
         """Samples at `at` (n, 3) of the output: what stands there and what should, both (n, maps)."""
         error, step = _errors(written, exact)
-        magnitude = _magnitude(exact)
+        magnitude = magnitude_of(exact)
         allowed = tolerance * magnitude + step
         sample, channel = (int(i) for i in np.unravel_index((error / allowed).argmax(), error.shape))
         z, y, x = (int(i) for i in at[sample])
@@ -230,7 +230,7 @@ def _positions(size: Vec3, samples: int, seed: int) -> Iterator[npt.NDArray[np.i
         yield np.stack(np.unravel_index(rng.integers(ends[:-1], ends[1:]), size), axis=1)
 
 
-def _magnitude(exact: Real) -> Real:
+def magnitude_of(exact: Real) -> Real:
     """How large the values are that an error is held against: the largest of 1, |value|, rms of the map; as `exact`."""
     known = np.nan_to_num(exact)
     count = np.maximum(1, np.isfinite(exact).sum(axis=0))
@@ -238,7 +238,7 @@ def _magnitude(exact: Real) -> Real:
     return np.maximum(np.maximum(1.0, rms), np.abs(known))
 
 
-def _by_definition(trained: TrainedNetwork, volume: Volume, corners: npt.NDArray[np.int64]) -> Real:
+def by_definition(trained: TrainedNetwork, volume: Volume, corners: npt.NDArray[np.int64]) -> Real:
     """The plain network on each field of view: (samples, maps). `corners`: first voxel of each, volume coordinates."""
     network = trained.network
     batch = max(1, BATCH_BYTES // (8 * max(network.maps) * prod(network.field_of_view)))

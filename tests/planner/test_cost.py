@@ -152,7 +152,8 @@ def test_with_hope_what_is_not_known_may_take_less() -> None:
     assert rates.seconds(SLOW, sized(100), variant) == pytest.approx(1.0 + 0.5)
     known = rates.learnt(SLOW, sized(100), variant, 3.0)
     assert known.seconds(SLOW, sized(100), variant) == pytest.approx(1.0 + 3.0)
-    assert known.seconds(SLOW, sized(10), variant) == pytest.approx(1.0 + 0.5 * 0.3)
+    assert known.seconds(SLOW, sized(10), variant) == pytest.approx(1.0 + 0.5**0.25 * 0.3)
+    assert known.seconds(FAST, sized(100), variant) == rates.seconds(FAST, sized(100), variant)
 
 
 def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> None:

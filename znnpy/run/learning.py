@@ -21,6 +21,8 @@ from znnpy.shapes import LayerShape
 
 MOST_LAYER_SECONDS = 2.0  # of one run, as estimated: what takes longer runs on fewer images
 
+LEAST_WORKING = 0.1  # of the time of a layer, whatever its stages are assumed to take to begin
+
 Making = Callable[[Rates], Plan]
 Case = tuple[Primitive, LayerShape, Variant]
 
@@ -48,12 +50,11 @@ class Learner:
             tasks = [task for task in self._tasks(make(self.rates), known) if task.case not in self._tried]
             if not tasks:
                 return True
-            self._tried.update(task.case for task in tasks)
-            timed = 0
+            before = len(self._tried)
             for task, spent in self.timer.times(tasks):
-                timed += 1
+                self._tried.add(task.case)
                 self._learnt(task, spent)
-            if not timed:
+            if len(self._tried) == before:
                 return False
         return False
 
@@ -64,7 +65,7 @@ class Learner:
             return
         begun = 0.0 if self.device == "gpu" else self.rates.stage_seconds  # a GPU's clock begins when it does
         stages = len(task.primitive.work(task.shape, task.variant))
-        seconds = max(spent - stages * begun, 0.5 * spent)
+        seconds = max(spent - stages * begun, LEAST_WORKING * spent)
         primitive = task.primitive
         self.found.append(Measurement(primitive.name, primitive.version, task.variant, task.shape, seconds))
         self.rates = self.rates.learnt(*task.case, seconds)

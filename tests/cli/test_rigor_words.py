@@ -1,0 +1,154 @@
+"""`znnpy plan --rigor`, and `--paranoid` of plans and runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from place import Place
+
+from znnpy import paranoid, planning, verify
+from znnpy.errors import DeviceError
+from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.table import find
+from znnpy.machine import this_machine
+from znnpy.planner.cost import assumed_rates
+from znnpy.planner.plan import Plan
+from znnpy.run import rigor
+from znnpy.run.layer import HostLayer, Position
+from znnpy.shapes import LayerShape
+
+
+class Clock:
+    """As if this machine were half as fast; nothing is run."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses = refuses
+
+    def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+        if primitive.name == self.refuses:
+            raise DeviceError("not today")
+        return assumed_rates(this_machine(), 2).scaled(0.5, 0.5).seconds(primitive, shape, variant)
+
+
+def timed_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def clock_of(*words: Any) -> Iterator[Clock]:
+        yield clock
+
+    monkeypatch.setattr(rigor, "clock_of", clock_of)
+
+
+def words(place: Place, *more: object) -> tuple[object, ...]:
+    where = ("--volume", place.volume, "--device", "cpu", "--threads", 2, "--cover", "patches")
+    return ("plan", place.folder / "net.yaml", *where, *more)
+
+
+@pytest.mark.parametrize("asked", ["measure", "exhaustive"])
+def test_layers_are_timed_before_a_plan_is_given(place: Place, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    timed_by(Clock(), monkeypatch)
+    file = place.folder / "plan.json"
+    result = place.run(*words(place, "--rigor", asked, "--out", file))
+    assert result.exit_code == 0, result.stderr
+    assert "the time of every layer was measured on the machine the plan was made on" in " ".join(result.stdout.split())
+    made = Plan.load(file)
+    assert made.rigor == asked
+    assert all(choice.measured for choice in made.choices)
+    truth = assumed_rates(this_machine(), 2).scaled(0.5, 0.5)
+    for choice in made.choices:
+        primitive = find(choice.primitive)
+        assert choice.seconds == pytest.approx(truth.seconds(primitive, choice.shape, choice.variant), rel=0.01)
+    left = r" layers, at most [\d.]+ s left, cpu\." if asked == "measure" else r" layers, cpu\."
+    assert re.search(left, result.stderr)
+    assert Plan.from_json(json.dumps(json.loads(place.run(*words(place, "--json")).stdout)["plan"])).rigor == "estimate"
+
+
+def test_what_does_not_run_is_named_with_its_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = json.loads(place.run(*words(place, "--json")).stdout)["plan"]["choices"][0]["primitive"]
+    timed_by(Clock(refuses=first), monkeypatch)
+    document = json.loads(place.run(*words(place, "--json", "--rigor", "measure")).stdout)
+    assert first not in {choice["primitive"] for choice in document["plan"]["choices"]}
+    assert "not today" in {row["why"] for row in document["why_not"] if row["primitive"] == first}
+
+
+def test_what_is_not_timed_within_the_limit_is_said(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_by(Clock(), monkeypatch)
+    document = json.loads(place.run(*words(place, "--json", "--rigor", "exhaustive", "--time-limit", "1e-6")).stdout)
+    (note,) = document["notes"]
+    assert note.startswith("the time limit of 1e-06 s was up after 0 layers were measured")
+    assert document["plan"]["rigor"] == "measure"
+    assert not any(choice["measured"] for choice in document["plan"]["choices"])
+
+
+def test_words_that_contradict_each_other(place: Place) -> None:
+    for some, said in (
+        (("--time-limit", 5), "--time-limit is for layers that are timed: give --rigor measure or exhaustive"),
+        (("--rigor", "measure", "--time-limit", 0), "0.0 is not a positive number"),
+        (("--rigor", "patient"), "'patient' is not one of 'estimate', 'measure', 'exhaustive'"),
+        (("--machine", "m.json", "--rigor", "measure"), "leave out --rigor and --paranoid, or --machine"),
+        (("--machine", "m.json", "--paranoid"), "leave out --rigor and --paranoid, or --machine"),
+    ):
+        result = place.run(*words(place, *some))
+        assert result.exit_code == 2
+        assert said in " ".join(result.stderr.replace("│", "").split())
+    with pytest.raises(ValueError, match="layers run on the machine that is here"):
+        planning.plan(place.folder / "net.yaml", machine="m.json", paranoid=True)
+
+
+def test_every_layer_of_a_plan_is_checked(place: Place) -> None:
+    result = place.run(*words(place, "--paranoid", "--json"))
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["plan"]["rigor"] == "estimate"
+    assert "layers, checking cpu." in result.stderr
+
+
+def test_a_layer_that_is_off_is_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HostLayer.at
+
+    def at(self: HostLayer, position: Position) -> Any:
+        return right(self, position) + 1e-3
+
+    monkeypatch.setattr(HostLayer, "at", at)
+    file = place.folder / "plan.json"
+    result = place.run(*words(place, "--paranoid", "--out", file))
+    assert result.exit_code == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert re.match(
+        r"Error: layers? 0 .*\(conv 1x5x2 -> 3 relu\) run by \S+.* gives [\d.]+ at \(image, z, y, x\) = ", last
+    )
+    assert ", of random values, and by definition it is " in last
+    assert not file.exists()
+
+
+def test_patches_are_held_against_the_definition(place: Place) -> None:
+    assert place.infer("--device", "cpu").exit_code == 0
+    plain = place.out.read_bytes()
+    result = place.infer("--device", "cpu", "--overwrite", "--paranoid")
+    assert result.exit_code == 0, result.stderr
+    assert len(place.out.read_bytes()) == len(plain)
+    for more in (
+        ("--roi", "2:20,3:22,0:25", "--border", "reflect"),
+        ("--output-dtype", "uint8"),
+        ("--cover", "columns"),
+    ):
+        assert place.infer("--device", "cpu", "--overwrite", "--paranoid", *more).exit_code == 0
+
+
+def test_a_patch_that_is_off_stops_the_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = verify.by_definition
+
+    def off(*of: Any) -> Any:
+        return exact(*of) + np.float64(1e-3)
+
+    monkeypatch.setattr(paranoid, "by_definition", off)
+    result = place.infer("--device", "cpu", "--paranoid")
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error")]
+    assert line.startswith("Error: output voxel (z, y, x) = (")
+    assert line.endswith("find the layer with `znnpy plan --paranoid`, and report it")
+    assert not place.out.exists()

@@ -1,0 +1,178 @@
+"""Word by word: layers of a plan, and patches of a run, held against the definition in float64 as they come.
+
+Slow, and beside the memory that a plan promises: fields of view in float64 are recomputed voxel by voxel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import ValuesOverflowError, VerifyError
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.reference import convolve, max_filter, maxout
+from znnpy.kernels.table import find
+from znnpy.network import Network
+from znnpy.patches import Box
+from znnpy.planner.explain import human_bytes
+from znnpy.planner.plan import Choice, Plan
+from znnpy.run.devices import Site
+from znnpy.run.layer import DeviceLayer, HostLayer, Position, Values
+from znnpy.run.pipeline import Writes
+from znnpy.run.timing import Progress, bytes_of
+from znnpy.run.wisdom import wisdom_kept
+from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
+from znnpy.trained import TrainedNetwork
+from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
+from znnpy.volume.volume import Volume
+
+VOXELS = 64  # of a layer's output that are recomputed
+OF_A_PATCH = 2  # of a network's: a field of view each
+
+Real = npt.NDArray[np.float64]
+
+
+def check_plan(plan: Plan, network: Network, site: Site, tell: Callable[[Progress], None]) -> None:
+    """Run every layer of `plan` with its primitive, as the plan has it, on random values.
+
+    VerifyError names the first whose output differs from the definition by more than its precision allows, at VOXELS
+    voxels, corners among them; or that does not fit this machine.
+    """
+    room = site.room(plan.limits)
+    choices = list({(c.primitive, c.shape, c.variant): c for c in plan.choices}.values())
+    with Crew(plan.limits.threads) as crew, wisdom_kept(site.machine, plan.seconds):
+        for done, choice in enumerate(choices):
+            tell(Progress(done, len(choices), np.inf, f"checking {choice.primitive} on {choice.shape}"))
+            where = f"{choice.where} ({network.layers[choice.layers[0]]})"
+            _check_layer(choice, where, room, crew, site)
+        tell(Progress(len(choices), len(choices), np.inf, ""))
+
+
+def _check_layer(choice: Choice, where: str, room: int, crew: Crew, site: Site) -> None:
+    """On fewer images where all do not fit `room` bytes."""
+    primitive, shape, variant = find(choice.primitive), choice.shape, choice.variant
+    while (needed := bytes_of(primitive, shape, variant, crew.threads)) > room and shape.batch > 1:
+        shape = replace(shape, batch=shape.batch // 2)
+    if needed > room:
+        raise VerifyError(
+            f"{where} needs {human_bytes(needed)} to be checked, and there are {human_bytes(max(room, 0))}: plan "
+            "within less memory, or without --paranoid"
+        )
+    layer: HostLayer | DeviceLayer
+    if site.gpu is not None:
+        layer = DeviceLayer(site.gpu, primitive, shape, variant)
+    else:
+        layer = HostLayer(crew, primitive, shape, variant)
+    try:
+        layer.run()
+    except ValuesOverflowError as overflow:
+        raise VerifyError(f"{where} run by {primitive.name}: {overflow}; {_advice(primitive.name)}") from None
+    at = positions(shape.out_shape[:4], VOXELS)
+    written = np.stack([layer.at(position) for position in at])
+    exact = np.stack([voxel(shape, layer.values, position) for position in at])
+    error, allowed = np.abs(written - exact), TOLERANCES[shape.precision] * magnitude_of(exact)
+    error[np.isnan(error)] = np.inf
+    if (error > allowed).any():
+        how = f"{primitive.name} {variant}".rstrip()
+        index, map_ = (int(i) for i in np.unravel_index((error / allowed).argmax(), error.shape))
+        raise VerifyError(
+            f"{where} run by {how} gives {written[index, map_]:.8g} at (image, z, y, x) = "
+            f"{at[index]}, map {map_}, of random values, and by definition it is {exact[index, map_]:.8g} (allowed "
+            f"{allowed[index, map_]:.1e}); {_advice(primitive.name)}"
+        )
+
+
+def _advice(primitive: str) -> str:
+    return f"report it, and choose other primitives than {primitive} with --only until it is repaired"
+
+
+def positions(size: tuple[int, ...], count: int) -> list[Position]:
+    """The first voxel, the last, and others drawn from all: (image, z, y, x), each once."""
+    rng, voxels = np.random.default_rng(20261121), prod(size)
+    flat = np.unique([0, voxels - 1, *rng.integers(0, voxels, max(0, count - 2))])
+    found = []
+    for place in flat:
+        image, z, y, x = (int(i) for i in np.unravel_index(int(place), size))
+        found.append((image, z, y, x))
+    return found
+
+
+def voxel(shape: LayerShape, values: Values, position: Position) -> Real:
+    """All maps of one voxel that a layer gives by definition, from the window of its input that it depends on."""
+    image, z, y, x = position
+    window: Vec3
+    step: Vec3 = (1, 1, 1)
+    match shape:
+        case ConvShape(k=k, pool=p):
+            window, step = (k[0] + p[0] - 1, k[1] + p[1] - 1, k[2] + p[2] - 1), p
+        case PoolShape(p=p):
+            window, step = p, p
+        case FilterShape(p=p):
+            window = p
+        case MaxoutShape():
+            window = (1, 1, 1)
+    offset = (0, 0, 0)
+    if not isinstance(shape, PoolShape) or shape.fragments:
+        image, fragment = divmod(image, prod(step))
+        offset = (fragment // (step[1] * step[2]), fragment // step[2] % step[1], fragment % step[2])
+    corner = (image, z * step[0] + offset[0], y * step[1] + offset[1], x * step[2] + offset[2])
+    crop = values.window(corner, window)
+    maps: Real = _applied(shape, crop, values.weights)[0, 0, 0, 0]
+    return maps
+
+
+def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real:
+    """The layer on a window that gives one voxel."""
+    match shape:
+        case ConvShape():
+            assert weights is not None, "a convolution has weights"
+            return max_filter(convolve(crop, weights.weight, weights.bias, shape.activation), shape.pool)
+        case PoolShape() | FilterShape():
+            return max_filter(crop, shape.p)
+        case MaxoutShape():
+            return maxout(crop, shape.of)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An output that holds every patch against the definition before it writes it; see `pipeline.Writes`."""
+
+    output: Writes
+    trained: TrainedNetwork
+    volume: Volume  # open for this alone: patches are read meanwhile
+    offset: Vec3  # of the output's first voxel in the volume
+    precision: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.output.dtype
+
+    @property
+    def done(self) -> Set[int]:
+        return self.output.done
+
+    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+        """VerifyError where one of OF_A_PATCH voxels is off."""
+        rng = np.random.default_rng([*box.lo])
+        inside = np.stack([rng.integers(0, size, OF_A_PATCH) for size in box.size], axis=1)
+        written = np.stack([voxels[(slice(None), *place)] for place in inside])
+        at = inside + np.array(box.lo)
+        to_corner = np.array(self.offset) - (np.array(self.trained.network.field_of_view) - 1) // 2
+        exact = by_definition(self.trained, self.volume, at + to_corner)
+        judged = Judged.of(at, written, exact, TOLERANCES[self.precision])
+        if judged.beyond:
+            raise VerifyError(
+                f"output voxel (z, y, x) = {judged.where}, map {judged.channel}, is {judged.written:.8g}, and by "
+                f"definition {judged.definition:.8g} (allowed {judged.allowed:.1e}): its patch is not written; find "
+                "the layer with `znnpy plan --paranoid`, and report it"
+            )
+        self.output.write(box, voxels)
+
+    def finish_column(self, index: int) -> None:
+        self.output.finish_column(index)

@@ -1,0 +1,110 @@
+"""One layer by itself, on values of its own and buffers as a session has them: ready to be timed, or to be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
+from znnpy.run.workshop import dtype_of
+from znnpy.shapes import ConvShape, LayerShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+
+BLOCK = 2**20  # random numbers that inputs are made of, the same again and again: zeros would be multiplied faster
+LARGEST = 8.0  # no smaller than any of them
+
+Position = tuple[int, int, int, int]
+
+
+class Values:
+    """What a layer works on: (S, z, y, x, f), and weights with which values neither grow nor shrink much."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        rng = np.random.default_rng(20261121)
+        self.shape, self.weights = shape, _weights(shape, rng)
+        count = min(BLOCK, shape.in_bytes // shape.itemsize)
+        self.block = rng.standard_normal(count, np.float32).astype(dtype_of(shape))
+
+    def window(self, corner: Position, size: tuple[int, int, int]) -> npt.NDArray[np.float64]:
+        """A part of one image, (1, *size, f)."""
+        _, _, ny, nx, maps = self.shape.in_shape
+        image, *low = corner
+        z, y, x = np.ix_(*(np.arange(lo, lo + length) for lo, length in zip(low, size, strict=True)))
+        voxels = (image * self.shape.in_shape[1] + z) * ny * nx + y * nx + x
+        flat = voxels[None, ..., None] * maps + np.arange(maps)
+        window: npt.NDArray[np.float64] = self.block[flat % self.block.size].astype(np.float64)
+        return window
+
+
+class HostLayer:
+    """On a processor. Holds as many bytes as the primitive's footprint says, and the weights as they came."""
+
+    def __init__(self, crew: Crew, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
+        self.values = Values(shape)
+        resident = primitive.prepare(self.values.weights, variant, crew)
+        self._step = primitive.bind(resident, shape, variant, crew)
+        x, block = aligned_bytes(shape.in_bytes).view(np.float32), self.values.block
+        for start in range(0, x.size, block.size):
+            x[start : start + block.size] = block[: x.size - start]
+        self._x = x.reshape(shape.in_shape)
+        self._out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
+        footprint = primitive.footprint(shape, variant, crew.threads)
+        self._scratch = {s.name: aligned_bytes(s.nbytes) for s in footprint.scratch}
+
+    def run(self) -> None:
+        self._step.run(self._x, self._out, self._scratch)
+
+    def at(self, position: Position) -> npt.NDArray[np.float64]:
+        """All maps of one voxel of what came out."""
+        maps: npt.NDArray[np.float64] = self._out[position].astype(np.float64)
+        return maps
+
+
+class DeviceLayer:
+    """On a GPU. `run` queues the work and returns. DeviceError where the device refuses the layer."""
+
+    def __init__(self, device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
+        self.values, self._device = Values(shape), device
+        dtype = dtype_of(shape)
+        footprint = primitive.footprint(shape, variant, 1)
+        resident = primitive.prepare(self.values.weights, variant, device)
+        self._step = primitive.bind(resident, shape, variant, device)
+        self._x = device.view(device.allocate(shape.in_bytes, "a layer's input"), shape.in_shape, dtype)
+        self._fill()
+        self._out = device.view(device.allocate(shape.out_bytes, "a layer's output"), shape.out_shape, dtype)
+        self._scratch: Mapping[str, Any] = {s.name: device.allocate(s.nbytes, s.name) for s in footprint.scratch}
+        self._peaks = device.put(np.array([LARGEST, 0.0], np.float32), "largest values")
+        self._words = {
+            "x_peak": device.address(self._peaks) if footprint.reads_peak else 0,
+            "out_peak": device.address(self._peaks) + self._peaks.itemsize if footprint.raises_peak else 0,
+        }
+
+    def run(self) -> None:
+        self._step.run(self._x, self._out, self._scratch, **self._words)
+
+    def at(self, position: Position) -> npt.NDArray[np.float64]:
+        """All maps of one voxel of what came out."""
+        return self._device.get(self._out[position]).astype(np.float64)
+
+    def _fill(self) -> None:
+        device, flat = self._device, self._x.reshape(-1)
+        block = device.put(self.values.block, "random numbers")
+        for start in range(0, flat.size, block.size):
+            part = flat[start : start + block.size]
+            device.copy_async(part, block[: part.size], device.stream)
+        device.synchronize(device.stream)
+
+
+def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:
+    if not isinstance(shape, ConvShape):
+        return None
+    kernels = rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32)
+    kernels /= np.float32(np.sqrt(kernels[0].size))
+    return ConvWeights(kernels, rng.standard_normal(shape.fout, np.float32) / np.float32(8))
