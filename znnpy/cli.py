@@ -222,6 +222,8 @@ def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: boo
     """
     if overwrite and export is None and out is None:
         raise click.UsageError("--overwrite replaces the files given as --export and --out: give one of them too")
+    if words["device"] == "gpu" and words["threads"] is not None:
+        raise click.UsageError("--threads are of the processor, and a GPU's layers need none: drop it")
     words_of = {"--export": export, "--out": out}
     targets = {path: regular_file(path, overwrite, word) for word, path in words_of.items() if path is not None}
     from znnpy.measurement import measure as measured

@@ -225,6 +225,31 @@ def test_plans_for_a_machine_that_is_not_here_run_only_there(here: Place) -> Non
     assert json.loads(here.run(*words, "--json").stdout)["plan"]["elsewhere"] == "another"
 
 
+def test_threads_that_a_file_is_not_of(here: Place) -> None:
+    """What to do is said of the file that was named."""
+    net, path = here.folder / "net.yaml", exported(here)
+    threads = this_machine().cores
+    differs = f"the costs in {path} do not fit: the number of threads was {threads} and is 7 here; "
+    words = ("plan", net, "--shape", "30,30,30", "--threads", 7, "--device", "cpu")
+    assert here.refusal(*words, "--machine", path) == (
+        f"{differs}leave --threads out, or measure there with `znnpy measure --threads 7 --export FILE`"
+    )
+    mine = here.folder / "mine.json"
+    assert here.run("measure", "--device", "cpu", "--out", mine).exit_code == 0
+    assert here.refusal(*words, "--costs", mine) == (
+        f"{differs.replace(str(path), str(mine))}give --threads {threads}, leave --costs out, or measure again with "
+        "`znnpy measure --threads 7`"
+    )
+
+
+def test_a_machine_with_other_methods_is_measured_there_again(here: Place) -> None:
+    path = exported(here)
+    change(path, "primitives", "cpu.conv.direct", to=99)
+    sentence = here.refusal("plan", here.folder / "net.yaml", "--shape", "30,30,30", "--machine", path)
+    assert "the version of cpu.conv.direct was 99 and is " in sentence
+    assert sentence.endswith("; measure there with `znnpy measure --export FILE`, by a znnpy of the same version")
+
+
 def test_a_plan_for_the_machine_that_is_here_is_none_for_another(here: Place) -> None:
     path, plan = here.folder / "here.json", here.folder / "plan.json"
     assert here.run("measure", "--device", "cpu", "--export", path).exit_code == 0

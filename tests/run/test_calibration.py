@@ -17,7 +17,7 @@ from znnpy.errors import DeviceError, NoPlanError, VramError
 from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
-from znnpy.planner.cost import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
+from znnpy.planner.cost import GPU_STAGE_SECONDS, SIZES, Rate, Rates, assumed_rates
 from znnpy.planner.search import make_plan
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates
@@ -360,6 +360,19 @@ def test_once_all_was_tried_nothing_is_measured_anew(groups: int) -> None:
     assert second.runs == []
     rates_of(third, table, vram_bytes=2**31)
     assert bool(third.runs) == (groups > 1), "more may fit into more memory: it goes on"
+
+
+def test_what_is_known_beside_the_file_may_make_another_look_the_fastest() -> None:
+    """Then it goes on, though all was measured that should be by what was known before."""
+    rates_of(Card())
+    assumed = assumed_rates(WITH_GPU, 1, "gpu")
+    stored = replace(assumed, by_size={LAZY.name: (0.01,) * len(SIZES)})
+    again = Card()
+    rates_of(again, stored=stored)
+    assert "gpu.conv.lazy" in measured(again)
+    third = Card()
+    rates_of(third, stored=stored)
+    assert third.runs == []
 
 
 def test_what_no_time_was_left_for_is_measured_the_next_time() -> None:

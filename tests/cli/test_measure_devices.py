@@ -1,0 +1,97 @@
+"""`znnpy measure`, and stored costs, on a machine with a GPU: one that opens, and one that does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from emulated import EMULATED_GPU, EmulatedDevice, compiler
+from place import Place
+
+from znnpy import measurement
+from znnpy.errors import DeviceError
+from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.machine import Gpu, Machine, this_machine
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.costs import Costs
+from znnpy.run import devices
+from znnpy.run.shelf import stored_path
+from znnpy.shapes import LayerShape
+
+
+class Clock:
+    """Every layer takes a millisecond; nothing is run."""
+
+    def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+        return 1e-3
+
+
+def refused(gpu: Gpu) -> Any:
+    raise DeviceError("cudaErrorMemoryAllocation: out of memory")
+
+
+def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    return assumed_rates(machine, 1, "gpu")
+
+
+@pytest.fixture(autouse=True)
+def _here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, and a GPU that takes no time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
+
+    @contextmanager
+    def clock(*words: Any) -> Iterator[Clock]:
+        yield Clock()
+
+    monkeypatch.setattr(measurement, "_clock", clock)
+    monkeypatch.setattr(devices, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    monkeypatch.setattr(devices, "measured_rates", assumed)
+
+
+def costs_of_the_cpu() -> Any:
+    return stored_path(this_machine(), "cpu", this_machine().cores)
+
+
+def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "Device", refused)
+    result = place.run("measure", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["device"] == "cpu"
+    assert document["notes"] == [f"{EMULATED_GPU.name} is not used: cudaErrorMemoryAllocation: out of memory"]
+    assert Costs.load(costs_of_the_cpu()).device == "cpu"
+    assert place.refusal("measure", "--device", "gpu") == "cudaErrorMemoryAllocation: out of memory"
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+def test_threads_are_none_of_a_gpu(place: Place) -> None:
+    result = place.run("measure", "--device", "gpu", "--threads", 2)
+    assert result.exit_code == 2
+    assert "--threads are of the processor, and a GPU's layers need none: drop it" in result.stderr
+    with pytest.raises(ValueError, match="--threads are of the processor"):
+        measurement.measure(device="gpu", threads=2)
+    document = json.loads(place.run("measure", "--json", "--threads", 2).stdout)
+    assert document["device"] == "gpu"
+    assert document["notes"] == ["--threads are of the processor, and the GPU was measured"]
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) -> None:
+    """The CPU's plan beside the GPU's is estimated without them."""
+    assert place.run("measure", "--device", "cpu").exit_code == 0
+    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json")
+    fresh = json.loads(place.run(*words).stdout)
+    assert fresh["notes"] == []
+    assert fresh["plan"]["memory"]["device"] == "gpu"
+    assert "cpu" in {kind["device"] for kind in fresh["plan"]["kinds"]}
+    content = json.loads(costs_of_the_cpu().read_text())
+    content["machine"]["blas"] = "mkl none"
+    costs_of_the_cpu().write_text(json.dumps(content))
+    (note,) = json.loads(place.run(*words).stdout)["notes"]
+    assert note.startswith("stored costs are not used: BLAS was mkl none and is ")
