@@ -13,6 +13,8 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Array
     from znnpy.shapes import Activation
@@ -70,22 +72,7 @@ def finish_whole(finish: Finish, out: Array, crew: Crew) -> None:
 
     finish  for rows of x voxels.
     """
-    batch, mz, my, mx, fout = out.shape
-    lines = max(1, LINES_BYTES // (FLOAT32 * mx * fout))
-    parts = -(-my // lines)
-
-    @quiet()
-    def piece(lo: int, hi: int, worker: int) -> None:
-        del worker
-        for unit in range(lo, hi):
-            crew.check()
-            rest, part = divmod(unit, parts)
-            s, z = divmod(rest, mz)
-            rows = out[s, z, part * lines : (part + 1) * lines]
-            rows = rows.reshape(len(rows), -1, copy=False)
-            finish(rows, rows)
-
-    crew.each(piece, batch * mz * parts)
+    _each_block(lambda rows: finish(rows, rows), out, crew)
 
 
 def squash(activation: Activation, rows: Array, maps: int) -> None:
@@ -105,20 +92,29 @@ def squash(activation: Activation, rows: Array, maps: int) -> None:
 
 
 def squash_whole(activation: Activation, out: Array, crew: Crew) -> None:
-    """`squash` every voxel of `out` (S, z, y, x, f') in place, line by line."""
-    if activation in ("none", "relu"):
-        return
-    planes = out.shape[1]
+    """`squash` every voxel of `out` (S, z, y, x, f') in place; softmax line by line, as it makes arrays of that size."""
+    if activation not in ("none", "relu"):
+        most = 0 if activation == "softmax" else LINES_BYTES
+        _each_block(lambda rows: squash(activation, rows, out.shape[-1]), out, crew, most)
+
+
+def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int = LINES_BYTES) -> None:
+    """`work` on all of `out` (S, z, y, x, f'): (lines, x * f'), up to `most` bytes of a plane at a time, or one line."""
+    batch, mz, my, mx, fout = out.shape
+    lines = max(1, most // (FLOAT32 * mx * fout))
+    parts = -(-my // lines)
 
     @quiet()
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
         for unit in range(lo, hi):
             crew.check()
-            for line in out[unit // planes, unit % planes]:
-                squash(activation, line.reshape(1, -1, copy=False), out.shape[-1])
+            rest, part = divmod(unit, parts)
+            s, z = divmod(rest, mz)
+            rows = out[s, z, part * lines : (part + 1) * lines]
+            work(rows.reshape(len(rows), -1, copy=False))
 
-    crew.each(piece, out.shape[0] * planes)
+    crew.each(piece, batch * mz * parts)
 
 
 def quiet() -> np.errstate:
