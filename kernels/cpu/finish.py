@@ -92,14 +92,14 @@ def squash(activation: Activation, rows: Array, maps: int) -> None:
 
 
 def squash_whole(activation: Activation, out: Array, crew: Crew) -> None:
-    """`squash` every voxel of `out` (S, z, y, x, f') in place; softmax line by line, as it makes arrays of that size."""
+    """`squash` every voxel of `out` (S, z, y, x, f') in place; softmax by lines, as it makes arrays of that size."""
     if activation not in ("none", "relu"):
         most = 0 if activation == "softmax" else LINES_BYTES
         _each_block(lambda rows: squash(activation, rows, out.shape[-1]), out, crew, most)
 
 
 def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int = LINES_BYTES) -> None:
-    """`work` on all of `out` (S, z, y, x, f'): (lines, x * f'), up to `most` bytes of a plane at a time, or one line."""
+    """`work` on all of `out` (S, z, y, x, f'): (lines, x * f'), one or up to `most` bytes of a plane at a time."""
     batch, mz, my, mx, fout = out.shape
     lines = max(1, most // (FLOAT32 * mx * fout))
     parts = -(-my // lines)
