@@ -18,6 +18,7 @@ from znnpy.machine import Gpu, Machine, this_machine
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.costs import Costs
 from znnpy.run import devices
+from znnpy.run.layer import DeviceLayer, Position
 from znnpy.run.shelf import stored_path
 from znnpy.shapes import LayerShape
 
@@ -95,3 +96,22 @@ def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) ->
     costs_of_the_cpu().write_text(json.dumps(content))
     (note,) = json.loads(place.run(*words).stdout)["notes"]
     assert note.startswith("stored costs are not used: BLAS was mkl none and is ")
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_layers_of_a_gpu_are_held_against_the_definition(
+    place: Place, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "gpu", "--precision", precision)
+    assert place.run(*words, "--paranoid").exit_code == 0
+    right = DeviceLayer.at
+
+    def at(self: DeviceLayer, position: Position) -> Any:
+        return right(self, position) + (0.2 if precision == "fp16" else 1e-3)
+
+    monkeypatch.setattr(DeviceLayer, "at", at)
+    result = place.run(*words, "--paranoid")
+    assert result.exit_code == 1
+    assert " run by gpu." in result.stderr
+    assert ", of random values, and by definition it is " in result.stderr
