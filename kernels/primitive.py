@@ -72,22 +72,28 @@ class Variant:
         return cls(tuple(sorted(parameters.items())))
 
     def count(self, name: str) -> int:
-        value = dict(self.parameters)[name]
+        value = self._value(name)
         if not isinstance(value, int):
             raise TypeError(f"{name} is {value}, not a count")
         return value
 
     def size(self, name: str) -> Vec3:
-        value = dict(self.parameters)[name]
+        value = self._value(name)
         if not isinstance(value, tuple):
             raise TypeError(f"{name} is {value}, not a size")
         return value
 
     def word(self, name: str) -> str:
-        value = dict(self.parameters)[name]
+        value = self._value(name)
         if not isinstance(value, str):
             raise TypeError(f"{name} is {value}, not a word")
         return value
+
+    def _value(self, name: str) -> int | str | Vec3:
+        for known, value in self.parameters:
+            if known == name:
+                return value
+        raise KeyError(name)
 
     def __str__(self) -> str:
         return " ".join(

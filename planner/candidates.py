@@ -91,9 +91,21 @@ class Candidate:
     @cached_property
     def voxels(self) -> tuple[int, ...]:
         """Of the last output of every span, one map, that are computed for the whole output."""
+        return tuple(self.steps[last] * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True))
+
+    @property
+    def column_voxels(self) -> tuple[int, ...]:
+        """The same of one whole column, or of one patch where no column walks."""
+        one = replace(self.cover, size=self.cover.grid)
+        ahead = self.space.ahead
         return tuple(
-            self.steps[last] * self.parts[last] * prod(self.shapes[last].out_shape[:4]) for _, last in self.space.spans
+            one.steps(ahead[last]) * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True)
         )
+
+    @cached_property
+    def _in_step(self) -> tuple[int, ...]:
+        """The same of one step."""
+        return tuple(self.parts[last] * prod(self.shapes[last].out_shape[:4]) for _, last in self.space.spans)
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:

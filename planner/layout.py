@@ -115,15 +115,6 @@ class Fullest:
         x, out = aligned(x_bytes), aligned(out_bytes)
         return max(self.alone, x + self.with_input, out + self.with_output, x + out + self.with_both)
 
-    def within(self, other: Fullest) -> bool:
-        """It never needs more, whatever the sizes of input and output."""
-        return (
-            self.alone <= other.alone
-            and self.with_input <= other.with_input
-            and self.with_output <= other.with_output
-            and self.with_both <= other.with_both
-        )
-
 
 def fullest(footprint: Footprint) -> Fullest:
     """What `footprint` says of the arena; less than nothing where there is no such stage."""

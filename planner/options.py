@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from znnpy.kernels.primitive import Primitive
 from znnpy.machine import Machine
@@ -37,16 +39,29 @@ class _Alone:
     way: Way
     most: Fullest
 
-    def beats(self, other: _Alone) -> bool:
-        """It is as good or better in everything, whatever the place; of two that are equal each beats the other."""
-        mine, theirs = self.way, other.way
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Bytes of every kind that weigh somewhere."""
+        footprint, most = self.way.footprint, self.most
         return (
-            mine.seconds <= theirs.seconds
-            and mine.footprint.resident <= theirs.footprint.resident
-            and mine.footprint.host <= theirs.footprint.host
-            and mine.footprint.allowance <= theirs.footprint.allowance
-            and self.most.within(other.most)
+            footprint.resident,
+            footprint.host,
+            footprint.allowance,
+            most.alone,
+            most.with_input,
+            most.with_output,
+            most.with_both,
         )
+
+
+def _unbeaten(found: Sequence[_Alone]) -> tuple[_Alone, ...]:
+    """Those than which no other is as good or better in everything, whatever the place; of equal ones the first."""
+    ranked = sorted(found, key=lambda alone: (alone.way.seconds, alone.needs))
+    no_more = np.triu(np.ones((len(ranked), len(ranked)), np.bool_), 1)  # than every other, of those that are faster
+    for need in np.array([alone.needs for alone in ranked], np.int64).T:
+        no_more &= need[:, np.newaxis] <= need
+    beaten = np.logical_or.reduce(no_more, axis=0)
+    return tuple(alone for alone, is_beaten in zip(ranked, beaten, strict=True) if not is_beaten)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +150,5 @@ class Options:
                     footprint = primitive.footprint(shape, variant, self.threads)
                     spent = self.rates.seconds(primitive, shape, variant)
                     found.append(_Alone(Way(shape, primitive, variant, footprint, spent), fullest(footprint)))
-            kept: list[_Alone] = []
-            for alone in sorted(found, key=lambda alone: (alone.way.seconds, alone.way.footprint.resident)):
-                if not any(better.beats(alone) for better in kept):
-                    kept.append(alone)
-            known = self._alone[shape, names] = tuple(kept)
+            known = self._alone[shape, names] = _unbeaten(found)
         return known

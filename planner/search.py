@@ -21,7 +21,8 @@ from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.options import Options
 from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, device_of, patch_in
-from znnpy.planner.space_search import RUNNERS_UP, Found, SpaceSearch
+from znnpy.planner.shape_search import Found
+from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
 from znnpy.shapes import Precision, Vec3, text, turned, turned_back
 
 
@@ -118,13 +119,11 @@ def options_for(
     return Options(there, machine, limits.threads, rates, frozenset(only))
 
 
-Ranked = Sequence[tuple[SpaceSearch, list[Found]]]  # searches that found something, the fastest first
+Ranked = Sequence[tuple[SpaceSearch, Found]]  # searches that found something, the fastest first
 
 
 def _ranked(searches: Sequence[SpaceSearch]) -> Ranked:
-    return sorted(
-        ((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1][0].seconds
-    )
+    return sorted(((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1].seconds)
 
 
 def _kinds(
@@ -133,15 +132,15 @@ def _kinds(
     """Of columns and of patches the best, and the best without depth first; but for the plan itself."""
     for walks in (True, False):
         of_kind = [search for search in searches if search.space.walks == walks]
-        best = next(((search, found[0]) for search, found in ranked if search.space.walks == walks), None)
+        best = next((pair for pair in ranked if pair[0].space.walks == walks), None)
         best = best or _least(of_kind)
         if best is not None and (plan.walks != walks or best[1].memory != plan.memory):
             yield kind_of(network, plan, _plan_of(network, machine, *best))
         if best is None or all(way.parts == 1 for _, way in best[1].ways):
             continue
-        whole = [replace(search, splits=search.splits[:1], lost=[], _seen=set()) for search in of_kind]
+        whole = [search.undivided() for search in of_kind]
         found = _ranked(whole)
-        best = (found[0][0], found[0][1][0]) if found else _least(whole)
+        best = found[0] if found else _least(whole)
         if best is not None:
             yield kind_of(network, plan, _plan_of(network, machine, *best))
 
@@ -204,12 +203,11 @@ def _narrowing(patch: Vec3 | None, only: Sequence[str], columns: bool | None, de
 def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     """The best of all spaces as a plan; the others, and what is next best, as its runners-up."""
     search, found = ranked[0]
-    others = [other.runner_up(best[0]) for other, best in ranked if other.space.walks != search.space.walks]
-    slower = [search.runner_up(other) for other in found[1:]]
+    others = [other.runner_up(best) for other, best in ranked if other.space.walks != search.space.walks]
     return replace(
-        _plan_of(network, machine, search, found[0]),
+        _plan_of(network, machine, search, found),
         other=others[0] if others else None,
-        runners_up=tuple([*search.next_larger(found[0].seconds), *slower][:RUNNERS_UP]),
+        runners_up=tuple([*search.next_larger(found.seconds), *search.slower(found)][:RUNNERS_UP]),
     )
 
 

@@ -97,13 +97,50 @@ def _panels(count: int) -> int:
     return 2 if count == 4 else -(-count // 3)
 
 
-@lru_cache(maxsize=1)  # footprint and work of a variant are asked for one after the other
-def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
-    tz, ty, tx = variant.size("tile")
-    span = valid((tz, ty, tx), shape.k)
+class _Tiles(NamedTuple):
+    """Of one shape and tile, what holds for groups of any size; operations and bytes of a run."""
+
+    span: Vec3
+    step: Vec3
+    counts: Vec3
+    tiles: int
+    forward: float
+    along_z: float
+    products: float
+    inverse: float
+    maxima: float
+    spectra: float  # bytes of one plane of one channel
+
+
+@lru_cache(maxsize=1)  # groups of several sizes are asked for one after the other
+def _tiles(shape: ConvShape, tile: Vec3) -> _Tiles:
+    tz, ty, tx = tile
+    span = valid(tile, shape.k)
+    mz, my, mx = span
     step = valid(span, shape.pool)
     counts = ceil_divide(valid(shape.unpooled, shape.pool), step)
     tiles = shape.batch * prod(counts)
+    half, lanes_in, lanes_out = tx // 2 + 1, LANES * blocks(shape.fin), LANES * blocks(shape.fout)
+    columns = ty * half
+    return _Tiles(
+        span=span,
+        step=step,
+        counts=counts,
+        tiles=tiles,
+        forward=lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles,
+        along_z=5.0 * columns * tz * log2(tz) * tiles * (lanes_in + lanes_out),
+        products=8.0 * columns * tz * tiles * shape.fin * lanes_out,
+        inverse=lanes_out * mz * (2.5 * my * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles,
+        maxima=lanes_out * mz * my * mx * tiles * MAXIMA_FLOPS if shape.pools else 0.0,
+        spectra=2.0 * FLOAT32 * columns * tiles,
+    )
+
+
+@lru_cache(maxsize=1)  # footprint and work of a variant are asked for one after the other
+def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
+    tile = tz, ty, tx = variant.size("tile")
+    t = _tiles(shape, tile)
+    span, step, tiles = t.span, t.step, t.tiles
     groups = -(-tiles // variant.count("group"))
     group = -(-tiles // groups)
     half = tx // 2 + 1
@@ -114,10 +151,10 @@ def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
     pooling = span[1] * span[2] + shape.pool[0] * step[1] * step[2]
     before, after = tz * (chunk * fin + 1) * BLOCK, tz * (chunk * min(fout, 3) + 1) * BLOCK
     return _Sizes(
-        tile=(tz, ty, tx),
+        tile=tile,
         span=span,
         step=step,
-        counts=counts,
+        counts=t.counts,
         tiles=tiles,
         group=group,
         groups=groups,
@@ -190,25 +227,20 @@ class ConvFftLanes:
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
         s = _sizes(shape, variant)
-        (tz, ty, tx), (mz, my, mx) = s.tile, s.span
-        half, lanes_in, lanes_out = tx // 2 + 1, LANES * blocks(shape.fin), LANES * blocks(shape.fout)
-        spectra = 2.0 * FLOAT32 * s.columns * s.tiles  # bytes of one plane of one channel
-        forward = lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * s.tiles
-        inverse = lanes_out * mz * (2.5 * my * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * s.tiles
-        along_z = 5.0 * s.columns * tz * log2(tz) * s.tiles * (lanes_in + lanes_out)
+        t = _tiles(shape, s.tile)
+        tz, mz = s.tile[0], s.span[0]
+        lanes_in, lanes_out = LANES * blocks(shape.fin), LANES * blocks(shape.fout)
         kernels, read = 0.0, 0.0
         if variant.count("kept"):
             read = float(s.groups * s.columns * s.kernel_bytes)
         else:
             per_kernel = 8.0 * shape.k[0] * shape.k[1] + 5.0 * tz * log2(tz)
             kernels = s.groups * s.columns * shape.fin * lanes_out * per_kernel
-        maxima = lanes_out * mz * my * mx * s.tiles * MAXIMA_FLOPS if shape.pools else 0.0
-        products = 8.0 * s.columns * tz * s.tiles * shape.fin * lanes_out
         return (
-            Work("lane_fft", forward, FLOAT32 * shape.fin * prod(s.tile) * s.tiles + spectra * tz * lanes_in),
-            Work("lane_fft", along_z + kernels + maxima, 0.0),
-            Work("lane_product", products, spectra * (tz * lanes_in + mz * lanes_out) + read),
-            Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
+            Work("lane_fft", t.forward, FLOAT32 * shape.fin * prod(s.tile) * s.tiles + t.spectra * tz * lanes_in),
+            Work("lane_fft", t.along_z + kernels + t.maxima, 0.0),
+            Work("lane_product", t.products, t.spectra * (tz * lanes_in + mz * lanes_out) + read),
+            Work("lane_fft", t.inverse, t.spectra * mz * lanes_out + 2.0 * shape.out_bytes),
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import product
-from math import prod
 
-from znnpy.shapes import Vec3, ceil_divide, valid
+import numpy as np
+import numpy.typing as npt
 
+from znnpy.shapes import Vec3
+
+Sizes = npt.NDArray[np.int64]  # a row per tile: z, y, x
 EXCESS = 1.2  # times the least volume that tiles cover together: those that cover more are slower by as much
 
 
@@ -35,19 +37,25 @@ def tiles_worth(m: Vec3, reach: Vec3, all_sides: tuple[int, ...]) -> Mapping[Vec
     Left out are those that cover more than EXCESS times what the best do together, long ones, and of a tile and its
     turned twin, where y and x are alike, the one with the short side along x.
     """
-    z, y, x = (sides(size, extent, all_sides) for size, extent in zip(m, reach, strict=True))
-    alike = (m[1], reach[1]) == (m[2], reach[2])
-    covers = {tile: ceil_divide(m, valid(tile, reach)) for tile in product(z, y, x) if not alike or tile[1] <= tile[2]}
-    longest = max(2.0, min(_elongation(*cover) for cover in covers.items()))  # longer ones overlap more
-    counts = {tile: prod(count) for tile, count in covers.items() if _elongation(tile, count) <= longest}
-    most = EXCESS * min(count * prod(tile) for tile, count in counts.items())
-    return {tile: count for tile, count in counts.items() if count * prod(tile) <= most}
+    along = (sides(size, extent, all_sides) for size, extent in zip(m, reach, strict=True))
+    tiles = np.stack(np.meshgrid(*along, indexing="ij"), axis=-1).reshape(-1, 3)
+    if (m[1], reach[1]) == (m[2], reach[2]):
+        tiles = tiles[tiles[:, 1] <= tiles[:, 2]]
+    counts = -(-np.array(m) // (tiles - reach + 1))
+    elongation = _elongation(tiles, counts)
+    short = elongation <= max(2.0, elongation.min())  # longer ones overlap more
+    tiles, counts = tiles[short], counts[short].prod(axis=1)
+    covered = counts * tiles.prod(axis=1)
+    worth = covered <= EXCESS * covered.min()
+    return {(z, y, x): count for (z, y, x), count in zip(tiles[worth].tolist(), counts[worth].tolist(), strict=True)}
 
 
-def _elongation(tile: Vec3, counts: Vec3) -> float:
+def _elongation(tiles: Sizes, counts: Sizes) -> npt.NDArray[np.float64]:
     """The longest side by the shortest, of those along which an image has more than one tile: the others lose nothing.
 
     A slab is covered by tiles as thin as it is.
     """
-    divided = [side for side, count in zip(tile, counts, strict=True) if count > 1]
-    return max(divided) / min(divided) if divided else 1.0
+    divided = counts > 1
+    longest = np.where(divided, tiles, 1).max(axis=1)
+    shortest = np.where(divided, tiles, longest[:, np.newaxis]).min(axis=1)
+    return longest / shortest

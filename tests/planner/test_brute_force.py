@@ -109,7 +109,7 @@ def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: py
         placed, size = place(tensors)
         return placed, size + lossy
 
-    monkeypatch.setattr("znnpy.planner.space_search.place", wasteful)
+    monkeypatch.setattr("znnpy.planner.shape_search.place", wasteful)
     after = planned(network, SMALL, limit, **words)
     assert after.memory.peak <= limit
     space = wanted(everything(network, SMALL, FEWER), False, True)

@@ -303,13 +303,6 @@ def test_the_fullest_stage_of_one_layer(footprint: Footprint, maps: int, more: i
     assert fullest(footprint).live(shape.in_bytes, shape.out_bytes) == live_peak(chain([(shape, footprint)]))
 
 
-@given(footprints(), footprints(), st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), max_size=9))
-def test_what_is_within_never_needs_more(small: Footprint, large: Footprint, sizes: list[tuple[int, int]]) -> None:
-    if fullest(small).within(fullest(large)):
-        assert all(fullest(small).live(x, out) <= fullest(large).live(x, out) for x, out in sizes)
-    assert fullest(small).within(fullest(small))
-
-
 def test_working_bytes_are_those_of_the_contract() -> None:
     """One layer alone needs what `Footprint.working` says, up to alignment."""
     shape = ConvShape(2, 3, 5, (12, 11, 13), (3, 2, 4))

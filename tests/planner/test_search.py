@@ -19,7 +19,7 @@ from znnpy.planner.layout import chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
-from znnpy.planner.space_search import LOST_SECONDS
+from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, turned, turned_back
 
 MakeNetwork = Callable[..., Network]

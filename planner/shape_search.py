@@ -1,0 +1,275 @@
+"""The fastest primitives for one patch or column shape that fit, exactly.
+
+For a fixed shape the best primitives are found exactly (`trade`); layers are worked out one after the other, the large
+ones first, until it is plain that the shape cannot win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+from types import MappingProxyType
+
+from znnpy.machine import Limits
+from znnpy.planner.bounds import NOTHING, Bounds, Fronts
+from znnpy.planner.candidates import Candidate, Space, Span, candidate
+from znnpy.planner.cost import edge_seconds
+from znnpy.planner.layout import Tensor, carried_bytes, chain, place
+from znnpy.planner.memory import DeviceKind, Memory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.options import Options, Place
+from znnpy.planner.plan import patch_in, waste
+from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
+
+MOST_PIECES = 10**6
+LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best of one shape."""
+
+    candidate: Candidate
+    options: tuple[Option, ...]
+    tensors: tuple[Tensor, ...]
+    memory: Memory
+    edges: float  # seconds in which nothing is computed
+
+    @property
+    def seconds(self) -> float:
+        """For the whole output."""
+        return total_seconds(self.options) + self.edges
+
+    @property
+    def ways(self) -> Iterator[tuple[Span, Way]]:
+        """All layers of a step, those in one together, each with the first and the last of its layers."""
+        for (first, last), option in zip(self.candidate.space.spans, self.options, strict=True):
+            if len(option.ways) == 1:
+                yield (first, last), option.ways[0]
+            else:
+                yield from (((layer, layer), way) for layer, way in enumerate(option.ways, first))
+
+    @property
+    def column_seconds(self) -> float:
+        """Of one whole column; of one patch where no column walks."""
+        shape = self.candidate
+        one = replace(shape.cover, size=shape.cover.grid)
+        ahead = shape.space.ahead
+        return sum(way.seconds * way.parts * one.steps(ahead[last]) for (_, last), way in self.ways)
+
+    @property
+    def waste(self) -> float:
+        """Work done over the work that no border would need."""
+        return waste(self.candidate.space.output, [(way.shape, way.seconds, way.runs) for _, way in self.ways])
+
+
+@dataclass
+class ShapeSearch:
+    """What is asked for in one space, and what is known of the time there."""
+
+    space: Space
+    limits: Limits
+    itemsize_in: int
+    itemsize_out: int
+    options: Options
+    device: DeviceKind
+    baseline: int
+    context: int
+    masks: bool
+    splits: Sequence[tuple[int, ...]]
+    bounds: Bounds = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.space.walks:
+            shapes = candidate(self.space, self.space.network.period).shapes
+            apart = (i for i, (first, _) in enumerate(self.space.spans) if self.options.reads_carried(shapes[first]))
+            self.space = replace(self.space, apart=frozenset(apart))
+        self.bounds = Bounds(self.space)
+
+    def may_fit(self, shape: Candidate) -> bool:
+        """As far as its size alone tells."""
+        room = self.room(shape)
+        return any(shape.split(at_once).largest <= room for at_once in self.splits)
+
+    def at_best(self, shape: Candidate, paces: Mapping[int, float] = MappingProxyType({})) -> float:
+        """The least seconds for the whole output whatever memory there is, and however images are split.
+
+        paces  seconds per voxel of spans, where they are known
+        """
+        edges, thick, pieces = self.edges(shape), shape.patch[0], 1
+        least = self.bounds.at_best(thick, shape.voxels, paces)
+        while shape.column > thick and self.bounds.at_best(thick, shape.column_voxels, paces) > LOST_SECONDS:
+            pieces = _more_pieces(pieces, least / len(shape.cover))
+            shape = shape.cut(pieces)
+            least = self.bounds.at_best(thick, shape.voxels, paces)
+        return least + edges
+
+    def least_within(self, shape: Candidate) -> float:
+        """The least seconds for the whole output in the memory that there is, as far as is known; inf: nothing fits."""
+        room = self.room(shape)
+        return self.edges(shape) + min(self.bounds.seconds(shape.split(at_once), room) for at_once in self.splits)
+
+    def best_split(self, shape: Candidate, below: float) -> Found | None:
+        """The fastest way to split one shape; None unless one of them stays below `below` seconds for the output.
+
+        Smaller parts only cost, but for the memory that they save: what the shape does not reach undivided in any
+        memory, large layers first, no split does.
+        """
+        best, room, edges = None, self.room(shape), self.edges(shape)
+        whole: dict[int, Front] = {}
+        paces: dict[int, float] = {}
+        for index in _largest_first(shape):
+            options = whole[index] = self._learnt(shape, index)
+            paces[index] = options[0].seconds / shape.voxels[index] if options else inf
+            if self.at_best(shape, paces) >= below:
+                return None
+        for at_once in self.splits:
+            split = shape.split(at_once)
+            if self.bounds.seconds(split, room, whole=whole) + edges >= below:
+                continue
+            found = self._short_enough(split, below, whole)
+            if found is not None:
+                best, below = found, found.seconds
+                if total_seconds(found.options) <= total_seconds(fastest(self.fronts(found.candidate))):
+                    break  # nothing was given up for memory: smaller parts only cost
+        return best
+
+    def _short_enough(self, shape: Candidate, below: float, whole: Fronts) -> Found | None:
+        """`best_of` one shape, with columns of at most LOST_SECONDS as far as they are of several steps."""
+        found, pieces = self.best_of(shape, below, whole), 1
+        while found is not None and found.column_seconds > LOST_SECONDS and shape.column > shape.patch[0]:
+            pieces = _more_pieces(pieces, found.seconds / len(found.candidate.cover))
+            shape = shape.cut(pieces)
+            found = self.best_of(shape, below)
+        return found
+
+    def best_of(self, shape: Candidate, below: float, whole: Fronts = NOTHING) -> Found | None:
+        """The fastest primitives for one shape that fit; None unless below `below` seconds for the output.
+
+        `whole` is what the same shape undivided takes. Large layers come first: one of them tells most of the shapes
+        that cannot win.
+        """
+        room, most = self.room(shape), below - self.edges(shape)
+        known: dict[int, Front] = {}
+        for index in _largest_first(shape):
+            options = known[index] = self._learnt(shape, index)
+            if not options or self.bounds.seconds(shape, room, known, whole) >= most:
+                return None
+        return self._within_room(shape, [known[index] for index in range(len(known))], below)
+
+    def _learnt(self, shape: Candidate, span: int) -> Front:
+        """Options of one span, which bounds learn from."""
+        options = self.front(shape, span)
+        self.bounds.learn(shape, span, options)
+        return options
+
+    def _within_room(self, shape: Candidate, fronts: list[Front], below: float) -> Found | None:
+        """The fastest of these options that fit; None unless below `below` seconds for the output."""
+        edges = self.edges(shape)
+        room, most = self.room(shape), below - edges
+        options = fastest_within(fronts, room, most)
+        if options is None:
+            return None
+        while options is not None:
+            found = self.laid_out(shape, options)
+            if self.fits(found):
+                return found
+            if found.memory.pinned and found.memory.over(self.limits)[0]:  # the process has no room for any
+                fronts = [tuple(option for option in options if not option.pinned) for options in fronts]
+                options = fastest_within(fronts, room, most) if all(fronts) else None
+                if options is None:
+                    return None
+                continue
+            lost = found.memory.arena - max(option.live for option in options)  # by the layout
+            room -= max(lost, *found.memory.over(self.limits))
+            options = fastest_within(fronts, room, most)
+        found = self.laid_out(shape, smallest(fronts))
+        return found if self.fits(found) and found.seconds < below else None
+
+    def front(self, shape: Candidate, span: int) -> Front:
+        """Options of one span, whether they fit or not."""
+        first, last = self.space.spans[span]
+        place = Place(
+            under=shape.under[span],
+            x=0 if shape.held[span] else shape.tensors[span],
+            out=shape.tensors[span + 1],
+            parts=shape.parts[first],
+            steps=shape.steps[first : last + 1],
+            walks=self.space.walks,
+            joined=shape.joined(span),
+        )
+        return self.options.of(shape.shapes[first : last + 1], place)
+
+    def fronts(self, shape: Candidate) -> list[Front]:
+        """Options of every span."""
+        return [self.front(shape, index) for index in range(len(self.space.spans))]
+
+    def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
+        """With the arena as it will be."""
+        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
+        new = patch_in(self.space.network, shape.patch, 0, walks=self.space.walks)[0]
+        tensors, arena = place(chain(steps, new))
+        memory = replace(
+            self.around(shape),
+            arena=arena,
+            carries=carried_bytes([shape for shape, _ in steps], new),
+            residents=sum(footprint.resident for _, footprint in steps),
+            pinned=sum(footprint.host for _, footprint in steps),
+            allowance=max(option.allowance for option in options),
+        )
+        return Found(shape, options, tensors, memory, self.edges(shape))
+
+    def around(self, shape: Candidate) -> Memory:
+        """What a run needs whatever the primitives are."""
+        network = self.space.network
+        new = patch_in(network, shape.patch, 0, walks=self.space.walks)
+        maps_in, maps_out = network.input_channels, network.output_channels
+        reads, writes = shape.cover.steps(shape.cover.margin), shape.cover.steps(0)
+        seen = network.patch_in(shape.patch) if self.masks else None
+        staging = staging_bytes(*self._patch_bytes(shape), reads=reads, writes=writes) if self.device == "gpu" else 0
+        return Memory(
+            device=self.device,
+            baseline=self.baseline,
+            arena=0,
+            carries=0,
+            residents=0,
+            reading=reading_bytes(maps_in, new, self.itemsize_in, steps=reads, seen=seen, device=self.device),
+            writing=writing_bytes(maps_out, shape.patch, self.itemsize_out, steps=writes, device=self.device),
+            allowance=0,
+            staging=staging,
+            context=self.context,
+        )
+
+    def _patch_bytes(self, shape: Candidate) -> tuple[int, int]:
+        """Of what a step reads and of what it writes, as stored."""
+        network = self.space.network
+        new = patch_in(network, shape.patch, 0, walks=self.space.walks)
+        raw_bytes = network.input_channels * prod(new) * self.itemsize_in
+        return raw_bytes, network.output_channels * prod(shape.patch) * self.itemsize_out
+
+    def edges(self, shape: Candidate) -> float:
+        """Seconds of a run in which nothing is computed."""
+        return edge_seconds(self.device, sum(self._patch_bytes(shape)))
+
+    @property
+    def within(self) -> int:
+        """The limit of where the layers run."""
+        return self.limits.ram_bytes if self.device == "cpu" else self.limits.vram_bytes or 0
+
+    def fits(self, found: Found) -> bool:
+        return found.memory.over(self.limits) == (0, 0)
+
+    def room(self, shape: Candidate) -> int:
+        """Bytes for arena, weights, carried planes and allowance; -1 where all else is too much already."""
+        around = self.around(shape)
+        return self.within - around.held if around.over(self.limits) == (0, 0) else -1
+
+
+def _largest_first(shape: Candidate) -> list[int]:
+    """Spans, by the bytes of their input and output."""
+    return sorted(range(len(shape.space.spans)), key=shape.moved, reverse=True)
+
+
+def _more_pieces(pieces: int, column_seconds: float) -> int:
+    """To cut columns into that take so long, cut into `pieces` so far."""
+    return max(pieces + 1, int(min(column_seconds / LOST_SECONDS, MOST_PIECES)))
