@@ -1,17 +1,20 @@
-"""Throughput against memory: the best plans of one kind at one limit after the other, from a machine's memory down."""
+"""Throughput against memory: the best plans of one kind within one limit and another, from a machine's memory down."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from math import ceil, log2
+from dataclasses import dataclass, field
+from itertools import count
+from math import ceil, inf, log2
 from typing import Any
 
 from znnpy.errors import NoPlanError
 from znnpy.planner.plan import Plan
 
-LEAST_BYTES = 2**28  # assumed, for progress alone: where the least plan may be
+STRIDES = (8, 4, 2, 1)  # of the limits: every eighth first
+FLAT = 1.03  # where two plans differ by less in speed none is worked out between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +38,89 @@ class Point:
         }
 
 
-def points(make: Callable[[int], Plan], most: int) -> Iterator[Point]:
-    """The best plans within `most` bytes and every smaller power of the root of 2, down to the least that any needs.
+def in_order(point: Point) -> tuple[str, bool, int]:
+    """A key that brings points of one kind together, the largest limit first."""
+    return point.plan.device, not point.plan.walks, -point.limit
 
-    make  the best plan within a limit; NoPlanError with the least need where there is none
+
+def points(
+    make: Callable[[int], Plan], most: int, *, seconds: float = inf, now: Callable[[], float] = time.monotonic
+) -> Iterator[Point]:
+    """The best plans within `most` bytes and smaller powers of the root of 2, down to the least that any needs.
+
+    make     the best plan within a limit; NoPlanError with the least need where there is none
+    seconds  for all of it: limits come from far apart to close together, and what is not likely to be done in time is
+             left out, the least need last. The first is worked out however long it takes.
+
     A plan that fits within a smaller limit too is the best there: nothing is worked out twice.
     """
-    limit, last = most, most
-    while True:
+    curve = _Curve(make, _limits(most), seconds, now)
+    for stride in STRIDES:
+        for index in count(0, stride):
+            if index >= len(curve.limits) or curve.limits[index] < curve.needed:
+                break
+            if index not in curve.plans and (plan := curve.within(index)) is not None:
+                yield Point(curve.limits[index], plan, curve.done)
+    if curve.spent and 0 < curve.needed < most and curve.affords(max(curve.spent.values())):
+        with suppress(NoPlanError):
+            yield Point(curve.needed, make(curve.needed), 1.0)
+
+
+@dataclass
+class _Curve:
+    """What is known of one."""
+
+    make: Callable[[int], Plan]
+    limits: list[int]  # the largest first
+    seconds: float
+    now: Callable[[], float]
+    needed: int = 0  # bytes that some plan has to have, as far as that was found out
+    plans: dict[int, Plan] = field(default_factory=dict)  # by limit
+    spent: dict[int, float] = field(default_factory=dict)  # seconds, of those limits that were worked out
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.now()
+
+    @property
+    def done(self) -> float:
+        """Of the limits, or of the time."""
+        within = sum(limit >= self.needed for limit in self.limits)
+        return min(0.99, max(len(self.plans) / within, (self.now() - self.began) / self.seconds))
+
+    def affords(self, expected: float) -> bool:
+        return self.now() - self.began + expected <= self.seconds
+
+    def within(self, index: int) -> Plan | None:
+        """The best plan within one limit; None where there is none, or none is worth its time."""
+        limit = self.limits[index]
+        above = max((other for other in self.plans if other < index), default=None)
+        below = min((other for other in self.plans if other > index), default=None)
+        if above is not None:
+            larger = self.plans[above]
+            if larger.memory.held <= limit:
+                self.plans[index] = larger
+                return larger
+            if below is not None and larger.voxels_per_second <= FLAT * self.plans[below].voxels_per_second:
+                return None
+            near = min(self.spent, key=lambda other: abs(other - index))
+            if not self.affords(self.spent[near]):
+                return None
+        return self._made(index)
+
+    def _made(self, index: int) -> Plan | None:
+        began = self.now()
         try:
-            plan = make(limit)
+            plan = self.make(self.limits[index])
         except NoPlanError as error:
-            needed = error.needed_bytes
-            if needed is not None and needed < last:
-                with suppress(NoPlanError):
-                    yield Point(needed, make(needed), 1.0)
-            return
-        while plan.memory.held <= limit:
-            yield Point(limit, plan, _share(limit, most))
-            limit, last = _smaller(limit), limit
+            self.needed = max(error.needed_bytes or 0, self.limits[index] + 1)
+            return None
+        self.spent[index] = self.now() - began
+        self.plans[index] = plan
+        return plan
 
 
-def _smaller(limit: int) -> int:
-    """The next smaller power of the root of 2."""
-    return int(2 ** ((ceil(2 * log2(limit) - 1e-6) - 1) / 2))
-
-
-def _share(limit: int, most: int) -> float:
-    """Of a curve, that is done with a limit."""
-    whole = log2(max(most / LEAST_BYTES, 2.0))
-    return min(0.99, log2(most / limit) / whole)
+def _limits(most: int) -> list[int]:
+    """`most`, and every smaller power of the root of 2."""
+    first = ceil(2 * log2(most) - 1e-6) - 1
+    return [most, *(int(2 ** (half / 2)) for half in range(first, 0, -1))]

@@ -71,7 +71,7 @@ def main() -> None:
 )
 @rigor_words
 @click.option("--out", type=FILE, callback=named, help="Write the plan here, for `znnpy infer --plan`.")
-@click.option("--plot", type=FILE, callback=named, help="Draw throughput against memory here, NAME.png; takes minutes.")
+@click.option("--plot", type=FILE, callback=named, help="Draw throughput against memory here, NAME.png.")
 @click.option("--overwrite", is_flag=True, help="Replace the files given as --out and --plot.")
 @click.option("--why", is_flag=True, help="Name every primitive for every layer, its time, and why it is not taken.")
 @json_word
@@ -94,7 +94,7 @@ def plan(
     import znnpy.planning
     from znnpy.kernels.cpu.native.library import why_not
     from znnpy.planner.explain import explain
-    from znnpy.planner.throughput import Point
+    from znnpy.planner.throughput import Point, in_order
     from znnpy.planner.why import Considered, why_table
     from znnpy.progress import curves, measuring
     from znnpy.run.devices import machine_of
@@ -121,7 +121,7 @@ def plan(
         promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
         told = {"notes": notes, "why_not": [row.as_json() for row in rows]}
         if plot is not None:
-            told["curves"] = [point.as_json() for point in found]
+            told["curves"] = [point.as_json() for point in sorted(found, key=in_order)]
         print_json({**predicted, **promised, **told, "plan": json.loads(chosen.to_json())})
     else:
         machine = machine_of(chosen, words["machine"])

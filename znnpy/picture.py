@@ -80,7 +80,7 @@ def _diagram(pen: Pen, top: float, chosen: Plan, found: Sequence[Point], kinds: 
     pen.write((x0 + 6, y1), "output voxels/s", 11)
     pen.write((x1, y0 + 22), "limit on the memory where the layers run", 11, "ra")
     for kind in kinds:
-        places = [place(point.limit, point.plan.voxels_per_second) for point in found if _kind(point.plan) == kind]
+        places = sorted(place(p.limit, p.plan.voxels_per_second) for p in found if _kind(p.plan) == kind)
         if len(places) > 1:
             pen.line(places, COLOURS[kind], 2)
         for at in places:

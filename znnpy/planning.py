@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from znnpy.volume.source import Source, parse_roi
 
 _log = logging.getLogger(__name__)
 
+CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
 
 
@@ -72,7 +74,8 @@ def plan(
     and machine name files that `znnpy measure` wrote, machine one of the machine that the plan is for.
     `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact;
     `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken;
-    `tell_point` with the best plan of every kind at each limit from the machine's memory down: that takes minutes.
+    `tell_point` with the best plan of every kind at each limit, as many from the machine's memory down as are worked
+    out within CURVES_SECONDS.
 
     rigor "measure" times the layers of the best plans here, "exhaustive" all that may be in the best one, and choose
     with what that gives; neither begins anything that does not fit into `time_limit` seconds (None: 60 for "measure",
@@ -232,6 +235,7 @@ def _curves(wanted: _Wanted, made: Plan, sites: Sequence[Site]) -> Iterator[Poin
     """Columns and patches on each site, with all else as asked for, up to the machine's memory or the limit beyond."""
     covers = [True, False] if wanted.cover is None else [columns_only(wanted.cover)]
     curves = [(site, wanted.limits(site), columns) for site in sites for columns in covers]
+    until = time.monotonic() + CURVES_SECONDS
     for index, (site, limits, columns) in enumerate(curves):
         gpu = site.machine.gpu
         rates = wanted.rates(site, limits)
@@ -248,5 +252,6 @@ def _curves(wanted: _Wanted, made: Plan, sites: Sequence[Site]) -> Iterator[Poin
             there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
             return wanted.within(at, there, **words)
 
-        for point in points(make, most):
+        left = until - time.monotonic()
+        for point in points(make, most, seconds=left / (len(curves) - index)):
             yield replace(point, done=(index + point.done) / len(curves))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import log2
+from random import Random
 
 import pytest
 from brute_force import planned
@@ -10,20 +12,25 @@ from plans import MIXED, WIDE
 
 from znnpy.errors import NoPlanError
 from znnpy.planner.plan import Plan
-from znnpy.planner.throughput import points
+from znnpy.planner.throughput import FLAT, in_order, points
 
 MOST = 3 * 2**25 + 5  # no power of the root of 2
 
 
 @pytest.mark.parametrize("columns", [True, False])
 def test_each_point_is_the_best_plan_within_its_limit(columns: bool) -> None:
+    """Of limits that are left out, the plans beside them are about as fast."""
     asked: list[int] = []
 
     def make(nbytes: int) -> Plan:
         asked.append(nbytes)
         return planned(WIDE, (30, 21, 17), nbytes, columns=columns)
 
-    found = list(points(make, MOST))
+    told = list(points(make, MOST))
+    done = [point.done for point in told]
+    assert done == sorted(done)
+    assert done[-1] == 1.0
+    found = sorted(told, key=in_order)
     limits = [point.limit for point in found]
     assert limits[0] == MOST
     assert limits == sorted(set(limits), reverse=True)
@@ -34,16 +41,56 @@ def test_each_point_is_the_best_plan_within_its_limit(columns: bool) -> None:
         assert point.plan.walks == columns
         best = planned(WIDE, (30, 21, 17), point.limit, columns=columns)
         assert point.plan.voxels_per_second == best.voxels_per_second
+    for larger, smaller in pairwise(found[:-1]):
+        if larger.limit > 1.5 * smaller.limit and larger.limit != MOST:
+            assert larger.plan.voxels_per_second <= FLAT * smaller.plan.voxels_per_second
     least = found[-1].plan
     assert least.memory.held == limits[-1]
     with pytest.raises(NoPlanError):
         planned(WIDE, (30, 21, 17), limits[-1] - 1, columns=columns)
+    assert len(asked) == len(set(asked))
     assert len(asked) < len(limits)  # a plan that fits within several limits is made once
-    done = [point.done for point in found]
-    assert done == sorted(done)
-    assert done[-1] == 1.0
     assert all(point.as_json()["cover"] == ("columns" if columns else "patches") for point in found)
 
 
 def test_what_never_fits_has_no_points() -> None:
-    assert list(points(lambda nbytes: planned(MIXED, (20, 11, 8), nbytes), 1000)) == []
+    asked: list[int] = []
+
+    def make(nbytes: int) -> Plan:
+        asked.append(nbytes)
+        return planned(MIXED, (20, 11, 8), nbytes)
+
+    assert list(points(make, 1000)) == []
+    assert asked == [1000]
+
+
+@pytest.mark.parametrize("each", [1.0, 3.0])
+@pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
+def test_no_longer_than_there_is_time(seconds: float, each: float) -> None:
+    """The first point is there however long it takes; then those far apart, and what fits between them."""
+    clock, rng = [100.0], Random(3)
+
+    def make(nbytes: int) -> Plan:
+        clock[0] += each * rng.uniform(0.99, 1.0)
+        return planned(WIDE, (30, 21, 17), nbytes, columns=False)
+
+    found = list(points(make, MOST, seconds=seconds, now=lambda: clock[0]))
+    assert found[0].limit == MOST
+    assert clock[0] - 100.0 <= max(each, seconds + 0.02 * each)
+    assert clock[0] - 100.0 > min(seconds - 2 * each, 3 * each)
+    if seconds == 9.0 and each == 1.0:
+        assert found[-1].done == 1.0
+
+
+def test_a_network_that_the_host_has_no_room_for_is_asked_for_once() -> None:
+    """What is needed of the GPU, which would have it."""
+    asked: list[int] = []
+
+    def make(nbytes: int) -> Plan:
+        asked.append(nbytes)
+        error = NoPlanError("nothing fits in 1 byte of RAM")
+        error.needed_bytes = 2**20
+        raise error
+
+    assert list(points(make, MOST)) == []
+    assert asked == [MOST]
