@@ -34,8 +34,25 @@ DEVICE void wgmma_end();
 DEVICE void wgmma_wait();
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]);
 
-/* What this thread wrote to shared memory is what products read that begin behind the next barrier. */
+/* What this thread wrote to shared memory is what products and bulk copies read that begin behind the next barrier. */
 DEVICE void wgmma_publish();
+
+/* Copies from shared to global memory that go on while the thread does: all addresses and bytes are multiples of 16.
+ * A thread's copies up to a commit have read shared memory after `bulk_wait`, and are all done after `bulk_finish`.
+ */
+DEVICE void bulk_store(void* global, const void* shared, int bytes);
+DEVICE void bulk_commit();
+DEVICE void bulk_wait();
+DEVICE void bulk_finish();
+
+/* Copies from global to shared memory, likewise, by one thread: they are there when `arrival_wait` returns. An arrival
+ * lies in shared memory; one thread begins it, before a barrier; it is waited for as often as it is used, `parity` 0
+ * the first time, then 1, 0, ..
+ */
+using Arrival = unsigned long long;
+DEVICE void arrival_begin(Arrival* arrival);
+DEVICE void bulk_load(void* shared, const void* global, int bytes, Arrival* arrival);
+DEVICE void arrival_wait(Arrival* arrival, int parity);
 
 #ifndef ZNNPY_EMULATOR
 
@@ -114,6 +131,34 @@ template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]) {
 }
 DEVICE void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+DEVICE void arrival_begin(Arrival* arrival) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster; fence.proxy.async;" ::"r"(
+                     shared_address(arrival))
+                 : "memory");
+}
+DEVICE void bulk_load(void* shared, const void* global, int bytes, Arrival* arrival) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2; "
+                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(arrival))
+                 : "memory");
+}
+DEVICE void arrival_wait(Arrival* arrival, int parity) {
+    asm volatile("{ .reg .pred done; wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
+                 "@!done bra wait; }" ::"r"(shared_address(arrival)),
+                 "r"(parity)
+                 : "memory");
+}
+
+DEVICE void bulk_store(void* global, const void* shared, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
+                 "r"(shared_address(shared)), "r"(bytes)
+                 : "memory");
+}
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void bulk_finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 #else  // the emulator: a product is computed when it is waited for
 
 namespace twin {
@@ -171,5 +216,45 @@ DEVICE void wgmma_wait() {
 }
 template <int COUNT> DEVICE void wgmma_wait(float (&)[COUNT]) { wgmma_wait(); }
 DEVICE void wgmma_publish() {}
+
+namespace twin {  // a bulk copy is made when it is waited for
+struct BulkStore {
+    void* global;
+    const void* shared;
+    int bytes;
+};
+struct BulkStores {
+    int count;
+    BulkStore all[4];
+};
+inline BulkStores on_their_way[1024];  // by thread of the block
+}  // namespace twin
+
+// What arrives is there at once; its count of phases tells who waits for the wrong one.
+DEVICE void arrival_begin(Arrival* arrival) { *arrival = 0; }
+DEVICE void bulk_load(void* shared, const void* global, int bytes, Arrival* arrival) {
+    const size_t all = reinterpret_cast<size_t>(global) | reinterpret_cast<size_t>(shared) | (size_t)bytes;
+    if (all % 16 != 0) emulator::fail("bulk_load: addresses and bytes are multiples of 16");
+    std::memcpy(shared, global, (size_t)bytes);
+    ++*arrival;
+}
+DEVICE void arrival_wait(Arrival* arrival, int parity) {
+    if (*arrival % 2 == (Arrival)parity) emulator::fail("arrival_wait: nothing is on its way");
+}
+
+DEVICE void bulk_store(void* global, const void* shared, int bytes) {
+    const size_t all = reinterpret_cast<size_t>(global) | reinterpret_cast<size_t>(shared) | (size_t)bytes;
+    if (all % 16 != 0) emulator::fail("bulk_store: addresses and bytes are multiples of 16");
+    twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
+    if (mine.count == 4) emulator::fail("bulk_store: too many copies under way for the emulator");
+    mine.all[mine.count++] = {global, shared, bytes};
+}
+DEVICE void bulk_commit() {}
+DEVICE void bulk_wait() {
+    twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
+    for (int i = 0; i < mine.count; ++i) std::memcpy(mine.all[i].global, mine.all[i].shared, (size_t)mine.all[i].bytes);
+    mine.count = 0;
+}
+DEVICE void bulk_finish() { bulk_wait(); }
 
 #endif

@@ -12,23 +12,44 @@ constexpr float TOP = 14;  // they are scaled to less than 2^TOP; tensor.py
 /* n / d for 0 <= n < 2^20, by 1 / d. */
 DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
 
-/* 8 maps of a voxel on their way from memory to the region. */
-template <class T> struct Piece;
+/* n / d for any n >= 0: 1 / d brings it near. */
+DEVICE int divided(int n, int d, float reciprocal) {
+    int q = (int)(n * reciprocal);
+    while ((long long)q * d > n) --q;
+    while (n - (long long)q * d >= d) ++q;
+    return q;
+}
+
+/* 8 values, maps of a voxel or voxels of a map, on their way from memory to the region. APART: each in a register of
+ * its own, so that nobody waits for them before `put`.
+ */
+template <class T, bool APART = false> struct Piece;
+template <> struct Piece<half, true> {
+    unsigned short values[PIECE];
+    DEVICE void load_line(const half* from, int apart, int first, int last) {
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i)
+            values[i] = i >= first && i < last ? __ldg(reinterpret_cast<const unsigned short*>(from) + i * apart) : 0;
+    }
+    template <int WORDS> DEVICE void put(half* to, int, float) const {
+        unsigned both[PIECE / 2];
+#pragma unroll
+        for (int i = 0; i < PIECE / 2; ++i) both[i] = values[2 * i] | (unsigned)values[2 * i + 1] << 16;
+        *reinterpret_cast<uint4*>(to) = make_uint4(both[0], both[1], both[2], both[3]);
+    }
+};
 template <> struct Piece<half> {
     uint4 words;
     DEVICE void clear() { words = make_uint4(0, 0, 0, 0); }
     DEVICE void load(const half* from) { words = __ldg(reinterpret_cast<const uint4*>(from)); }
     DEVICE void load_line(const half* from, int apart, int first, int last) {
-        unsigned short some[PIECE];
-#pragma unroll
-        for (int i = 0; i < PIECE; ++i)
-            some[i] = i >= first && i < last ? __ldg(reinterpret_cast<const unsigned short*>(from) + i * apart) : 0;
-        words = make_uint4(some[0] | (unsigned)some[1] << 16, some[2] | (unsigned)some[3] << 16,
-                           some[4] | (unsigned)some[5] << 16, some[6] | (unsigned)some[7] << 16);
+        Piece<half, true> line;
+        line.load_line(from, apart, first, last);
+        line.put<1>(reinterpret_cast<half*>(&words), 0, 1.0f);
     }
     template <int WORDS> DEVICE void put(half* to, int, float) const { *reinterpret_cast<uint4*>(to) = words; }
 };
-template <> struct Piece<float> {
+template <bool APART> struct Piece<float, APART> {
     float values[PIECE];
     DEVICE void clear() {
 #pragma unroll

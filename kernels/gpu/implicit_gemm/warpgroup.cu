@@ -10,7 +10,8 @@
  *            after voxel: any 8 voxels in a row are a core of a factor (wgmma.cuh), so a tap is an offset and the
  *            lowered matrix nowhere. A stage is some chunks of 16 maps and all dz, or one; its taps (chunk, dz, dy, dx)
  *            come in groups. While one is multiplied the next group's kernels and pieces of the next stage's region
- *            come, of the next tile too. A block takes every gridDim.x-th tile.
+ *            come (region.cuh), of the next tile too. A block takes every gridDim.x-th tile. Results go through shared
+ *            memory, a row of 8 voxels after the other, from where the hardware copies them while the next tile begins.
  * Folded     few maps in: a piece is a map's 8 voxels from x on, two lines are the 16 values of a chunk, a stage has
  *            one map. Kernels have zeros where ky and kx end: what is not a number there reaches the sums.
  * Words      1: values as one float16, summed up by tensor cores, which cut off what they add: thousands of products of
@@ -22,166 +23,43 @@
  * Tested     tests/gpu/test_implicit_gemm.py, test_warpgroup.py
  */
 #include "activation.cuh"
-#include "pieces.cuh"
-#include "wgmma.cuh"
-
-constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * WARPGROUP;  // warpgroup.py
-constexpr int MATRIX = 64;                                       // voxels
-constexpr int AT_ONCE = 2;                                       // pieces that a thread brings through registers
-
-/* Of a launch: in shared memory, so that the registers are for sums. */
-struct alignas(16) Sizes {
-    long long before_image, x_image, out_image;
-    int carried, nz, ny, nx, fin, mz, my, mx, fout, images, kz, pz, py, px, wide_x;
-    int tz, ty, tx;                       // of a tile
-    int row_z, row_y, row_x;              // from one row of 8 voxels of a matrix to the next
-    int depth, lines, columns, rows;      // of the region; depth in planes
-    int deep, pieces;                     // stages of the same maps; of a voxel
-    int flat;                             // planes of all images in a row
-    int tiles_z, tiles_y, tiles_x;
-    float by_lines, by_columns, by_pieces;
-    bool wide;  // 8 maps may be read at once
-};
-static_assert(sizeof(Sizes) == 176, "warpgroup.py");
-
-/* What loops around products go by: from the launch's parameters, the same for all threads as the compiler sees it. */
-struct Loops {
-    int stages, taps, group, groups;
-    bool straight;  // pieces go from memory to the region without a thread's registers
-};
-
-/* One tile: its first voxel, where planes of its input lie, null: there is none, and of its output. */
-template <class T> struct Tile {
-    const T** in;
-    T** out;
-    int* corner;  // y, x
-};
-constexpr int TABLES = 3;  // of tiles: a tile's results may be on their way while the next but one begins
+#include "region.cuh"
 
 /* Called, since code for every sum would take registers from all of them. */
-template <int KIND> CALLED float smooth(float value) { return activate<KIND>(value); }
+CALLED float smooth(float value, int activation) {
+    return activation == TANH ? activate<TANH>(value) : activate<SIGMOID>(value);
+}
 
-/* Of a tile: its first map and dz. */
-struct Stage {
-    int map, dz;
+/* What becomes of a sum: scaled, and of values below `floor` that. */
+struct End {
+    const float* bias;  // of the block's first map
+    float before, back, floor;
+    int activation, maps;  // of the block that there are
 };
 
-template <class T, int WORDS, int N, bool FOLDED> struct Product {
+template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WORDS, N, FOLDED> {
+    using Base = Region<T, WORDS, N, FOLDED>;
+    using Base::bring, Base::bring_taps, Base::copy, Base::firsts, Base::loops, Base::n, Base::offsets, Base::planes_in;
+    using Base::put, Base::region, Base::stage_of, Base::TAP, Base::taps;
     static constexpr int MATRICES = WORDS == 1 && N <= 80 ? 2 : 1;  // of a warpgroup; warpgroup.py
     static constexpr int SUMS = N / 2;
-    static constexpr int TAP = WORDS * 2 * N * PIECE;  // half of kernels
+    static constexpr int ROWS = 2 * MATRICES;  // of 8 voxels of a warp
+    static constexpr int PITCH = N + (N * sizeof(T) % 128 ? 0 : 16 / (int)sizeof(T));  // from voxel to voxel, staged
 
-    const Sizes& n;
-    const Loops loops;
-    void* tables;
-    half *regions, *taps;
-    const int* offsets;  // of taps in the region, in pieces
-    const int3* firsts;  // voxels of matrices in the tile: z, y, x
-    float scale;
-    const T* nothing;  // an address that zeros may be copied from
-
-    DEVICE half* region(int stage) const { return regions + (stage & 1) * WORDS * n.pieces * n.rows * PIECE; }
-
-    DEVICE Tile<T> table(int turn) const {
-        const int in = n.tz + n.kz - 1;
-        const T** const first = static_cast<const T**>(tables) + turn % TABLES * (in + n.tz + 1);
-        return {first, const_cast<T**>(first + in), reinterpret_cast<int*>(first + in + n.tz)};
-    }
-
-    DEVICE void tabulate(int tile, int turn, const T* before, const T* x, T* out) const {
-        const Tile<T> to = table(turn);
-        const int all = tile / n.tiles_x, along_z = all / n.tiles_y;
-        const int first_image = n.flat ? 0 : along_z / n.tiles_z;
-        const int z0 = (n.flat ? along_z : along_z - first_image * n.tiles_z) * n.tz;
-        const int in = n.tz + n.kz - 1;
-        for (int i = threadIdx.x; i < in + n.tz; i += THREADS) {
-            const int at = z0 + (i < in ? i : i - in), image = n.flat ? at / n.mz : first_image;
-            const int z = n.flat ? at - image * n.mz : at;
-            if (i < in) {
-                const int plane = z - n.pz;
-                const bool there = image < n.images && plane >= 0 && plane < n.nz;
-                const long long size = (long long)n.ny * n.nx * n.fin;
-                const T* const from = plane < n.carried ? before + image * n.before_image
-                                                        : x + image * n.x_image - n.carried * size;
-                to.in[i] = there ? from + plane * size : nullptr;
-            } else {
-                const long long size = (long long)n.my * n.mx * n.fout;
-                to.out[i - in] = image < n.images && z < n.mz ? out + image * n.out_image + z * size : nullptr;
-            }
-        }
-        if (threadIdx.x == 0) to.corner[0] = (all - along_z * n.tiles_y) * n.ty;
-        if (threadIdx.x == 0) to.corner[1] = (tile - all * n.tiles_x) * n.tx;
-    }
-
-    /* Where a piece of a stage's region comes from; null: zeros. `x`: the voxel, where FOLDED. */
-    DEVICE const T* origin(int index, Stage stage, const Tile<T>& tile, int& row, int& piece, int& x) const {
-        row = quotient(index, n.by_pieces), piece = index - row * n.pieces;
-        const int all = quotient(row, n.by_columns), column = row - all * n.columns;
-        const int slot = quotient(all, n.by_lines), line = all - slot * n.lines;
-        const T* const plane = tile.in[slot + stage.dz];
-        const int y = tile.corner[0] - n.py + line;
-        x = tile.corner[1] - n.px + column;
-        const int map = stage.map + (FOLDED ? piece : piece * PIECE);
-        if (plane == nullptr || y < 0 || y >= n.ny || map >= n.fin || (!FOLDED && (x < 0 || x >= n.nx))) return nullptr;
-        return plane + ((long long)y * n.nx + x) * n.fin + map;
-    }
-
-    DEVICE Stage stage_of(int stage) const {
-        const int chunk = n.deep == 1 ? stage : stage / n.deep;
-        return {chunk * n.pieces * (FOLDED ? 1 : PIECE), stage - chunk * n.deep};
-    }
-
-    DEVICE half* place(int stage, int row, int piece) const { return region(stage) + (piece * n.rows + row) * PIECE; }
-
-    /* Pieces of the region of stage `to`, every THREADS-th from `index` on, `last` excluded. */
-    DEVICE void copy(int index, int last, int to, Stage stage, const Tile<T>& tile) const {
-        for (; index < last; index += THREADS) {
-            int row, piece, x;
-            const T* const from = origin(index, stage, tile, row, piece, x);
-            cp_async<16>(place(to, row, piece), from == nullptr ? nothing : from, from != nullptr);
-        }
-    }
-
-    DEVICE void bring(Piece<T> (&pieces)[AT_ONCE], int index, int last, Stage stage, const Tile<T>& tile) const {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i, index += THREADS) {
-            int row, piece, x;
-            const T* const from = index < last ? origin(index, stage, tile, row, piece, x) : nullptr;
-            if (from == nullptr)
-                pieces[i].clear();
-            else if (FOLDED)
-                pieces[i].load_line(from, n.fin, -x, min(n.nx - x, n.wide_x));
-            else if (n.wide)
-                pieces[i].load(from);
-            else
-                pieces[i].load_line(from, 1, 0, n.fin - stage.map - piece * PIECE);
-        }
-    }
-
-    DEVICE void put(const Piece<T> (&pieces)[AT_ONCE], int index, int last, int to) const {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i, index += THREADS) {
-            if (index >= last) break;
-            const int row = quotient(index, n.by_pieces);
-            pieces[i].template put<WORDS>(place(to, row, index - row * n.pieces), n.pieces * n.rows * PIECE, scale);
-        }
-    }
-
-    DEVICE void bring_taps(half* to, const half* from, int count) const {
-        for (int i = threadIdx.x; i < count * (TAP / PIECE); i += THREADS)
-            cp_async<16>(to + i * PIECE, from + i * PIECE);
+    DEVICE T* staged() const {  // this warp's
+        return Base::template at<T>(n.results) + threadIdx.x / WARP * n.staged * 8 * PITCH;
     }
 
     /* The first region and the first kernels. */
-    DEVICE void begin(const half* kernels, const Tile<T>& tile) const {
+    DEVICE void begin(const half* kernels, Tile& tile) const {
         const int last = n.pieces * n.rows;
         if (loops.straight) copy(threadIdx.x, last, 0, {0, 0}, tile);
         for (int index = threadIdx.x; !loops.straight && index < last; index += AT_ONCE * THREADS) {
-            Piece<T> some[AT_ONCE];
+            Piece<T, FOLDED> some[AT_ONCE];
             bring(some, index, last, {0, 0}, tile);
             put(some, index, last, 0);
         }
-        bring_taps(taps, kernels, min(loops.group, loops.taps));
+        bring_taps(0, kernels, min(loops.group, loops.taps));
         cp_async_commit();
     }
 
@@ -195,7 +73,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
             unsigned long long at = factor;
 #pragma unroll 1
             for (int tap = first; tap < first + count; ++tap, at += TAP / PIECE) {
-                const int offset = begin + offsets[tap];
+                const int offset = begin + offsets()[tap];
 #pragma unroll
                 for (int i = 0; i < MATRICES; ++i) {
                     wgmma_half<N>(sums[i], rows[i] + offset + low, at, tap > first);
@@ -206,7 +84,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
         unsigned long long at = factor;
 #pragma unroll 1
         for (int tap = first; tap < first + count; ++tap, at += TAP / PIECE) {
-            const int offset = begin + offsets[tap];
+            const int offset = begin + offsets()[tap];
 #pragma unroll
             for (int i = 0; i < MATRICES; ++i) wgmma_half<N>(sums[i], rows[i] + offset, at, true);
         }
@@ -214,25 +92,26 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
     }
 
     /* A tile, whose first region and kernels are there or on their way: its sums. `stage` and `round` go on from tile
-     * to tile; `next`: the tile behind it, if `follows`. */
-    DEVICE void run(float (&sums)[MATRICES][SUMS], const half* kernels, int& stage, int& round, const Tile<T>& tile,
-                    const Tile<T>& next, bool follows) const {
+     * to tile; `next`: the tile behind it, if `follows`; `beside` is done once, while the first are multiplied. */
+    template <class Beside>
+    DEVICE void run(float (&sums)[MATRICES][SUMS], const half* kernels, int& stage, int& round, Tile& tile, Tile& next,
+                    bool follows, const Beside& beside) const {
         unsigned long long rows[MATRICES];
         const int along_rows = (n.row_z * n.lines + n.row_y) * n.columns + n.row_x;
 #pragma unroll
         for (int i = 0; i < MATRICES; ++i) {
-            const int3 at = firsts[shuffle((int)threadIdx.x / WARPGROUP, 0) * MATRICES + i];
-            rows[i] = wgmma_factor(regions + ((at.x * n.lines + at.y) * n.columns + at.z) * PIECE,
+            const int3 at = firsts()[shuffle((int)threadIdx.x / WARPGROUP, 0) * MATRICES + i];
+            rows[i] = wgmma_factor(region(0) + ((at.x * n.lines + at.y) * n.columns + at.z) * PIECE,
                                    FOLDED ? n.columns : n.rows, along_rows);
         }
-        const int buffer = loops.group * TAP, last = n.pieces * n.rows;
+        const int last = n.pieces * n.rows;
         const int share = (last + loops.groups - 1) / loops.groups;  // of the region, brought beside a group of taps
         const half* coming = kernels;
         float parts[MATRICES][SUMS];
 #pragma unroll 1
         for (int done = 0; done < loops.stages; ++done, ++stage) {
             const bool ends = done + 1 == loops.stages, more = !ends || follows;
-            const Tile<T>& behind = ends ? next : tile;
+            Tile& behind = ends ? next : tile;
             const Stage following = stage_of(ends ? 0 : done + 1);
 #pragma unroll 1
             for (int first = 0, begin = 0; first < loops.taps; first += loops.group, begin += share, ++round) {
@@ -243,15 +122,18 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
                 coming = left == 0 && ends ? kernels : coming + count * TAP;
                 if (left > 0 || more) {
                     const int wanted = min(loops.group, left > 0 ? left : loops.taps);
-                    bring_taps(taps + ((round + 1) & 1) * buffer, coming, wanted);
+                    bring_taps(round + 1, coming, wanted);
                 }
                 const int end = more ? min(begin + share, last) : 0;
-                Piece<T> some[AT_ONCE];
+                Piece<T, FOLDED> some[AT_ONCE];
                 int index = begin + threadIdx.x;
-                if (!loops.straight) bring(some, index, end, following, behind);
-                multiply(WORDS == 2 ? parts : sums, rows, taps + (round & 1) * buffer, stage, first, count);
-                if (loops.straight) copy(index, end, stage + 1, following, behind);
+                if (loops.straight)
+                    copy(index, end, stage + 1, following, behind);
+                else
+                    bring(some, index, end, following, behind);
                 cp_async_commit();
+                arrival_wait(n.arrivals + (round & 1), round / 2 & 1);
+                multiply(WORDS == 2 ? parts : sums, rows, taps(round), stage, first, count);
                 if (!loops.straight) {
 #pragma unroll 1
                     while (true) {
@@ -261,6 +143,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
                         bring(some, index, end, following, behind);
                     }
                 }
+                if (done == 0 && first == 0) beside();
                 finish(sums, parts);
             }
         }
@@ -280,68 +163,101 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product {
         }
     }
 
-    /* Sums become results. The kind is asked for once: were it for every value, the code would not fit its cache. */
-    DEVICE void conclude(float (&sums)[MATRICES][SUMS], const float* bias, float unscale, int activation) const {
-        const float back = 1.0f / scale;  // one after the other: their product may be too small for a number
-#pragma unroll
-        for (int j = 0; j < N / 8; ++j) {
-            const float2 added = load_activation2(bias + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-            for (int i = 0; i < MATRICES; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    sums[i][4 * j + e] = back * (unscale * sums[i][4 * j + e]) + (e % 2 ? added.y : added.x);
-        }
-        if (activation == RELU) conclude_by<RELU>(sums);
-        if (activation == TANH) conclude_by<TANH>(sums);
-        if (activation == SIGMOID) conclude_by<SIGMOID>(sums);
-    }
-
-    template <int KIND> DEVICE void conclude_by(float (&sums)[MATRICES][SUMS]) const {
-#pragma unroll
-        for (int i = 0; i < MATRICES * SUMS; ++i) {
-            float& sum = sums[i / SUMS][i % SUMS];
-            sum = KIND == RELU ? activate<KIND>(sum) : smooth<KIND>(sum);
-        }
-    }
-
-    /* Write a tile's results; the largest magnitude. `left`: maps from this block's first on. `quads`: four may be
-     * written at once. */
-    DEVICE float store(const float (&sums)[MATRICES][SUMS], const Tile<T>& tile, int left, bool quads) const {
-        const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, odd = lane % 2;
+    /* Sums become results, and go to their places; the largest magnitude. `from`: this block's first map. `bulk`: the
+     * hardware may copy them. */
+    DEVICE float store(float (&sums)[MATRICES][SUMS], Tile& tile, const End& end, int from, bool bulk) const {
+        const int lane = threadIdx.x % WARP;
+        const bool linear = end.activation != TANH && end.activation != SIGMOID;
+        const float* const bias = end.bias + lane % 4 * 2;
+        int voxels;
+        T* const to = target(lane % ROWS, tile, voxels) + from;
+        if (end.before != 1.0f) scale_by(sums, end.before);
+        if (end.maps < N) clear(sums, end.maps);
         float largest = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MATRICES * 2; ++i) {
-            const int3 first = firsts[threadIdx.x / WARPGROUP * MATRICES + i / 2];
-            const int row = thread / WARP * 2 + i % 2;
-            T* const plane = tile.out[first.x + row * n.row_z];
-            const int y = tile.corner[0] + first.y + row * n.row_y;
-            const int x = tile.corner[1] + first.z + row * n.row_x + lane / 4;
-            const bool there = plane != nullptr && y < n.my && x < n.mx;
-            T* const to = plane + ((long long)y * n.mx + x) * n.fout + (n.fout - left) + 8 * odd + lane % 4 / 2 * 4;
-            const float* const all = sums[i / 2] + 2 * (i % 2);
-#pragma unroll
-            for (int j = 0; j < N / 8; j += 2) {  // even lanes write four maps of the first 8, odd ones of the next
-                const float* const s = all + 4 * j;
-                const float a = shuffle_xor(odd ? s[0] : s[4], 1), b = shuffle_xor(odd ? s[1] : s[5], 1);
-                const float4 four = odd ? make_float4(a, b, s[4], s[5]) : make_float4(s[0], s[1], a, b);
-                const int more = left - 8 * (j + odd) - lane % 4 / 2 * 4;
-                if (!there || more <= 0) continue;
-                largest = larger_magnitude(largest, four.x);
-                if (more > 1) largest = larger_magnitude(largest, four.y);
-                if (more > 2) largest = larger_magnitude(largest, four.z);
-                if (more > 3) largest = larger_magnitude(largest, four.w);
-                if (quads) {
-                    store_activation4(to + 8 * j, four);
-                    continue;
-                }
-                store_activation(to + 8 * j, four.x);
-                if (more > 1) store_activation(to + 8 * j + 1, four.y);
-                if (more > 2) store_activation(to + 8 * j + 2, four.z);
-                if (more > 3) store_activation(to + 8 * j + 3, four.w);
-            }
+        for (int i = 0; i < ROWS; ++i) {
+            const int slot = i & (n.staged - 1);
+            if (slot == 0) bulk_wait(), sync_warp();
+            T* const mine = staged() + (slot * 8 + lane / 4) * PITCH + lane % 4 * 2;
+            const float most = linear ? stage<true>(sums[i / 2], i % 2, mine, bias, end)
+                                      : stage<false>(sums[i / 2], i % 2, mine, bias, end);
+            if (lane / 4 < shuffle(voxels, i)) largest = larger_magnitude(largest, most);
+            if (slot != n.staged - 1) continue;
+            wgmma_publish();
+            sync_warp();
+            write(to, voxels, i - slot, end.maps, bulk);
         }
         return largest;
+    }
+
+    /* Where a row of this warp goes, and how many of its voxels there are. */
+    DEVICE T* target(int row, Tile& tile, int& voxels) const {
+        const int warp = threadIdx.x / WARP, at = warp % 4 * 2 + row % 2;
+        const int3 first = firsts()[warp / 4 * MATRICES + row / 2];
+        const int y = tile.y + first.y + at * n.row_y, x = tile.x + first.z + at * n.row_x;
+        T* const plane = tile.planes<T>()[planes_in() + first.x + at * n.row_z];
+        voxels = plane != nullptr && y < n.my ? min(n.mx - x, 8) : 0;
+        return plane + (voxels > 0 ? ((long long)y * n.mx + x) * n.fout : 0);
+    }
+
+    DEVICE void scale_by(float (&sums)[MATRICES][SUMS], float factor) const {
+#pragma unroll
+        for (int i = 0; i < MATRICES * SUMS; ++i) sums[i / SUMS][i % SUMS] *= factor;
+    }
+
+    /* No map, no value: where the input is not a number, its sum is not one either. */
+    DEVICE void clear(float (&sums)[MATRICES][SUMS], int maps) const {
+#pragma unroll
+        for (int i = 0; i < MATRICES * SUMS; ++i)
+            if (i % SUMS / 4 * 8 + (int)threadIdx.x % 4 * 2 + i % 2 >= maps) sums[i / SUMS][i % SUMS] = 0.0f;
+    }
+
+    /* Two maps of every 8 of a voxel. The kind is asked for once: were it for every value, the code would not fit its
+     * cache. */
+    template <bool LINEAR>
+    DEVICE float stage(const float (&sums)[SUMS], int half, T* to, const float* bias, const End& end) const {
+        float largest = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j) {
+            const float2 added = load_activation2(bias + 8 * j);
+            float a = fmaf(end.back, sums[4 * j + 2 * half], added.x);
+            float b = fmaf(end.back, sums[4 * j + 2 * half + 1], added.y);
+            if (LINEAR) {
+                a = maximum(a, end.floor), b = maximum(b, end.floor);
+            } else {
+                const int map = 8 * j + threadIdx.x % 4 * 2;
+                a = map < end.maps ? smooth(a, end.activation) : 0.0f;
+                b = map + 1 < end.maps ? smooth(b, end.activation) : 0.0f;
+            }
+            largest = larger_magnitude(larger_magnitude(largest, a), b);
+            store_activation2(to + 8 * j, make_float2(a, b));
+        }
+        return largest;
+    }
+
+    /* All rows that are staged, the first of them `row`, to where lane `row` and those behind it say. */
+    DEVICE void write(T* to, int voxels, int row, int maps, bool bulk) const {
+        const int lane = threadIdx.x % WARP;
+        if (bulk && n.fout == PITCH) {
+            if (lane >= row && lane < row + n.staged && voxels > 0)
+                bulk_store(to, staged() + (lane - row) * 8 * PITCH, voxels * PITCH * (int)sizeof(T));
+            bulk_commit();
+            return;
+        }
+#pragma unroll 1
+        for (int slot = 0; slot < n.staged; ++slot) {
+            const int count = shuffle(voxels, row + slot);
+            const T* const from = staged() + slot * 8 * PITCH;
+            T* const there = reinterpret_cast<T*>(shuffle(reinterpret_cast<long long>(to), row + slot));
+            if (bulk && lane < count)
+                bulk_store(there + (long long)lane * n.fout, from + lane * PITCH, maps * (int)sizeof(T));
+#pragma unroll 1
+            for (int voxel = 0; voxel < count && !bulk; ++voxel)
+#pragma unroll 1
+                for (int map = lane; map < maps; map += WARP)
+                    there[(long long)voxel * n.fout + map] = from[voxel * PITCH + map];
+        }
+        bulk_commit();
     }
 };
 
@@ -355,57 +271,80 @@ __global__ void __launch_bounds__(THREADS, 2)
                        long long tx, long long tiles_z, long long tiles_y, long long tiles_x, long long row_z,
                        long long row_y, long long row_x, long long step_y, long long step_x, long long depth,
                        long long pieces, long long chunks, long long stages, long long group, long long wide_x,
-                       long long flat, long long tiles, long long wide, long long quads, long long activation) {
+                       long long flat, long long tiles, long long wide, long long staged_rows, long long bulk,
+                       long long activation) {
     using Tiles = Product<T, WORDS, N, FOLDED>;
-    EXTERN_SHARED(Sizes, shared);  // then tables of tiles, offsets of taps, regions, kernels of taps
-    const Sizes& n = *shared;
+    EXTERN_SHARED(Sizes, shared);  // then tables of tiles, offsets of taps, rows, regions, kernels of taps, results
+    Sizes& n = *shared;
     const int deep = (int)(depth == kz ? 1 : kz), taps = (int)(chunks * depth * ky * kx);
     if (threadIdx.x == 0) {
         const int lines = (int)(ty + (ky - 1) * step_y + (FOLDED ? 1 : 0)), columns = (int)(tx + (kx - 1) * step_x);
-        const int planes = (int)(tz + depth - 1);
-        *shared = {before_image, x_image, out_image, (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz,
-                   (int)my, (int)mx, (int)fout, (int)images, (int)kz, (int)pz, (int)py, (int)px, (int)wide_x, (int)tz,
-                   (int)ty, (int)tx, (int)row_z, (int)row_y, (int)row_x, planes, lines, columns,
-                   planes * lines * columns, deep, (int)pieces, (int)flat, (int)tiles_z, (int)tiles_y, (int)tiles_x,
-                   1.0f / lines, 1.0f / columns, 1.0f / pieces, wide != 0};
+        const int rows = (int)(tz + depth - 1) * lines * columns;
+        const bool remembers = !FOLDED && deep == 1 && stages > 1;
+        const int tables = sizeof(Sizes), origins = tables + TILES * (int)(2 * tz + kz) * (int)sizeof(Tile);
+        const int offsets = origins + (remembers ? rows : 0) * (int)sizeof(void*), places = offsets + taps * 4;
+        const int firsts = places + rows * 4, regions = (firsts + WARPGROUPS * 2 * (int)sizeof(int3) + 127) / 128 * 128;
+        const int kept = regions + 2 * WORDS * (int)pieces * rows * PIECE * (int)sizeof(half);
+        const int results = kept + 2 * (int)group * Tiles::TAP * (int)sizeof(half);
+        n = {before_image, x_image, out_image, {}, (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz,
+             (int)my, (int)mx, (int)fout, (int)images, (int)kz, (int)pz, (int)py, (int)px, (int)wide_x, (int)tz,
+             (int)ty, (int)tx, (int)row_z, (int)row_y, (int)row_x, (int)(tz + depth - 1), lines, columns,
+             rows, deep, (int)pieces, (int)flat, (int)tiles_z, (int)tiles_y, (int)tiles_x,
+             tables, origins, offsets, places, firsts, regions, kept, results,
+             (int)staged_rows, 1.0f / pieces, 1.0f / tiles_x, 1.0f / tiles_y, 1.0f / tiles_z, 1.0f / mz, wide != 0,
+             remembers};
+        for (Arrival& arrival : n.arrivals) arrival_begin(&arrival);
     }
     sync_block();
-    void* const tables = shared + 1;
-    int* const offsets = reinterpret_cast<int*>(static_cast<long long*>(tables) + TABLES * (2 * tz + kz));
-    int3* const firsts = reinterpret_cast<int3*>(offsets + taps);
-    const size_t end = reinterpret_cast<size_t>(firsts + WARPGROUPS * 2);
-    half* const regions = reinterpret_cast<half*>((end + 127) / 128 * 128);
+    const float scale = WORDS == 1 && sizeof(T) == 2 ? 1.0f : scale_of(x_peak);
+    const Loops loops = {(int)stages, taps, (int)group, (int)((taps + group - 1) / group),
+                         sizeof(T) == 2 && !FOLDED && wide != 0};
+    const Tiles product = {{n, loops, scale, x}};
     if (threadIdx.x < WARPGROUPS * Tiles::MATRICES) {
         const int uz = 7 * (int)row_z + 1, uy = 7 * (int)row_y + 1, ux = row_x ? MATRIX : 8, i = threadIdx.x;
         const int along_x = (int)tx / ux, along_y = (int)ty / uy;
-        firsts[i] = make_int3(i / along_x / along_y * uz, i / along_x % along_y * uy, i % along_x * ux);
+        product.firsts()[i] = make_int3(i / along_x / along_y * uz, i / along_x % along_y * uy, i % along_x * ux);
     }
     for (int tap = threadIdx.x; tap < taps; tap += THREADS) {
         const int dx = tap % kx, dy = tap / kx % ky, dz = tap / (kx * ky) % depth, chunk = tap / (kx * ky * depth);
         const int line = dz * n.lines + dy * (int)step_y;
-        offsets[tap] = chunk * (FOLDED ? 1 : 2) * n.rows + line * n.columns + dx * (int)step_x;
+        product.offsets()[tap] = chunk * (FOLDED ? 1 : 2) * n.rows + line * n.columns + dx * (int)step_x;
     }
-    const float scale = WORDS == 1 && sizeof(T) == 2 ? 1.0f : scale_of(x_peak);
-    const Loops loops = {(int)stages, taps, (int)group, (int)((taps + group - 1) / group),
-                         sizeof(T) == 2 && !FOLDED && wide != 0};
-    half* const kept = regions + 2 * WORDS * pieces * n.rows * PIECE;
-    const Tiles product = {n, loops, tables, regions, kept, offsets, firsts, scale, x};
+    for (int row = threadIdx.x; row < n.rows; row += THREADS) {
+        const int all = row / n.columns, plane = all / n.lines, line = all - plane * n.lines;
+        product.places()[row] =
+            (plane << (LINE_BITS + COLUMN_BITS)) | (line << COLUMN_BITS) | (row - all * n.columns);
+    }
     kernels += blockIdx.y * stages * taps * Tiles::TAP;
 
-    product.tabulate(blockIdx.x, 0, before, x, out);
+    const int from = blockIdx.y * N;
+    const float back = unscale / scale;  // powers of two; where this is no number, one after the other
+    const bool at_once = back >= 0x1p-126f && back < INFINITY;
+    const End end = {bias + from,
+                     at_once ? 1.0f : unscale,
+                     at_once ? back : 1.0f / scale,
+                     activation == RELU ? 0.0f : -INFINITY,
+                     (int)activation,
+                     min((int)fout - from, N)};
+
+    const int step = gridDim.x, all = (int)tiles;
+    for (int i = 0; i < TILES - 1; ++i)
+        if ((int)blockIdx.x + i * step < all) product.tabulate(blockIdx.x + i * step, product.tile(i), before, x, out);
     sync_block();
-    product.begin(kernels, product.table(0));
+    product.begin(kernels, product.tile(0));
     int stage = 0, round = 0, turn = 0;
     float largest = 0.0f;
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < (int)tiles; tile += (int)gridDim.x, ++turn) {
-        const bool more = tile + (int)gridDim.x < (int)tiles;
-        if (more) product.tabulate(tile + (int)gridDim.x, turn + 1, before, x, out);
-        const Tile<T> now = product.table(turn);
+    for (int tile = blockIdx.x; tile < all; tile += step) {
+        Tile& now = product.tile(turn);
+        Tile& last = product.tile(turn == 0 ? TILES - 1 : turn - 1);  // no longer needed
+        turn = turn + 1 == TILES ? 0 : turn + 1;
         float sums[Tiles::MATRICES][Tiles::SUMS] = {};
-        product.run(sums, kernels, stage, round, now, product.table(turn + 1), more);
-        product.conclude(sums, bias + blockIdx.y * N, unscale, (int)activation);
-        largest = larger_magnitude(largest, product.store(sums, now, (int)fout - (int)blockIdx.y * N, quads != 0));
+        product.run(sums, kernels, stage, round, now, product.tile(turn), tile + step < all, [&] {
+            if (tile + 2 * step < all) product.tabulate(tile + 2 * step, last, before, x, out);
+        });
+        largest = larger_magnitude(largest, product.store(sums, now, end, from, bulk != 0));
     }
+    bulk_finish();
     raise_peak_by_warp(out_peak, largest);
 }

@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 
 SOURCE = "implicit_gemm/warpgroup.cu"
 CAPABILITY = (9, 0)  # no other has these instructions
-THREADS, WARPGROUPS, MATRIX, TABLES = 256, 2, 64, 3  # warpgroup.cu
+THREADS, WARPGROUPS, MATRIX, TILES = 256, 2, 64, 3  # warpgroup.cu
 RESIDENT = 2  # blocks of a multiprocessor: while one writes or waits, the other multiplies
 SHARED = 228 * 1024 // RESIDENT - 1024  # bytes that a block may have: what work is estimated with
 RESERVED = 1024  # bytes of shared memory that a block has beside its own
-SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 176, 8, 4, 128  # warpgroup.cu
+SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 224, 8, 4, 128  # warpgroup.cu
+VALUE_BYTES = {"fp16": FLOAT16, "tf32": FLOAT32, "fp32": FLOAT32}  # of activations
 MAPS = tuple(range(16, 129, 16))  # of a block
 WIDEST_OF_TWO = 80  # maps, with which a warpgroup holds two matrices of sums
+MOST_WITH_CACHE = 97 * 1024  # bytes of shared memory that leave enough L1 for values that come through registers
 FEWEST_TAPS = 5  # of a stage, if there are so many maps
 # Taps between two barriers. In fp32 tensor cores add up no more of them, since they cut off what they add.
 MOST_GROUP = {"fp16": 16, "tf32": 16, "fp32": 5}
@@ -48,10 +50,10 @@ SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
 ROWS: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from row to row of 8 voxels of a matrix
 # Cycles, fitted to 80 to 80 and 1 to 80 maps on an H200, k = 1 to 9: what a matrix costs beside its products,
 # a group of taps, and a piece of a region; benchmarks/results/layers_gemm-.. and layers_first-.. keep some of it.
-MATRIX_CYCLES = {"fp16": 800, "tf32": 800, "fp32": 1400}
-ROUND_CYCLES = 250
-PIECE_CYCLES = {"fp16": 0.6, "tf32": 1.7, "fp32": 1.7}
-FOLDED_CYCLES = 0.2
+MATRIX_CYCLES = {"fp16": 890, "tf32": 1150, "fp32": 1200}
+ROUND_CYCLES = {"fp16": 450, "tf32": 150, "fp32": 1150}
+PIECE_CYCLES = {"fp16": 1.4, "tf32": 3.0, "fp32": 0.5}
+FOLDED_CYCLES = {"fp16": 2.4, "tf32": 2.8, "fp32": 0.5}
 STACK_BYTES, SPILLED_BYTES = 96, 96  # of a thread, outside of the loops
 FLOPS_OF_CYCLE = 4096  # of 64 x N x 16 products in N / 2 cycles
 
@@ -113,6 +115,7 @@ class Plan(NamedTuple):
     row: Vec3
     depth: int
     group: int
+    staged: int = 1  # rows of 8 voxels of a warp that are on their way out at once
 
     @property
     def region_rows(self) -> int:
@@ -130,11 +133,26 @@ class Plan(NamedTuple):
     def stages(self) -> int:
         return self.matrix.stages * (self.matrix.k[0] // self.depth)
 
+    @property
+    def remembers(self) -> bool:
+        """Where rows of a tile come from, since stages are of the same voxels."""
+        return not self.matrix.folded and self.matrix.stages > 1 and self.depth == self.matrix.k[0]
+
     def shared_bytes(self, precision: Precision) -> int:
-        tables = TABLES * POINTER * (2 * self.tile[0] + self.matrix.k[0])
-        before = SIZES_BYTES + tables + OFFSET_BYTES * (self.taps + 3 * 2 * WARPGROUPS)
+        tables = TILES * POINTER * (2 * self.tile[0] + self.matrix.k[0])
+        if self.remembers:
+            tables += POINTER * self.region_rows
+        before = SIZES_BYTES + tables + OFFSET_BYTES * (self.taps + self.region_rows + 3 * 2 * WARPGROUPS)
         rows = 2 * self.matrix.pieces * self.region_rows + 2 * self.group * 2 * self.maps
-        return -(-before // ALIGNMENT) * ALIGNMENT + WORDS[precision] * rows * PIECE * FLOAT16
+        factors = WORDS[precision] * rows * PIECE * FLOAT16
+        return -(-before // ALIGNMENT) * ALIGNMENT + factors + self.staged * staged_bytes(self.maps, precision)
+
+
+def staged_bytes(maps: int, precision: Precision) -> int:
+    """Of a row of 8 voxels of every warp."""
+    voxel = maps * VALUE_BYTES[precision]
+    gap = 0 if voxel % 128 else 16  # else all voxels of a row would lie in the same banks
+    return THREADS // 32 * 8 * (voxel + gap)
 
 
 def maps_of(fout: int, precision: Precision) -> int:
@@ -190,10 +208,16 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
 
 
 def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
-    """With as many taps at once as fit; None where one does not."""
+    """With as many taps at once as fit, and rows on their way out; None where one does not."""
     taps = WORDS[precision] * 2 * CHUNK * plan.maps * FLOAT16  # bytes of a tap, twice
     most = min(plan.taps, MOST_GROUP[precision], (shared - plan._replace(group=0).shared_bytes(precision)) // taps)
-    return plan._replace(group=-(-plan.taps // -(-plan.taps // most))) if most > 0 else None
+    if most < 1:
+        return None
+    grouped = plan._replace(group=-(-plan.taps // -(-plan.taps // most)))
+    rows = 2 * matrices_of(plan.maps, precision) // WARPGROUPS
+    plans = [grouped._replace(staged=staged) for staged in (4, 2) if staged <= rows]
+    most = shared if precision == "fp16" else min(shared, MOST_WITH_CACHE)
+    return next((plan for plan in plans if plan.shared_bytes(precision) <= most), grouped)
 
 
 def cycles_of(plan: Plan, problem: Lowering, images: int) -> float:
@@ -202,8 +226,8 @@ def cycles_of(plan: Plan, problem: Lowering, images: int) -> float:
     products = plan.matrix.products * matrices * (3 if problem.precision == "fp32" else 1) * plan.maps / 2
     pieces = plan.stages * plan.matrix.pieces * plan.region_rows
     rounds = plan.stages * -(-plan.taps // plan.group)
-    beside = MATRIX_CYCLES[problem.precision] * matrices + ROUND_CYCLES * rounds
-    each = products + beside + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES[problem.precision])
+    beside = MATRIX_CYCLES[problem.precision] * matrices + ROUND_CYCLES[problem.precision] * rounds
+    each = products + beside + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES)[problem.precision]
     return prod(tiles_of(problem, images, plan.tile)) * each
 
 
@@ -297,6 +321,7 @@ class WarpgroupProduct:
             *(tiles[0] if flat else tiles[0] // len(x), *tiles[1:]),
             *(*plan.row, *matrix.steps, plan.depth, matrix.pieces, matrix.at_once, plan.stages, plan.group),
             *(kx if matrix.folded and kx < PIECE else PIECE, int(flat), prod(tiles)),
-            *(whole(8, self._device, old, x), whole(4, self._device, out), ACTIVATIONS.index(problem.activation)),
+            *(whole(8, self._device, old, x), plan.staged, whole(16 // out.dtype.itemsize, self._device, out)),
+            ACTIVATIONS.index(problem.activation),
             shared=plan.shared_bytes(problem.precision),
         )
