@@ -61,7 +61,8 @@ def points(
                 break
             if index not in curve.plans and (plan := curve.within(index)) is not None:
                 yield Point(curve.limits[index], plan, curve.done)
-    if curve.spent and 0 < curve.needed < most and curve.affords(max(curve.spent.values())):
+    least = curve.limits[max(curve.plans)] if curve.plans else 0
+    if 0 < curve.needed < least and curve.affords(max(curve.spent.values())):
         with suppress(NoPlanError):
             yield Point(curve.needed, make(curve.needed), 1.0)
 

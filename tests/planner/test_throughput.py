@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from math import log2
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from brute_force import planned
@@ -94,3 +96,21 @@ def test_a_network_that_the_host_has_no_room_for_is_asked_for_once() -> None:
 
     assert list(points(make, MOST)) == []
     assert asked == [MOST]
+
+
+def test_nothing_is_worked_out_between_plans_that_are_as_fast() -> None:
+    """A curve that is flat from 2^18 bytes up, and steep below; each plan takes all the memory that it may."""
+    asked: list[int] = []
+
+    def make(nbytes: int) -> Any:
+        asked.append(nbytes)
+        if nbytes < 2**10:
+            error = NoPlanError("nothing fits")
+            error.needed_bytes = 2**10
+            raise error
+        return SimpleNamespace(memory=SimpleNamespace(held=nbytes), voxels_per_second=float(min(nbytes, 2**18)))
+
+    found = sorted(point.limit for point in points(make, 2**30))
+    assert [limit for limit in found if limit > 2**19] == [2**22, 2**26, 2**30]
+    assert [limit for limit in found if limit < 2**18] == [int(2 ** (half / 2)) for half in range(20, 36)]
+    assert sorted(set(asked) - set(found)) == [2**6]
