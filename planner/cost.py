@@ -184,7 +184,7 @@ class Rates:
     """Speed of a machine with a given number of threads, or of a GPU: per kind of unit, and of layers measured there.
 
     fitted    units whose rates were fitted to runs on the machine; of the others they are assumed
-    by_size   primitives that were measured: factors on their seconds at SIZES
+    by_size   primitives that were measured, by their names and precision: factors on their seconds at SIZES
     measured  of each layer, sizes in seconds as the rates give them, ascending, and the factors measured there
     refused   layers, of any variant, that a primitive would not run when it was to be measured, and its words
     hope      factor on the seconds of layers that were not measured at about their size: below 1, what they may take
@@ -235,7 +235,7 @@ class Rates:
         work = primitive.work(shape, variant)
         between = len(work) * self.stage_seconds
         working = seconds(work, self) - between
-        factors = self.by_size.get(primitive.name)
+        factors = self.by_size.get(method(primitive, shape))
         if factors is None or working <= 0:
             return between, working
         index, share = weights_of(working)
@@ -285,6 +285,11 @@ class Rates:
     def refusing(self, primitive: Primitive, shape: LayerShape, reason: str) -> Rates:
         """With a layer that the machine does not run so."""
         return replace(self, refused={**self.refused, case(primitive, shape, Variant(())): reason})
+
+
+def method(primitive: Primitive, shape: LayerShape) -> str:
+    """Whose seconds have factors by size: a primitive in one precision, as "cpu.conv.direct fp32"."""
+    return f"{primitive.name} {shape.precision}"
 
 
 def weights_of(size: float) -> tuple[int, float]:

@@ -2,11 +2,11 @@
 
 Method  Every unit has a factor on its arithmetic and one on its traffic, and what a stage takes to begin has one. Those
         that predict the runs best are searched for along one direction after the other, with steps that halve where
-        none is an improvement. What is left is fitted by each primitive's own runs: a factor at every one of SIZES, in
-        between interpolated, by least squares. Errors are relative; large ones count by their size, not by its square
-        (Huber, 1964): a run that was disturbed shall not move what the others agree on.
+        none is an improvement. What is left is fitted by the own runs of each method: a factor at every one of SIZES,
+        in between interpolated, by least squares. Errors are relative; large ones count by their size, not by its
+        square (Huber, 1964): a run that was disturbed shall not move what the others agree on.
 Prior   What no run depends on keeps its assumed rate: a factor costs a little more the further it is from 1. So does
-        a primitive's at one size the further it is from those at the next.
+        a method's at one size the further it is from those at the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from znnpy.kernels.primitive import Unit, Work
 from znnpy.planner.cost import SIZES, Rates, weights_of
 
 PRIOR = 1e-3  # of a squared logarithm of a factor, against those of the errors
-SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a primitive's factors: of the difference between two sizes, and of each
+SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each
 LARGE_ERROR = 0.2  # a logarithm, from which on errors count by their size
 MOST_FACTOR = log(1000.0)
 MOST_OF_A_SIZE = log(4.0)  # a factor, or one over that at the next size: a larger layer never takes less time
@@ -39,7 +39,7 @@ class Run:
 
     work: tuple[Work, ...]
     seconds: float
-    primitive: str = ""  # name of what ran it
+    method: str = ""  # of `cost.method`: what ran it
 
 
 def fitted(rates: Rates, runs: Sequence[Run], *, begins: bool = True) -> Rates:
@@ -132,12 +132,12 @@ class _Problem:
 
 
 def _by_size(runs: Sequence[Run], problem: _Problem, logs: Floats) -> dict[str, tuple[float, ...]]:
-    """Of every primitive, the factors on its seconds at SIZES that its own runs ask for."""
+    """Of every method, the factors on its seconds at SIZES that its own runs ask for."""
     working, beginning = problem.working(logs), problem.beginning(logs)
     measured = np.array([run.seconds for run in runs])
     found = {}
-    for name in dict.fromkeys(run.primitive for run in runs if run.primitive):
-        own = np.array([run.primitive == name for run in runs]) & (working > 0)
+    for name in dict.fromkeys(run.method for run in runs if run.method):
+        own = np.array([run.method == name for run in runs]) & (working > 0)
         if own.any():
             found[name] = _factors(working[own], beginning[own], measured[own])
     return found

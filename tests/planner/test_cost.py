@@ -109,13 +109,15 @@ def sized(seconds: float) -> ConvShape:
 
 def test_factors_between_sizes_are_interpolated_and_stay_beyond_them() -> None:
     tenfold = Rates(
-        {"product": Rate(1e12, 1.0)}, stage_seconds=0.25, by_size={SLOW.name: (4.0, 1.0, 1.0, 1.0, 1.0, 3.0)}
+        {"product": Rate(1e12, 1.0)}, stage_seconds=0.25, by_size={f"{SLOW.name} fp32": (4.0, 1.0, 1.0, 1.0, 1.0, 3.0)}
     )
     variant = Variant.of(scale=1)
 
     def factor(seconds: float) -> float:
         shape = ConvShape(round(seconds * 1e10), 1, 1, (2, 2, 2), (2, 2, 2))
         assert tenfold.seconds(FAST, shape, variant) == pytest.approx(0.25 + seconds / 10), "its sizes are not known"
+        half = replace(shape, precision="fp16")
+        assert tenfold.seconds(SLOW, half, variant) == pytest.approx(0.25 + seconds), "nor are those in fp16"
         return (tenfold.seconds(SLOW, shape, variant) - 0.25) / seconds
 
     assert [factor(size) for size in SIZES] == pytest.approx([4.0, 1.0, 1.0, 1.0, 1.0, 3.0])

@@ -366,7 +366,7 @@ def test_what_is_known_beside_the_file_may_make_another_look_the_fastest() -> No
     """Then it goes on, though all was measured that should be by what was known before."""
     rates_of(Card())
     assumed = assumed_rates(WITH_GPU, 1, "gpu")
-    stored = replace(assumed, by_size={LAZY.name: (0.01,) * len(SIZES)})
+    stored = replace(assumed, by_size={f"{LAZY.name} tf32": (0.01,) * len(SIZES)})
     again = Card()
     rates_of(again, stored=stored)
     assert "gpu.conv.lazy" in measured(again)

@@ -43,7 +43,7 @@ class Clock:
 
     @property
     def truth(self) -> Rates:
-        return replace(RATES, by_size={name: (factor,) * len(SIZES) for name, factor in self.factors.items()})
+        return replace(RATES, by_size={f"{name} fp32": (factor,) * len(SIZES) for name, factor in self.factors.items()})
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         self.runs.append((primitive.name, shape, variant))

@@ -17,7 +17,7 @@ from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
-from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates
+from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.planner.costs import FORMAT, Costs, Measurement, UnitSpeed, versions
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind
@@ -91,7 +91,7 @@ class Bench:
     def survey(self, tasks: Sequence[Task], timer: Timer, share: float = 1.0) -> tuple[Rates, dict[Unit, int]]:
         """Rates fitted to the tasks, and the number of runs that each unit takes part in."""
         runs = [
-            Run(tuple(task.primitive.work(task.shape, task.variant)), spent, task.primitive.name)
+            Run(tuple(task.primitive.work(task.shape, task.variant)), spent, method(task.primitive, task.shape))
             for task, spent in timer.times(tasks, share)
             if not isinstance(spent, str)
         ]
