@@ -34,7 +34,7 @@ from znnpy.run.devices import Site, opened
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import FLOAT32, Vec3
 
-SIDES = (512, 384, 256, 192)  # of volumes
+SIDES = {"cpu": (512, 384, 256, 192), "gpu": (1024, 768, 512, 384)}  # of volumes
 SPARE_SECONDS = 120.0  # of `znnpy measure`, beside those that it is given
 
 Asked = TypeVar("Asked")
@@ -125,23 +125,14 @@ def points(options: argparse.Namespace, rows: dict[tuple[str, str], Row]) -> lis
     """Every network within every limit that has a plan; plans that `rows` hold are taken up where they still run."""
     wanted: dict[tuple[str, str], _Wanted] = {}
     found: dict[tuple[str, str], Point] = {}
-    gpu = options.device == "gpu"
-    with opened(options.device, options.precision if gpu else None) as site:
-        site = replace(site, costs=Shelf(options.costs))
-        for name in options.networks:
-            network = read_network(name).network
-            for limit in sorted(options.limits, key=parse_bytes, reverse=True):  # what is measured first holds for less
-                key = name, limit
-                try:
-                    ground = _ground(site, network, limit, options)
-                except DeviceError as error:
-                    rows[key] = Row(name, limit, failure=str(error))
-                    continue
-                kept = _taken_up(rows.get(key), network, ground)
-                if kept is not None:
-                    found[key] = kept
-                else:
-                    wanted[key] = _Wanted(network, ground, tuple(options.sides), options.point_seconds)
+    for key, ground in apart(grounds, options, alone=options.device == "gpu").items():
+        network = read_network(key[0]).network
+        if isinstance(ground, str):
+            rows[key] = Row(*key, failure=ground)
+        elif (kept := _taken_up(rows.get(key), network, ground)) is not None:
+            found[key] = kept
+        else:
+            wanted[key] = _Wanted(network, ground, tuple(options.sides), options.point_seconds)
     for (key, want), made in zip(wanted.items(), spread(_made, list(wanted.values()), options.workers), strict=True):
         rows[key] = row = Row(*key, made.side, options.point_seconds, failure=made.failure)
         if made.plan is not None:
@@ -168,6 +159,22 @@ def said_of(row: Row) -> str:
         f"{facts['voxels_per_second']:,.0f} voxels/s planned in {facts['planning_seconds']:.1f} s for a volume of "
         f"{row.side}^3, of which {'x'.join(map(str, facts['part']))} take {facts['part_seconds']:.1f} s"
     )
+
+
+def grounds(options: argparse.Namespace) -> dict[tuple[str, str], Ground | str]:
+    """What plans are made on for every network within every limit, a GPU's layers measured; or why there are none."""
+    own_bytes()  # before anything else is held
+    found: dict[tuple[str, str], Ground | str] = {}
+    with opened(options.device, options.precision if options.device == "gpu" else None) as site:
+        site = replace(site, costs=Shelf(options.costs))
+        for name in options.networks:
+            network = read_network(name).network
+            for limit in sorted(options.limits, key=parse_bytes, reverse=True):  # what is measured first holds for less
+                try:
+                    found[name, limit] = _ground(site, network, limit, options)
+                except DeviceError as error:
+                    found[name, limit] = str(error)
+    return found
 
 
 def _ground(site: Site, network: Network, limit: str, options: argparse.Namespace) -> Ground:
@@ -215,6 +222,14 @@ def _made(want: _Wanted) -> _Made:
         if plan.covering(part, want.network, plan.memory).seconds <= 2 * want.point_seconds:
             break
     return made
+
+
+def apart(work: Callable[[Asked], Answer], asked: Asked, *, alone: bool) -> Answer:
+    """An answer; `alone`, of a process that ends: what CUDA takes of a GPU stays taken while a process lives."""
+    if not alone:
+        return work(asked)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, asked).result()
 
 
 def spread(work: Callable[[Asked], Answer], asked: Sequence[Asked], workers: int) -> list[Answer]:

@@ -295,6 +295,11 @@ def test_the_whole_benchmark(
     again = json.loads(out.read_text())
     assert next(row for row in again["rows"] if row["limit"] == "400M") == first
     assert len(again["commands"]) == 2
+    more = [str(word) for word in words if word != "20M"]
+    planning.main([*more, "--limits", "400M", "500M", "--resume", "--do", "runs"])  # what is the same plan ran already
+    larger = next(row for row in json.loads(out.read_text())["rows"] if row["limit"] == "500M")
+    assert larger["runs"] == first["runs"] | {"as_within": "400M"}
+    capsys.readouterr()
     cut = again | {"rows": [dict(first, plan=first["plan"] | {"format": 0})]}
     out.write_text(json.dumps(cut))
     planning.main([*map(str, words), "--resume", "--do"])
