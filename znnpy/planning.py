@@ -84,43 +84,43 @@ def plan(
 
     NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
     """
-    study = Study(*rigor_of(rigor, time_limit), tell_progress)
     check_words(border, output_dtype, cover)
     names = (only,) if isinstance(only, str) else tuple(only)
     meant = check_device_words(device, vram, precision, names)
-    if costs is not None and machine is not None:
-        raise ValueError("a file of a machine holds its costs: give costs or machine")
-    if machine is not None and (rigor != "estimate" or paranoid):
-        raise ValueError("layers run on the machine that is here: leave out rigor and paranoid, or machine")
-    shelf = Shelf(costs, machine=machine)
-    meant = shelf.meant(meant)
-    threads = shelf.threads(threads)
-    wanted = _Wanted(
-        job=_job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize),
-        ram=ram,
-        threads=threads,
-        vram=vram,
-        patch=patch,
-        only=names,
-        cover=cover,
-        depth_first=depth_first,
-        study=study,
-    )
+    study = Study(*rigor_of(rigor, time_limit), tell_progress)
+    shelf = _shelf(costs, machine, runs=rigor != "estimate" or paranoid)
+    job = _job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize)
+    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study)
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
-        there = elsewhere(shelf, meant, precision)
+        there = elsewhere(shelf, shelf.meant(meant), precision)
         made = for_elsewhere(wanted.plan(there, kinds=True), shelf)
         tells.of(wanted, made, [there], shelf)
         return made
+    return _here(wanted, shelf.meant(meant), precision, shelf, tells, paranoid=paranoid)
+
+
+def _shelf(costs: str | Path | None, machine: str | Path | None, *, runs: bool) -> Shelf:
+    """Of these files; ValueError for words that contradict each other. `runs`: layers do before there is a plan."""
+    if costs is not None and machine is not None:
+        raise ValueError("a file of a machine holds its costs: give costs or machine")
+    if machine is not None and runs:
+        raise ValueError("layers run on the machine that is here: leave out rigor and paranoid, or machine")
+    return Shelf(costs, machine=machine)
+
+
+def _here(wanted: _Wanted, meant: str, precision: str | None, shelf: Shelf, tells: _Tells, *, paranoid: bool) -> Plan:
+    """The plan for a device of this machine; beside one for a GPU that nobody asked for, the best for the processor."""
+    network, vram = wanted.job.network, wanted.vram
     with site_for(lambda site: wanted.plan(site, kinds=True), meant, vram, precision, shelf) as (site, made):
         sites = [site]
         if made.device == "gpu" and meant == "auto" and vram is None:
             sites.append(Site(this_machine(), costs=shelf))
             with suppress(NoPlanError):
                 estimated = replace(wanted, study=Study()).plan(sites[1])
-                made = replace(made, kinds=(*made.kinds, kind_of(wanted.job.network, made, estimated)))
+                made = replace(made, kinds=(*made.kinds, kind_of(network, made, estimated)))
         if paranoid:
-            check_plan(made, wanted.job.network, site, tell_progress)
+            check_plan(made, network, site, wanted.study.tell)
         tells.of(wanted, made, sites, shelf)
         return made
 

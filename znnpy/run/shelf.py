@@ -46,8 +46,9 @@ class Shelf:
         return self.named.device if self.named is not None and device == "auto" else device
 
     def threads(self, threads: int | None) -> int | None:
-        """As many as the file is of, where nobody said how many."""
-        return self.named.threads if threads is None and self.named and self.named.device == "cpu" else threads
+        """As many as a machine that is not here was measured with, where nobody said how many."""
+        there = self.named if self._word == "machine" else None
+        return there.threads if threads is None and there and there.device == "cpu" else threads
 
     def rates(self, machine: Machine, device: DeviceKind, threads: int) -> Rates | None:
         """What the planner takes for a device of `machine`; None where nothing that fits was stored.
