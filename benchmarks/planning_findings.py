@@ -19,30 +19,21 @@ from typing import Any
 from planning_plans import Ground
 
 from znnpy.kernels.primitive import Primitive, Variant
-from znnpy.network import Conv, Network, Pool, extent, layer_shape
+from znnpy.network import Conv, Network, Pool, extent
 from znnpy.patches import cover
 from znnpy.planner.candidates import Span, axis_sizes, spans, thinned
 from znnpy.planner.layout import chain, fullest, place
 from znnpy.planner.memory import Memory, context_bytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Choice, Plan
+from znnpy.planner.schemes import Scheme, repeats, shapes_of
 from znnpy.planner.space_search import FEW
 from znnpy.planner.trade import Front, Option, Way, fastest_within, front, in_turn, total_seconds
-from znnpy.shapes import ConvShape, LayerShape, PoolShape, Vec3, add, fused, multiply, subtract
+from znnpy.shapes import ConvShape, LayerShape, Vec3, fused
 
 BATCHES = (1, 2, 4, 8)
 TRIES = 6  # to lay out an arena within the room that is left
 FFT_OPERATIONS = 2.5  # of a real transform of n values, over n log2 n
 THEORY_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)  # of each fragment's output
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    images: int
-    fragments: tuple[bool, ...]  # of each pooling
-
-    def __str__(self) -> str:
-        kinds = " ".join("fragments" if f else "max" for f in self.fragments)
-        return f"S = {self.images}, {kinds or 'no pooling'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +53,6 @@ def schemes(network: Network) -> Iterator[Scheme]:
     for fragments in product((True, False), repeat=pools):
         if not all(fragments):
             yield Scheme(1, fragments)
-
-
-def shapes_of(network: Network, out: Vec3, scheme: Scheme, precision: Any = "fp32") -> tuple[LayerShape, ...]:
-    """Every layer's shape; `out` is the size of one image of the last output."""
-    sizes, pools = [out], list(scheme.fragments)
-    for layer in reversed(network.layers):
-        size, window = sizes[-1], extent(layer)
-        if isinstance(layer, Pool):
-            size = multiply(size, window)
-            sizes.append(subtract(add(size, window), (1, 1, 1)) if pools.pop() else size)
-        else:
-            sizes.append(subtract(add(size, window), (1, 1, 1)))
-    sizes.reverse()
-    wanted, images, found = iter(scheme.fragments), scheme.images, []
-    for layer, maps, size in zip(network.layers, network.maps, sizes, strict=False):
-        if isinstance(layer, Pool):
-            shape: LayerShape = PoolShape(images, maps, size, layer.window, next(wanted), precision)
-        else:
-            shape = layer_shape(layer, images, maps, size, precision)
-        found.append(shape)
-        images = shape.out_shape[0]
-    return tuple(found)
-
-
-def repeats(network: Network, scheme: Scheme) -> int:
-    """How often all is computed for one dense patch: once for every offset of the poolings that are plain."""
-    windows = [layer.window for layer in network.layers if isinstance(layer, Pool)]
-    return prod(prod(window) for window, kept in zip(windows, scheme.fragments, strict=True) if not kept)
 
 
 def best(ground: Ground, network: Network, pick: Plan, scheme: Scheme) -> Best:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from networks_gpu import sides
 from planning_child import Child, NoTimeLeft
-from planning_findings import Scheme, shapes_of
 from planning_peers import METHODS
 from planning_points import Point, part_of
 from planning_tables import Facts, error
@@ -21,6 +20,7 @@ from whole_runs import infer, random_volume
 from znnpy.machine import parse_bytes
 from znnpy.network import Pool
 from znnpy.planner.plan import Plan
+from znnpy.planner.schemes import Scheme, shapes_of
 
 GPU_CHILD = Path(__file__).with_name("planning_gpu.py")
 PEER_CHILD = Path(__file__).with_name("planning_peers.py")

@@ -11,6 +11,7 @@ from math import prod
 from znnpy.network import Conv, Network, Pool, extent
 from znnpy.patches import Cover
 from znnpy.planner.layout import aligned
+from znnpy.planner.plan import patch_in
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned, turned_back
 
 Span = tuple[int, int]  # the first and the last of the layers that one choice may be made for
@@ -78,6 +79,16 @@ class Candidate:
     shapes: tuple[LayerShape, ...]  # of every layer in a step
     parts: tuple[int, ...]  # how often every layer runs in a step: more than once where it takes a part of the images
 
+    @property
+    def images(self) -> int:
+        """Patches in a step."""
+        return self.shapes[0].batch
+
+    @property
+    def new(self) -> Vec3:
+        """What a step reads of each image: of a column that walks, only what no step before it has read."""
+        return patch_in(self.space.network, self.patch, 0, walks=self.space.walks)
+
     @cached_property
     def cover(self) -> Cover:
         """The columns that cover the output."""
@@ -86,7 +97,11 @@ class Candidate:
     @cached_property
     def steps(self) -> tuple[int, ...]:
         """Steps of all columns in which every layer runs."""
-        return tuple(self.cover.steps(ahead) for ahead in self.space.ahead)
+        return tuple(self.steps_of(ahead) for ahead in self.space.ahead)
+
+    def steps_of(self, ahead: int) -> int:
+        """Steps of all columns in which something is computed that begins `ahead` planes before the output does."""
+        return self.cover.steps(ahead)
 
     @cached_property
     def voxels(self) -> tuple[int, ...]:
@@ -113,7 +128,7 @@ class Candidate:
 
         Of a convolution and a pooling that may run in one, the input is as large as it has to be then.
         """
-        nbytes, images = [], 1
+        nbytes, images = [], self.images
         for index, (first, last) in enumerate(self.space.spans):
             shape = in_one(self.shapes[first : last + 1])
             kept = kept_bytes(shape) if index in self.space.apart else 0

@@ -237,6 +237,7 @@ def _kinds(plan: Plan) -> list[str]:
     for kind in plan.kinds:
         where = f"on the {kind.device.upper()}: " if kind.device != plan.device else ""
         whole = "" if max(kind.best.parts) > 1 or max(plan.parts) == 1 else " without depth first"
+        whole = f", {kind.scheme}" if kind.scheme else whole
         taken = f"{human_bytes(kind.ram_bytes)} of RAM"
         if kind.device == "gpu":
             taken += f" and {human_bytes(kind.vram_bytes)} of VRAM"

@@ -13,8 +13,8 @@ ALIKE = 1.005  # times the seconds, below which two plans are as fast
 MORE_WASTE = 1.05  # times the waste, from which on borders may be the reason
 
 
-def kind_of(network: Network, best: Plan, other: Plan) -> Kind:
-    """`other`, the best plan of its kind, beside the best of all."""
+def kind_of(network: Network, best: Plan, other: Plan, scheme: str = "") -> Kind:
+    """`other`, the best plan of its kind, or of a scheme that no session runs, beside the best of all."""
     over, over_vram = other.memory.over(other.limits)
     runner_up = RunnerUp(
         patch_out=other.patch_out,
@@ -26,7 +26,7 @@ def kind_of(network: Network, best: Plan, other: Plan) -> Kind:
         over_bytes=over,
         over_vram_bytes=over_vram,
     )
-    return Kind(other.device, runner_up, other.memory.peak, other.memory.vram, why_lost(network, best, other))
+    return Kind(other.device, runner_up, other.memory.peak, other.memory.vram, why_lost(network, best, other), scheme)
 
 
 def why_lost(network: Network, best: Plan, other: Plan) -> str:

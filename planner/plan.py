@@ -94,6 +94,7 @@ class Kind:
     ram_bytes: Count  # of the process, above its limit where `best` does not fit
     vram_bytes: Count
     why: str  # it was not taken, in words
+    scheme: str = ""  # what is told of patches that no session runs (`schemes`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,8 @@ class Plan:
         """Predicted for the whole output, reading and writing hidden behind the computation but for the edges."""
         voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
-        edges = self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out
+        images = self.choices[0].shape.batch
+        edges = images * (self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out)
         return sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.device, edges)
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import znnpy
 from znnpy.errors import NoPlanError, ShapeError
@@ -14,13 +15,15 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.planner.candidates import all_spaces, candidate, splits
+from znnpy.planner.candidates import Space, all_spaces, candidate, splits
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.options import Options
-from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, device_of, patch_in
+from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, device_of
+from znnpy.planner.schemes import SchemeSearch
+from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
 from znnpy.shapes import Precision, Vec3, text, turned, turned_back
@@ -46,6 +49,7 @@ def make_plan(
     columns: bool | None = None,
     depth_first: bool = True,
     kinds: bool = False,
+    baselines: bool = False,
     options: Options | None = None,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
@@ -62,6 +66,7 @@ def make_plan(
     columns       True: columns only, False: patches only
     depth_first   False: all fragments of a pooling go through each layer before any goes through the next
     kinds         find the best plan of every other kind too, and why it is not taken; takes up to twice as long
+    baselines     and the best of patches that no session runs (`schemes`): several at a time, plain max-pooling
     options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first;
                   TypeError where rates are given too
 
@@ -74,34 +79,47 @@ def make_plan(
         raise TypeError("options were worked out for rates of their own: give options or rates")
     options = options or options_for(machine, limits, only=only, table=table, rates=rates, device=device)
     held = baseline_bytes() if baseline is None else baseline
-    searches = [
-        SpaceSearch(
-            space=space,
-            limits=limits,
-            itemsize_in=itemsize_in,
-            itemsize_out=itemsize_out,
-            patch=None if patch is None else turned(patch, space.axis),
-            options=options,
-            device=device,
-            baseline=held,
-            context=context_bytes(context) if device == "gpu" else 0,
-            masks=masks,
-            splits=splits(space.network) if depth_first else splits(space.network)[:1],
-        )
-        for space in all_spaces(network, output, precision if device == "gpu" else "fp32")
-        if columns is None or space.walks == columns
-    ]
-    if not searches:
-        raise NoPlanError(
-            f"{network.name} sees one voxel along every axis, so that columns have nothing to carry; drop --cover"
-        )
+    searches = _searches(
+        all_spaces(network, output, precision if device == "gpu" else "fp32"),
+        patch,
+        columns=columns,
+        depth_first=depth_first,
+        limits=limits,
+        itemsize_in=itemsize_in,
+        itemsize_out=itemsize_out,
+        options=options,
+        device=device,
+        baseline=held,
+        context=context_bytes(context) if device == "gpu" else 0,
+        masks=masks,
+    )
     ranked = _ranked(searches)
     if not ranked:
         raise _no_plan(network, searches, _narrowing(patch, only, columns, depth_first))
     plan = _plan(network, machine, ranked)
-    if not kinds:
-        return plan
-    return replace(plan, kinds=tuple(_kinds(network, machine, plan, searches, ranked)))
+    others = [*_kinds(network, machine, plan, searches, ranked)] if kinds else []
+    return replace(plan, kinds=(*others, *(_baselines(network, machine, plan, searches) if baselines else ())))
+
+
+def _searches(
+    spaces: Sequence[Space], patch: Vec3 | None, *, columns: bool | None, depth_first: bool, **asked: Any
+) -> list[SpaceSearch]:
+    """In all spaces that are allowed; `asked` is the same in each."""
+    allowed = [space for space in spaces if columns is None or space.walks == columns]
+    if not allowed:
+        name = spaces[0].network.name
+        raise NoPlanError(
+            f"{name} sees one voxel along every axis, so that columns have nothing to carry; drop --cover"
+        )
+    return [
+        SpaceSearch(
+            space=space,
+            patch=None if patch is None else turned(patch, space.axis),
+            splits=splits(space.network) if depth_first else splits(space.network)[:1],
+            **asked,
+        )
+        for space in allowed
+    ]
 
 
 def options_for(
@@ -143,6 +161,17 @@ def _kinds(
         best = found[0] if found else _least(whole)
         if best is not None:
             yield kind_of(network, plan, _plan_of(network, machine, *best))
+
+
+def _baselines(network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch]) -> Iterator[Kind]:
+    """Of every scheme that no session runs the best patches, where patches are allowed."""
+    for patches in searches:
+        for scheme in () if patches.space.walks else baselines_of(network):
+            search = SchemeSearch.beside(patches, scheme)
+            found = search.run()
+            best = (search, found) if found else _least([search])
+            if best is not None:
+                yield kind_of(network, plan, _plan_of(network, machine, *best), scheme.words)
 
 
 def _least(searches: Sequence[SpaceSearch]) -> tuple[SpaceSearch, Found] | None:
@@ -240,7 +269,7 @@ def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Foun
         limits=search.limits,
         output=turned_back(space.output, axis),
         patch_out=shape.patch_out,
-        patch_in=patch_in(network, shape.patch_out, axis, walks=space.walks),
+        patch_in=turned_back(shape.new, axis),
         axis=axis,
         column=shape.column,
         choices=choices,

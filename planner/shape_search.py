@@ -18,7 +18,7 @@ from znnpy.planner.cost import edge_seconds
 from znnpy.planner.layout import Tensor, carried_bytes, chain, place
 from znnpy.planner.memory import DeviceKind, Memory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
-from znnpy.planner.plan import patch_in, waste
+from znnpy.planner.plan import waste
 from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
 
 MOST_PIECES = 10**6
@@ -207,7 +207,7 @@ class ShapeSearch:
     def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
         """With the arena as it will be."""
         steps = [(way.shape, way.footprint) for option in options for way in option.ways]
-        new = patch_in(self.space.network, shape.patch, 0, walks=self.space.walks)[0]
+        new = shape.new[0]
         tensors, arena = place(chain(steps, new))
         memory = replace(
             self.around(shape),
@@ -221,10 +221,9 @@ class ShapeSearch:
 
     def around(self, shape: Candidate) -> Memory:
         """What a run needs whatever the primitives are."""
-        network = self.space.network
-        new = patch_in(network, shape.patch, 0, walks=self.space.walks)
-        maps_in, maps_out = network.input_channels, network.output_channels
-        reads, writes = shape.cover.steps(shape.cover.margin), shape.cover.steps(0)
+        network, new = self.space.network, shape.new
+        maps_in, maps_out = shape.images * network.input_channels, shape.images * network.output_channels
+        reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
         seen = network.patch_in(shape.patch) if self.masks else None
         staging = staging_bytes(*self._patch_bytes(shape), reads=reads, writes=writes) if self.device == "gpu" else 0
         return Memory(
@@ -243,9 +242,8 @@ class ShapeSearch:
     def _patch_bytes(self, shape: Candidate) -> tuple[int, int]:
         """Of what a step reads and of what it writes, as stored."""
         network = self.space.network
-        new = patch_in(network, shape.patch, 0, walks=self.space.walks)
-        raw_bytes = network.input_channels * prod(new) * self.itemsize_in
-        return raw_bytes, network.output_channels * prod(shape.patch) * self.itemsize_out
+        raw_bytes = shape.images * network.input_channels * prod(shape.new) * self.itemsize_in
+        return raw_bytes, shape.images * network.output_channels * prod(shape.patch) * self.itemsize_out
 
     def edges(self, shape: Candidate) -> float:
         """Seconds of a run in which nothing is computed."""

@@ -8,13 +8,13 @@ Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A: loop over input shapes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, prod
 
-from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidate, candidates, thinned
+from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidate, thinned
 from znnpy.planner.memory import Memory
 from znnpy.planner.options import Place
 from znnpy.planner.plan import RunnerUp
@@ -54,7 +54,7 @@ class SpaceSearch(ShapeSearch):
             return least if isinstance(least, Found) and self.fits(least) else None
         patch = best.candidate.patch
         z, y, x = ([size for size in along if size in patch] for along in sizes)
-        turned = [shape for shape in candidates(self.space, (z, y, x)) if shape.patch != patch]
+        turned = [shape for shape in self._shapes((z, y, x)) if shape.patch != patch]
         return self._through([shape for shape in turned if self._key(shape.patch) == self._key(patch)], best)
 
     def undivided(self) -> SpaceSearch:
@@ -63,14 +63,21 @@ class SpaceSearch(ShapeSearch):
         search.bounds = self.bounds  # what is known of the time holds there too
         return search
 
+    def shaped(self, patch: Vec3) -> Candidate:
+        return candidate(self.space, patch)
+
+    def _shapes(self, sizes: Sizes) -> Iterator[Candidate]:
+        """All combinations of sizes."""
+        return map(self.shaped, product(*sizes))
+
     def _among(self, sizes: Sizes) -> Found | None:
         """The best shape of these sizes."""
         seen = _few(sizes)
         self._across = sorted(product(seen[1], seen[2]), key=prod, reverse=True)
-        best = self._through(self._new(candidates(self.space, seen)), None)
+        best = self._through(self._new(self._shapes(seen)), None)
         while best is not None and (beside := self._beside(sizes, seen, best)) is not None:
             around, seen = beside
-            best = self._through(self._new(candidates(self.space, around)), best)
+            best = self._through(self._new(self._shapes(around)), best)
         return best
 
     def _beside(self, sizes: Sizes, seen: Sizes, best: Found) -> tuple[Sizes, Sizes] | None:
@@ -142,7 +149,7 @@ class SpaceSearch(ShapeSearch):
         if not spans:
             return False
         if thick not in self._widest:
-            steps = (candidate(self.space, (thick, y, x)) for y, x in self._across)
+            steps = (self.shaped((thick, y, x)) for y, x in self._across)
             self._widest[thick] = next(filter(self.may_fit, steps), shape)
         widest = self._widest[thick]
         span = max(spans, key=widest.moved)
@@ -164,7 +171,7 @@ class SpaceSearch(ShapeSearch):
     def least(self) -> Found | int | None:
         """The shape with the smallest need there is; or the index of a layer that nobody runs."""
         least: Found | None = None
-        few = candidates(self.space, _few(self._sizes(None)))
+        few = self._shapes(_few(self._sizes(None)))
         for shape in sorted(
             (c.split(at_once) for c in few for at_once in self.splits), key=lambda shape: shape.largest
         ):

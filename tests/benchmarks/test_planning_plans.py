@@ -11,6 +11,7 @@ import pytest
 from fakes import FAKES
 from rivals import MIB, NET, maker_with
 
+from znnpy.planner.schemes import Scheme, repeats, shapes_of
 from znnpy.shapes import multiply
 
 if TYPE_CHECKING:
@@ -91,12 +92,12 @@ def test_schemes(imported: Callable[[str], Any]) -> None:
     period = NET.period
     out: Vec3 = (3, 4, 2)
     dense = multiply(out, period)
-    assert findings.shapes_of(NET, out, schemes[0]) == NET.layer_shapes(dense)
+    assert shapes_of(NET, out, schemes[0]) == NET.layer_shapes(dense)
     for scheme in schemes:
-        shapes = findings.shapes_of(NET, out, scheme)
+        shapes = shapes_of(NET, out, scheme)
         for first, second in pairwise(shapes):
             assert first.out_shape == second.in_shape
-        voxels = prod(shapes[-1].out_shape[:4]) * findings.repeats(NET, scheme)
+        voxels = prod(shapes[-1].out_shape[:4]) * repeats(NET, scheme)
         assert voxels == scheme.images * prod(dense)
 
 
@@ -107,7 +108,7 @@ def test_the_best_of_the_papers_scheme_is_the_planners(imported: Callable[[str],
     assert one.seconds == pytest.approx(maker.pick.seconds, rel=0.02)
     assert one.plan.memory.over(maker.ground.limits) == (0, 0)
     assert two.seconds >= 0.95 * one.seconds
-    plain = findings.best(maker.ground, NET, maker.pick, findings.Scheme(1, (False, False)))
+    plain = findings.best(maker.ground, NET, maker.pick, Scheme(1, (False, False)))
     assert plain.seconds > one.seconds
     assert all(choice.shape.kind != "pool" or not choice.shape.fragments for choice in plain.plan.choices)
 

@@ -1,0 +1,116 @@
+"""Two ways to run patches that lose to fragments and one patch at a time, so that a plan can say by how much.
+
+A scheme says how many patches a step takes together (the paper's S), and which poolings give fragments. One that does
+not is plain max-pooling: all layers run again for every offset of its window, which is how all subsamplings are
+computed where nobody knows fragments. No session runs these: they are searched as patches are, undivided, and told.
+
+Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import prod
+
+from znnpy.network import Network, Pool, extent, layer_shape
+from znnpy.planner.candidates import Candidate, Sizes
+from znnpy.planner.shape_search import ShapeSearch
+from znnpy.planner.space_search import SpaceSearch
+from znnpy.shapes import LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
+
+BATCHES = (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    images: int
+    fragments: tuple[bool, ...]  # of each pooling
+
+    def __str__(self) -> str:
+        kinds = " ".join("fragments" if f else "max" for f in self.fragments)
+        return f"S = {self.images}, {kinds or 'no pooling'}"
+
+    @property
+    def words(self) -> str:
+        """What is told of it."""
+        return f"{self.images} at a time" if self.images > 1 else "by plain max-pooling, every offset again"
+
+
+def baselines(network: Network) -> Iterator[Scheme]:
+    """Several patches at a time; and, where there are poolings, all of them plain."""
+    pools = sum(isinstance(layer, Pool) for layer in network.layers)
+    for images in BATCHES:
+        yield Scheme(images, (True,) * pools)
+    if pools:
+        yield Scheme(1, (False,) * pools)
+
+
+def shapes_of(network: Network, out: Vec3, scheme: Scheme, precision: Precision = "fp32") -> tuple[LayerShape, ...]:
+    """Every layer's shape; `out` is the size of one image of the last output."""
+    sizes, pools = [out], list(scheme.fragments)
+    for layer in reversed(network.layers):
+        size, window = sizes[-1], extent(layer)
+        if isinstance(layer, Pool):
+            size = multiply(size, window)
+            sizes.append(subtract(add(size, window), (1, 1, 1)) if pools.pop() else size)
+        else:
+            sizes.append(subtract(add(size, window), (1, 1, 1)))
+    sizes.reverse()
+    wanted, images, found = iter(scheme.fragments), scheme.images, []
+    for layer, maps, size in zip(network.layers, network.maps, sizes, strict=False):
+        if isinstance(layer, Pool):
+            shape: LayerShape = PoolShape(images, maps, size, layer.window, next(wanted), precision)
+        else:
+            shape = layer_shape(layer, images, maps, size, precision)
+        found.append(shape)
+        images = shape.out_shape[0]
+    return tuple(found)
+
+
+def repeats(network: Network, scheme: Scheme) -> int:
+    """How often all is computed for one dense patch: once for every offset of the poolings that are plain."""
+    windows = [layer.window for layer in network.layers if isinstance(layer, Pool)]
+    return prod(prod(window) for window, kept in zip(windows, scheme.fragments, strict=True) if not kept)
+
+
+@dataclass(frozen=True)
+class Schemed(Candidate):
+    """Patches of one shape by a scheme, which are never divided."""
+
+    scheme: Scheme
+
+    @property
+    def new(self) -> Vec3:
+        z, y, x = self.shapes[0].in_shape[1:4]
+        return z, y, x
+
+    def steps_of(self, ahead: int) -> int:
+        """Steps of all patches; none of a patch is left out."""
+        return -(-len(self.cover) // self.scheme.images) * repeats(self.space.network, self.scheme)
+
+    def split(self, at_once: object) -> Schemed:
+        return self
+
+
+@dataclass
+class SchemeSearch(SpaceSearch):
+    """The search among patches of one scheme."""
+
+    scheme: Scheme = Scheme(1, ())
+
+    @classmethod
+    def beside(cls, patches: SpaceSearch, scheme: Scheme) -> SchemeSearch:
+        """For what `patches` was asked for."""
+        asked = {field.name: getattr(patches, field.name) for field in fields(ShapeSearch) if field.init}
+        return cls(**{**asked, "splits": patches.splits[:1]}, patch=patches.patch, scheme=scheme)
+
+    def shaped(self, patch: Vec3) -> Candidate:
+        space = self.space
+        z, y, x = (size // period for size, period in zip(patch, space.network.period, strict=True))
+        shapes = shapes_of(space.network, (z, y, x), self.scheme, space.precision)
+        return Schemed(space, patch, 0, shapes, (1,) * len(shapes), self.scheme)
+
+    def _sizes(self, room: int | None) -> Sizes:
+        """All there are: what does not fit as fragments may fit plain."""
+        return super()._sizes(None)

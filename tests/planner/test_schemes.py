@@ -1,0 +1,98 @@
+"""Patches that no session runs, several at a time or by plain max-pooling: the best of all there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from math import ceil, inf, prod
+
+import pytest
+from brute_force import AROUND, BASELINE, planned, ways
+from fakes import CARRYING, FAKES
+
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.patches import cover
+from znnpy.planner.candidates import axis_sizes
+from znnpy.planner.cost import seconds
+from znnpy.planner.layout import chain, place
+from znnpy.planner.memory import reading_bytes, writing_bytes
+from znnpy.shapes import ConvShape, LayerShape, PoolShape, Vec3
+
+NET = Network(
+    "pooled twice", 1, (Conv((2, 1, 2), 3), Pool((2, 1, 2)), Conv((1, 2, 2), 3), Pool((1, 2, 1)), Conv((2, 2, 1), 2))
+)
+OUTPUT: Vec3 = (4, 6, 5)
+OFFSETS = 8  # of both windows
+
+
+def plain_shapes(dense: Vec3) -> list[LayerShape]:
+    """Of one offset of every pooling: from the end to the beginning, what each layer needs."""
+    z, y, x = (size // period for size, period in zip(dense, NET.period, strict=True))
+    found: list[LayerShape] = []
+    for index in reversed(range(len(NET.layers))):
+        layer, maps = NET.layers[index], NET.maps[index]
+        match layer:
+            case Pool():
+                z, y, x = z * layer.window[0], y * layer.window[1], x * layer.window[2]
+                found.insert(0, PoolShape(1, maps, (z, y, x), layer.window, fragments=False))
+            case Conv():
+                z, y, x = z + layer.kernel[0] - 1, y + layer.kernel[1] - 1, x + layer.kernel[2] - 1
+                found.insert(0, ConvShape(1, maps, layer.out, (z, y, x), layer.kernel, layer.activation))
+            case MaxFilter() | Maxout():
+                raise AssertionError("there is none here")
+    return found
+
+
+def every_plan(images: int, plain: bool) -> Iterator[tuple[int, float]]:
+    """Bytes of the process and seconds for the whole output, of every patch and every choice of primitives."""
+    sizes = [axis_sizes(length, period) for length, period in zip(OUTPUT, NET.period, strict=True)]
+    for z, y, x in product(*sizes):
+        dense = (z, y, x)
+        layers = plain_shapes(dense) if plain else [replace(s, batch=s.batch * images) for s in NET.layer_shapes(dense)]
+        n = layers[0].in_shape[1:4]
+        times = ceil(len(cover(OUTPUT, dense)) / images) * (OFFSETS if plain else 1)
+        around = BASELINE + reading_bytes(images, (n[0], n[1], n[2]), 1, steps=times)
+        around += writing_bytes(images * NET.output_channels, dense, 4, steps=times)
+        for runs in ways(layers, [times] * len(layers), FAKES):
+            _, arena = place(chain([(run.shape, run.footprint) for run in runs]))
+            kept = sum(run.footprint.resident for run in runs) + max(run.footprint.allowance for run in runs)
+            spent = sum(run.steps * seconds(run.primitive.work(run.shape, run.variant), CARRYING) for run in runs)
+            yield around + arena + kept, spent
+
+
+@pytest.mark.parametrize(
+    ("images", "plain", "words"),
+    [(2, False, "2 at a time"), (4, False, "4 at a time"), (1, True, "by plain max-pooling, every offset again")],
+)
+def test_baselines_are_the_best_of_all(images: int, plain: bool, words: str) -> None:
+    every = list(every_plan(images, plain))
+    peaks = sorted({peak for peak, _ in every})
+    fitting = 0
+    for ram_bytes in (*peaks[:: max(1, len(peaks) // 12)], peaks[-1], peaks[-1] + 2**20):
+        kinds = planned(NET, OUTPUT, max(ram_bytes, AROUND + 30_000), baselines=True).kinds
+        (kind,) = [kind for kind in kinds if kind.scheme == words]
+        least = min((s for peak, s in every if peak <= max(ram_bytes, AROUND + 30_000)), default=inf)
+        assert prod(OUTPUT) / kind.best.voxels_per_second == pytest.approx(least, rel=1e-12)
+        assert kind.best.over_bytes == 0
+        assert kind.why
+        fitting += 1
+    assert fitting > 10
+
+
+def test_baselines_that_do_not_fit_say_by_how_much() -> None:
+    least = min(peak for peak, _ in every_plan(4, False))
+    limit = least - 1
+    (kind,) = [kind for kind in planned(NET, OUTPUT, limit, baselines=True).kinds if kind.best.over_bytes]
+    assert kind.scheme == "4 at a time"
+    assert kind.best.over_bytes == 1
+    assert kind.why.startswith("does not fit")
+
+
+def test_without_poolings_or_without_patches_there_is_less_to_tell(tiny_network: Callable[..., Network]) -> None:
+    flat = tiny_network(Conv((2, 2, 2), 3), Conv((2, 1, 2), 2))
+    schemes = [kind.scheme for kind in planned(flat, (4, 4, 3), 2**30, baselines=True).kinds]
+    assert schemes == ["2 at a time", "4 at a time"]
+    assert planned(flat, (4, 4, 3), 2**30, baselines=True, columns=True).kinds == ()
+    assert ", 2 at a time, " not in " ".join(planned(flat, (4, 4, 3), 2**30, kinds=True).explain().split())
+    assert ", 2 at a time, " in " ".join(planned(flat, (4, 4, 3), 2**30, baselines=True).explain().split())
