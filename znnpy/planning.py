@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def plan(
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
         there = elsewhere(shelf, shelf.meant(meant), precision)
-        made = for_elsewhere(wanted.plan(there, kinds=True), shelf)
+        made = for_elsewhere(wanted.plan(there, kinds=True, baselines=tells.why is not None), shelf)
         tells.of(wanted, made, [there], shelf)
         return made
     return _here(wanted, shelf.meant(meant), precision, shelf, tells, paranoid=paranoid)
@@ -112,7 +113,8 @@ def _shelf(costs: str | Path | None, machine: str | Path | None, *, runs: bool) 
 def _here(wanted: _Wanted, meant: str, precision: str | None, shelf: Shelf, tells: _Tells, *, paranoid: bool) -> Plan:
     """The plan for a device of this machine; beside one for a GPU that nobody asked for, the best for the processor."""
     network, vram = wanted.job.network, wanted.vram
-    with site_for(lambda site: wanted.plan(site, kinds=True), meant, vram, precision, shelf) as (site, made):
+    make = partial(wanted.plan, kinds=True, baselines=tells.why is not None)
+    with site_for(make, meant, vram, precision, shelf) as (site, made):
         sites = [site]
         if made.device == "gpu" and meant == "auto" and vram is None:
             sites.append(Site(this_machine(), costs=shelf))
@@ -177,12 +179,12 @@ class _Wanted:
     def limits(self, site: Site) -> Limits:
         return site.limits(self.ram, self.threads, self.vram)
 
-    def plan(self, site: Site, *, kinds: bool = False) -> Plan:
-        """The fastest on a site; with `kinds` the best of every other kind there too."""
+    def plan(self, site: Site, *, kinds: bool = False, baselines: bool = False) -> Plan:
+        """The fastest on a site; with `kinds` the best of every other kind there too, with `baselines` of schemes."""
         limits, words = self.limits(site), {"columns": columns_only(self.cover)}
         known = site.rates(self.job.network, limits)
         rates = self.study.rates(site, limits, known, lambda rates: self.within(site, limits, rates=rates, **words))
-        made = self.within(site, limits, kinds=kinds, rates=rates, **words)
+        made = self.within(site, limits, kinds=kinds, baselines=baselines, rates=rates, **words)
         return replace(made, rigor=self.study.done)
 
     def rates(self, site: Site, limits: Limits) -> Rates:
