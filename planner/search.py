@@ -233,10 +233,11 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     """The best of all spaces as a plan; the others, and what is next best, as its runners-up."""
     search, found = ranked[0]
     others = [other.runner_up(best) for other, best in ranked if other.space.walks != search.space.walks]
+    larger = search.next_larger(found.seconds)
     return replace(
         _plan_of(network, machine, search, found),
         other=others[0] if others else None,
-        runners_up=tuple([*search.next_larger(found.seconds), *search.slower(found)][:RUNNERS_UP]),
+        runners_up=(*larger, *search.slower(found, RUNNERS_UP - len(larger))),
     )
 
 

@@ -203,13 +203,13 @@ class SpaceSearch(ShapeSearch):
             over_vram_bytes=over[1],
         )
 
-    def slower(self, best: Found) -> list[RunnerUp]:
+    def slower(self, best: Found, most: int) -> list[RunnerUp]:
         """Of the shapes that look fastest behind the best, turned to other axes or not, some that fit."""
         shapes = {self._key(shape.patch): shape for shape in self.lost}
         shapes.pop(self._key(best.candidate.patch), None)
         queue, found = self._queue(shapes.values()), list[Found]()
         for _ in range(TRIES):
-            shape = self._next(queue, inf) if len(found) < RUNNERS_UP else None
+            shape = self._next(queue, inf) if len(found) < most else None
             other = self.best_split(shape, inf) if shape else None
             found += [other] if other else []
         return [self.runner_up(other) for other in sorted(found, key=lambda other: other.seconds)]

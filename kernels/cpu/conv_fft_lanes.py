@@ -98,18 +98,19 @@ def _panels(count: int) -> int:
 
 
 class _Tiles(NamedTuple):
-    """Of one shape and tile, what holds for groups of any size; operations and bytes of a run."""
+    """Of one shape and tile, what holds for groups of any size."""
 
     span: Vec3
     step: Vec3
     counts: Vec3
     tiles: int
-    forward: float
-    along_z: float
-    products: float
-    inverse: float
-    maxima: float
-    spectra: float  # bytes of one plane of one channel
+    along_x_bytes: int  # of kernels that are transformed along x alone
+    forward: Work
+    inverse: Work
+    along_z: float  # operations, maxima included
+    kernels: float  # operations for a group whose kernels are not kept
+    products: float  # operations
+    moved: float  # bytes of spectra, for the products
 
 
 @lru_cache(maxsize=1)  # groups of several sizes are asked for one after the other
@@ -122,17 +123,24 @@ def _tiles(shape: ConvShape, tile: Vec3) -> _Tiles:
     tiles = shape.batch * prod(counts)
     half, lanes_in, lanes_out = tx // 2 + 1, LANES * blocks(shape.fin), LANES * blocks(shape.fout)
     columns = ty * half
+    spectra = 2.0 * FLOAT32 * columns * tiles  # bytes of one plane of one channel
+    forward = lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles
+    inverse = lanes_out * mz * (2.5 * my * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles
+    along_z = 5.0 * columns * tz * log2(tz) * tiles * (lanes_in + lanes_out)
+    maxima = lanes_out * mz * my * mx * tiles * MAXIMA_FLOPS if shape.pools else 0.0
+    per_kernel = 8.0 * shape.k[0] * shape.k[1] + 5.0 * tz * log2(tz)
     return _Tiles(
         span=span,
         step=step,
         counts=counts,
         tiles=tiles,
-        forward=lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles,
-        along_z=5.0 * columns * tz * log2(tz) * tiles * (lanes_in + lanes_out),
+        along_x_bytes=_along_x_bytes(shape.fin, shape.fout, shape.k, tile),
+        forward=Work("lane_fft", forward, FLOAT32 * shape.fin * prod(tile) * tiles + spectra * tz * lanes_in),
+        inverse=Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
+        along_z=along_z + maxima,
+        kernels=columns * shape.fin * lanes_out * per_kernel,
         products=8.0 * columns * tz * tiles * shape.fin * lanes_out,
-        inverse=lanes_out * mz * (2.5 * my * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles,
-        maxima=lanes_out * mz * my * mx * tiles * MAXIMA_FLOPS if shape.pools else 0.0,
-        spectra=2.0 * FLOAT32 * columns * tiles,
+        moved=spectra * (tz * lanes_in + mz * lanes_out),
     )
 
 
@@ -211,8 +219,7 @@ class ConvFftLanes:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         shape = as_conv(shape)
         s = _sizes(shape, variant)
-        kept = variant.count("kept")
-        along_x = _along_x_bytes(shape.fin, shape.fout, shape.k, s.tile)
+        kept, along_x = variant.count("kept"), _tiles(shape, s.tile).along_x_bytes
         sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # of the maps of a voxel
         return Footprint(
             resident=(s.columns * s.kernel_bytes if kept else along_x) + FLOAT32 * LANES * blocks(shape.fout),
@@ -228,19 +235,14 @@ class ConvFftLanes:
         shape = as_conv(shape)
         s = _sizes(shape, variant)
         t = _tiles(shape, s.tile)
-        tz, mz = s.tile[0], s.span[0]
-        lanes_in, lanes_out = LANES * blocks(shape.fin), LANES * blocks(shape.fout)
-        kernels, read = 0.0, 0.0
-        if variant.count("kept"):
-            read = float(s.groups * s.columns * s.kernel_bytes)
-        else:
-            per_kernel = 8.0 * shape.k[0] * shape.k[1] + 5.0 * tz * log2(tz)
-            kernels = s.groups * s.columns * shape.fin * lanes_out * per_kernel
+        kept = variant.count("kept")
+        kernels = 0.0 if kept else s.groups * t.kernels
+        read = float(s.groups * s.columns * s.kernel_bytes) if kept else 0.0
         return (
-            Work("lane_fft", t.forward, FLOAT32 * shape.fin * prod(s.tile) * s.tiles + t.spectra * tz * lanes_in),
-            Work("lane_fft", t.along_z + kernels + t.maxima, 0.0),
-            Work("lane_product", t.products, t.spectra * (tz * lanes_in + mz * lanes_out) + read),
-            Work("lane_fft", t.inverse, t.spectra * mz * lanes_out + 2.0 * shape.out_bytes),
+            t.forward,
+            Work("lane_fft", t.along_z + kernels, 0.0),
+            Work("lane_product", t.products, t.moved + read),
+            t.inverse,
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +39,10 @@ def tiles_worth(m: Vec3, reach: Vec3, all_sides: tuple[int, ...]) -> Mapping[Vec
     turned twin, where y and x are alike, the one with the short side along x.
     """
     along = (sides(size, extent, all_sides) for size, extent in zip(m, reach, strict=True))
-    tiles = np.stack(np.meshgrid(*along, indexing="ij"), axis=-1).reshape(-1, 3)
+    tiles = np.array(list(product(*along)), np.int64)
     if (m[1], reach[1]) == (m[2], reach[2]):
         tiles = tiles[tiles[:, 1] <= tiles[:, 2]]
-    counts = -(-np.array(m) // (tiles - reach + 1))
+    counts: Sizes = -(-np.array(m, np.int64) // (tiles - np.array(reach, np.int64) + 1))
     elongation = _elongation(tiles, counts)
     short = elongation <= max(2.0, elongation.min())  # longer ones overlap more
     tiles, counts = tiles[short], counts[short].prod(axis=1)
@@ -58,4 +59,5 @@ def _elongation(tiles: Sizes, counts: Sizes) -> npt.NDArray[np.float64]:
     divided = counts > 1
     longest = np.where(divided, tiles, 1).max(axis=1)
     shortest = np.where(divided, tiles, longest[:, np.newaxis]).min(axis=1)
-    return longest / shortest
+    elongation: npt.NDArray[np.float64] = longest / shortest
+    return elongation
