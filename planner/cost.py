@@ -83,8 +83,8 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_gemm_float": Rate(flops=8e12, nbytes=3.0e12),  # seen: the kernel was gpu.conv.direct's
     "gpu_gemm_half": Rate(flops=150e12, nbytes=1.0e12),
     "gpu_gemm_split": Rate(flops=250e12, nbytes=1.0e12),
-    "gpu_wgmma_half": Rate(flops=1000e12, nbytes=3.0e12),
-    "gpu_wgmma_split": Rate(flops=1000e12, nbytes=3.0e12),
+    "gpu_wgmma_half": Rate(flops=700e12, nbytes=3.0e12),
+    "gpu_wgmma_split": Rate(flops=700e12, nbytes=3.0e12),
     "gpu_first": Rate(flops=18e12, nbytes=2.7e12),
     "gpu_block": Rate(flops=38e12, nbytes=2.0e12),
     "gpu_cuconv": Rate(flops=25e12, nbytes=1.5e12),

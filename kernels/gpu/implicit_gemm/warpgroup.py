@@ -55,7 +55,7 @@ ROUND_CYCLES = {"fp16": 450, "tf32": 150, "fp32": 1150}
 PIECE_CYCLES = {"fp16": 1.4, "tf32": 3.0, "fp32": 0.5}
 FOLDED_CYCLES = {"fp16": 2.4, "tf32": 2.8, "fp32": 0.5}
 STACK_BYTES, SPILLED_BYTES = 96, 96  # of a thread, outside of the loops
-FLOPS_OF_CYCLE = 4096  # of 64 x N x 16 products in N / 2 cycles
+FLOPS_OF_CYCLE = 2867  # 0.7 of what 64 x N x 16 products in N / 2 cycles are: so much a card's power allows
 
 
 @dataclass(frozen=True, slots=True)
