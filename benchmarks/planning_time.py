@@ -39,8 +39,8 @@ class Case:
 
 
 CASES = (
-    *(Case(name, why="one of the paper's: under 2 s on one core") for name in ("n337", "n537", "n726", "n926")),
-    Case(DEEP, why="as deep as networks come: under 5 s"),
+    *(Case(name, why="one of the paper's: is it under 2 s on one core?") for name in ("n337", "n537", "n726", "n926")),
+    Case(DEEP, why="as deep as networks come: is it under 5 s?"),
 )
 
 
