@@ -6,7 +6,7 @@
  *
  * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both
  *         factors K-major.
- * Tested  tests/gpu/test_implicit_gemm.py
+ * Tested  tests/gpu/test_implicit_gemm.py, test_warpgroup.py
  */
 #pragma once
 
@@ -218,42 +218,71 @@ template <int COUNT> DEVICE void wgmma_wait(float (&)[COUNT]) { wgmma_wait(); }
 DEVICE void wgmma_publish() {}
 
 namespace twin {  // a bulk copy is made when it is waited for
-struct BulkStore {
-    void* global;
-    const void* shared;
+struct Bulk {
+    void* to;
+    const void* from;
     int bytes;
 };
 struct BulkStores {
-    int count;
-    BulkStore all[4];
+    int count, committed;
+    Bulk all[4];
 };
 inline BulkStores on_their_way[1024];  // by thread of the block
+inline Bulk bulk_of(void* to, const void* from, int bytes) {
+    const size_t all = reinterpret_cast<size_t>(to) | reinterpret_cast<size_t>(from) | (size_t)bytes;
+    if (all % 16 != 0) emulator::fail("bulk copies: addresses and bytes are multiples of 16");
+    return {to, from, bytes};
+}
+inline void make(const Bulk& bulk) { std::memcpy(bulk.to, bulk.from, (size_t)bulk.bytes); }
+
+struct BulkLoad {
+    Arrival* arrival;  // null: none
+    Bulk bulk;
+};
+inline BulkLoad coming[4];  // of the block
 }  // namespace twin
 
-// What arrives is there at once; its count of phases tells who waits for the wrong one.
-DEVICE void arrival_begin(Arrival* arrival) { *arrival = 0; }
+// An arrival counts its phases, which tells who waits for the wrong one, or with no barrier behind the load, since
+// nobody else goes on while a thread waits. Until then what is to arrive is not a number:
+// nobody may read any longer what lay there, nor yet what comes.
+DEVICE void arrival_begin(Arrival* arrival) {
+    *arrival = 0;
+    for (twin::BulkLoad& load : twin::coming) load.arrival = nullptr;
+}
 DEVICE void bulk_load(void* shared, const void* global, int bytes, Arrival* arrival) {
-    const size_t all = reinterpret_cast<size_t>(global) | reinterpret_cast<size_t>(shared) | (size_t)bytes;
-    if (all % 16 != 0) emulator::fail("bulk_load: addresses and bytes are multiples of 16");
-    std::memcpy(shared, global, (size_t)bytes);
+    const twin::Bulk bulk = twin::bulk_of(shared, global, bytes);
     ++*arrival;
+    std::memset(shared, 0xFF, (size_t)bytes);
+    for (twin::BulkLoad& load : twin::coming) {
+        if (load.arrival != nullptr) continue;
+        load = {arrival, bulk};
+        return;
+    }
+    emulator::fail("bulk_load: too many copies under way for the emulator");
 }
 DEVICE void arrival_wait(Arrival* arrival, int parity) {
     if (*arrival % 2 == (Arrival)parity) emulator::fail("arrival_wait: nothing is on its way");
+    for (twin::BulkLoad& load : twin::coming) {
+        if (load.arrival != arrival) continue;
+        twin::make(load.bulk);
+        load.arrival = nullptr;
+    }
 }
 
 DEVICE void bulk_store(void* global, const void* shared, int bytes) {
-    const size_t all = reinterpret_cast<size_t>(global) | reinterpret_cast<size_t>(shared) | (size_t)bytes;
-    if (all % 16 != 0) emulator::fail("bulk_store: addresses and bytes are multiples of 16");
     twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
     if (mine.count == 4) emulator::fail("bulk_store: too many copies under way for the emulator");
-    mine.all[mine.count++] = {global, shared, bytes};
+    mine.all[mine.count++] = twin::bulk_of(global, shared, bytes);
 }
-DEVICE void bulk_commit() {}
+DEVICE void bulk_commit() {
+    twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
+    mine.committed = mine.count;
+}
 DEVICE void bulk_wait() {
     twin::BulkStores& mine = twin::on_their_way[emulator::now->number];
-    for (int i = 0; i < mine.count; ++i) std::memcpy(mine.all[i].global, mine.all[i].shared, (size_t)mine.all[i].bytes);
-    mine.count = 0;
+    for (int i = 0; i < mine.committed; ++i) twin::make(mine.all[i]);
+    for (int i = mine.committed; i < mine.count; ++i) mine.all[i - mine.committed] = mine.all[i];
+    mine.count -= mine.committed, mine.committed = 0;
 }
 DEVICE void bulk_finish() { bulk_wait(); }
 

@@ -1,5 +1,6 @@
-/* Small kernels that use every operation of device_ops.cuh and activation.cuh once, for test_device_ops.py. */
+/* Small kernels that use every operation of device_ops.cuh and activation.cuh once, and divisions, for test_device_ops.py. */
 #include "activation.cuh"
+#include "implicit_gemm/pieces.cuh"
 
 extern "C" __global__ void add_one(float* values, long long count) {
     const long long i = global_thread();
@@ -173,6 +174,12 @@ extern "C" __global__ void activations(const float* in, float* out, long long co
 
 extern "C" __global__ void times(const float* in, float* out, float factor) {
     out[threadIdx.x] = in[threadIdx.x] * factor;
+}
+
+extern "C" __global__ void quotients(const int* n, const int* d, int* out, long long count) {
+    const long long i = global_thread();
+    if (i < count) out[i] = divided(n[i], d[i], 1.0f / d[i]);
+    if (i < count) out[count + i] = quotient(n[i] % (1 << 20), 1.0f / d[i]);
 }
 
 extern "C" __global__ void beyond(float* values, long long at) { values[at] = 1.0f; }

@@ -34,6 +34,7 @@ NAMES = (
     "copies<0>",
     "activations",
     "times",
+    "quotients",
 )
 FAULTS = ("sum_of_block<0>", "untouched<1>", "half_a_barrier", "copies<2>", "beyond", "add_one")
 
@@ -222,6 +223,22 @@ def test_denormals_are_zeros(device: Any, kernels: dict[str, Any]) -> None:
     kernels["times"]((1,), (4,), device.put(values, "values"), out, 0.5)
     assert np.array_equal(device.get(out), [0, 0, 0, 0])
     assert values[0] * np.float32(2) > 0  # on the host they are what they were
+
+
+def test_quotients_are_whole(device: Any, kernels: dict[str, Any]) -> None:
+    """At multiples and beside them, up to the largest that are promised."""
+    rng = np.random.default_rng(10)
+    most = 2**31 - 65
+    d = np.concatenate([np.arange(1, 3000), rng.integers(1, 2**20, 3000), [most - 1, most]])
+    d = np.concatenate([d[:1000], d[:1000], d, d])
+    near = rng.integers(0, most // d + 1) * d + rng.integers(-1, 2, len(d))
+    n = np.clip(np.where(np.arange(len(d)) % 5 == 0, most, near), 0, most)
+    out = device.put(np.full((2, len(n)), -1, np.int32), "a result")
+    values = (device.put(v.astype(np.int32), "values") for v in (n, d))
+    kernels["quotients"]((-(-len(n) // 256),), (256,), *values, out, len(n))
+    found = device.get(out)
+    assert np.array_equal(found[0], n // d)
+    assert np.array_equal(found[1][d < 2**12], (n % 2**20 // d)[d < 2**12])
 
 
 def test_shared_memory_holds_nothing_when_a_block_starts(emulated: Any) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from closeness import MACHINE, error_of, random_input, random_weights, run_on
+from emulated import EmulatedDevice
 
+from znnpy.errors import DeviceError
+from znnpy.kernels import reference
 from znnpy.kernels.gpu.implicit_gemm import tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
@@ -67,6 +71,52 @@ def test_every_cut_of_a_problem_equals_the_definition(
     out, peak = run(device, shape, x, weights, carried)
     assert error_of(out, x, weights, shape) <= ALLOWED[precision]
     assert peak == pytest.approx(np.abs(out).max(), rel=1e-3 if precision == "fp16" else 0)
+
+
+@pytest.mark.parametrize("staged", [1, 2, 4])
+@pytest.mark.parametrize("fout", [16, 21, 32, 136])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_results_leave_in_every_way(
+    device: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, fout: int, staged: int
+) -> None:
+    """Rows of voxels at once, a voxel at a time with gaps between or in slices, value by value; many tiles a block.
+
+    Where values come from is remembered from stage to stage, and the last stage has half as many maps.
+    """
+    n = (4, 10, 22) if fout == 136 else (6, 19, 22)
+    shape = ConvShape(2, 24, fout, n, (2, 2, 2), "relu", precision=precision)
+    plan = warpgroup.plan_of.__wrapped__(Lowering.of(shape), 2, warpgroup.SHARED)
+    assert plan is not None
+    staged = min(staged, 2 * warpgroup.matrices_of(plan.maps, precision) // warpgroup.WARPGROUPS)
+    plan = plan._replace(staged=staged)
+    monkeypatch.setattr(warpgroup, "plan_of", lambda *_: plan)
+    monkeypatch.setattr(device, "gpu", replace(device.gpu, multiprocessors=1))
+    slices = -(-fout // plan.maps)
+    blocks = warpgroup.RESIDENT // slices
+    assert plan.remembers
+    assert slices == (2 if fout == 136 else 1)
+    assert prod(warpgroup.tiles_of(Lowering.of(shape), 2, plan.tile)) > (warpgroup.TILES + 1) * blocks
+    x, weights = random_input(shape), random_weights(shape)
+    if precision == "fp16":
+        x = x.astype(np.float16).astype(np.float32)
+    out, peak = run(device, shape, x, weights)
+    assert error_of(out, x, weights, shape) <= ALLOWED[precision]
+    assert peak == pytest.approx(np.abs(out).max(), rel=1e-3 if precision == "fp16" else 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_what_is_too_large_beside_zeros_is_infinite_alone(device: Any, precision: Precision) -> None:
+    """What brings sums back is beyond float32 there: 2^139."""
+    shape = ConvShape(1, 5, 6, (3, 7, 9), (2, 2, 2), "none", precision=precision)
+    x, weights = np.zeros(shape.in_shape, np.float32), random_weights(shape)
+    x[0, 1, 3, 4, 2] = 1e30
+    weights.weight[...] = np.abs(weights.weight) * np.float32(1e20)
+    out, peak = run(device, shape, x, weights)
+    with np.errstate(over="ignore"):
+        exact = reference.convolve(x, weights.weight, weights.bias, "none").astype(np.float32)
+    assert np.isinf(exact).any()
+    np.testing.assert_array_equal(out, exact)
+    assert peak == np.inf
 
 
 def run(device: Any, shape: ConvShape, x: Any, weights: ConvWeights, carried: int = 0) -> tuple[Any, float]:
@@ -150,3 +200,37 @@ def test_its_work_grows_with_what_is_not_there() -> None:
     assert more.flops > 17 / 16 * whole.flops
     (tensors,) = GEMM.work(shape, Variant.of(units="tensor", precision="tf32"))
     assert tensors.flops == tensor.flops_of(Lowering.of(shape), 1, tensor.LARGE)
+
+
+BULK = str(Path(__file__).parent / "bulk.cu")
+
+
+def bulk_copied(device: Any, fault: str, rounds: int) -> Any:
+    """(rounds, 128) numbers, copied in and out by a kernel that adds 1 to them; and what they were."""
+    values = np.random.default_rng(11).integers(0, 1000, (rounds, 128)).astype(np.float32)
+    out = device.put(np.full_like(values, np.nan), "a result")
+    name = f"bulk_copies<{fault}>"
+    device.kernels(BULK, [name])[name]((1,), (128,), device.put(values, "values"), out, rounds)
+    return device.get(out), values
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 8])
+def test_bulk_copies_arrive_and_leave(device: Any, rounds: int) -> None:
+    """Both arrivals in both parities."""
+    out, values = bulk_copied(device, "NO_FAULT", rounds)
+    assert np.array_equal(out, values + 1)
+
+
+@pytest.mark.parametrize("fault", ["NOBODY_WAITS", "COMES_EARLY", "OVERWRITES", "COMMITS_LATE"])
+def test_a_bulk_copy_that_nobody_waited_for_changes_the_answer(fault: str) -> None:
+    with EmulatedDevice() as device:
+        out, values = bulk_copied(device, fault, 3)
+    assert not np.array_equal(out, values + 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [("WRONG_PHASE", "nothing is on its way"), ("ODD_BYTES", "multiples of 16")]
+)
+def test_a_bulk_copy_that_cannot_be_is_told(fault: str, told: str) -> None:
+    with EmulatedDevice() as device, pytest.raises(DeviceError, match=told):
+        bulk_copied(device, fault, 3)
