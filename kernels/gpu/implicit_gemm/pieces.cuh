@@ -12,7 +12,7 @@ constexpr float TOP = 14;  // they are scaled to less than 2^TOP; tensor.py
 /* n / d for 0 <= n < 2^20, by 1 / d. */
 DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
 
-/* n / d for any n >= 0: 1 / d brings it near. */
+/* n / d for 0 <= n < 2^31 - 64: 1 / d brings it near. */
 DEVICE int divided(int n, int d, float reciprocal) {
     int q = (int)(n * reciprocal);
     while ((long long)q * d > n) --q;

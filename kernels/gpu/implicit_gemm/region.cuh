@@ -45,7 +45,8 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == sizeof(void*), "warpgroup.py");
 
-/* A row of the region: plane, line and column in a word; warpgroup.py. */
+/* A row of the region: plane, line and column in a word. Half of shared memory holds fewer than 2^12 rows, of which a
+ * line has 8 or more. */
 constexpr int LINE_BITS = 9, COLUMN_BITS = 12;
 constexpr int TILES = 3;  // that are known at once: one that is multiplied, the next, and the one before or behind
 
@@ -102,8 +103,8 @@ template <class T, int WORDS, int N, bool FOLDED> struct Region {
         if (threadIdx.x == 0) to.y = (all - along_z * n.tiles_y) * n.ty, to.x = (number - all * n.tiles_x) * n.tx;
     }
 
-    /* Where a piece of a stage's region comes from; null: zeros. `x`: the voxel, where FOLDED. A thread that asks for a
-     * row of a tile's first stage will ask for it again, and nobody else will. */
+    /* Where a piece of a stage's region comes from; null: zeros. `x`: the voxel, where FOLDED. Who asks for a
+     * row of a tile's first stage notes it for later stages: several threads may, and note the same. */
     DEVICE const T* origin(int index, Stage stage, Tile& tile, int& row, int& piece, int& x) const {
         row = quotient(index, n.by_pieces), piece = index - row * n.pieces;
         const int map = stage.map + (FOLDED ? piece : piece * PIECE);

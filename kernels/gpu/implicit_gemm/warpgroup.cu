@@ -238,7 +238,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
     /* All rows that are staged, the first of them `row`, to where lane `row` and those behind it say. */
     DEVICE void write(T* to, int voxels, int row, int maps, bool bulk) const {
         const int lane = threadIdx.x % WARP;
-        if (bulk && n.fout == PITCH) {
+        if (PITCH == N && bulk && n.fout == N) {  // voxel after voxel, without gaps
             if (lane >= row && lane < row + n.staged && voxels > 0)
                 bulk_store(to, staged() + (lane - row) * 8 * PITCH, voxels * PITCH * (int)sizeof(T));
             bulk_commit();
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                        long long flat, long long tiles, long long wide, long long staged_rows, long long bulk,
                        long long activation) {
     using Tiles = Product<T, WORDS, N, FOLDED>;
-    EXTERN_SHARED(Sizes, shared);  // then tables of tiles, offsets of taps, rows, regions, kernels of taps, results
+    EXTERN_SHARED(Sizes, shared);  // then tiles, origins of rows, offsets of taps, rows, regions, kernels, results
     Sizes& n = *shared;
     const int deep = (int)(depth == kz ? 1 : kz), taps = (int)(chunks * depth * ky * kx);
     if (threadIdx.x == 0) {
