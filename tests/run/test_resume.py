@@ -134,7 +134,7 @@ def test_a_plan_of_another_format(stopped: Place) -> None:
     with pytest.raises(ResumeError) as caught:
         go_on(stopped)
     assert str(caught.value) == (
-        f"the plan that the run began with: this is a plan of format {FORMAT - 1}, and this version reads format "
+        f"the plan that the run began with: this is a plan file of format {FORMAT - 1}, and this version reads format "
         f"{FORMAT}; start again with --overwrite"
     )
 
@@ -142,10 +142,10 @@ def test_a_plan_of_another_format(stopped: Place) -> None:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (json.dumps({"format": FORMAT - 1}), f"this is a plan of format {FORMAT - 1}, and this version reads format "),
+        (json.dumps({"format": FORMAT - 1}), f"this is a plan file of format {FORMAT - 1}, and this version reads format "),
         (json.dumps({"format": FORMAT}), "the plan is damaged: "),
         ('{"format": 3', "the plan is damaged or cut off: line 1, column 13"),
-        (None, "this is no plan, and this version reads format "),
+        (None, "this is no plan file, and this version reads format "),
     ],
     ids=["of another format", "damaged", "cut off", "none"],
 )
