@@ -259,7 +259,7 @@ def test_staging_ahead_is_a_further_choice() -> None:
     assert (str(plain), str(ahead)) == ("groups=5 units=float", "groups=5 staging=ahead units=float")
     (first,), (second,) = FIRST.work(shape, plain), FIRST.work(shape, ahead)
     values = second.flops - AHEAD_FLOPS * first.flops  # of out, those of tiles that reach beyond it too
-    assert 16 * 80 * 198**3 <= values < 1.05 * 16 * 80 * 198**3
+    assert 16 * 80 * 198**3 <= values < 1.1 * 16 * 80 * 198**3
     assert second.nbytes == pytest.approx(AHEAD_BYTES * (shape.in_bytes + shape.out_bytes))
     image = replace(shape, n=(1, 2000, 2000), k=(1, 3, 3))  # nothing comes next
     assert [str(variant) for variant in FIRST.variants(image, WITH_GPU)] == ["groups=5 units=float"]

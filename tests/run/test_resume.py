@@ -142,7 +142,7 @@ def test_a_plan_of_another_format(stopped: Place) -> None:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (json.dumps({"format": FORMAT - 1}), f"this is a plan file of format {FORMAT - 1}, and this version reads format "),
+        (json.dumps({"format": FORMAT - 1}), f"this is a plan file of format {FORMAT - 1}, and this version reads "),
         (json.dumps({"format": FORMAT}), "the plan is damaged: "),
         ('{"format": 3', "the plan is damaged or cut off: line 1, column 13"),
         (None, "this is no plan file, and this version reads format "),
