@@ -38,7 +38,7 @@ _FLOPS_OF_AVX512 = {"avx512": 1.0, "avx2": 0.5, "other": 0.125}
 
 # Of one run, as rates give them without what stages take to begin: between two of them factors are interpolated by
 # their logarithms, beyond them they stay as they are.
-SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2)
+SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2, 0.3125)
 LONGEST_SIZE = 1.0  # seconds, from which on layers that were measured are alike
 NEAR = log(1.5)  # between sizes that are about the same
 AT_OTHER_SIZES = 0.25  # of a hope, by its logarithm, what is left where a layer was measured at other sizes

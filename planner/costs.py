@@ -22,7 +22,7 @@ from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
 from znnpy.shapes import PRECISIONS, LayerShape
 
-FORMAT = 2  # version of the file
+FORMAT = 3  # version of the file
 AGAIN = "measure again with `znnpy measure`"
 
 MOST_COUNT = 2**60  # of whatever a machine has

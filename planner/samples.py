@@ -18,11 +18,16 @@ CONVS: tuple[tuple[int, int, int, int], ...] = (  # maps in and out, kernel, win
     (32, 32, 7, 1),
     (80, 3, 1, 1),
 )
+# On a CPU also layers beyond all caches, of which there is time for a few: side of an image out, maps, kernel.
+LARGE: tuple[tuple[int, int, int], ...] = ((112, 80, 3), (96, 80, 5))
+LARGE_POOLED = 64, 80, 2  # side of a fragment, maps, window
 POOLED: tuple[tuple[int, int], ...] = ((16, 2), (80, 2), (16, 3))  # maps, window
 
 
 def samples(device: DeviceKind, precision: Precision) -> Iterator[LayerShape]:
     """All of them, the large ones first; between them they name every unit of every primitive that applies."""
+    if device == "cpu":
+        yield from _large(precision)
     for side in SIDES[device]:
         for fin, fout, k, p in CONVS:
             n = p * side + p - 1 + k - 1 if p > 1 else side + k - 1
@@ -33,6 +38,13 @@ def samples(device: DeviceKind, precision: Precision) -> Iterator[LayerShape]:
             yield FilterShape(1, maps, _cube(side + p - 1), _cube(p), precision)
             if maps % p == 0:
                 yield MaxoutShape(1, maps, _cube(side), p, precision)
+
+
+def _large(precision: Precision) -> Iterator[LayerShape]:
+    for side, maps, k in LARGE:
+        yield ConvShape(1, maps, maps, _cube(side + k - 1), _cube(k), "relu", precision=precision)
+    side, maps, p = LARGE_POOLED
+    yield PoolShape(1, maps, _cube(p * side + p - 1), _cube(p), precision=precision)
 
 
 def _cube(side: int) -> Vec3:

@@ -109,7 +109,7 @@ def sized(seconds: float) -> ConvShape:
 
 def test_factors_between_sizes_are_interpolated_and_stay_beyond_them() -> None:
     tenfold = Rates(
-        {"product": Rate(1e12, 1.0)}, stage_seconds=0.25, by_size={f"{SLOW.name} fp32": (4.0, 1.0, 1.0, 1.0, 1.0, 3.0)}
+        {"product": Rate(1e12, 1.0)}, stage_seconds=0.25, by_size={f"{SLOW.name} fp32": (4.0, *(1.0,) * 5, 3.0)}
     )
     variant = Variant.of(scale=1)
 
@@ -120,7 +120,7 @@ def test_factors_between_sizes_are_interpolated_and_stay_beyond_them() -> None:
         assert tenfold.seconds(SLOW, half, variant) == pytest.approx(0.25 + seconds), "nor are those in fp16"
         return (tenfold.seconds(SLOW, shape, variant) - 0.25) / seconds
 
-    assert [factor(size) for size in SIZES] == pytest.approx([4.0, 1.0, 1.0, 1.0, 1.0, 3.0])
+    assert [factor(size) for size in SIZES] == pytest.approx([4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0])
     assert factor(SIZES[0] * 5**0.5) == pytest.approx(2.0)
     assert factor(1e-7) == pytest.approx(4.0)
     assert factor(10.0) == pytest.approx(3.0)

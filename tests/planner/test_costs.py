@@ -32,7 +32,7 @@ def costs(**changes: Any) -> Costs:
         "machine": MACHINE,
         "primitives": {SLOW.name: 1, FAST.name: 1},
         "units": {"product": UnitSpeed(3e11, 2e10, 7)},
-        "by_size": {f"{SLOW.name} fp32": (2.0, 1.5, 1.25, 1.0, 1.0, 1.0)},
+        "by_size": {f"{SLOW.name} fp32": (2.0, 1.5, 1.25, 1.0, 1.0, 1.0, 1.0)},
         "stage_seconds": 3e-5,
         "layers": (LAYER,),
     }

@@ -28,7 +28,8 @@ from znnpy.run.timing import Task, Timer, bytes_of
 from znnpy.shapes import LayerShape, Precision
 
 SURVEY_SHARE = 0.5  # of the time, where a network is measured too
-MOST_RUN_SECONDS = 0.4  # of one run of a sample, as estimated
+MOST_RUN_SECONDS, MOST_LARGE_SECONDS = 0.4, 1.5  # of one run of a sample, as estimated
+LARGE_BYTES = 2**28  # of what a sample reads, from which on it is a large one
 COVERS = (None, True, False)  # the best plan, the best of columns, the best of patches
 
 
@@ -62,10 +63,11 @@ def _best(
 ) -> Iterator[Task]:
     """With the variants that look the fastest: one for each choice of units that a variant makes, where one may run."""
     found: dict[frozenset[Unit], Task] = {}
+    most = MOST_LARGE_SECONDS if shape.in_bytes >= LARGE_BYTES else MOST_RUN_SECONDS
     for variant in primitive.variants(shape, machine):
         units = frozenset(work.unit for work in primitive.work(shape, variant))
         spent = rates.seconds(primitive, shape, variant)
-        if units & UNSEEN_UNITS or spent > MOST_RUN_SECONDS:
+        if units & UNSEEN_UNITS or spent > most:
             continue
         if bytes_of(primitive, shape, variant, threads) > room_bytes:
             continue
