@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from PIL import Image
+from rivals import TINY
 
 from znnpy.errors import NoPlanError
 from znnpy.formats.weights import random_weights
@@ -30,14 +31,6 @@ if TYPE_CHECKING:
     from znnpy.shapes import Vec3
 
 MIB = 2**20
-TINY = """\
-name: tiny
-input_channels: 1
-layers:
-- {type: conv, kernel: [3, 2, 3], out: 6, activation: relu}
-- {type: pool, window: [2, 2, 1]}
-- {type: conv, kernel: [2, 3, 3], out: 2, activation: relu}
-"""
 NET = Network(
     "net",
     1,

@@ -12,20 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import GPU, WITH_GPU, Fake
+from plans import MIXED as NETWORK
 
 from znnpy.errors import DeviceError, NoPlanError, VramError
 from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
-from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.cost import GPU_STAGE_SECONDS, SIZES, Rate, Rates, assumed_rates
 from znnpy.planner.search import make_plan
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates
 from znnpy.shapes import ConvShape, LayerShape
 
-NETWORK = Network(
-    "four kinds", 1, (Conv((3, 2, 2), 6, "relu"), Pool((2, 1, 2)), Maxout(2), MaxFilter((1, 2, 1)), Conv((1, 2, 2), 2))
-)
 REFUSES = "gpu.conv.stubborn"
 FACTORS = {"gpu.conv.praised": 9.0, "gpu.conv.plain": 1.5, "gpu.conv.counted": 2.5}  # times the estimate
 

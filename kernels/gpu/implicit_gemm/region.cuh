@@ -20,7 +20,7 @@ struct alignas(16) Sizes {
     int carried, nz, ny, nx, fin, mz, my, mx, fout, images, kz, pz, py, px, wide_x;
     int tz, ty, tx;                       // of a tile
     int row_z, row_y, row_x;              // from one row of 8 voxels of a matrix to the next
-    int depth, lines, columns, rows;      // of the region; depth in planes
+    int lines, columns, rows;             // of the region
     int deep, pieces;                     // stages of the same maps; of a voxel
     int flat;                             // planes of all images in a row
     int tiles_z, tiles_y, tiles_x;

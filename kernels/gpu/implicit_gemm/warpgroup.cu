@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         const int results = kept + 2 * (int)group * Tiles::TAP * (int)sizeof(half);
         n = {before_image, x_image, out_image, {}, (int)carried, (int)nz, (int)ny, (int)nx, (int)fin, (int)mz,
              (int)my, (int)mx, (int)fout, (int)images, (int)kz, (int)pz, (int)py, (int)px, (int)wide_x, (int)tz,
-             (int)ty, (int)tx, (int)row_z, (int)row_y, (int)row_x, (int)(tz + depth - 1), lines, columns,
+             (int)ty, (int)tx, (int)row_z, (int)row_y, (int)row_x, lines, columns,
              rows, deep, (int)pieces, (int)flat, (int)tiles_z, (int)tiles_y, (int)tiles_x,
              tables, origins, offsets, places, firsts, regions, kept, results,
              (int)staged_rows, 1.0f / pieces, 1.0f / tiles_x, 1.0f / tiles_y, 1.0f / tiles_z, 1.0f / mz, wide != 0,
