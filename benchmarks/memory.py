@@ -44,6 +44,7 @@ import numpy as np
 from header import machine_header, taken_device, without_forced_blas_kernels
 
 from znnpy.errors import ShapeError
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import SHARES, Crew, shares
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import TABLE
@@ -186,7 +187,7 @@ def run(case: Case, weights: ConvWeights | None) -> None:
     with EvenCrew(case.threads) as crew:
         resident = case.primitive.prepare(weights, case.variant, crew)
         step = case.primitive.bind(resident, case.shape, case.variant, crew)
-        arena = host_arena(nbytes, tensors)
+        arena = host_arena(aligned_bytes(nbytes), tensors)
         x = arena.tensor("x0", case.shape.in_shape, np.float32)
         out = arena.tensor("x1", case.shape.out_shape, np.float32)
         x[...] = 0.5

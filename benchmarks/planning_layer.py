@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 
 from znnpy.errors import ZnnpyError
 from znnpy.formats.networks import read_network
+from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Footprint
 from znnpy.kernels.table import find
@@ -76,7 +77,7 @@ class HostRoom:
         self.keep, self.room = shop.keep, shop.room
 
     def arena(self, nbytes: int, tensors: Any) -> Arena:
-        return host_arena(nbytes, tensors)
+        return host_arena(aligned_bytes(nbytes), tensors)
 
     def fill(self, x: Any) -> None:
         some, flat = values(x.dtype), x.reshape(-1)

@@ -16,7 +16,7 @@ from odd import Ways, planned
 
 from znnpy import plan
 from znnpy.kernels.crew import Crew
-from znnpy.machine import Limits, this_machine
+from znnpy.machine import Limits, process_bytes, this_machine
 from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3
@@ -185,6 +185,21 @@ def test_columns_and_parts_keep_the_promise(
     assert peak <= promise
     assert promise > 256 * MIB
     assert promise <= 1.15 * peak
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of one process is known on Linux only")
+def test_a_session_has_its_memory_before_it_runs() -> None:
+    """Arena and carried planes: else a run would wait for them, or end without them."""
+    trained = load_network("fib25_boundary")
+    output = trained.network.dense_size((70, 150, 170))
+    ways = Ways(0, ("cpu.conv.direct_lanes", "cpu.pool.fragments"))
+    chosen = planned(trained.network, output, (40, 104, 128), column=1000, ways=ways)
+    held = chosen.memory.arena + chosen.memory.carries
+    assert held > 128 * MIB
+    with Crew(2) as crew:
+        before = process_bytes()
+        with Session(chosen, trained.network, trained.weights, crew):
+            assert process_bytes() - before > 0.95 * held
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])

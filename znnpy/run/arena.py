@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.aligned import aligned_bytes
 from znnpy.planner.plan import Tensor
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Bytes
 
 
 class View(Protocol):
@@ -40,9 +42,8 @@ class Arena:
         }
 
 
-def host_arena(nbytes: int, tensors: Sequence[Tensor]) -> Arena:
-    """In `nbytes` bytes of host memory, aligned; pages are touched when first written."""
-    block = aligned_bytes(nbytes)
+def host_arena(block: Bytes, tensors: Sequence[Tensor]) -> Arena:
+    """In a block of host memory, aligned."""
 
     def view(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
         return np.ndarray(shape, dtype, buffer=block, offset=offset)

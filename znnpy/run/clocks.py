@@ -1,6 +1,7 @@
 """Seconds of one layer, run by itself on values of its own: on the crew of a processor, or on a GPU.
 
-FFTW's timing rules: warm, repeated until a clock can tell, the least of a few.
+FFTW's timing rules: warm, repeated until a clock can tell. On a processor the median of a few runs, since a network's
+layers meet with what disturbs them, too; on a GPU, where little does, the least.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.crew import Crew
@@ -35,7 +37,7 @@ class CpuClock:
     now: Callable[[], float] = time.perf_counter
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """The least of a few runs after one that does not count; without preparing weights and planning transforms.
+        """The median of a few runs after one that does not count; without preparing weights and planning transforms.
 
         Holds as many bytes as the primitive's footprint says, and the weights as they came.
         """
@@ -52,7 +54,7 @@ class CpuClock:
         while (took := spent(times)) < CLOCK_SECONDS:
             times *= 2
         more = 1 if took > SLOW_SECONDS else REPEATS - 1
-        return min(took, *(spent(times) for _ in range(more))) / times
+        return median([took, *(spent(times) for _ in range(more))]) / times
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.crew import Crew
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
@@ -19,9 +19,9 @@ from znnpy.run.arena import host_arena
 from znnpy.run.workshop import Voxels, corners, input_overflow, layer_of, output_overflow
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Footprint
+    from znnpy.kernels.primitive import Bytes, Footprint
 
-NOTHING = host_arena(0, ())
+NOTHING = host_arena(aligned_bytes(0), ())
 
 
 class HostWorkshop:
@@ -45,7 +45,7 @@ class HostWorkshop:
 
     def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         del footprints
-        self._arena = host_arena(nbytes, tensors)
+        self._arena = host_arena(self._block(nbytes), tensors)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         return self._arena.tensor(name, shape, dtype)
@@ -55,7 +55,13 @@ class HostWorkshop:
 
     def room(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         itemsize = np.dtype(dtype).itemsize
-        return aligned_bytes(itemsize * prod(shape)).view(dtype).reshape(shape)
+        return self._block(itemsize * prod(shape)).view(dtype).reshape(shape)
+
+    def _block(self, nbytes: int) -> Bytes:
+        """There to be used: a run neither waits for memory nor ends when it has begun because there is none."""
+        block = aligned_bytes(nbytes)
+        touch(block, self.hands)
+        return block
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
