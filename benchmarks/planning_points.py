@@ -95,9 +95,7 @@ def own_cache(folder: Path) -> Iterator[None]:
 def measured(options: argparse.Namespace) -> list[Facts]:
     """What `znnpy measure` said of the machine, and of each network where there is time for that."""
     words = [sys.executable, "-m", "znnpy", "measure", "--device", options.device, "--json"]
-    words += ["--threads", str(options.threads)]
-    if options.device == "gpu":
-        words += ["--precision", options.precision]
+    words += ["--precision", options.precision] if options.device == "gpu" else ["--threads", str(options.threads)]
     turns: list[tuple[list[str], float]] = [([], options.measure_minutes)]
     if options.device == "cpu":  # plans for a GPU come with their layers measured
         turns += [([name], options.network_minutes) for name in options.networks]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from znnpy.kernels.primitive import Unit, Work
 from znnpy.planner.cost import SIZES, Rates, weights_of
 
-PRIOR = 1e-3  # of a squared logarithm of a factor, against those of the errors
+PRIOR = 1e-2  # of a squared logarithm of a factor, against those of the errors
 SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each
 LARGE_ERROR = 0.2  # a logarithm, from which on errors count by their size
 MOST_FACTOR = log(1000.0)

@@ -236,7 +236,8 @@ def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: boo
     if as_json:
         print_json(found.as_json())
     else:
-        print_table(found.table())
+        if found.runs:
+            print_table(found.table())
         print_lines(found.lines())
 
 

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -76,6 +76,12 @@ class Limits:
     ram_bytes: int  # of the whole process
     threads: int
     vram_bytes: int | None = None  # of the GPU, everything that this process takes there; None: no GPU is used
+
+    def part(self, number: int) -> Limits:
+        """With one `number`-th of the memory where the layers run."""
+        if self.vram_bytes is None:
+            return replace(self, ram_bytes=self.ram_bytes // number)
+        return replace(self, vram_bytes=self.vram_bytes // number)
 
 
 @cache

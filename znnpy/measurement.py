@@ -13,6 +13,7 @@ from rich.table import Table
 
 from znnpy.formats.networks import read_network
 from znnpy.kernels.primitive import Unit
+from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates
@@ -23,7 +24,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site, check_device_words, opened, word_of
-from znnpy.run.measuring import SURVEY_SHARE, Bench, rate_words, sample_tasks
+from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, sample_tasks, units_of
 from znnpy.run.shelf import stored, stored_path, write_costs
 from znnpy.run.timing import Clock, Progress, Timer
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
@@ -56,10 +57,11 @@ class Measured:
 
     def lines(self) -> list[str]:
         """The rest in words."""
-        layers = f" and {self.layers} layers of the network's plans" if self.layers else ""
+        units = [_counted(len(self.runs), "unit")] if self.runs else []
+        layers = [f"{_counted(self.layers, 'layer')} of the network's plans"] if self.layers or not units else []
         by = "" if self.costs.device == "gpu" else f" with {_counted(self.costs.threads, 'thread')}"
         return [
-            f"{self.costs.name}{by}: {_counted(len(self.runs), 'unit')}{layers} measured in "
+            f"{self.costs.name}{by}: {' and '.join(units + layers)} measured in "
             f"{human_seconds(self.seconds)}; kept in {self.path}",
             *self.notes,
         ]
@@ -99,7 +101,8 @@ def measure(
 ) -> Measured:
     """Measure the rates of a device of this machine within `minutes`, and keep them for the plans that follow.
 
-    network    a file, or the name of one that ships: the layers of its best plans within `ram` are measured too
+    network    a file, or the name of one that ships: the layers of its best plans within `ram`, and within parts of it,
+               are measured too, and of a machine that was measured before nothing else
     precision  None: all of a GPU's; plans for `network` are in fp32
     out        where to keep them instead of the cache folder
     clock      who times layers, instead of the device
@@ -117,11 +120,14 @@ def measure(
         room = site.room(limits)
         bench = Bench(site.machine, site.device, limits, room)
         tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, room)
+        old = stored(site.machine, site.device, limits.threads) if out is None else None
         with _clock(site, limits, 60 * minutes, clock) as timing:
             timer = Timer(timing, 60 * minutes, tell)
-            rates, runs = bench.survey(tasks, timer, 1.0 if net is None else SURVEY_SHARE)
+            if net is not None and old is not None and units_of(tasks) <= old.units.keys():
+                rates, runs = old.rates(TABLE), dict[Unit, int]()
+            else:
+                rates, runs = bench.survey(tasks, timer, 1.0 if net is None else SURVEY_SHARE)
             layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timer)
-        old = stored(site.machine, site.device, limits.threads) if out is None else None
         costs = bench.costs(rates, runs, layers, old)
         path = out or stored_path(site.machine, site.device, limits.threads)
         write_costs(path, costs)
@@ -142,16 +148,16 @@ def _clock(site: Site, limits: Limits, seconds: float, given: Clock | None) -> A
     return nullcontext(given) if given is not None else clock_of(site.gpu, site.machine, limits.threads, seconds)
 
 
-def _making(network: Network, site: Site, limits: Limits) -> Callable[[Rates, bool | None], Plan]:
+def _making(network: Network, site: Site, limits: Limits) -> MakingWithin:
     """Plans of a network for a large volume, as `znnpy plan` makes them."""
     baseline = baseline_bytes() + site.later_bytes + FLOAT32 * network.parameters
 
-    def make(rates: Rates, columns: bool | None) -> Plan:
+    def make(rates: Rates, *, columns: bool | None, part: int) -> Plan:
         return make_plan(
             network,
             network.dense_size(SHAPE),
             site.machine,
-            limits,
+            limits.part(part),
             rates=rates,
             columns=columns,
             baseline=baseline,

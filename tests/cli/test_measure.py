@@ -107,8 +107,14 @@ def test_layers_of_a_network_are_measured_as_its_plans_run_them(here: Place, mon
     assert document["layers"] == len(Costs.load(stored()).layers) > 0
     assert document["path"] == str(stored())
     assert any(choice["measured"] for choice in planned(here)["plan"]["choices"])
+    assert document["units"], "the machine was not measured before"
+    deeper = json.loads(here.run("measure", here.folder / "net.yaml", "--device", "cpu", "--json").stdout)
+    assert (deeper["units"], deeper["layers"]) == ({}, 0), "nothing is measured again"
+    said = here.run("measure", here.folder / "net.yaml", "--device", "cpu").stdout.replace("\n", " ")
+    assert "0 layers of the network's plans measured in" in said
     again = json.loads(here.run("measure", "--device", "cpu", "--json").stdout)
     assert again["layers"] == 0
+    assert again["units"] == document["units"]
     assert len(Costs.load(stored()).layers) == document["layers"], "kept by the next measurement"
 
 

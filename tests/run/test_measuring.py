@@ -21,7 +21,7 @@ from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
 from znnpy.planner.search import make_plan
 from znnpy.run.clocks import CLOCK_SECONDS, CpuClock
-from znnpy.run.measuring import Bench, sample_tasks
+from znnpy.run.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
 from znnpy.run.timing import Progress, Task, Timer
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
 
@@ -92,6 +92,24 @@ def test_primitives_take_turns_and_large_layers_need_room() -> None:
     assert max(task.shape.in_bytes + task.shape.out_bytes for task in small) <= 2**22
 
 
+def test_what_looks_slow_runs_only_where_it_is_short() -> None:
+    found = tasks()
+    for shape in {task.shape for task in found}:
+        of_shape = [task for task in found if task.shape == shape]
+        least = min(task.expected for task in of_shape)
+        assert all(task.expected <= max(FAR * least, SHORT_SECONDS) for task in of_shape)
+    slow = [task for task in found if task.primitive.name == "cpu.conv.direct_naive"]
+    assert 0 < len(slow) < len([task for task in found if task.primitive.name == "cpu.conv.fft_lanes"]) / 4
+
+
+def test_two_variants_run_where_there_are_more() -> None:
+    found = [task for task in tasks() if task.primitive.name == "cpu.conv.fft_lanes"]
+    variants: dict[LayerShape, set[Variant]] = {}
+    for task in found:
+        variants.setdefault(task.shape, set()).add(task.variant)
+    assert sum(len(of_shape) == 2 for of_shape in variants.values()) > len(variants) / 2
+
+
 def test_rates_are_fitted_to_what_the_clock_says() -> None:
     clock = Clock(factor=3.0)
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
@@ -123,10 +141,9 @@ def test_what_a_device_refuses_is_left_out() -> None:
     assert {task.primitive.name for task, spent in found if isinstance(spent, float)} == {SLOW.name, POOL.name}
 
 
-def made(rates: Rates, columns: bool | None) -> Plan:
-    return make_plan(
-        NETWORK, (40, 40, 40), MACHINE, Limits(2**30, 2), table=FAKES, rates=rates, columns=columns, baseline=0
-    )
+def made(rates: Rates, *, columns: bool | None, part: int) -> Plan:
+    limits = Limits(2**30, 2).part(part)
+    return make_plan(NETWORK, (40, 40, 40), MACHINE, limits, table=FAKES, rates=rates, columns=columns, baseline=0)
 
 
 def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None:
@@ -139,7 +156,8 @@ def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None
             next(p for p in FAKES if p.name == layer.primitive), layer.shape, layer.variant, layer.seconds
         )
     for columns in (None, True, False):
-        assert all(choice.measured for choice in made(rates, columns).choices)
+        assert all(choice.measured for choice in made(rates, columns=columns, part=1).choices)
+    assert all(choice.measured for choice in made(rates, columns=None, part=16).choices)
     assert len(clock.runs) == len(set(clock.runs)) == len(layers)
     assert bench.deepen(rates, made, timer(clock)) == [], "nothing is left to do"
 
@@ -149,7 +167,7 @@ def test_no_plan_is_made_when_the_time_is_up() -> None:
     late = timer(clock, seconds=1.0)
     clock.now += 2.0
 
-    def make(rates: Rates, columns: bool | None) -> Plan:
+    def make(rates: Rates, *, columns: bool | None, part: int) -> Plan:
         raise AssertionError("there is no time for it")
 
     assert Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), make, late) == []

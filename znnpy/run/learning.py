@@ -40,18 +40,20 @@ class Learner:
     found: list[Measurement] = field(default_factory=list)
     _tried: set[Case] = field(default_factory=set)
 
-    def learn(self, make: Making) -> bool:
+    def learn(self, make: Making, share: float = 1.0) -> bool:
         """Time layers of the plans that `make` makes with what is known; False where the time was up before the end.
+
+        share  of the timer's time, after which no further layer is timed
 
         NoPlanError where there is none. What cannot be timed counts as it is estimated.
         """
         known = {p.name: p for p in self.table}
-        while self.timer.left() > 0:
+        while self.timer.left(share) > 0:
             tasks = [task for task in self._tasks(make(self.rates), known) if task.case not in self._tried]
             if not tasks:
                 return True
             before = len(self._tried)
-            for task, spent in self.timer.times(tasks):
+            for task, spent in self.timer.times(tasks, share):
                 self._tried.add(task.case)
                 self._learnt(task, spent)
             if len(self._tried) == before:

@@ -1,16 +1,20 @@
 """The speed of this machine, measured: short runs of layers, and the rates of units that explain them.
 
 Every primitive of a device that runs the sample layers (`planner.samples`) does so with the variant that looks the
-fastest for each unit it may use, primitives taking turns, until the time is up. Kernels that no card has shown results
-of are left out: nothing chooses them. For a network the layers of its best plans follow (`run.learning`).
+fastest for each unit it may use, and with one that looks slower, so that rates tell variants apart; primitives take
+turns, until the time is up. What looks much slower than others do only short runs. Kernels that no card has shown
+results of are left out: nothing chooses them. For a network the layers of its best plans follow (`run.learning`),
+within all memory and within parts of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import znnpy
 from znnpy.errors import NoPlanError
@@ -27,10 +31,13 @@ from znnpy.run.learning import Learner
 from znnpy.run.timing import Task, Timer, bytes_of
 from znnpy.shapes import LayerShape, Precision
 
-SURVEY_SHARE = 0.5  # of the time, where a network is measured too
+SURVEY_SHARE = 0.5  # of the time, where the network of a machine is measured that was not
 MOST_RUN_SECONDS, MOST_LARGE_SECONDS = 0.4, 1.5  # of one run of a sample, as estimated
 LARGE_BYTES = 2**28  # of what a sample reads, from which on it is a large one
-COVERS = (None, True, False)  # the best plan, the best of columns, the best of patches
+FAR, SHORT_SECONDS = 4.0, 0.01  # how much slower than the best a run looks that is left out, unless it is short
+OTHERWISE = 1.5  # at most so much slower than the best looks a primitive's other variant
+# Plans of a network: whether columns walk (None: as is best), and the part of the memory that they are made for.
+PLANS: tuple[tuple[bool | None, int], ...] = ((None, 1), (True, 1), (False, 1), (None, 4), (None, 16))
 
 
 def sample_tasks(
@@ -47,22 +54,32 @@ def sample_tasks(
     tasks: list[tuple[int, int, Task]] = []
     for precision in precisions:
         for shape in samples(device, precision):
-            for primitive in table:
-                if device_of(primitive.name) != device or primitive.kind != shape.kind:
-                    continue
-                if primitive.why_not(shape, machine) is not None:
-                    continue
-                for task in _best(primitive, shape, machine, rates, limits.threads, room_bytes):
-                    tasks.append((turns[primitive.name], len(tasks), task))
-                    turns[primitive.name] += 1
+            of_shape = [
+                task
+                for primitive in table
+                if device_of(primitive.name) == device
+                and primitive.kind == shape.kind
+                and primitive.why_not(shape, machine) is None
+                for task in _variants(primitive, shape, machine, rates, limits.threads, room_bytes)
+            ]
+            least = min((task.expected for task in of_shape), default=0.0)
+            for task in of_shape:
+                if task.expected <= max(FAR * least, SHORT_SECONDS):
+                    tasks.append((turns[task.primitive.name], len(tasks), task))
+                    turns[task.primitive.name] += 1
     return [task for _, _, task in sorted(tasks, key=lambda entry: entry[:2])]
 
 
-def _best(
+def units_of(tasks: Sequence[Task]) -> set[Unit]:
+    """All that they work with."""
+    return {work.unit for task in tasks for work in task.primitive.work(task.shape, task.variant)}
+
+
+def _variants(
     primitive: Primitive, shape: LayerShape, machine: Machine, rates: Rates, threads: int, room_bytes: int
 ) -> Iterator[Task]:
-    """With the variants that look the fastest: one for each choice of units that a variant makes, where one may run."""
-    found: dict[frozenset[Unit], Task] = {}
+    """For each choice of units that a variant makes, the one that looks the fastest, and the slowest that is near."""
+    found: dict[frozenset[Unit], list[Task]] = {}
     most = MOST_LARGE_SECONDS if shape.in_bytes >= LARGE_BYTES else MOST_RUN_SECONDS
     for variant in primitive.variants(shape, machine):
         units = frozenset(work.unit for work in primitive.work(shape, variant))
@@ -71,9 +88,20 @@ def _best(
             continue
         if bytes_of(primitive, shape, variant, threads) > room_bytes:
             continue
-        if units not in found or spent < found[units].expected:
-            found[units] = Task(primitive, shape, variant, spent)
-    yield from found.values()
+        found.setdefault(units, []).append(Task(primitive, shape, variant, spent))
+    for alike in found.values():
+        alike.sort(key=lambda task: task.expected)
+        near = [task for task in alike if task.expected <= OTHERWISE * alike[0].expected]
+        yield alike[0]
+        if len(near) > 1:
+            yield near[-1]
+
+
+class MakingWithin(Protocol):
+    """Who makes plans of a network."""
+
+    def __call__(self, rates: Rates, *, columns: bool | None, part: int) -> Plan:
+        """The best one within one `part`-th of the memory. NoPlanError where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +130,14 @@ class Bench:
             raise NoPlanError("no layer could be measured in this time and memory; raise --minutes or --ram")
         return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
-    def deepen(self, rates: Rates, make: Callable[[Rates, bool | None], Plan], timer: Timer) -> list[Measurement]:
+    def deepen(self, rates: Rates, make: MakingWithin, timer: Timer) -> list[Measurement]:
         """Layers of the best plans that `make` makes with what is known, until the time is up or all are known."""
         learner = Learner(rates, timer, self.device, self.limits, self.room_bytes, self.table)
-        for columns in COVERS:
-            if columns is None:
-                learner.learn(lambda known: make(known, None))
-                continue
-            with suppress(NoPlanError):
-                learner.learn(lambda known, columns=columns: make(known, columns))  # type: ignore[misc]
+        begun = 1 - timer.left() / timer.seconds
+        for number, (columns, part) in enumerate(PLANS):
+            until = begun + (1 - begun) * (number + 1) / len(PLANS)
+            with suppress(NoPlanError) if number else nullcontext():
+                learner.learn(partial(make, columns=columns, part=part), until)
         return learner.found
 
     def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement], old: Costs | None) -> Costs:
