@@ -39,9 +39,9 @@ def works() -> list[tuple[Work, ...]]:
 def test_the_rates_that_runs_were_made_with_are_found() -> None:
     runs = [Run(work, seconds(work, TRUE)) for work in works()]
     found = fitted(Rates(), runs)
-    assert found.of("product").flops == pytest.approx(TRUE.of("product").flops, rel=0.05)
-    assert found.of("fft").flops == pytest.approx(TRUE.of("fft").flops, rel=0.05)
-    assert found.of("copy").nbytes == pytest.approx(TRUE.of("copy").nbytes, rel=0.05)
+    assert found.of("product").flops == pytest.approx(TRUE.of("product").flops, rel=0.1)
+    assert found.of("fft").flops == pytest.approx(TRUE.of("fft").flops, rel=0.1)
+    assert found.of("copy").nbytes == pytest.approx(TRUE.of("copy").nbytes, rel=0.1)
     assert found.fitted == {"product", "fft", "copy"}
     assert units_of(runs) == ("fft", "product", "copy")
 

@@ -144,7 +144,7 @@ TABLE: tuple[Primitive, ...] = (ON_CPU, PRAISED, PLAIN, LAZY, *REST)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(calibration, "SIDES", (10, 8, 6, 4))
+    monkeypatch.setattr(calibration, "SIDES", ((10, 8, 6, 4),))
     return tmp_path / "cache"
 
 
@@ -320,6 +320,17 @@ def test_slabs_are_measured_where_another_tile_suits_them() -> None:
     assert seen == {((10, 10, 10), "group=1 tile=5x5x5"), ((2, 20, 20), "group=1 tile=2x10x10")}
     shape = ConvShape(1, 1, 6, (9, 9, 9), (3, 2, 2), "relu", precision="tf32")
     assert all(rates.knows(tiled, shape, variant) for variant in tiled.variants(shape, WITH_GPU))
+
+
+def test_large_volumes_and_small_ones_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "SIDES", ((10, 8), (4, 2)))
+    card = Card()
+    rates = rates_of(card, (PLAIN, *REST), seconds=1e9)
+    cubes = {shape.out for name, shape, _ in card.runs if name == PLAIN.name and shape.in_shape[4] == 1}
+    assert {(10, 10, 10), (4, 4, 4)} <= cubes
+    before = len(card.runs)
+    assert rates_of(card, (PLAIN, *REST), seconds=1e9) == rates, "both are kept"
+    assert len(card.runs) == before
 
 
 def test_likeness_of_what_was_not_measured() -> None:

@@ -1,7 +1,7 @@
 """How fast the layers of a network run on this GPU: measured before a plan is made, and kept between runs.
 
-For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a volume of
-moderate size, until what looks the fastest is something that was measured. The planner takes the layer's own speed from
+For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a large volume and
+on a small one, until what looks the fastest is something that was measured. The planner takes the layer's own speed from
 there (`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run (`planner.cost.Rates.refused`).
 """
 
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MOST_SECONDS = 2.0  # of measuring, kernels that are compiled and weights that are prepared not counted
+MOST_SECONDS = 5.0  # of measuring, kernels that are compiled and weights that are prepared not counted
 MOST_TRIED = 8  # per layer
-SIDES = (96, 64, 48, 32, 24, 16, 8, 4, 2, 1)  # of one image out, in voxels
-MOST_BYTES = 2**30  # of input and output of a layer that is measured
+# Of one image out, in voxels: the largest that is quick enough and fits, of each. Where tiles cover an image they reach
+# beyond it, which is quicker than what lies within: a small volume alone would not tell of a large one.
+SIDES = ((192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1), (40, 24, 16, 8, 4, 2, 1))
+MOST_BYTES = 6 * 2**30  # of input and output of a layer that is measured
 FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**20
 MOST_WORDS = 500  # characters of a refusal that are kept
@@ -98,7 +101,7 @@ def measured_rates(
     rates = stored or assumed_rates(machine, 1, "gpu")
     assumed = replace(rates, measured={})
     for old in kept.measurements:
-        if not rates.knows(known[old.primitive], old.shape, old.variant):
+        if not rates.knows_size(known[old.primitive], old.shape, old.variant):
             rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
     for no in kept.refusals:
         rates = rates.refusing(known[no.primitive], no.shape, no.reason)
@@ -119,7 +122,7 @@ def measured_rates(
     for samples in layers:
         for _ in range(MOST_TRIED):
             best = _fastest(samples, tuple(known.values()), machine, assumed, rates, vram_bytes)
-            if best is None or rates.knows(*best) or spent > seconds:
+            if best is None or rates.knows_size(*best) or spent > seconds:
                 break
             primitive, shape, variant = best
             try:
@@ -162,8 +165,9 @@ def _layers(network: Network, precision: Precision) -> Iterator[tuple[LayerShape
     seen = set()
     for index, (layer, maps) in enumerate(zip(network.layers, network.maps, strict=False)):
         behind = network.layers[index + 1] if index + 1 < len(network.layers) else None
-        for form in (_cube, _slab) if isinstance(layer, Conv) else (_cube,):
-            outs = [form(side) for side in SIDES]
+        forms = (_cube, _slab) if isinstance(layer, Conv) else (_cube,)
+        for form, sides in product(forms, SIDES):
+            outs = [form(side) for side in sides]
             spans = [tuple(layer_shape(layer, 1, maps, _sized(layer, out), precision) for out in outs)]
             if isinstance(layer, Conv) and isinstance(behind, Pool):
                 spans.append(tuple(_both(layer, behind, maps, out, precision) for out in outs))
