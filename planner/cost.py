@@ -15,14 +15,14 @@ layers, as far as these were not measured themselves.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log
+from math import log
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.planner.sizes import Sizes, Trend, interpolated
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
@@ -36,9 +36,6 @@ _SHARED = 0.8  # traffic grows with threads to this power: 14 GB/s of copies wit
 _FLOPS_OF_AVX512 = {"avx512": 1.0, "avx2": 0.5, "other": 0.125}
 
 
-# Of one run, as rates give them without what stages take to begin: between two of them factors are interpolated by
-# their logarithms, beyond them they stay as they are.
-SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2, 0.3125)
 LONGEST_SIZE = 1.0  # seconds, from which on layers that were measured are alike
 NEAR = log(1.5)  # between sizes that are about the same
 AT_OTHER_SIZES = 0.25  # of a hope, by its logarithm, what is left where a layer was measured at other sizes
@@ -141,13 +138,18 @@ class Case:
         kept = tuple((name, value) for name, value in self.variant.parameters if not isinstance(value, int))
         return replace(self, variant=Variant(kept))
 
+    @property
+    def layer(self) -> Case:
+        """The same without its variant."""
+        return replace(self, variant=Variant(()))
+
     def likeness(self, other: Case) -> tuple[int, int] | None:
         """How much a measurement of one says of the other: same layer, equal parameters; None: nothing."""
         mine, its = (self.primitive, self.version, self.precision), (other.primitive, other.version, other.precision)
         if mine != its:
             return None
         equal = len(set(self.variant.parameters) & set(other.variant.parameters))
-        return int(replace(self, variant=other.variant) == other), equal
+        return int(self.layer == other.layer), equal
 
 
 def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
@@ -176,9 +178,6 @@ def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
     )
 
 
-Sizes = tuple[tuple[float, float], ...]  # seconds as rates give them, ascending, and factors on them
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Speed of a machine with a given number of threads, or of a GPU: per kind of unit, and of layers measured there.
@@ -197,7 +196,8 @@ class Rates:
     measured: Mapping[Case, Sizes] = field(default_factory=dict)
     refused: Mapping[Case, str] = field(default_factory=dict)
     hope: float = 1.0
-    _alike: dict[Case, list[Sizes]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _alike: dict[Case, list[tuple[Sizes, Trend]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _trends: dict[Case, Trend] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, unit: Unit) -> Rate:
         return self.units[unit]
@@ -238,22 +238,30 @@ class Rates:
         factors = self.by_size.get(method(primitive, shape))
         if factors is None or working <= 0:
             return between, working
-        index, share = weights_of(working)
-        return between, working * exp((1 - share) * log(factors[index]) + share * log(factors[index + 1]))
+        return between, working * interpolated(factors, working)
 
     def _factor(self, wanted: Case, size: float) -> float:
         """That of the case itself, or the mean of those that are most like it; 1 where none is."""
         known = self.measured.get(wanted)
         if known is not None:
-            return _at(known, size)
+            return self._trend(wanted).at(known, size)
         found = self._alike.get(wanted)
         if found is None:
-            alike: dict[tuple[int, int], list[Sizes]] = {}
+            alike: dict[tuple[int, int], list[tuple[Sizes, Trend]]] = {}
             for other, sizes in self.measured.items():
                 if (likeness := other.likeness(wanted)) is not None:
-                    alike.setdefault(likeness, []).append(sizes)
+                    alike.setdefault(likeness, []).append((sizes, self._trend(other)))
             found = self._alike[wanted] = alike[max(alike)] if alike else []
-        return geometric_mean([_at(sizes, size) for sizes in found]) if found else 1.0
+        return geometric_mean([trend.at(sizes, size) for sizes, trend in found]) if found else 1.0
+
+    def _trend(self, of: Case) -> Trend:
+        """That of a layer that was measured, all its variants together."""
+        found = self._trends.get(of)
+        if found is None:
+            layer = of.layer
+            found = Trend([sizes for other, sizes in self.measured.items() if other.layer == layer])
+            self._trends[of] = found
+        return found
 
     def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with this very variant."""
@@ -290,23 +298,6 @@ class Rates:
 def method(primitive: Primitive, shape: LayerShape) -> str:
     """Whose seconds have factors by size: a primitive in one precision, as "cpu.conv.direct fp32"."""
     return f"{primitive.name} {shape.precision}"
-
-
-def weights_of(size: float) -> tuple[int, float]:
-    """The index of the last of SIZES below `size` that has another behind it, and the share of that other."""
-    index = min(max(bisect_left(SIZES, size) - 1, 0), len(SIZES) - 2)
-    share = log(size / SIZES[index]) / log(SIZES[index + 1] / SIZES[index])
-    return index, min(max(share, 0.0), 1.0)
-
-
-def _at(known: Sizes, size: float) -> float:
-    """The factor at a size: between those that were measured, or as at the nearest."""
-    index = bisect_left(known, (size,))
-    if index == 0 or index == len(known):
-        return known[max(0, index - 1)][1]
-    (below, small), (above, large) = known[index - 1], known[index]
-    share = log(size / below) / log(above / below)
-    return exp((1 - share) * log(small) + share * log(large))
 
 
 def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") -> Rates:

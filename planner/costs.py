@@ -15,11 +15,12 @@ from pydantic.dataclasses import dataclass
 
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.machine import Machine
-from znnpy.planner.cost import SIZES, Rate, Rates, assumed_rates
+from znnpy.planner.cost import Rate, Rates, assumed_rates
 from znnpy.planner.documents import Document
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
+from znnpy.planner.sizes import SIZES
 from znnpy.shapes import PRECISIONS, LayerShape
 
 FORMAT = 3  # version of the file

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.primitive import Unit, Work
-from znnpy.planner.cost import SIZES, Rates, weights_of
+from znnpy.planner.cost import Rates
+from znnpy.planner.sizes import SIZES, weights_of
 
 PRIOR = 1e-2  # of a squared logarithm of a factor, against those of the errors
 SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each

@@ -36,7 +36,7 @@ BASELINE = 1000
 AROUND = READER_BYTES + WRITER_BYTES  # of every plan
 CONTEXT = LIBRARIES_BYTES  # of every plan for a GPU: CUDA itself takes nothing here
 THREADS = 2
-EDGE_BYTES = 2.5e9  # per second, of the first patch in and the last one out of a run on a GPU
+EDGE_BYTES = 5e9  # per second, of the first patch in and the last one out of a run on a GPU
 
 
 def planned(network: Network, output: Vec3, ram_bytes: int, **words: Any) -> Plan:

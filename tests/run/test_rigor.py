@@ -15,9 +15,10 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.cost import SIZES, Rates
+from znnpy.planner.cost import Rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.sizes import SIZES
 from znnpy.run.devices import Site
 from znnpy.run.learning import Learner
 from znnpy.run.rigor import HOPE, Study, rigor_of

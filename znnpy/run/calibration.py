@@ -1,8 +1,9 @@
 """How fast the layers of a network run on this GPU: measured before a plan is made, and kept between runs.
 
 For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a large volume and
-on a small one, until what looks the fastest is something that was measured. The planner takes the layer's own speed from
-there (`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run (`planner.cost.Rates.refused`).
+on a small one, until what looks the fastest is something that was measured. The planner takes the layer's own speed
+from there (`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run
+(`planner.cost.Rates.refused`).
 """
 
 from __future__ import annotations

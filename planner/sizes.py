@@ -1,0 +1,69 @@
+"""Factors on the seconds of layers by their size, the seconds of one run as the rates of a machine give them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import exp, log
+
+import numpy as np
+
+# Without what stages take to begin: between two of them factors are interpolated by their logarithms, beyond them they
+# stay as they are.
+SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2, 0.3125)
+# Deviations of logarithms of factors: of a measurement, of a variant from others of its layer, of a layer from one of
+# SIZES to the next, and of a layer from 1.
+NOISE, OWN, STEP, FLAT = 0.1, 0.2, 0.4, 1e4
+
+Sizes = tuple[tuple[float, float], ...]  # of what was measured: sizes, ascending, and factors
+
+
+def weights_of(size: float) -> tuple[int, float]:
+    """The index of the last of SIZES below `size` that has another behind it, and the share of that other."""
+    index = min(max(bisect_left(SIZES, size) - 1, 0), len(SIZES) - 2)
+    share = log(size / SIZES[index]) / log(SIZES[index + 1] / SIZES[index])
+    return index, min(max(share, 0.0), 1.0)
+
+
+def interpolated(factors: tuple[float, ...], size: float) -> float:
+    """Of factors at SIZES, the one at `size`."""
+    return exp(_between([log(factor) for factor in factors], size))
+
+
+class Trend:
+    """How the factor of one layer changes with its size, as all measurements of it have it, whatever the variant.
+
+    A variant that was measured on a small volume is worth little on a large one for itself: with the trend it is.
+    Logarithms of factors are sums of what is the variant's own and of what is the size's, by least squares; neither is
+    large (NOISE, OWN, STEP), so that a difference between two variants at one size is no trend.
+    """
+
+    def __init__(self, measured: Sequence[Sizes]) -> None:
+        rows, values = [], []
+        for variant, sizes in enumerate(measured):
+            for size, factor in sizes:
+                row = np.zeros(len(SIZES) + len(measured))
+                index, share = weights_of(size)
+                row[index], row[index + 1], row[len(SIZES) + variant] = 1 - share, share, 1.0
+                rows.append(row / NOISE)
+                values.append(log(factor) / NOISE)
+        each = np.eye(len(SIZES) + len(measured))
+        prior = [*(each[len(SIZES) :] / OWN), *(np.diff(each[: len(SIZES)], axis=0) / STEP), each[0] / FLAT]
+        values += [0.0] * len(prior)
+        found = np.linalg.lstsq(np.array([*rows, *prior]), np.array(values), rcond=None)[0]
+        self._logs: list[float] = found[: len(SIZES)].tolist()
+
+    def at(self, known: Sizes, size: float) -> float:
+        """The factor of a variant: between sizes at which it was measured as they have it, beyond as the trend has."""
+        index = bisect_left(known, (size,))
+        if index in (0, len(known)):
+            nearest, factor = known[max(0, index - 1)]
+            return factor * exp(_between(self._logs, size) - _between(self._logs, nearest))
+        (below, small), (above, large) = known[index - 1], known[index]
+        share = log(size / below) / log(above / below)
+        return exp((1 - share) * log(small) + share * log(large))
+
+
+def _between(logs: Sequence[float], size: float) -> float:
+    index, share = weights_of(size)
+    return (1 - share) * logs[index] + share * logs[index + 1]
