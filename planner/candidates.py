@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
@@ -299,12 +299,6 @@ def candidate(space: Space, patch: Vec3) -> Candidate:
     shapes = space.network.layer_shapes(patch, walks=space.walks, precision=space.precision)
     column = -(-space.output[0] // patch[0]) * patch[0] if space.walks else 0
     return Candidate(space, patch, column, shapes, (1,) * len(shapes))
-
-
-def candidates(space: Space, sizes: Sizes) -> Iterator[Candidate]:
-    """All combinations of sizes."""
-    for z, y, x in product(*sizes):
-        yield candidate(space, (z, y, x))
 
 
 def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -196,7 +196,7 @@ def _sources(plan: Plan) -> list[str]:
         )
     )
     if not fitted + assumed:
-        return ["the time of every layer was measured on the machine the plan was made on"]
+        return ["every layer was measured on the machine the plan was made on, at this size or at others"]
     where = "this machine" if plan.elsewhere is None else "that machine"
     parts = [f"{fitted} of {layers} layers is estimated from rates measured on {where}"] * (fitted > 0)
     parts += [f"{assumed} of {layers} layers is estimated from assumed rates, not measured on {where}"] * (assumed > 0)

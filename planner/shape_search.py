@@ -174,8 +174,9 @@ class ShapeSearch:
             found = self.laid_out(shape, options)
             if self.fits(found):
                 return found
-            if found.memory.pinned and found.memory.over(self.limits)[0]:  # the process has no room for any
-                fronts = [tuple(option for option in options if not option.pinned) for options in fronts]
+            if found.memory.pinned and found.memory.over(self.limits)[0]:  # the process has no room for so much
+                most_pinned = max(option.pinned for option in options)
+                fronts = [tuple(option for option in front if option.pinned < most_pinned) for front in fronts]
                 options = fastest_within(fronts, room, most) if all(fronts) else None
                 if options is None:
                     return None

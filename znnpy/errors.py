@@ -81,6 +81,10 @@ class VramError(DeviceError, MemoryError):
     """The GPU refused memory: the message names the bytes asked for and those that are free."""
 
 
+class DeviceLostError(ZnnpyError, RuntimeError):
+    """A GPU runs nothing any more in this process: the message holds what it said first."""
+
+
 class MissingExtraError(ZnnpyError, ImportError):
     """An optional package is needed for this; the message says which and how to install it."""
 

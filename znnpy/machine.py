@@ -126,11 +126,13 @@ def limits_of(
     vram: int | str | None = None,
     *,
     free_bytes: int | None = None,
+    beyond: bool = False,
 ) -> Limits:
     """Limits as asked for; by default three quarters of the memory and every core this process may use.
 
     free_bytes  of the GPU's memory, counting what this process holds of it already: `vram` may be no more, and is nine
                 tenths of it by default. None where no GPU is used: then there is no limit on its memory.
+    beyond      `vram` may be more than is free: nothing is to run now
 
     DeviceError where other programs hold so much of the GPU's memory that `vram` is not free.
     """
@@ -140,10 +142,10 @@ def limits_of(
         raise ValueError(f"a RAM limit must be positive, not {ram_bytes} bytes")
     if count < 1:
         raise ValueError(f"a run needs at least one thread, not {count}")
-    return Limits(ram_bytes, count, None if free_bytes is None else _vram_bytes(machine, vram, free_bytes))
+    return Limits(ram_bytes, count, None if free_bytes is None else _vram_bytes(machine, vram, free_bytes, beyond))
 
 
-def _vram_bytes(machine: Machine, vram: int | str | None, free_bytes: int) -> int:
+def _vram_bytes(machine: Machine, vram: int | str | None, free_bytes: int, beyond: bool) -> int:
     if machine.gpu is None:
         raise ValueError("memory of a GPU is free on a machine that has none")
     if vram is None:
@@ -151,7 +153,7 @@ def _vram_bytes(machine: Machine, vram: int | str | None, free_bytes: int) -> in
     vram_bytes = parse_bytes(vram)
     if vram_bytes < 1:
         raise ValueError(f"a VRAM limit must be positive, not {vram_bytes} bytes")
-    if vram_bytes > free_bytes:
+    if vram_bytes > free_bytes and not beyond:
         raise DeviceError(
             f"--vram allows {vram_bytes:,} bytes, and of the {machine.gpu.memory_bytes:,} bytes of the "
             f"{machine.gpu.name} only {free_bytes:,} are free (other programs and the driver hold the rest); end those "

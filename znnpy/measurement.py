@@ -121,15 +121,16 @@ def measure(
         bench = Bench(site.machine, site.device, limits, room)
         tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, room)
         old = stored(site.machine, site.device, limits.threads) if out is None else None
+        path = out or stored_path(site.machine, site.device, limits.threads)
         with _clock(site, limits, 60 * minutes, clock) as timing:
             timer = Timer(timing, 60 * minutes, tell)
             if net is not None and old is not None and units_of(tasks) <= old.units.keys():
                 rates, runs = old.rates(TABLE), dict[Unit, int]()
             else:
                 rates, runs = bench.survey(tasks, timer, 1.0 if net is None else SURVEY_SHARE)
+                write_costs(path, bench.costs(rates, runs, [], old))  # there may be no plan for the network
             layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timer)
         costs = bench.costs(rates, runs, layers, old)
-        path = out or stored_path(site.machine, site.device, limits.threads)
         write_costs(path, costs)
         spent = time.monotonic() - begun
         notes = list(site.sentences)

@@ -34,6 +34,7 @@ from znnpy.volume.volume import Volume
 
 VOXELS = 64  # of a layer's output that are recomputed
 OF_A_PATCH = 2  # of a network's: a field of view each
+BESIDE = 4096  # voxels of a patch that tell how large its values are
 
 Real = npt.NDArray[np.float64]
 
@@ -165,7 +166,9 @@ class Watched:
         at = inside + np.array(box.lo)
         to_corner = np.array(self.offset) - (np.array(self.trained.network.field_of_view) - 1) // 2
         exact = by_definition(self.trained, self.volume, at + to_corner)
-        judged = Judged.of(at, written, exact, TOLERANCES[self.precision])
+        some = np.stack([rng.integers(0, size, BESIDE) for size in box.size])
+        beside = voxels[(slice(None), *some)].T
+        judged = Judged.of(at, written, exact, TOLERANCES[self.precision], beside)
         if judged.beyond:
             raise VerifyError(
                 f"output voxel (z, y, x) = {judged.where}, map {judged.channel}, is {judged.written:.8g}, and by "

@@ -177,7 +177,7 @@ class _Wanted:
     study: Study
 
     def limits(self, site: Site) -> Limits:
-        return site.limits(self.ram, self.threads, self.vram)
+        return site.limits(self.ram, self.threads, self.vram, beyond=True)
 
     def plan(self, site: Site, *, kinds: bool = False, baselines: bool = False) -> Plan:
         """The fastest on a site; with `kinds` the best of every other kind there too, with `baselines` of schemes."""
@@ -223,7 +223,8 @@ class _Tells:
     def of(self, wanted: _Wanted, made: Plan, sites: Sequence[Site], shelf: Shelf) -> None:
         """sites  where the layers run, and where else they might have run"""
         site, network = sites[0], wanted.job.network
-        for sentence in (*site.sentences, *shelf.sentences, *wanted.study.sentences):
+        sentences = (*site.sentences, *site.beyond(made.limits), *shelf.sentences, *wanted.study.sentences)
+        for sentence in sentences:
             self.sentence(sentence)
         if self.why is not None:
             rates = wanted.rates(site, made.limits)

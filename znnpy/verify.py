@@ -160,10 +160,23 @@ class Judged:
         return self.error / self.allowed
 
     @classmethod
-    def of(cls, at: npt.NDArray[np.int64], written: npt.NDArray[Any], exact: Real, tolerance: float) -> Judged:
-        """Samples at `at` (n, 3) of the output: what stands there and what should, both (n, maps)."""
+    def of(
+        cls,
+        at: npt.NDArray[np.int64],
+        written: npt.NDArray[Any],
+        exact: Real,
+        tolerance: float,
+        beside: npt.NDArray[Any] | None = None,
+    ) -> Judged:
+        """Samples at `at` (n, 3) of the output: what stands there and what should, both (n, maps).
+
+        beside  other values of the output, (m, maps), where the samples are too few to tell how large values are
+        """
         error, step = _errors(written, exact)
         magnitude = magnitude_of(exact)
+        if beside is not None:
+            known = _values(beside)
+            magnitude = np.maximum(magnitude, magnitude_of(np.where(np.isfinite(known), known, 0.0)).min(axis=0))
         allowed = tolerance * magnitude + step
         sample, channel = (int(i) for i in np.unravel_index((error / allowed).argmax(), error.shape))
         z, y, x = (int(i) for i in at[sample])

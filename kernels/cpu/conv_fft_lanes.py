@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # tiled.cpp has straight-line code for them, and for 1
 GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
+FEW_TILES = 16  # with more of them groups of 8 wait for kept spectra, which are read anew for each
 CHUNK = 512  # points along z, of all tiles, multiplied at once: they and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
 STREAM_BYTES = 2**23  # spectra larger than that are written past the caches
@@ -212,8 +213,10 @@ class ConvFftLanes:
         shape = as_conv(shape)
         found: dict[Variant, None] = {}
         for tile, count in tiles_worth(valid(shape.unpooled, shape.pool), _reach(shape), SIDES).items():
+            tiles = shape.batch * count
             for group, kept in GROUPS:
-                found[_variant(tile, min(group, shape.batch * count), kept)] = None
+                if group > 8 or tiles <= FEW_TILES:
+                    found[_variant(tile, min(group, tiles), kept)] = None
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:

@@ -260,11 +260,17 @@ def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callabl
 
 
 def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]) -> None:
-    """By default nine tenths of what is free; more than that is refused with what is free and what there is."""
+    """By default nine tenths of what is free; more is planned for, and refused when it is to run."""
     card(taken=3 * 2**30)
     limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["limits"]["vram_bytes"]
     assert limit == int(0.9 * (2**30 + devices.MOST_CONTEXT_BYTES))
-    sentence = place.refusal(*plan_words(place, "--vram", "3G"))
+    planned = json.loads(place.run(*plan_words(place, "--json", "--vram", "3G")).stdout)
+    assert planned["plan"]["limits"]["vram_bytes"] == 3 * 2**30
+    assert planned["notes"] == [
+        "--vram allows 3.00 GiB, and of the 4.00 GiB of the a card 1.62 GiB are free: what needs more does not run "
+        "there now"
+    ]
+    sentence = place.refusal("infer", place.volume, "--network", place.folder / "net.yaml", "--vram", "3G")
     assert sentence == (
         "--vram allows 3,221,225,472 bytes, and of the 4,294,967,296 bytes of the a card only 1,744,830,464 are free "
         "(other programs and the driver hold the rest); end those programs, or give at most --vram 1664M"

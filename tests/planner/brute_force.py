@@ -15,7 +15,7 @@ from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.patches import Cover
-from znnpy.planner.candidates import Candidate, Space, all_sizes, all_spaces, candidates, splits
+from znnpy.planner.candidates import Candidate, Sizes, Space, all_sizes, all_spaces, candidate, splits
 from znnpy.planner.cost import seconds
 from znnpy.planner.layout import Tensor, carried_bytes, carried_planes, chain, live_peak, loops, place
 from znnpy.planner.memory import (
@@ -77,6 +77,12 @@ class Known:
     walks: bool
     split: bool
     choices: int
+
+
+def candidates(space: Space, sizes: Sizes) -> Iterator[Candidate]:
+    """All combinations of sizes."""
+    for z, y, x in product(*sizes):
+        yield candidate(space, (z, y, x))
 
 
 @cache

@@ -8,7 +8,7 @@ from itertools import product
 from math import ceil, prod
 
 import pytest
-from brute_force import known, steps_of, ways
+from brute_force import candidates, known, steps_of, ways
 from fakes import BOTH, OVER, POOL, SLOW
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,6 @@ from znnpy.planner.candidates import (
     axis_sizes,
     between,
     candidate,
-    candidates,
     spans,
     splits,
     thinned,

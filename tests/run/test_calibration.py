@@ -145,7 +145,7 @@ TABLE: tuple[Primitive, ...] = (ON_CPU, PRAISED, PLAIN, LAZY, *REST)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(calibration, "SIDES", ((10, 8, 6, 4),))
+    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8, 6, 4)),))
     return tmp_path / "cache"
 
 
@@ -324,7 +324,7 @@ def test_slabs_are_measured_where_another_tile_suits_them() -> None:
 
 
 def test_large_volumes_and_small_ones_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "SIDES", ((10, 8), (4, 2)))
+    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8)), (8, (4, 2))))
     card = Card()
     rates = rates_of(card, (PLAIN, *REST), seconds=1e9)
     cubes = {shape.out for name, shape, _ in card.runs if name == PLAIN.name and shape.in_shape[4] == 1}

@@ -41,9 +41,10 @@ _log = logging.getLogger(__name__)
 
 MOST_SECONDS = 5.0  # of measuring, kernels that are compiled and weights that are prepared not counted
 MOST_TRIED = 8  # per layer
-# Of one image out, in voxels: the largest that is quick enough and fits, of each. Where tiles cover an image they reach
-# beyond it, which is quicker than what lies within: a small volume alone would not tell of a large one.
-SIDES = ((192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1), (40, 24, 16, 8, 4, 2, 1))
+# Images, and sides of one image out in voxels: the largest that is quick enough and fits. One large volume, and many
+# small ones, as the fragments of a small step are: where tiles cover an image they reach beyond it, which is quicker
+# than what lies within, and few tiles do not fill a GPU.
+VOLUMES = ((1, (192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)), (8, (24, 16, 8, 4, 2, 1)))
 MOST_BYTES = 6 * 2**30  # of input and output of a layer that is measured
 FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**20
@@ -111,7 +112,7 @@ def measured_rates(
         {
             "layers": str(layers),
             "primitives": str(sorted((p.name, p.version) for p in known.values())),
-            "stored": "" if stored is None else str(stored),
+            "stored": "" if stored is None else str(replace(stored, fitted=frozenset())),  # a set has no order
         }
     )
     if kept.settled.get(name, -1) >= vram_bytes:
@@ -167,11 +168,11 @@ def _layers(network: Network, precision: Precision) -> Iterator[tuple[LayerShape
     for index, (layer, maps) in enumerate(zip(network.layers, network.maps, strict=False)):
         behind = network.layers[index + 1] if index + 1 < len(network.layers) else None
         forms = (_cube, _slab) if isinstance(layer, Conv) else (_cube,)
-        for form, sides in product(forms, SIDES):
+        for form, (images, sides) in product(forms, VOLUMES):
             outs = [form(side) for side in sides]
-            spans = [tuple(layer_shape(layer, 1, maps, _sized(layer, out), precision) for out in outs)]
+            spans = [tuple(layer_shape(layer, images, maps, _sized(layer, out), precision) for out in outs)]
             if isinstance(layer, Conv) and isinstance(behind, Pool):
-                spans.append(tuple(_both(layer, behind, maps, out, precision) for out in outs))
+                spans.append(tuple(_both(layer, behind, images, maps, out, precision) for out in outs))
             for span in spans:
                 if span not in seen:
                     seen.add(span)
@@ -196,10 +197,10 @@ def _sized(layer: Layer, out: Vec3) -> Vec3:
     return z, y, x
 
 
-def _both(conv: Conv, pool: Pool, maps: int, out: Vec3, precision: Precision) -> ConvShape:
+def _both(conv: Conv, pool: Pool, images: int, maps: int, out: Vec3, precision: Precision) -> ConvShape:
     """Two layers in one, on a volume that gives the pooling about `out` voxels."""
-    first = layer_shape(conv, 1, maps, _sized(conv, _sized(pool, out)), precision)
-    both = fused(first, layer_shape(pool, 1, conv.out, first.out, precision))
+    first = layer_shape(conv, images, maps, _sized(conv, _sized(pool, out)), precision)
+    both = fused(first, layer_shape(pool, images, conv.out, first.out, precision))
     assert both is not None, f"{conv} and {pool} are not two layers that run in one"
     return both
 

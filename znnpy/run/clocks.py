@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from znnpy.errors import DeviceError, DeviceLostError, VramError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.run.layer import DeviceLayer, HostLayer
@@ -64,8 +65,17 @@ class GpuClock:
     device: Device
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
-        """As `measure`; DeviceError where the device refuses the layer, or a layer before broke it."""
-        return measure(self.device, primitive, shape, variant)
+        """As `measure`; DeviceError where the device refuses the layer, DeviceLostError where one broke it."""
+        try:
+            return measure(self.device, primitive, shape, variant)
+        except VramError:
+            raise
+        except DeviceError as refused:
+            try:
+                self.device.synchronize()
+            except DeviceError:
+                raise DeviceLostError(f"{self.device.gpu.name} runs nothing any more: {refused}") from None
+            raise
 
 
 @contextmanager

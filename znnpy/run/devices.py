@@ -13,6 +13,7 @@ from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
 from znnpy.planner.costs import Costs
+from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.run.calibration import measured_rates
 from znnpy.run.shelf import Shelf
@@ -55,9 +56,21 @@ class Site:
         """What the process will hold beside what it does now and what is counted for its plan."""
         return 0 if self.device == "cpu" else LATER_BYTES
 
-    def limits(self, ram: int | str | None, threads: int | None, vram: int | str | None) -> Limits:
-        """What a run may use here; DeviceError where as much of the GPU's memory is not free."""
-        return limits_of(self.machine, ram, threads, vram, free_bytes=self.free_bytes)
+    def limits(
+        self, ram: int | str | None, threads: int | None, vram: int | str | None, *, beyond: bool = False
+    ) -> Limits:
+        """What a run may use here; DeviceError where as much of the GPU's memory is not free, unless `beyond` it."""
+        return limits_of(self.machine, ram, threads, vram, free_bytes=self.free_bytes, beyond=beyond)
+
+    def beyond(self, limits: Limits) -> list[str]:
+        """A sentence on limits that are more than what is free on the GPU."""
+        gpu, free, vram = self.machine.gpu, self.free_bytes, limits.vram_bytes
+        if gpu is None or free is None or vram is None or vram <= free:
+            return []
+        return [
+            f"--vram allows {human_bytes(vram)}, and of the {human_bytes(gpu.memory_bytes)} of the {gpu.name} "
+            f"{human_bytes(free)} are free: what needs more does not run there now"
+        ]
 
     def rates(self, network: Network, limits: Limits) -> Rates | None:
         """As `znnpy measure` found them; of a GPU that is here, the network's layers too. None: assumed."""
@@ -71,7 +84,7 @@ class Site:
         """Bytes of the device's memory that a layer which is timed may take: within the limits and what is there."""
         if self.device == "cpu":
             return min(limits.ram_bytes, limits_of(self.machine).ram_bytes) - process_bytes()
-        return (limits.vram_bytes or 0) - context_bytes(self.context_bytes)
+        return min(limits.vram_bytes or 0, self.free_bytes or 0) - context_bytes(self.context_bytes)
 
     def words(self) -> dict[str, Any]:
         """What `make_plan` is told of it beside the machine."""

@@ -38,6 +38,7 @@ class Learner:
     room_bytes: int  # of the device's memory: what takes more is not timed
     table: Sequence[Primitive] = TABLE
     found: list[Measurement] = field(default_factory=list)
+    too_large: set[Case] = field(default_factory=set)  # layers of plans that one image of does not fit the room
     _tried: set[Case] = field(default_factory=set)
 
     def learn(self, make: Making, share: float = 1.0) -> bool:
@@ -60,8 +61,10 @@ class Learner:
                 return False
         return False
 
-    def _learnt(self, task: Task, spent: float | str) -> None:
-        """One measurement, or the words of a device that refused it."""
+    def _learnt(self, task: Task, spent: float | str | None) -> None:
+        """One measurement, or the words of a device that refused it; None: there was no memory for one so large."""
+        if spent is None:
+            return
         if isinstance(spent, str):
             self.rates = self.rates.refusing(task.primitive, task.shape, spent)
             return
@@ -84,6 +87,8 @@ class Learner:
                 images //= 2
             if self._fits(primitive, fewer, variant):
                 yield Task(primitive, fewer, variant, self.rates.seconds(primitive, fewer, variant))
+            else:
+                self.too_large.add((primitive, shape, variant))
 
     def _fits(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         return bytes_of(primitive, shape, variant, self.limits.threads) <= self.room_bytes

@@ -17,12 +17,13 @@ from functools import partial
 from typing import Protocol
 
 import znnpy
-from znnpy.errors import NoPlanError
+from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.planner.costs import FORMAT, Costs, Measurement, UnitSpeed, versions
+from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
@@ -120,14 +121,21 @@ class Bench:
 
     def survey(self, tasks: Sequence[Task], timer: Timer, share: float = 1.0) -> tuple[Rates, dict[Unit, int]]:
         """Rates fitted to the tasks, and the number of runs that each unit takes part in."""
-        runs = [
-            Run(tuple(task.primitive.work(task.shape, task.variant)), spent, method(task.primitive, task.shape))
-            for task, spent in timer.times(tasks, share)
-            if not isinstance(spent, str)
-        ]
+        runs, refused = list[Run](), list[str]()
+        for task, spent in timer.times(tasks, share):
+            if isinstance(spent, float):
+                work = tuple(task.primitive.work(task.shape, task.variant))
+                runs.append(Run(work, spent, method(task.primitive, task.shape)))
+            elif spent is not None:
+                refused.append(f"{task.name}: {spent}")
         counted = Counter(unit for run in runs for unit in {work.unit for work in run.work})
+        if refused and not counted:
+            raise DeviceError(f"none of {len(refused)} layers could be measured; the first is {refused[0]}")
         if not counted:
-            raise NoPlanError("no layer could be measured in this time and memory; raise --minutes or --ram")
+            raise NoPlanError(
+                f"no layer could be measured within {human_seconds(share * timer.seconds)} and "
+                f"{human_bytes(max(0, self.room_bytes))} of memory for it; raise --minutes or --ram"
+            )
         return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
     def deepen(self, rates: Rates, make: MakingWithin, timer: Timer) -> list[Measurement]:
@@ -154,7 +162,7 @@ class Bench:
             machine=self.machine,
             primitives=versions(self.machine, self.device, self.table),
             units={**({} if old is None else old.units), **units},
-            by_size={**({} if old is None else old.by_size), **rates.by_size},
+            by_size=dict(rates.by_size),  # they belong to rates that were fitted with them
             stage_seconds=rates.stage_seconds,
             layers=(*kept, *layers),
         )

@@ -7,6 +7,7 @@ its primitives is not used at all, and a sentence says which field differs.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Shelf:
                 raise PlanFileError(f"the costs in {self.file} do not fit: {reason}; {advice}")
             return self.named.rates(self.table)
         path = stored_path(machine, device, threads)
-        if not path.exists():
+        if not os.path.exists(path):
             return None
         try:
             costs = Costs.load(path)

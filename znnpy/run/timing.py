@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from znnpy.errors import DeviceError
+from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.shapes import LayerShape
 
@@ -67,17 +67,23 @@ class Timer:
     def left(self, share: float = 1.0) -> float:
         return share * self.seconds - (self.now() - self.begun)
 
-    def times(self, tasks: Sequence[Task], share: float = 1.0) -> Iterator[tuple[Task, float | str]]:
-        """Tasks and their seconds, or why they do not run, in turn, while there is time within `share` of all."""
+    def times(self, tasks: Sequence[Task], share: float = 1.0) -> Iterator[tuple[Task, float | str | None]]:
+        """Tasks and their seconds, or why they do not run, in turn, while there is time within `share` of all.
+
+        None: there is no memory for one of this size. DeviceLostError where the device runs nothing any more.
+        """
         for done, task in enumerate(tasks):
             if RUNS_OF_A_LAYER * task.expected > self.left(share):
                 continue
             self.tell(Progress(done, len(tasks), self.left(), task.name))
             try:
                 spent = self.clock.seconds(*task.case)
-            except (DeviceError, MemoryError) as error:
+            except (VramError, MemoryError) as error:
+                _log.info("%s has no room here: %s", task.name, error)
+                yield task, None
+            except DeviceError as error:
                 _log.info("%s is not run here: %s", task.name, error)
-                yield task, str(error) or "there is not enough memory to run it"
+                yield task, str(error)
             else:
                 yield task, spent
         self.tell(Progress(len(tasks), len(tasks), self.left(), ""))
