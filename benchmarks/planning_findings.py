@@ -2,8 +2,8 @@
 
 A scheme says how many patches a step takes together (the paper's S), and which poolings give fragments. One that does
 not is plain max-pooling: all layers are computed again for every offset of its window, which is how all subsamplings
-are computed where nobody knows fragments. Patches of every scheme are searched in the same way: all fragments go
-through a layer before any goes through the next, as in the paper.
+are computed where nobody knows fragments. The planner searches patches of every scheme in the same way: all fragments
+go through a layer before any goes through the next, as in the paper.
 
 Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A, Fig. 4, and Table I for `theory`.
 """
@@ -11,27 +11,20 @@ Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A, Fig. 4, and Table I for
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from math import ceil, inf, log2, prod
+from math import inf, log2, prod
 from typing import Any
 
 from planning_plans import Ground
 
-from znnpy.kernels.primitive import Primitive, Variant
-from znnpy.network import Conv, Network, Pool, extent
-from znnpy.patches import cover
-from znnpy.planner.candidates import Span, axis_sizes, spans, thinned
-from znnpy.planner.layout import chain, fullest, place
-from znnpy.planner.memory import Memory, context_bytes, reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.plan import Choice, Plan
-from znnpy.planner.schemes import Scheme, repeats, shapes_of
-from znnpy.planner.space_search import FEW
-from znnpy.planner.trade import Front, Option, Way, fastest_within, front, in_turn, total_seconds
-from znnpy.shapes import ConvShape, LayerShape, Vec3, fused
+from znnpy.errors import NoPlanError
+from znnpy.network import Conv, Network, Pool
+from znnpy.planner.plan import Plan
+from znnpy.planner.schemes import Scheme, shapes_of
+from znnpy.shapes import ConvShape
 
 BATCHES = (1, 2, 4, 8)
-TRIES = 6  # to lay out an arena within the room that is left
 FFT_OPERATIONS = 2.5  # of a real transform of n values, over n log2 n
 THEORY_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)  # of each fragment's output
 
@@ -56,152 +49,12 @@ def schemes(network: Network) -> Iterator[Scheme]:
 
 
 def best(ground: Ground, network: Network, pick: Plan, scheme: Scheme) -> Best:
-    """The fastest patch of one scheme that fits, over a few sizes per axis."""
-    found, least = Best(scheme, None), inf
-    axes = [
-        thinned(axis_sizes(length, period), FEW) for length, period in zip(pick.output, network.period, strict=True)
-    ]
-    alike = all(len(set(extent(layer))) == 1 for layer in network.layers) and len(set(pick.output)) == 1
-    for z, y, x in product(*axes):
-        if alike and not z >= y >= x:
-            continue
-        one = _of_size(ground, network, pick, scheme, (z, y, x), least)
-        if one is not None:
-            found, least = one, one.seconds
-    return found
-
-
-def _of_size(ground: Ground, network: Network, pick: Plan, scheme: Scheme, dense: Vec3, below: float) -> Best | None:
-    """The fastest primitives for one patch; None unless below `below` seconds."""
-    z, y, x = (size // period for size, period in zip(dense, network.period, strict=True))
-    shapes = shapes_of(network, (z, y, x), scheme, ground.precision)
-    count = len(cover(pick.output, dense))
-    runs = ceil(count / scheme.images) * repeats(network, scheme)
-    around = _around(ground, network, scheme, shapes, dense, count)
-    limits = ground.limits
-    if around.over(limits) != (0, 0):
-        return None
-    room = (limits.ram_bytes if ground.device == "cpu" else limits.vram_bytes or 0) - around.held
-    fronts = [_front(ground, shapes, span, runs) for span in spans(network)]
-    if not all(fronts):
-        return None
-    for _ in range(TRIES):
-        options = fastest_within(fronts, room, below)
-        if options is None:
-            return None
-        ways = [way for option in options for way in option.ways]
-        _, arena = place(chain([(way.shape, way.footprint) for way in ways]))
-        memory = replace(
-            around,
-            arena=arena,
-            residents=sum(way.footprint.resident for way in ways),
-            pinned=sum(way.footprint.host for way in ways),
-            allowance=max(way.footprint.allowance for way in ways),
-        )
-        if memory.over(limits) == (0, 0):
-            plan = _plan(pick, network, shapes, ways, dense, memory, count)
-            return Best(scheme, plan, total_seconds(options))
-        room -= sum(memory.over(limits))
-    return None
-
-
-def _around(
-    ground: Ground, network: Network, scheme: Scheme, shapes: Sequence[LayerShape], dense: Vec3, count: int
-) -> Memory:
-    """What a run needs whatever the primitives are; of plain poolings, for one offset at a time."""
-    n, steps = shapes[0].in_shape[1:4], ceil(count / scheme.images)
-    n = n[0], n[1], n[2]
-    maps_in, maps_out = scheme.images * network.input_channels, scheme.images * network.output_channels
-    gpu = ground.device == "gpu"
-    return Memory(
-        device=ground.device,
-        baseline=ground.baseline,
-        arena=0,
-        carries=0,
-        residents=0,
-        reading=reading_bytes(maps_in, n, 1, steps=steps, device=ground.device),
-        writing=writing_bytes(maps_out, dense, 4, steps=steps, device=ground.device),
-        allowance=0,
-        staging=staging_bytes(maps_in * prod(n), 4 * maps_out * prod(dense), reads=steps, writes=steps) if gpu else 0,
-        context=context_bytes(ground.context) if gpu else 0,
-    )
-
-
-def _front(ground: Ground, shapes: Sequence[LayerShape], span: Span, runs: int) -> Front:
-    """Every way to run a span, layer by layer and in one."""
-    first, last = span
-    if first == last:
-        return front(_options(ground, shapes[first], runs))
-    turns = in_turn(
-        front(_options(ground, shapes[first], runs)),
-        front(_options(ground, shapes[last], runs)),
-    )
-    both = fused(shapes[first], shapes[last])
-    return front((*turns, *(_options(ground, both, runs) if both else ())))
-
-
-def _options(ground: Ground, shape: LayerShape, runs: int) -> Iterator[Option]:
-    for primitive, variant in ground.ways(shape):
-        yield _option(ground, shape, primitive, variant, runs)
-
-
-def _option(ground: Ground, shape: LayerShape, primitive: Primitive, variant: Variant, runs: int) -> Option:
-    footprint = primitive.footprint(shape, variant, ground.limits.threads)
-    spent = ground.rates.seconds(primitive, shape, variant)
-    return Option(
-        ways=(Way(shape, primitive, variant, footprint, spent, 1, runs),),
-        seconds=spent * runs,
-        resident=footprint.resident,
-        live=fullest(footprint).live(shape.in_bytes, shape.out_bytes),
-        allowance=footprint.allowance,
-    )
-
-
-def _plan(
-    pick: Plan,
-    network: Network,
-    shapes: Sequence[LayerShape],
-    ways: Sequence[Way],
-    dense: Vec3,
-    memory: Memory,
-    count: int,
-) -> Plan:
-    """As far as its layers can be timed."""
-    choices, at = [], 0
-    for way in ways:
-        last = at + (isinstance(way.shape, ConvShape) and way.shape.pools)
-        choices.append(
-            Choice(
-                layers=(at, last),
-                shape=way.shape,
-                primitive=way.primitive.name,
-                version=way.primitive.version,
-                device=pick.device,
-                variant=way.variant,
-                seconds=way.seconds,
-                runs=way.runs,
-                measured=False,
-                fitted=False,
-                resident_bytes=way.footprint.resident,
-                working_bytes=way.footprint.working(way.shape),
-            )
-        )
-        at = last + 1
-    assert at == len(network.layers)
-    n = shapes[0].in_shape[1:4]
-    return replace(
-        pick,
-        patch_out=dense,
-        patch_in=(n[0], n[1], n[2]),
-        axis=0,
-        column=0,
-        choices=tuple(choices),
-        memory=memory,
-        columns=count,
-        other=None,
-        runners_up=(),
-        kinds=(),
-    )
+    """The planner's fastest patches of one scheme that fit."""
+    try:
+        plan = ground.plan(network, pick.output, scheme=scheme)
+    except NoPlanError:
+        return Best(scheme, None)
+    return Best(scheme, plan, plan.seconds)
 
 
 def theory_network(poolings: int) -> Network:

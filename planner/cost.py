@@ -8,9 +8,9 @@ primitives hold better than the seconds do.
 
 Where a machine was measured, its primitives have a factor for each size of a layer too, in seconds as the rates give
 them: small layers stay in caches, or wait for each other. What was measured of one layer corrects the estimate of that
-layer at every size: the layer's own speed counts there, between two sizes that were measured the speeds of both, and
-the primitive's work says how it grows. It corrects the primitive's other variants too, and less surely its other
-layers, as far as these were not measured themselves.
+layer at every size: the layer's own speed counts there, between two sizes that were measured the speeds of both, beyond
+them as all variants of the layer go on (`sizes.Trend`), and the primitive's work says how it grows. It corrects the
+primitive's other variants too, and less surely its other layers, as far as these were not measured themselves.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.options import Options
 from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, device_of
-from znnpy.planner.schemes import SchemeSearch
+from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
@@ -50,6 +50,7 @@ def make_plan(
     depth_first: bool = True,
     kinds: bool = False,
     baselines: bool = False,
+    scheme: Scheme | None = None,
     options: Options | None = None,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
@@ -66,7 +67,7 @@ def make_plan(
     columns       True: columns only, False: patches only
     depth_first   False: all fragments of a pooling go through each layer before any goes through the next
     kinds         find the best plan of every other kind too, and why it is not taken; takes up to twice as long
-    baselines     and the best of patches that no session runs (`schemes`): several at a time, plain max-pooling
+    baselines     and of patches that no session runs (`schemes`); scheme: plan patches of this one only
     options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first;
                   TypeError where rates are given too
 
@@ -77,24 +78,22 @@ def make_plan(
     _check_device(machine, limits, device, only)
     if options is not None and rates is not None:
         raise TypeError("options were worked out for rates of their own: give options or rates")
-    options = options or options_for(machine, limits, only=only, table=table, rates=rates, device=device)
-    held = baseline_bytes() if baseline is None else baseline
     searches = _searches(
         all_spaces(network, output, precision if device == "gpu" else "fp32"),
         patch,
         columns=columns,
         depth_first=depth_first,
+        scheme=scheme,
         limits=limits,
         itemsize_in=itemsize_in,
         itemsize_out=itemsize_out,
-        options=options,
+        options=options or options_for(machine, limits, only=only, table=table, rates=rates, device=device),
         device=device,
-        baseline=held,
+        baseline=baseline_bytes() if baseline is None else baseline,
         context=context_bytes(context) if device == "gpu" else 0,
         masks=masks,
     )
-    ranked = _ranked(searches)
-    if not ranked:
+    if not (ranked := _ranked(searches)):
         raise _no_plan(network, searches, _narrowing(patch, only, columns, depth_first))
     plan = _plan(network, machine, ranked)
     others = [*_kinds(network, machine, plan, searches, ranked)] if kinds else []
@@ -102,8 +101,14 @@ def make_plan(
 
 
 def _searches(
-    spaces: Sequence[Space], patch: Vec3 | None, *, columns: bool | None, depth_first: bool, **asked: Any
-) -> list[SpaceSearch]:
+    spaces: Sequence[Space],
+    patch: Vec3 | None,
+    *,
+    columns: bool | None,
+    depth_first: bool,
+    scheme: Scheme | None,
+    **asked: Any,
+) -> Sequence[SpaceSearch]:
     """In all spaces that are allowed; `asked` is the same in each."""
     allowed = [space for space in spaces if columns is None or space.walks == columns]
     if not allowed:
@@ -111,7 +116,7 @@ def _searches(
         raise NoPlanError(
             f"{name} sees one voxel along every axis, so that columns have nothing to carry; drop --cover"
         )
-    return [
+    found = [
         SpaceSearch(
             space=space,
             patch=None if patch is None else turned(patch, space.axis),
@@ -120,6 +125,9 @@ def _searches(
         )
         for space in allowed
     ]
+    if scheme is None:
+        return found
+    return [SchemeSearch.beside(patches, scheme) for patches in found if not patches.space.walks]
 
 
 def options_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Gpu, this_machine
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.costs import Costs, versions
+from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.run import shelf
 from znnpy.run.shelf import stored_path
@@ -116,6 +118,30 @@ def test_layers_of_a_network_are_measured_as_its_plans_run_them(here: Place, mon
     assert again["layers"] == 0
     assert again["units"] == document["units"]
     assert len(Costs.load(stored()).layers) == document["layers"], "kept by the next measurement"
+
+
+def test_what_was_measured_is_kept_where_there_is_no_plan_for_the_network(
+    here: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "SHAPE", (30, 31, 32))
+    ram = 2**20 * 16 + baseline_bytes()
+    sentence = here.refusal("measure", here.folder / "net.yaml", "--device", "cpu", "--ram", ram)
+    assert sentence.startswith("nothing fits in ")
+    assert Costs.load(stored()).layers == ()
+
+
+def test_a_cache_that_may_not_be_entered(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is stored there."""
+    assert here.run("measure", "--device", "cpu").exit_code == 0
+    stat = os.stat
+
+    def refusing(path: Any, *words: Any, **more: Any) -> os.stat_result:
+        if Path(os.fsdecode(path)) == stored():
+            raise PermissionError(13, "Permission denied")
+        return stat(path, *words, **more)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert not any(fitted(planned(here)))
 
 
 def test_other_threads_have_other_costs(here: Place) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
 
-from znnpy.errors import DeviceError, NoPlanError
+from znnpy.errors import DeviceError, DeviceLostError, NoPlanError, VramError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
@@ -20,7 +20,10 @@ from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
 from znnpy.planner.search import make_plan
+from znnpy.planner.sizes import SIZES
+from znnpy.run import clocks
 from znnpy.run.clocks import CLOCK_SECONDS, CpuClock
+from znnpy.run.learning import Learner
 from znnpy.run.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
 from znnpy.run.timing import Progress, Task, Timer
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
@@ -40,11 +43,12 @@ class Clock:
     now: float = 100.0
     runs: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
     refused: list[tuple[str, LayerShape, Variant]] = field(default_factory=list)
+    error: type[Exception] = DeviceError
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         if primitive.name == self.refuses:
             self.refused.append((primitive.name, shape, variant))
-            raise DeviceError("no")
+            raise self.error("no")
         self.runs.append((primitive.name, shape, variant))
         took = self.factor * Rates().seconds(primitive, shape, variant)
         self.now += 4 * took
@@ -141,6 +145,40 @@ def test_what_a_device_refuses_is_left_out() -> None:
     assert {task.primitive.name for task, spent in found if isinstance(spent, float)} == {SLOW.name, POOL.name}
 
 
+@pytest.mark.parametrize("error", [MemoryError, VramError])
+def test_a_layer_that_has_no_room_says_nothing_of_smaller_ones(error: type[Exception]) -> None:
+    clock = Clock(refuses=FAST.name, error=error)
+    found = list(timer(clock).times(tasks(table=FAKES)))
+    assert {task.primitive.name for task, spent in found if spent is None} == {FAST.name}
+    learner = Learner(Rates(), timer(clock), "cpu", LIMITS, 2**34, FAKES)
+    assert learner.learn(lambda rates: made(rates, columns=None, part=1))
+    assert learner.rates.refused == {}
+
+
+def test_why_nothing_could_be_measured() -> None:
+    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, (FAST,))
+    found = tasks(table=(FAST,))
+    with pytest.raises(DeviceError, match=rf"^none of {len(found)} layers could be measured; the first is .*: no$"):
+        bench.survey(found, timer(Clock(refuses=FAST.name)))
+
+
+def test_a_gpu_that_a_layer_broke_ends_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        gpu = GPU
+
+        def synchronize(self) -> None:
+            raise DeviceError("an illegal address")
+
+    def fails(*_: object) -> float:
+        raise DeviceError("no plan")
+
+    monkeypatch.setattr(clocks, "measure", fails)
+    broken: Any = Broken()
+    task = tasks(table=(FAST,))[0]
+    with pytest.raises(DeviceLostError, match="a card runs nothing any more: no plan"):
+        list(Timer(clocks.GpuClock(broken), 1e9, lambda progress: None).times([task]))
+
+
 def made(rates: Rates, *, columns: bool | None, part: int) -> Plan:
     limits = Limits(2**30, 2).part(part)
     return make_plan(NETWORK, (40, 40, 40), MACHINE, limits, table=FAKES, rates=rates, columns=columns, baseline=0)
@@ -184,11 +222,14 @@ def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> Non
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     clock = Clock()
     layers = bench.deepen(bench.assumed, made, timer(clock))
-    old = bench.costs(bench.assumed, {"product": 3, "pool": 1}, layers, None)
+    before = replace(bench.assumed, by_size={"cpu.conv.fast fp32": (2.0,) * len(SIZES)})
+    old = bench.costs(before, {"product": 3, "pool": 1}, layers, None)
+    assert old.by_size == before.by_size
     new = bench.costs(bench.assumed.scaled(2, 2), {"product": 5}, [replace(layers[0], seconds=9.0)], old)
     assert new.units["product"].runs == 5
     assert new.units["product"].flops == 2 * old.units["product"].flops
     assert new.units["pool"] == old.units["pool"]
+    assert new.by_size == {}, "factors belong to the rates that they were fitted with"
     assert new.layers == (*layers[1:], replace(layers[0], seconds=9.0))
     assert new.why_not(MACHINE, 2, FAKES) is None
 

@@ -163,6 +163,22 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
         learner.learn(lambda rates: plan)
         batches = [shape.batch for name, shape, _ in clock.runs if name == last.primitive and shape.in_shape[4] == 3]
         assert batches == [most] * (most > 0)
+        assert ((primitive, last.shape, last.variant) in learner.too_large) == (most == 0)
+
+
+@pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
+def test_layers_for_which_there_is_no_room_are_told(rigor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Site, "room", lambda *_: 1000)
+    found = Clock({}).study(rigor)
+    rates = found.rates(SITE, LIMITS, RATES, made)
+    assert rates is not None
+    assert rates.measured == {}
+    assert found.done == "measure"
+    (sentence,) = found.sentences
+    assert sentence == (
+        "layers that one image of needs more than the 1000 B that are free for them, 3 in all, were not measured and "
+        "count as estimated"
+    )
 
 
 def test_words_that_there_are_not() -> None:
