@@ -265,12 +265,12 @@ def test_the_whole_benchmark(
     """Everything but PyTorch on a tiny network; a second call takes up all of it, plans too."""
     planning, out = imported("planning"), tmp_path / "planning.json"
     (tmp_path / "tiny.yaml").write_text(TINY)
-    words = ["--networks", tmp_path / "tiny.yaml", "--limits", "400M", "20M", "--side", 24, "--quick", "--no-torch"]
+    words = ["--networks", tmp_path / "tiny.yaml", "--limits", "1000M", "20M", "--side", 24, "--quick", "--no-torch"]
     words += ["--threads", 1, "--workers", 1, "--give-up", 1000, "--most", 1, "--out", out, "--rival-seconds", 60]
     planning.main(list(map(str, words)))
     found = json.loads(out.read_text())
     by_limit = {row["limit"]: row for row in found["rows"]}
-    first, least = by_limit["400M"], by_limit["20M"]
+    first, least = by_limit["1000M"], by_limit["20M"]
     assert "nothing fits in 20,971,520 bytes" in least["failure"]
     layers = first["layers"]
     assert layers["seconds"] > 0
@@ -291,14 +291,14 @@ def test_the_whole_benchmark(
     planning.main([*map(str, words), "--resume"])
     said = capsys.readouterr().out
     assert not [line for line in said.splitlines() if line.split(" ")[0] in planning.STEPS]
-    assert "tiny 400M" not in said
+    assert "tiny 1000M" not in said
     again = json.loads(out.read_text())
-    assert next(row for row in again["rows"] if row["limit"] == "400M") == first
+    assert next(row for row in again["rows"] if row["limit"] == "1000M") == first
     assert len(again["commands"]) == 2
     more = [str(word) for word in words if word != "20M"]
-    planning.main([*more, "--limits", "400M", "500M", "--resume", "--do", "runs"])  # what is the same plan ran already
-    larger = next(row for row in json.loads(out.read_text())["rows"] if row["limit"] == "500M")
-    assert larger["runs"] == first["runs"] | {"as_within": "400M"}
+    planning.main([*more, "--limits", "1000M", "1100M", "--resume", "--do", "runs"])  # what is the same plan ran already
+    larger = next(row for row in json.loads(out.read_text())["rows"] if row["limit"] == "1100M")
+    assert larger["runs"] == first["runs"] | {"as_within": "1000M"}
     capsys.readouterr()
     cut = again | {"rows": [dict(first, plan=first["plan"] | {"format": 0})]}
     out.write_text(json.dumps(cut))
@@ -312,9 +312,9 @@ def test_what_does_not_fit_into_the_time_is_left_out(
 ) -> None:
     planning, out = imported("planning"), tmp_path / "planning.json"
     (tmp_path / "tiny.yaml").write_text(TINY)
-    words = ["--networks", tmp_path / "tiny.yaml", "--limits", "400M", "--side", 24, "--quick", "--no-torch"]
+    words = ["--networks", tmp_path / "tiny.yaml", "--limits", "1000M", "--side", 24, "--quick", "--no-torch"]
     planning.main([*map(str, words), "--out", str(out), "--minutes", "0.02", "--workers", "1"])
-    assert "runs      tiny 400M left out: " in capsys.readouterr().out
+    assert "runs      tiny 1000M left out: " in capsys.readouterr().out
     assert json.loads(out.read_text())["rows"][0]["runs"] == {}
 
 

@@ -104,7 +104,7 @@ def test_weights_that_are_streamed_count_in_the_process() -> None:
 
     most = memory_within(PLENTY)
     assert most.pinned > 0
-    less = memory_within(most.peak - 1)
+    less = memory_within(most.peak - 50_000)  # more than patches of another size make up for
     assert less.peak < most.peak
     assert 0 < less.pinned < most.pinned, "one layer's room is missing, not all layers'"
 

@@ -175,7 +175,7 @@ def test_a_gpu_that_a_layer_broke_ends_measuring(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(clocks, "measure", fails)
     broken: Any = Broken()
     task = tasks(table=(FAST,))[0]
-    with pytest.raises(DeviceLostError, match="a card runs nothing any more: no plan"):
+    with pytest.raises(DeviceLostError, match=f"{GPU.name} runs nothing any more: no plan"):
         list(Timer(clocks.GpuClock(broken), 1e9, lambda progress: None).times([task]))
 
 
