@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import exp, log
 
-import numpy as np
-
 # Without what stages take to begin: between two of them factors are interpolated by their logarithms, beyond them they
 # stay as they are.
 SIZES = (2e-5, 1e-4, 5e-4, 2.5e-3, 1.25e-2, 6.25e-2, 0.3125)
@@ -39,6 +37,8 @@ class Trend:
     """
 
     def __init__(self, measured: Sequence[Sizes]) -> None:
+        import numpy as np  # here: plans are read without it
+
         rows, values = [], []
         for variant, sizes in enumerate(measured):
             for size, factor in sizes:

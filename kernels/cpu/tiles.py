@@ -12,7 +12,7 @@ import numpy.typing as npt
 from znnpy.shapes import Vec3
 
 Sizes = npt.NDArray[np.int64]  # a row per tile: z, y, x
-EXCESS = 1.1  # times the least volume that tiles cover together: those that cover more are slower by as much
+EXCESS = 1.15  # times the least volume that tiles cover together: those that cover more are slower by as much
 
 
 @cache

@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_the_variant_with_the_least_work_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = ConvShape(1, 8, 8, (24, 24, 24), (7, 7, 7))
+    shape = ConvShape(1, 8, 8, (24, 24, 24), (3, 3, 3))
     x, weights = arrays(shape)
     taken: list[Variant] = []
     bind = ConvFftTiled.bind
