@@ -25,7 +25,7 @@ def aligned_bytes(nbytes: int) -> Bytes:
 def touch(block: Bytes, hands: Crew) -> None:
     """Write to every page of a block, which keeps its values: the system gives memory when it is first written to.
 
-    By all threads: that is as slow as 0.4 GB/s where a machine is a virtual one.
+    By all threads: that is slow, most of all on a virtual machine, which has to ask its host for the memory.
     """
     pages = block[::PAGE]
 

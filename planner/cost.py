@@ -94,7 +94,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
 }
 UNSEEN_UNITS = frozenset(unit for unit, rate in GPU_RATES.items() if rate == UNSEEN)
 GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which is what short ones wait for (2026-11-21: 35 to 50 µs)
-_EDGE_BYTES = 5e9  # per second: one thread's copies to and from page-locked buffers (an H200's host: 3.4 to 9e9)
+_EDGE_BYTES = 5e9  # assumed, per second: one thread's copies to and from page-locked buffers
 _H200_MULTIPROCESSORS, _H200_BANDWIDTH = 132, 4.8e12
 # Of one multiprocessor against one of an H200, by capability: arithmetic in float32, and on tensor cores.
 _FLOPS_OF_H200: Mapping[tuple[int, int], tuple[float, float]] = {

@@ -296,9 +296,8 @@ def test_the_whole_benchmark(
     assert next(row for row in again["rows"] if row["limit"] == "1000M") == first
     assert len(again["commands"]) == 2
     more = [str(word) for word in words if word != "20M"]
-    planning.main(
-        [*more, "--limits", "1000M", "1100M", "--resume", "--do", "runs"]
-    )  # what is the same plan ran already
+    # What is the same plan ran already.
+    planning.main([*more, "--limits", "1000M", "1100M", "--resume", "--do", "runs"])
     larger = next(row for row in json.loads(out.read_text())["rows"] if row["limit"] == "1100M")
     assert larger["runs"] == first["runs"] | {"as_within": "1000M"}
     capsys.readouterr()

@@ -22,6 +22,7 @@ from znnpy.run.devices import Site
 from znnpy.run.layer import HostLayer, Position, Values
 from znnpy.run.timing import Progress, bytes_of
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
+from znnpy.verify import Judged
 
 SHAPES: tuple[LayerShape, ...] = (
     ConvShape(2, 3, 4, (4, 6, 5), (2, 3, 1), "tanh"),
@@ -131,3 +132,13 @@ def test_layers_that_do_not_fit_are_checked_on_fewer_images_or_said(
     monkeypatch.setattr(Site, "room", lambda self, limits: one - 1)
     with pytest.raises(VerifyError, match=r"to be checked, and there are .*: plan within less memory"):
         check_plan(only, MIXED, site(), lambda progress: None)
+
+
+def test_few_samples_are_judged_by_how_large_the_other_values_are() -> None:
+    """Two that happen to be small err by as much as their large neighbours may; what is no number tells nothing."""
+    at, exact = np.zeros((2, 3), np.int64), np.zeros((2, 1))
+    written = np.full((2, 1), 5e-4, np.float32)
+    large = np.full((9, 1), 1000.0, np.float32)
+    assert Judged.of(at, written, exact, 1e-5).beyond == 2
+    assert Judged.of(at, written, exact, 1e-5, large).beyond == 0
+    assert Judged.of(at, written, exact, 1e-5, np.full((9, 1), np.inf, np.float32)).beyond == 2

@@ -62,7 +62,7 @@ class Shelf:
                 raise PlanFileError(f"the costs in {self.file} do not fit: {reason}; {advice}")
             return self.named.rates(self.table)
         path = stored_path(machine, device, threads)
-        if not os.path.exists(path):
+        if not os.path.exists(path):  # a Path's raises where the folder may not be entered
             return None
         try:
             costs = Costs.load(path)
