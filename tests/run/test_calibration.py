@@ -15,13 +15,14 @@ from fakes import GPU, WITH_GPU, Fake
 from plans import MIXED as NETWORK
 
 from znnpy.errors import DeviceError, NoPlanError, VramError
-from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
+from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Unit, Variant, Work
 from znnpy.machine import Limits
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.planner.search import make_plan
 from znnpy.planner.sizes import SIZES
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates
+from znnpy.run.clocks import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
 
 REFUSES = "gpu.conv.stubborn"
@@ -145,7 +146,7 @@ TABLE: tuple[Primitive, ...] = (ON_CPU, PRAISED, PLAIN, LAZY, *REST)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8, 6, 4)),))
+    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8, 6, 4), LONG_SECONDS),))
     return tmp_path / "cache"
 
 
@@ -323,8 +324,29 @@ def test_slabs_are_measured_where_another_tile_suits_them() -> None:
     assert all(rates.knows(tiled, shape, variant) for variant in tiled.variants(shape, WITH_GPU))
 
 
+def test_every_kind_of_units_that_looks_nearly_as_fast_is_measured() -> None:
+    """Rates of units are off by factors of their own: what looks second best may be the best by far."""
+
+    @dataclass(frozen=True, slots=True)
+    class Kinds(Timed):
+        def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+            unit: Unit = ("gpu_fft16", "gpu_fft24", "gpu_fft32")[variant.count("group")]
+            slower = (1.0, 1.3, 9.0)[variant.count("group")] * prod(variant.size("tile"))
+            rate = assumed_rates(WITH_GPU, 1, "gpu").of(unit).flops
+            return (Work(unit, 1e-6 * slower * rate * prod(shape.out_shape), 0.0),)
+
+    kinds = Kinds("gpu.conv.plain", "conv", tiles=((1, 1, 1), (1, 1, 2)), groups=(0, 1, 2))
+    card = Card()
+    rates = rates_of(card, (kinds, *REST))
+    cubes = [str(variant) for name, shape, variant in card.runs if name == kinds.name and shape.in_shape[4] == 1]
+    assert set(cubes) == {"group=0 tile=1x1x1", "group=1 tile=1x1x1"}, "the best of each kind, none that is far behind"
+    before = len(card.runs)
+    assert rates_of(card, (kinds, *REST)) == rates
+    assert len(card.runs) == before
+
+
 def test_large_volumes_and_small_ones_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8)), (8, (4, 2))))
+    monkeypatch.setattr(calibration, "VOLUMES", ((1, (10, 8), LONG_SECONDS), (8, (4, 2), LONG_SECONDS)))
     card = Card()
     rates = rates_of(card, (PLAIN, *REST), seconds=1e9)
     cubes = {shape.out for name, shape, _ in card.runs if name == PLAIN.name and shape.in_shape[4] == 1}

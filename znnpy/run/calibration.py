@@ -1,9 +1,9 @@
 """How fast the layers of a network run on this GPU: measured before a plan is made, and kept between runs.
 
 For every layer that a network has, in the precision asked for, whatever looks the fastest is run on a large volume and
-on a small one, until what looks the fastest is something that was measured. The planner takes the layer's own speed
-from there (`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run
-(`planner.cost.Rates.refused`).
+on a small one, until what looks the fastest is something that was measured; then the best of every other kind of units
+that looks nearly as fast, for they are off by factors of their own. The planner takes the layer's own speed from there
+(`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run (`planner.cost.Rates.refused`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from znnpy.errors import DeviceError, VramError
 from znnpy.files import replace_file
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
@@ -41,10 +41,12 @@ _log = logging.getLogger(__name__)
 
 MOST_SECONDS = 5.0  # of measuring, kernels that are compiled and weights that are prepared not counted
 MOST_TRIED = 8  # per layer
-# Images, and sides of one image out in voxels: the largest that is quick enough and fits. One large volume, and many
-# small ones, as the fragments of a small step are: where tiles cover an image they reach beyond it, which is quicker
-# than what lies within, and few tiles do not fill a GPU.
-VOLUMES = ((1, (192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)), (8, (24, 16, 8, 4, 2, 1)))
+NEARLY = 1.6  # times the least: what looks slower is not worth a run
+# Images, sides of one image out in voxels, and seconds: the largest that looks quicker and fits. One large volume, and
+# many small ones, as the fragments of a small step are: where tiles cover an image they reach beyond it, which is
+# quicker than what lies within, and few tiles do not fill a GPU. What is much quicker than 0.5 ms is mostly its start.
+SIDES = (192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
+VOLUMES = ((1, SIDES, LONG_SECONDS), (8, SIDES, 5e-4))
 MOST_BYTES = 6 * 2**30  # of input and output of a layer that is measured
 FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**20
@@ -121,12 +123,12 @@ def measured_rates(
     refusals: list[Refusal] = []
     short: list[Refusal] = []  # for want of memory, of which others may leave more the next time
     spent = 0.0
-    for samples in layers:
+    for samples, long in layers:
         for _ in range(MOST_TRIED):
-            best = _fastest(samples, tuple(known.values()), machine, assumed, rates, vram_bytes)
-            if best is None or rates.knows_size(*best) or spent > seconds:
+            wanted = _wanted(samples, long, tuple(known.values()), machine, assumed, rates, vram_bytes)
+            if wanted is None or spent > seconds:
                 break
-            primitive, shape, variant = best
+            primitive, shape, variant = wanted
             try:
                 took = measure(device, primitive, shape, variant)
             except DeviceError as error:
@@ -158,25 +160,25 @@ def _of_these(kept: _Remembered, known: Mapping[str, Primitive]) -> _Remembered:
     return _Remembered(kept.facts, measurements, refusals, kept.settled if whole else {})
 
 
-def _layers(network: Network, precision: Precision) -> Iterator[tuple[LayerShape, ...]]:
+def _layers(network: Network, precision: Precision) -> Iterator[tuple[tuple[LayerShape, ...], float]]:
     """Every layer that differs from those before, and every convolution in one with the pooling behind it.
 
-    Each on volumes of several sizes, the largest first; convolutions once more on slabs, as steps of columns are: other
-    tiles may suit them.
+    Each on volumes of several sizes, the largest first, and the seconds that are long; convolutions once more on slabs,
+    as steps of columns are: other tiles may suit them.
     """
     seen = set()
     for index, (layer, maps) in enumerate(zip(network.layers, network.maps, strict=False)):
         behind = network.layers[index + 1] if index + 1 < len(network.layers) else None
         forms = (_cube, _slab) if isinstance(layer, Conv) else (_cube,)
-        for form, (images, sides) in product(forms, VOLUMES):
+        for form, (images, sides, long) in product(forms, VOLUMES):
             outs = [form(side) for side in sides]
             spans = [tuple(layer_shape(layer, images, maps, _sized(layer, out), precision) for out in outs)]
             if isinstance(layer, Conv) and isinstance(behind, Pool):
                 spans.append(tuple(_both(layer, behind, images, maps, out, precision) for out in outs))
             for span in spans:
-                if span not in seen:
-                    seen.add(span)
-                    yield span
+                if (span, long) not in seen:
+                    seen.add((span, long))
+                    yield span, long
 
 
 def _cube(side: int) -> Vec3:
@@ -205,17 +207,19 @@ def _both(conv: Conv, pool: Pool, images: int, maps: int, out: Vec3, precision: 
     return both
 
 
-def _fastest(
+def _wanted(
     samples: Sequence[LayerShape],
+    long: float,
     table: Sequence[Primitive],
     machine: Machine,
     assumed: Rates,
     rates: Rates,
     vram_bytes: int,
 ) -> tuple[Primitive, LayerShape, Variant] | None:
-    """What looks the fastest for a layer, on the largest volume that is quick and fits; None where nothing runs it.
+    """What is to be measured next of a layer; None where nothing runs it, or all is known that may be the fastest.
 
-    What can be told from no measurement counts as assumed, whatever was measured of its like: it may be better.
+    On the largest volume that fits and that something runs within `long` seconds. What can be told from no measurement
+    counts as assumed, whatever was measured of its like: it may be better.
     """
     for shape in samples:
         if shape.in_bytes + shape.out_bytes > MOST_BYTES:
@@ -228,15 +232,28 @@ def _fastest(
             for variant in primitive.variants(shape, machine)
             if _fits(primitive, shape, variant, vram_bytes)
         ]
-        if not ways:
-            continue
-        spent, _, primitive, variant = min(
+        by_speed = sorted(
             (by.seconds(primitive, shape, variant), order, primitive, variant)
             for order, (by, primitive, variant) in enumerate(ways)
         )
-        if spent <= LONG_SECONDS or shape is samples[-1]:
-            return primitive, shape, variant
+        if not by_speed or (by_speed[0][0] > long and shape is not samples[-1]):
+            continue
+        near = [(primitive, variant) for spent, _, primitive, variant in by_speed if spent <= NEARLY * by_speed[0][0]]
+        if not rates.knows_size(near[0][0], shape, near[0][1]):
+            return near[0][0], shape, near[0][1]
+        met = {
+            _units(primitive, shape, variant)
+            for primitive, variant in near
+            if rates.knows_size(primitive, shape, variant)
+        }
+        others = (way for way in near if _units(way[0], shape, way[1]) not in met)
+        return next(((primitive, shape, variant) for primitive, variant in others), None)
     return None
+
+
+def _units(primitive: Primitive, shape: LayerShape, variant: Variant) -> tuple[str, frozenset[Unit]]:
+    """The kind of a way: who runs the layer, and with what."""
+    return primitive.name, frozenset(work.unit for work in primitive.work(shape, variant))
 
 
 def _can_be_told(primitive: Primitive, shape: LayerShape, variant: Variant, machine: Machine, rates: Rates) -> bool:
