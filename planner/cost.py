@@ -143,13 +143,25 @@ class Case:
         """The same without its variant."""
         return replace(self, variant=Variant(()))
 
-    def likeness(self, other: Case) -> tuple[int, int] | None:
-        """How much a measurement of one says of the other: same layer, equal parameters; None: nothing."""
+    def likeness(self, other: Case) -> tuple[int, float, int] | None:
+        """How much a measurement of one says of the other; None: nothing.
+
+        First counts that it is the same layer, then how many words are equal, and which part of sizes (a tile that
+        differs along one axis is more like it than one that differs along all), then how many counts are.
+        """
         mine, its = (self.primitive, self.version, self.precision), (other.primitive, other.version, other.precision)
         if mine != its:
             return None
-        equal = len(set(self.variant.parameters) & set(other.variant.parameters))
-        return int(self.layer == other.layer), equal
+        kinds, counts = 0.0, 0
+        its_own = dict(other.variant.parameters)
+        for name, value in self.variant.parameters:
+            also = its_own.get(name)
+            if isinstance(value, tuple) and isinstance(also, tuple):
+                kinds += sum(one == another for one, another in zip(value, also, strict=True)) / 3
+            elif value == also:
+                kinds += isinstance(value, str)
+                counts += isinstance(value, int)
+        return int(self.layer == other.layer), kinds, counts
 
 
 def case(primitive: Primitive, shape: LayerShape, variant: Variant) -> Case:
@@ -247,7 +259,7 @@ class Rates:
             return self._trend(wanted).at(known, size)
         found = self._alike.get(wanted)
         if found is None:
-            alike: dict[tuple[int, int], list[tuple[Sizes, Trend]]] = {}
+            alike: dict[tuple[int, float, int], list[tuple[Sizes, Trend]]] = {}
             for other, sizes in self.measured.items():
                 if (likeness := other.likeness(wanted)) is not None:
                     alike.setdefault(likeness, []).append((sizes, self._trend(other)))

@@ -372,6 +372,8 @@ def test_likeness_of_what_was_not_measured() -> None:
     assert factor(taught, shape, Variant.of(tile=(1, 1, 1), group=8)) == pytest.approx(3, rel=0.05)
     both = factor(taught, shape, Variant.of(tile=(3, 3, 3), group=1))
     assert 6 < both < 12, "of both with group=1, and the larger the slower"
+    assert factor(taught, shape, Variant.of(tile=(1, 2, 1), group=8)) < 5, "like the first along two axes"
+    assert factor(taught, shape, Variant.of(tile=(2, 2, 1), group=1)) > 9, "like the second along two"
     wide = replace(shape, fin=8)
     assert factor(taught, wide, large) == pytest.approx(12)
     assert factor(taught, replace(wide, precision="fp16"), large) == 1

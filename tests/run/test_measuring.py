@@ -86,11 +86,17 @@ def test_every_unit_that_a_primitive_names_is_measured(device: DeviceKind) -> No
     assert {device_of(task.primitive.name) for task in found} == {device}
 
 
-def test_primitives_take_turns_and_large_layers_need_room() -> None:
+def test_what_looks_fastest_comes_first_and_large_layers_need_room() -> None:
     found = tasks()
     names = [task.primitive.name for task in found]
     first = names[: len(set(names))]
     assert len(set(first)) == len(first), "each primitive once before any is run again"
+    later: dict[LayerShape, list[float]] = {}
+    for task in found[len(first) :]:
+        later.setdefault(task.shape, []).append(task.expected)
+    assert all(of_shape == sorted(of_shape) for of_shape in later.values())
+    rest = [task.shape for task in found[len(first) : len(first) + len(later) // 2]]
+    assert len(set(rest)) == len(rest), "the best of each sample before the second best of any"
     small = tasks(room=2**22)
     assert 0 < len(small) < len(found)
     assert max(task.shape.in_bytes + task.shape.out_bytes for task in small) <= 2**22

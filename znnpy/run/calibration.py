@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -225,29 +226,24 @@ def _wanted(
         if shape.in_bytes + shape.out_bytes > MOST_BYTES:
             continue
         ways = [
-            (rates if _can_be_told(primitive, shape, variant, machine, rates) else assumed, primitive, variant)
+            (primitive, shape, variant)
             for primitive in table
             if primitive.kind == shape.kind
             and (primitive.why_not(shape, machine) or rates.why_not(primitive, shape)) is None
             for variant in primitive.variants(shape, machine)
             if _fits(primitive, shape, variant, vram_bytes)
         ]
-        by_speed = sorted(
-            (by.seconds(primitive, shape, variant), order, primitive, variant)
-            for order, (by, primitive, variant) in enumerate(ways)
-        )
-        if not by_speed or (by_speed[0][0] > long and shape is not samples[-1]):
+        told = [(rates if _can_be_told(*way, machine, rates) else assumed).seconds(*way) for way in ways]
+        least = min(told, default=inf)
+        if not ways or (least > long and shape is not samples[-1]):
             continue
-        near = [(primitive, variant) for spent, _, primitive, variant in by_speed if spent <= NEARLY * by_speed[0][0]]
-        if not rates.knows_size(near[0][0], shape, near[0][1]):
-            return near[0][0], shape, near[0][1]
-        met = {
-            _units(primitive, shape, variant)
-            for primitive, variant in near
-            if rates.knows_size(primitive, shape, variant)
-        }
-        others = (way for way in near if _units(way[0], shape, way[1]) not in met)
-        return next(((primitive, shape, variant) for primitive, variant in others), None)
+        best = ways[told.index(least)]
+        if not rates.knows_size(*best):
+            return best
+        met = {_units(*way) for way in ways if rates.knows_size(*way)}
+        others = [(rates.seconds(*way), order) for order, way in enumerate(ways) if _units(*way) not in met]
+        spent, order = min(others, default=(inf, 0))
+        return ways[order] if spent <= NEARLY * least else None
     return None
 
 

@@ -1,10 +1,10 @@
 """The speed of this machine, measured: short runs of layers, and the rates of units that explain them.
 
 Every primitive of a device that runs the sample layers (`planner.samples`) does so with the variant that looks the
-fastest for each unit it may use, and with one that looks slower, so that rates tell variants apart; primitives take
-turns, until the time is up. What looks much slower than others do only short runs. Kernels that no card has shown
-results of are left out: nothing chooses them. For a network the layers of its best plans follow (`run.learning`),
-within all memory and within parts of it.
+fastest for each unit it may use, and with one that looks slower, so that rates tell variants apart; what looks the
+fastest of all first, until the time is up. What looks much slower than others do only short runs. Kernels that no card
+has shown results of are left out: nothing chooses them. For a network the layers of its best plans follow
+(`run.learning`), within all memory and within parts of it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ def sample_tasks(
     room_bytes: int,
     table: Sequence[Primitive] = TABLE,
 ) -> list[Task]:
-    """What tells the speed of a device within `room_bytes` of its memory; primitives take turns."""
+    """What tells the speed of a device within `room_bytes` of its memory.
+
+    First one sample of every primitive; then what looks the fastest of every sample, what looks second, and so on:
+    plans are made of these, and what no time is left for is what they take last.
+    """
     rates = assumed_rates(machine, limits.threads, device)
-    turns: Counter[str] = Counter()
+    met = set[str]()
     tasks: list[tuple[int, int, Task]] = []
     for precision in precisions:
         for shape in samples(device, precision):
@@ -63,11 +67,11 @@ def sample_tasks(
                 and primitive.why_not(shape, machine) is None
                 for task in _variants(primitive, shape, machine, rates, limits.threads, room_bytes)
             ]
-            least = min((task.expected for task in of_shape), default=0.0)
-            for task in of_shape:
-                if task.expected <= max(FAR * least, SHORT_SECONDS):
-                    tasks.append((turns[task.primitive.name], len(tasks), task))
-                    turns[task.primitive.name] += 1
+            of_shape.sort(key=lambda task: task.expected)
+            for rank, task in enumerate(of_shape, start=1):
+                if task.expected <= max(FAR * of_shape[0].expected, SHORT_SECONDS):
+                    tasks.append((0 if task.primitive.name not in met else rank, len(tasks), task))
+                    met.add(task.primitive.name)
     return [task for _, _, task in sorted(tasks, key=lambda entry: entry[:2])]
 
 
