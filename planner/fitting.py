@@ -4,7 +4,9 @@ Method  Every unit has a factor on its arithmetic and one on its traffic, and wh
         that predict the runs best are searched for along one direction after the other, with steps that halve where
         none is an improvement. What is left is fitted by the own runs of each method: a factor at every one of SIZES,
         in between interpolated, by least squares. Errors are relative; large ones count by their size, not by its
-        square (Huber, 1964): a run that was disturbed shall not move what the others agree on.
+        square (Huber, 1964): a run that was disturbed shall not move what the others agree on. Rates are of runs that
+        are long enough for a device to be busy: short ones, which mostly start, count less, and tell what a method's
+        factors at small sizes are.
 Prior   What no run depends on keeps its assumed rate: a factor costs a little more the further it is from 1. So does
         a method's at one size the further it is from those at the next.
 """
@@ -25,6 +27,7 @@ from znnpy.planner.sizes import SIZES, weights_of
 PRIOR = 1e-2  # of a squared logarithm of a factor, against those of the errors
 SMOOTH, TO_ONE = 2e-2, 1e-3  # the same, of a method's factors: of the difference between two sizes, and of each
 LARGE_ERROR = 0.2  # a logarithm, from which on errors count by their size
+SHORT_SECONDS = 3e-4  # a run that takes so long counts half for rates
 MOST_FACTOR = log(1000.0)
 MOST_OF_A_SIZE = log(4.0)  # a factor, or one over that at the next size: a larger layer never takes less time
 FIRST_STEP, LAST_STEP = 0.5, 0.004  # of a logarithm
@@ -84,6 +87,7 @@ class _Problem:
         self._nbytes = np.array([work.nbytes / rates.of(work.unit).nbytes for _, work in stages])
         self._begin = np.array([len(run.work) * rates.stage_seconds if begins else 0.0 for run in runs])
         self._seconds = np.array([run.seconds for run in runs])
+        self._weight = self._seconds / (self._seconds + SHORT_SECONDS)
         self._units = len(units)
         self._begins = begins
 
@@ -101,7 +105,7 @@ class _Problem:
         predicted = self.working(logs) + self.beginning(logs)
         error = np.abs(np.log(predicted / self._seconds))
         huber = np.where(error < LARGE_ERROR, 0.5 * error**2, LARGE_ERROR * (error - 0.5 * LARGE_ERROR))
-        return float(huber.sum() + PRIOR * (logs**2).sum())
+        return float((self._weight * huber).sum() + PRIOR * (logs**2).sum())
 
     def best(self) -> Floats:
         logs = np.zeros(2 * self._units + 1)

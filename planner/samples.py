@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from znnpy.planner.memory import DeviceKind
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Precision, Vec3
 
-SIDES: dict[DeviceKind, tuple[int, ...]] = {"cpu": (48, 24, 12, 6), "gpu": (96, 48, 24, 8)}  # of one image out
+SIDES: dict[DeviceKind, tuple[int, ...]] = {"cpu": (48, 24, 12, 6), "gpu": (144, 64, 24, 8)}  # of one image out
 CONVS: tuple[tuple[int, int, int, int], ...] = (  # maps in and out, kernel, window of a pooling in one with it
     (1, 16, 5, 1),
     (1, 80, 3, 2),

@@ -113,3 +113,15 @@ def test_what_stages_take_to_begin_is_fitted_where_runs_count_it(begins: bool) -
     found = fitted(Rates(stage_seconds=1e-4), runs, begins=begins)
     assert found.stage_seconds == pytest.approx(2e-5 if begins else 1e-4, rel=0.1)
     assert found.of("product").flops == pytest.approx(CPU_RATES["product"].flops, rel=0.05)
+
+
+def test_rates_are_of_runs_that_are_long_enough() -> None:
+    """Short ones take ten times as long as their work: that is their start, and no rate."""
+    bare = replace(TRUE, stage_seconds=0.0)
+    large = [(Work("copy", 0.0, nbytes),) for nbytes in (3e7, 1e8, 3e8)]
+    small = [(Work("copy", 0.0, nbytes),) for nbytes in np.geomspace(1e4, 1e5, 12)]
+    runs = [Run(work, seconds(work, bare), "m") for work in large]
+    runs += [Run(work, 10 * seconds(work, bare), "m") for work in small]
+    found = fitted(Rates(), runs, begins=False)
+    assert found.of("copy").nbytes == pytest.approx(TRUE.of("copy").nbytes, rel=0.2)
+    assert found.by_size["m"][0] > 2 * found.by_size["m"][-1]

@@ -4,6 +4,8 @@ For every layer that a network has, in the precision asked for, whatever looks t
 on a small one, until what looks the fastest is something that was measured; then the best of every other kind of units
 that looks nearly as fast, for they are off by factors of their own. The planner takes the layer's own speed from there
 (`planner.cost.Rates.measured`), and takes nothing that the GPU refused to run (`planner.cost.Rates.refused`).
+Rates of units are fitted to these layers once more, on top of what `znnpy measure` found: what was not measured is told
+by what is most like it, at another size.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
-from znnpy.planner.cost import Rates, assumed_rates, case
-from znnpy.planner.costs import Measurement
+from znnpy.planner.cost import Rates, assumed_rates, case, method
+from znnpy.planner.costs import Costs, Measurement
+from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.plan import device_of
 from znnpy.run.clocks import LONG_SECONDS, REPEATS, measure
 from znnpy.run.wisdom import cache_folder
@@ -87,13 +90,13 @@ def measured_rates(
     vram_bytes: int,
     table: Sequence[Primitive] = TABLE,
     seconds: float = MOST_SECONDS,
-    stored: Rates | None = None,
+    stored: Costs | None = None,
 ) -> Rates:
     """Rates of the GPU of `machine`, with what was measured of the layers of `network`, now or in an earlier run.
 
     vram_bytes  of the GPU that may be taken meanwhile
     seconds     after which nothing more is measured; the next run goes on
-    stored      what `znnpy measure` found, which counts where it says something; None: nothing
+    stored      what `znnpy measure` found; None: nothing
 
     What the GPU refuses to run is remembered with its words, and not tried again; where it had too little memory, it is
     not tried again in this run. A file that is damaged, of another GPU or of other libraries is not used but written
@@ -103,23 +106,21 @@ def measured_rates(
     path = cache_folder() / f"gpu-{_digest(facts)[:12]}.json"
     known = {p.name: p for p in table if device_of(p.name) == "gpu"}
     kept = _of_these(_read(path, facts), known)
-    rates = stored or assumed_rates(machine, 1, "gpu")
-    assumed = replace(rates, measured={})
-    for old in kept.measurements:
-        if not rates.knows_size(known[old.primitive], old.shape, old.variant):
-            rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
+    assumed = assumed_rates(machine, 1, "gpu") if stored is None else replace(stored, layers=()).rates(table)
     for no in kept.refusals:
-        rates = rates.refusing(known[no.primitive], no.shape, no.reason)
+        assumed = assumed.refusing(known[no.primitive], no.shape, no.reason)
+    before = () if stored is None else tuple(old for old in stored.layers if old.primitive in known)
+    rates = _learnt(assumed, (*before, *kept.measurements), known)
     layers = tuple(_layers(network, precision))
     name = _digest(
         {
             "layers": str(layers),
             "primitives": str(sorted((p.name, p.version) for p in known.values())),
-            "stored": "" if stored is None else str(replace(stored, fitted=frozenset())),  # a set has no order
+            "stored": "" if stored is None else stored.to_json(),
         }
     )
     if kept.settled.get(name, -1) >= vram_bytes:
-        return rates
+        return _fitted(assumed, (*before, *kept.measurements), known)
     found: list[Measurement] = []
     refusals: list[Refusal] = []
     short: list[Refusal] = []  # for want of memory, of which others may leave more the next time
@@ -136,7 +137,7 @@ def measured_rates(
                 device.synchronize()  # refused too where a kernel failed: that is the end, and nobody's fault to keep
                 _log.info("%s does not run %s here: %s", primitive.name, shape, error)
                 refused = Refusal(primitive.name, primitive.version, shape, str(error)[:MOST_WORDS])
-                rates = rates.refusing(primitive, shape, refused.reason)
+                assumed, rates = (by.refusing(primitive, shape, refused.reason) for by in (assumed, rates))
                 (short if isinstance(error, VramError) else refusals).append(refused)
                 continue
             spent += (1 + REPEATS) * took
@@ -146,6 +147,23 @@ def measured_rates(
     now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled)
     if now != kept:
         _write(path, now)
+    return _fitted(assumed, (*before, *now.measurements), known)
+
+
+def _fitted(assumed: Rates, measurements: Sequence[Measurement], known: Mapping[str, Primitive]) -> Rates:
+    """Rates of units by what was measured of layers, and then these layers themselves."""
+    runs = [
+        Run(tuple(primitive.work(old.shape, old.variant)), old.seconds, method(primitive, old.shape))
+        for old in measurements
+        for primitive in (known[old.primitive],)
+    ]
+    return _learnt(fitted(assumed, runs, begins=False), measurements, known)
+
+
+def _learnt(rates: Rates, measurements: Sequence[Measurement], known: Mapping[str, Primitive]) -> Rates:
+    for old in measurements:
+        if not rates.knows_size(known[old.primitive], old.shape, old.variant):
+            rates = rates.learnt(known[old.primitive], old.shape, old.variant, old.seconds)
     return rates
 
 

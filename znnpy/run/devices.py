@@ -74,9 +74,9 @@ class Site:
 
     def rates(self, network: Network, limits: Limits) -> Rates | None:
         """As `znnpy measure` found them; of a GPU that is here, the network's layers too. None: assumed."""
-        stored = self.costs.rates(self.machine, self.device, limits.threads)
+        stored = self.costs.of(self.machine, self.device, limits.threads)
         if self.gpu is None or limits.vram_bytes is None:
-            return stored
+            return None if stored is None else stored.rates(self.costs.table)
         room = self.room(limits)
         return measured_rates(self.gpu, self.machine, network, self.precision, vram_bytes=room, stored=stored)
 

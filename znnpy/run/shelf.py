@@ -16,7 +16,6 @@ from znnpy.files import write_asked
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
-from znnpy.planner.cost import Rates
 from znnpy.planner.costs import AGAIN, Costs
 from znnpy.planner.memory import DeviceKind
 from znnpy.run.wisdom import cache_folder
@@ -51,8 +50,8 @@ class Shelf:
         there = self.named if self._word == "machine" else None
         return there.threads if threads is None and there and there.device == "cpu" else threads
 
-    def rates(self, machine: Machine, device: DeviceKind, threads: int) -> Rates | None:
-        """What the planner takes for a device of `machine`; None where nothing that fits was stored.
+    def of(self, machine: Machine, device: DeviceKind, threads: int) -> Costs | None:
+        """Those of a device of `machine`; None where nothing that fits was stored.
 
         PlanFileError where a file was named and does not fit.
         """
@@ -60,7 +59,7 @@ class Shelf:
             if reason := self._why_not(self.named, machine, device, threads):
                 advice = self._advice(self.named, device, threads)
                 raise PlanFileError(f"the costs in {self.file} do not fit: {reason}; {advice}")
-            return self.named.rates(self.table)
+            return self.named
         path = stored_path(machine, device, threads)
         if not os.path.exists(path):  # a Path's raises where the folder may not be entered
             return None
@@ -71,7 +70,7 @@ class Shelf:
         except PlanFileError as error:
             costs, reason, sentence = None, str(error), f"stored costs are not used: {error}"
         if costs is not None and reason is None:
-            return costs.rates(self.table)
+            return costs
         if sentence not in self.sentences:
             self.sentences.append(sentence)
         return None
