@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence, Set
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import OutputError, VolumeError
+from znnpy.errors import OutputError, VolumeError, ZnnpyError
 from znnpy.kernels.crew import Crew
 from znnpy.network import Conv, Network
 from znnpy.patches import Box, Column, Cover, cover
@@ -49,7 +50,12 @@ class Session:
         walks = isinstance(columns, Cover) and columns.column > 0
         step = patch_in(network, patch, self._axis, walks=walks)
         self.plan: Any = SimpleNamespace(
-            patch_in=step, patch_out=patch, axis=self._axis, walks=walks, work_ahead=lambda network: (0.25, 0.5)
+            device="cpu",
+            patch_in=step,
+            patch_out=patch,
+            axis=self._axis,
+            walks=walks,
+            work_ahead=lambda network: (0.25, 0.5),
         )
         self._read = np.full((2, *network.patch_in(patch)), np.nan)
         self._hook, self._crew, self._count = hook, crew, 0
@@ -155,4 +161,24 @@ def walking(axis: int, steps: int, patch: Vec3 = PATCH) -> Cover:
 
 
 def no_thread_is_left() -> bool:
-    return not [thread for thread in threading.enumerate() if thread.name in ("znnpy-reader", "znnpy-writer")]
+    return not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(("znnpy-reader", "znnpy-writer", "znnpy-lane"))
+    ]
+
+
+def is_fault(error: BaseException, fault: BaseException, *, named: bool = True) -> bool:
+    """It is what a stage raised, and says in which step, unless it came from elsewhere."""
+    place = re.compile(r"output voxels \(z, y, x\) = \(.*\) to \(.*\), step \d+ of column \d+")
+    if not named or not isinstance(fault, Exception):
+        return error is fault
+    if isinstance(fault, ZnnpyError):
+        return (
+            type(error) is type(fault)
+            and re.fullmatch(place.pattern + ": " + re.escape(str(fault)), str(error)) is not None
+        )
+    notes = list(getattr(error, "__notes__", ()))
+    if notes:
+        error.__notes__.clear()  # the next test raises it again
+    return error is fault and any(place.fullmatch(note) for note in notes)

@@ -10,7 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from probes import FAULTS, WALKER, Output, Session, Source, dense, no_thread_is_left, quiet, run, volume, walking
+from probes import (
+    FAULTS,
+    WALKER,
+    Output,
+    Session,
+    Source,
+    dense,
+    is_fault,
+    no_thread_is_left,
+    quiet,
+    run,
+    volume,
+    walking,
+)
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.crew import Crew
@@ -129,7 +142,7 @@ def test_whatever_fails_within_a_column_leaves_whole_columns(seed: int) -> None:
         session, source = Session(hook, crew, WALKER, columns), Source(volume(WALKER), hook)
         with pytest.raises(type(fault)) as caught:
             pipeline.run(session, crew, source, output, columns)
-    assert caught.value is fault
+    assert is_fault(caught.value, fault)
     assert no_thread_is_left()
     assert output.finished == list(range(len(output.finished))) != list(range(len(columns)))
     for index in output.finished:
@@ -152,4 +165,6 @@ def test_overflow_in_a_column_names_what_its_step_writes(step: int) -> None:
 
     with pytest.raises(ValuesOverflowError) as caught:
         run(hook, columns=columns, network=WALKER)
-    assert str(caught.value) == f"output voxels (z, y, x) = {box.lo} to {box.hi}: layer 2 holds inf"
+    assert str(caught.value) == (
+        f"output voxels (z, y, x) = {box.lo} to {box.hi}, step {step % 3} of column {step // 3}: layer 2 holds inf"
+    )

@@ -1,0 +1,262 @@
+"""Several lanes of one run: every voxel once, whoever computes it; what a lost lane had begun goes to the others."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from probes import (
+    FAULTS,
+    NETWORK,
+    PATCH,
+    SIZE,
+    WALKER,
+    Hook,
+    Output,
+    Session,
+    Source,
+    dense,
+    is_fault,
+    no_thread_is_left,
+    quiet,
+    volume,
+    walking,
+)
+
+from znnpy.errors import DeviceError, DeviceLostError, Stopped
+from znnpy.kernels.crew import Crew
+from znnpy.network import Network
+from znnpy.patches import Column, Cover, cover
+from znnpy.run import pipeline
+from znnpy.run.lane import Lane
+from znnpy.run.shares import Shares
+
+COLUMNS = cover(SIZE, PATCH)
+
+
+class Under(Session):
+    """Two steps at a time, as on a GPU."""
+
+    under_way = 1
+
+
+class Lenient(Output):
+    """What a lost lane wrote of a column is written again, and is the same."""
+
+    def write(self, box: Any, voxels: Any) -> None:
+        old = self.written[(slice(None), *box.slices)].copy()
+        self.written[(slice(None), *box.slices)] = -1
+        super().write(box, voxels)
+        new = self.written[(slice(None), *box.slices)]
+        assert ((old == -1) | (old == new)).all()
+
+    def finish_column(self, index: int) -> None:
+        assert index not in self.finished
+        super().finish_column(index)
+
+
+def lanes_of(
+    hooks: Sequence[Hook], crew: Crew, network: Network, columns: Sequence[Column], done: frozenset[int] = frozenset()
+) -> list[Lane]:
+    """One a hook, of the same shares; every other one with a step under way."""
+    shares = Shares(columns, done=done)
+    return [
+        Lane(f"device {number}", (Under if number % 2 else Session)(hook, crew, network, columns), crew, shares)
+        for number, hook in enumerate(hooks)
+    ]
+
+
+def went(
+    hooks: Sequence[Hook],
+    columns: Sequence[Column] = COLUMNS,
+    network: Network = NETWORK,
+    hook: Hook = quiet,
+    done: frozenset[int] = frozenset(),
+    progress: Callable[[pipeline.Event], None] | None = None,
+    output: Output | None = None,
+) -> tuple[Output, pipeline.Timings]:
+    with Crew(1) as crew:
+        output = output or Lenient(hook, done)
+        lanes = lanes_of(hooks, crew, network, columns, done)
+        timings = pipeline.run_lanes(lanes, Source(volume(network), hook), output, progress)
+    return output, timings
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("walks", [False, True])
+def test_every_column_is_computed_once(count: int, walks: bool) -> None:
+    columns: Cover = walking(1, 1) if walks else COLUMNS
+    network = WALKER if walks else NETWORK
+    events: list[pipeline.Event] = []
+    output, timings = went([quiet] * count, columns, network, progress=events.append)
+    np.testing.assert_array_equal(output.written, dense(volume(network), network))
+    assert sorted(output.finished) == list(range(len(columns)))
+    assert timings.columns == len(columns)
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    assert [lane.name for lane in timings.lanes] == [f"device {number}" for number in range(count)]
+    assert not any(lane.lost for lane in timings.lanes)
+    assert (events[-1].columns_done, events[-1].voxels_done, events[-1].work_done) == (len(columns), 315, 1.0)
+    assert no_thread_is_left()
+
+
+def test_the_faster_lane_computes_more() -> None:
+    def slow(stage: str, patch: int) -> None:
+        if stage == "compute":
+            time.sleep(0.02)
+
+    _, timings = went([slow, quiet])
+    assert timings.lanes[0].voxels < timings.lanes[1].voxels / 2
+
+
+def test_lanes_with_shares_of_their_own() -> None:
+    """Their columns count on, and each sees only its own."""
+    first, second = Cover((4, 5, 9), PATCH), COLUMNS
+    with Crew(1) as crew:
+        sessions = [Session(quiet, crew, NETWORK, columns) for columns in (first, second)]
+        output = Lenient(quiet)
+        rest = [column for column in second if column.steps[0].write.lo[0] >= 3]
+        shares = [
+            Shares([c for c in second if c.steps[0].write.lo[0] < 3]),
+            Shares(rest, first=len(second) - len(rest)),
+        ]
+        lanes = [
+            Lane(str(i), session, crew, share) for i, (session, share) in enumerate(zip(sessions, shares, strict=True))
+        ]
+        timings = pipeline.run_lanes(lanes, Source(volume(), quiet), output)
+    np.testing.assert_array_equal(output.written, dense(volume()))
+    assert sorted(output.finished) == list(range(len(COLUMNS)))
+    assert [lane.voxels for lane in timings.lanes] == [3 * 5 * 9, 4 * 5 * 9]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_lost_lanes_hand_back_what_they_had_begun(seed: int) -> None:
+    """All but one fail, at random places, under random delays."""
+    rng = random.Random(seed)
+    columns: Cover = walking(seed % 3, rng.choice([1, 2, 50])) if seed % 2 else COLUMNS
+    network = WALKER if seed % 2 else NETWORK
+    count = rng.choice([2, 3, 4])
+    survivor = rng.randrange(count)
+    slow = {stage: rng.choice([0.0, 0.0, 0.0005, 0.002]) for stage in ("read", "compute", "write")}
+    lost = set[int]()
+
+    def hook_of(number: int) -> Hook:
+        when = rng.randrange(6)
+        error = rng.choice([DeviceError, DeviceLostError])
+
+        def hook(stage: str, patch: int) -> None:
+            time.sleep(rng.random() * slow[stage])
+            if number != survivor and stage == "compute" and patch == when:
+                lost.add(number)
+                raise error("cudaErrorIllegalAddress")
+
+        return hook
+
+    def hook(stage: str, patch: int) -> None:
+        time.sleep(rng.random() * slow[stage])
+
+    done = frozenset(rng.sample(range(len(columns)), rng.randrange(2)))
+    output, timings = went([hook_of(number) for number in range(count)], columns, network, hook, done)
+    whole = np.ones(SIZE, bool)
+    for index in done:
+        for step in columns[index].steps:
+            whole[step.write.slices] = False
+    np.testing.assert_array_equal(output.written[:, whole], dense(volume(network), network)[:, whole])
+    assert sorted(output.finished) == sorted(set(range(len(columns))) - done)
+    assert {number for number, lane in enumerate(timings.lanes) if lane.lost} == lost
+    assert all("cudaErrorIllegalAddress" in (timings.lanes[number].lost or "") for number in lost)
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == whole.sum()
+    assert no_thread_is_left()
+
+
+def test_when_all_lanes_are_lost_the_last_one_says_why() -> None:
+    def broken(stage: str, patch: int) -> None:
+        if stage == "compute" and patch == 1:
+            raise DeviceError("cudaErrorECCUncorrectable")
+
+    output = Lenient(quiet)
+    with pytest.raises(DeviceError, match=r"step 0 of column \d+: cudaErrorECCUncorrectable"):
+        went([broken, broken, broken], output=output)
+    assert no_thread_is_left()
+    for index in output.finished:
+        kept = (slice(None), *COLUMNS[index].steps[0].write.slices)
+        np.testing.assert_array_equal(output.written[kept], dense(volume())[kept])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_fails_stops_every_lane(seed: int) -> None:
+    rng = random.Random(seed)
+    columns: Cover = walking(seed % 3, rng.choice([1, 2, 50])) if seed % 2 else COLUMNS
+    network = WALKER if seed % 2 else NETWORK
+    where = rng.choice(["read", "compute", "write"])
+    count, when = rng.choice([2, 3]), rng.randrange(4)
+    faulty = rng.randrange(count)
+    slow = {stage: rng.choice([0.0, 0.0, 0.0005, 0.002]) for stage in ("read", "compute", "write")}
+    fault = rng.choice([fault for fault in FAULTS if not isinstance(fault, DeviceError)])
+    met = threading.Event()
+
+    def hook_of(number: int | None) -> Hook:
+        def hook(stage: str, patch: int) -> None:
+            time.sleep(rng.random() * slow[stage])
+            if stage == where and patch == when and number in (None, faulty):
+                met.set()
+                raise fault
+
+        return hook
+
+    output = Lenient(hook_of(None))
+    began = time.perf_counter()
+    try:
+        went([hook_of(number) for number in range(count)], columns, network, hook_of(None), output=output)
+    except BaseException as error:
+        assert not isinstance(error, Stopped)
+        assert is_fault(error, fault)
+        assert met.is_set()
+    else:
+        assert not met.is_set(), "the faulty lane had less than that to do"
+    assert time.perf_counter() - began < 3
+    assert no_thread_is_left()
+    for index in output.finished:
+        for step in columns[index].steps:
+            kept = (slice(None), *step.write.slices)
+            np.testing.assert_array_equal(output.written[kept], dense(volume(network), network)[kept])
+
+
+def test_ctrl_c_stops_every_lane() -> None:
+    def interrupting(event: pipeline.Event) -> None:
+        if event.columns_done > 2:
+            raise KeyboardInterrupt
+
+    def slow(stage: str, patch: int) -> None:
+        if stage == "compute":
+            time.sleep(0.01)
+
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        went([slow, slow, slow], progress=interrupting)
+    assert time.perf_counter() - began < 2
+    assert no_thread_is_left()
+
+
+def test_a_lane_waits_while_another_may_still_be_lost() -> None:
+    """The last column is begun by a lane that is lost late: who has nothing left to do takes it."""
+    columns = COLUMNS[:2]
+    released = threading.Event()
+
+    def late(stage: str, patch: int) -> None:
+        if stage == "compute":
+            released.wait(5)
+            time.sleep(0.05)
+            raise DeviceError("cudaErrorLaunchTimeout")
+
+    def quick(stage: str, patch: int) -> None:
+        if stage == "compute":
+            released.set()
+
+    output, timings = went([late, quick], columns)
+    assert sorted(output.finished) == [0, 1]
+    assert [bool(lane.lost) for lane in timings.lanes] == [True, False]

@@ -1,0 +1,328 @@
+"""One that computes, and its reader: takes columns, reads their patches ahead, and hands on what comes out.
+
+A few buffers for input patches and as many for output patches go round, those that the session gives; a queue holds at
+most all of them. Each queue has one consumer, so one None in it wakes whoever waits there: that is how a lane is told
+to stop. Steps are submitted to the session and waited for: one that computes on a GPU is given the next before that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from queue import SimpleQueue
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import DeviceError, DeviceLostError, Stopped, ZnnpyError
+from znnpy.network import Network
+from znnpy.patches import Box, Column, Patch
+from znnpy.planner.plan import Plan
+from znnpy.run.shares import Lease, Shares
+from znnpy.run.unseen import Mask, Unseen
+from znnpy.shapes import Vec3
+
+LOOK_SECONDS = 0.0001  # between looks at what is under way
+END: Final = object()  # of a queue
+
+Voxels = npt.NDArray[Any]
+T = TypeVar("T")
+
+
+class Computes(Protocol):
+    """What a lane asks of a session."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def network(self) -> Network: ...
+
+    @property
+    def under_way(self) -> int:
+        """How many steps may be submitted and not waited for when the next is; 0: each is waited for at once."""
+
+    def buffers(
+        self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
+    ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
+        """For patches on their way in and on their way out; each may be made when it is asked for."""
+
+    def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
+        """A ticket to `wait` with, in the order of submission; until then the arrays belong to the session."""
+
+    def done(self, ticket: Any) -> bool: ...
+
+    def wait(self, ticket: Any) -> None: ...
+
+
+class Stops(Protocol):
+    """What a lane asks of a crew."""
+
+    def stop(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class Reads(Protocol):
+    """What a lane asks of a source; several read at a time."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def read(self, lo: Vec3, out: Voxels) -> Mask | None: ...
+
+
+class Traces(Protocol):
+    """What is told of what was done when."""
+
+    def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
+        """begin, end  seconds of `time.perf_counter`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Who computes which columns. Lanes with equal plans may have the same shares."""
+
+    name: str  # of the device
+    session: Computes
+    crew: Stops
+    shares: Shares
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A patch on its way."""
+
+    lease: Lease
+    number: int  # of the step in its column
+    output: Box  # what it writes; of a column's first steps, which write nothing, what the next does that writes
+    work: float  # voxels of a step in which every layer runs
+
+    @property
+    def patch(self) -> Patch:
+        return self.lease.column.steps[self.number]
+
+    @property
+    def writes(self) -> bool:
+        """Not so in the first steps of a column that walks."""
+        return self.patch.write.voxels > 0
+
+    @property
+    def ends(self) -> bool:
+        """The last of its column."""
+        return self.number == len(self.lease.column.steps) - 1
+
+    def __str__(self) -> str:
+        return f"step {self.number} of column {self.lease.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A step that was computed; its output is in a buffer of its lane."""
+
+    turn: Turn
+    lane: Computing
+    buffer: int
+    hidden: Mask | None  # where its output is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A patch that was read, in a buffer."""
+
+    turn: Turn
+    buffer: int
+    bad: Mask | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was submitted, and its buffers."""
+
+    turn: Turn
+    ticket: Any  # of the session
+    raw: int
+    out: int | None
+    hidden: Mask | None
+
+
+class Effort:
+    """What the steps of columns cost, as a plan has it: the voxels that come out, less where few layers run."""
+
+    def __init__(self, plan: Plan, network: Network) -> None:
+        self._ahead = plan.work_ahead(network) if plan.walks else ()
+        self._whole = float(prod(plan.patch_out))
+
+    def of(self, number: int) -> float:
+        """Of a step of a column."""
+        return self._whole * (self._ahead[number] if number < len(self._ahead) else 1.0)
+
+    def of_column(self, column: Column) -> float:
+        return sum(self.of(number) for number in range(len(column.steps)))
+
+
+class Computing:
+    """A lane at work: `read` and `compute` run in threads of their own.
+
+    land  is told of every step that is done: of its output, where it has one, which is the lane's until `free`.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        source: Reads,
+        dtype: np.dtype[Any],
+        land: Callable[[Turn, Landed | None], None],
+        trace: Traces | None = None,
+    ) -> None:
+        session = lane.session
+        self.name, self.shares, self.crew = lane.name, lane.shares, lane.crew
+        self.seconds = dict.fromkeys(("reading", "computing", "waiting"), 0.0)
+        self.out: list[Voxels] = []  # buffers for outputs
+        self.voxels = 0  # written
+        self.lost: str | None = None  # why it ended before the run did
+        self._session, self._source, self._land_step, self._trace = session, source, land, trace
+        self._effort = Effort(session.plan, session.network)
+        self._raw: list[Voxels] = []  # buffers for patches that are made
+        self._raw_free: SimpleQueue[int | None] = SimpleQueue()
+        self._raw_full: SimpleQueue[Any] = SimpleQueue()
+        self._out_free: SimpleQueue[int | None] = SimpleQueue()
+        self._stopping = threading.Event()
+        self._flights: deque[_Flight] = deque()
+        self._unseen = Unseen(session.plan, session.network.field_of_view)
+        left = [
+            column
+            for index, column in enumerate(self.shares.columns, self.shares.first)
+            if index not in self.shares.done
+        ]
+        reads = sum(len(column.steps) for column in left)
+        writes = sum(step.write.voxels > 0 for column in left for step in column.steps)
+        self._raws, outs = session.buffers(source.dtype, dtype, reads=reads, writes=writes)
+        self._outs = iter(outs)
+        self.shares.join(self)
+
+    def make(self) -> bool:
+        """One more buffer for outputs, from any one thread; False where there are enough."""
+        made = next(self._outs, None)
+        if made is None:
+            return False
+        self.out.append(made)
+        self._out_free.put(len(self.out) - 1)
+        return True
+
+    def free(self, buffer: int) -> None:
+        """What came out in it was written."""
+        self._out_free.put(buffer)
+
+    def stop(self) -> None:
+        """From any thread, more than once: both threads of the lane end."""
+        self._stopping.set()
+        for queue in (self._raw_free, self._raw_full, self._out_free):
+            queue.put(None)
+
+    def read(self) -> None:
+        try:
+            self._read()
+        except (DeviceError, DeviceLostError) as error:  # it refused a buffer: that is for who computes on it
+            self._raw_full.put(error)
+
+    def _read(self) -> None:
+        unmade = iter(self._raws)
+        while (lease := self.shares.take(self)) is not None:
+            for turn in self._turns(lease):
+                made = next(unmade, None) if self._raw_free.empty() else None
+                if made is not None:
+                    self._raw.append(made)
+                    self._raw_free.put(len(self._raw) - 1)
+                buffer = self._take(self._raw_free)
+                with self._timed("reading", turn), where(turn):
+                    bad = self._source.read(turn.patch.read, self._raw[buffer])
+                self._raw_full.put(_Read(turn, buffer, bad))
+                del bad  # masks go where their buffers go, so that there are no more of them
+        self._raw_full.put(END)
+
+    def compute(self) -> None:
+        while (read := self._next(self._raw_full)) is not END:
+            if isinstance(read, Exception):
+                raise read
+            turn, out = read.turn, None
+            if turn.writes:
+                out = self._next(self._out_free, turn)
+            with self._timed("computing", turn):
+                with where(turn):
+                    voxels = None if out is None else self.out[out]
+                    ticket = self._session.submit(self._raw[read.buffer], voxels, begins=turn.number == 0)
+                hidden = self._unseen.after(read.bad, writes=turn.writes)
+            self._flights.append(_Flight(turn, ticket, read.buffer, out, hidden))
+            del read, hidden
+            while len(self._flights) > self._session.under_way:
+                self._land(self._flights.popleft())
+        while self._flights:
+            self._land(self._flights.popleft())
+
+    def _next(self, queue: SimpleQueue[Any], turn: Turn | None = None) -> Any:
+        """What comes from `queue`; while nothing does, what is under way is let go of as soon as it is done."""
+        while self._flights and queue.empty():
+            if self._session.done(self._flights[0].ticket):
+                self._land(self._flights.popleft())
+            else:
+                with self._timed("computing", self._flights[0].turn):
+                    time.sleep(LOOK_SECONDS)
+        with self._timed("waiting", turn):
+            return self._take(queue)
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for the step that was submitted first, and let its buffers go."""
+        turn = flight.turn
+        with self._timed("computing", turn), where(turn):
+            self._session.wait(flight.ticket)
+        self._raw_free.put(flight.raw)
+        if turn.ends:
+            self.shares.finish(turn.lease)
+        landed = None if flight.out is None else Landed(turn, self, flight.out, flight.hidden)
+        del flight  # its mask too
+        self._land_step(turn, landed)
+
+    def _turns(self, lease: Lease) -> Iterator[Turn]:
+        steps = lease.column.steps
+        first = next(step.write for step in steps if step.write.voxels)
+        for number, patch in enumerate(steps):
+            output = patch.write if patch.write.voxels else first
+            yield Turn(lease, number, output, self._effort.of(number))
+
+    def _take(self, queue: SimpleQueue[T | None]) -> T:
+        item = queue.get()
+        if item is None or self._stopping.is_set():
+            raise Stopped
+        return item
+
+    @contextmanager
+    def _timed(self, stage: str, turn: Turn | None) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self.seconds[stage] += ended - began
+            if self._trace is not None and stage != "computing":  # of that the session tells more
+                self._trace.record(f"{self.name} {stage}", "nothing to do" if turn is None else str(turn), began, ended)
+
+
+@contextmanager
+def where(turn: Turn) -> Iterator[None]:
+    """What fails names the step, and the output voxels that it is for; what is no ZnnpyError in a note."""
+    lo, hi = turn.output.lo, turn.output.hi
+    place = f"output voxels (z, y, x) = {lo} to {hi}, {turn}"
+    try:
+        yield
+    except ZnnpyError as error:
+        raise error.with_context(place) from None
+    except Exception as error:
+        error.add_note(place)
+        raise
