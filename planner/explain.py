@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from math import ceil
 from textwrap import wrap
 
 from rich.box import SIMPLE_HEAD
@@ -134,11 +135,12 @@ def _input(plan: Plan, choice: Choice) -> str:
 def _memory(plan: Plan) -> Table:
     """What the process takes, and below it what a GPU does where the layers run there."""
     memory, limits, what = plan.memory, plan.limits, "steps" if plan.walks else "patches"
+    every = plan.devices
     around = [
         (f"the process itself, {'with CUDA in it' if plan.device == 'gpu' else 'measured'}", memory.baseline),
-        (f"{what} on their way in", memory.reading),
-        (f"{what} on their way out", memory.writing),
-        *((("prepared weights that the GPU has no room for", memory.pinned),) if memory.pinned else ()),
+        (f"{what} on their way in", every * memory.reading),
+        (f"{what} on their way out", every * memory.writing),
+        *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
     ]
     layers = [
         ("arena: activations and scratch", memory.arena),
@@ -163,7 +165,10 @@ def _memory(plan: Plan) -> Table:
         for row, nbytes in rows:
             table.add_row(f"GPU: {row}", human_bytes(nbytes))
         table.add_section()
-        table.add_row(f"GPU: all, of the limit of {human_bytes(limits.vram_bytes or 0)}", human_bytes(memory.vram))
+        table.add_row(
+            f"{'each ' if every > 1 else ''}GPU: all, of the limit of {human_bytes(limits.vram_bytes or 0)}",
+            human_bytes(memory.vram),
+        )
     return table
 
 
@@ -171,16 +176,21 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
     """The figures, and how far to trust them."""
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
     if plan.walks:
-        column = human_seconds(plan.seconds / plan.columns)
+        column = human_seconds(plan.seconds / ceil(plan.columns / plan.devices))
         each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
     lines = [
         f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(plan.seconds)} in all, "
         + (
-            f"on the GPU in {plan.precision}"
+            f"on {'the GPU' if plan.devices == 1 else f'{plan.devices} GPUs'} in {plan.precision}"
             if plan.device == "gpu"
             else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
         )
     ]
+    if plan.alone is not None:
+        lines.append(
+            f"{plan.alone / plan.seconds:.2f} times as fast as one GPU alone: {plan.columns} columns or patches for "
+            f"{plan.devices}, each with borders of its own"
+        )
     lines += _sources(plan)
     return lines if machine is None else lines + _elsewhere(plan, machine)
 

@@ -16,6 +16,7 @@ from znnpy.kernels.primitive import Footprint
 from znnpy.shapes import LayerShape
 
 Count = Annotated[int, Field(ge=0)]  # checked where a plan is read from a file
+Positive = Annotated[int, Field(ge=1)]
 
 ALIGNMENT = 256  # bytes, of every tensor: what CUDA aligns to, and on a CPU a multiple of what primitives ask for
 

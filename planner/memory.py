@@ -7,7 +7,9 @@ from math import prod
 from typing import Literal
 
 from znnpy.machine import Limits, process_bytes
-from znnpy.planner.layout import Count, aligned
+from znnpy.network import Network
+from znnpy.patches import Cover
+from znnpy.planner.layout import Count, Positive, aligned
 from znnpy.shapes import Vec3
 
 DeviceKind = Literal["cpu", "gpu"]
@@ -40,6 +42,7 @@ class Memory:
     staging: Count  # of a GPU: patches on their way in and out
     context: Count  # of a GPU: what CUDA and its libraries take whatever runs
     pinned: Count = 0  # of the process: prepared weights that a GPU has no room for
+    devices: Positive = 1  # equal GPUs that run the plan: each takes all of that but for the baseline
 
     @property
     def layers(self) -> int:
@@ -49,12 +52,12 @@ class Memory:
     @property
     def peak(self) -> int:
         """Of the whole process."""
-        around = self.baseline + self.reading + self.writing + self.pinned
+        around = self.baseline + self.devices * (self.reading + self.writing + self.pinned)
         return around + self.layers if self.device == "cpu" else around
 
     @property
     def vram(self) -> int:
-        """Of the GPU; 0 where none is used."""
+        """Of each GPU; 0 where none is used."""
         return self.layers + self.staging + self.context if self.device == "gpu" else 0
 
     @property
@@ -107,6 +110,25 @@ def staging_bytes(raw_bytes: int, out_bytes: int, *, reads: int = STAGED, writes
     reads, writes         steps that read and that give output, in all
     """
     return min(STAGED, reads) * aligned(raw_bytes) + min(STAGED, writes) * aligned(out_bytes)
+
+
+def moving_bytes(
+    network: Network, cover: Cover, patch_in: Vec3, itemsizes: tuple[int, int], *, masks: bool, device: DeviceKind
+) -> tuple[int, int, int]:
+    """All patches on their way: reading, writing, and on a GPU staging, of a run that covers its output so.
+
+    itemsizes  bytes per voxel of the volume and of the output, as stored
+    masks      of input voxels that are not finite
+    """
+    channels, maps, patch_out = network.input_channels, network.output_channels, cover.patch
+    reads, writes = cover.steps(cover.margin), cover.steps(0)
+    seen = network.patch_in(patch_out) if masks else None
+    reading = reading_bytes(channels, patch_in, itemsizes[0], steps=reads, seen=seen, device=device)
+    writing = writing_bytes(maps, patch_out, itemsizes[1], steps=writes, device=device)
+    if device == "cpu":
+        return reading, writing, 0
+    raw, out = channels * prod(patch_in) * itemsizes[0], maps * prod(patch_out) * itemsizes[1]
+    return reading, writing, staging_bytes(raw, out, reads=reads, writes=writes)
 
 
 def context_bytes(taken: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -18,7 +18,7 @@ from znnpy.machine import Limits
 from znnpy.patches import Cover
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.documents import Document
-from znnpy.planner.layout import ALIGNMENT, Count, aligned, carried_bytes, chain, loops
+from znnpy.planner.layout import ALIGNMENT, Count, Positive, aligned, carried_bytes, chain, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 6  # version of plan.json
+FORMAT = 7  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
-Positive = Annotated[int, Field(ge=1)]
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
 Rigor = Literal["estimate", "measure", "exhaustive"]  # how much was measured before it was chosen
@@ -125,6 +124,7 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     kinds: tuple[Kind, ...] = ()  # as far as they were asked for
     elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
+    alone: Seconds | None = None  # of several GPUs: what one of them would take for the output
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -179,13 +179,22 @@ class Plan:
         )
 
     @property
+    def devices(self) -> int:
+        """Equal GPUs that take its columns in turn; 1 on a CPU."""
+        return self.memory.devices
+
+    @property
     def seconds(self) -> float:
-        """Predicted for the whole output, reading and writing hidden behind the computation but for the edges."""
+        """Predicted for the whole output, reading and writing hidden behind the computation but for the edges.
+
+        Of several devices, that of the one with the most columns.
+        """
         voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
         images = self.choices[0].shape.batch
         edges = images * (self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out)
-        return sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.device, edges)
+        share = ceil(self.columns / self.devices) / self.columns
+        return share * sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.device, edges)
 
     @property
     def waste(self) -> float:

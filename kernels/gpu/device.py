@@ -44,7 +44,15 @@ _LOG_LINES = 12  # of a compiler's complaint
 def find_gpu() -> Gpu:
     """The first CUDA device that this process may see (CUDA_VISIBLE_DEVICES decides), as it describes itself.
 
-    Raises DeviceError, one sentence: CuPy or CUDA's compiler is not installed, there is no driver, the driver is older
+    Raises DeviceError as `find_gpus`.
+    """
+    return find_gpus()[0]
+
+
+def find_gpus() -> dict[int, Gpu]:
+    """The CUDA devices that this process may see and that are as the first is, by their numbers.
+
+    Plans are made for one kind. Raises DeviceError, one sentence: CuPy or CUDA's compiler is not installed, there is no driver, the driver is older
     than CuPy's CUDA, there is no device, or it is too old.
     """
     cupy = _cupy()
@@ -68,14 +76,14 @@ def find_gpu() -> Gpu:
             "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES, "
             "or run on the CPU"
         )
-    gpu = _describe(cupy, driver, library)
+    gpu = _describe(cupy, driver, library, 0)
     if gpu.capability < _OLDEST:
         major, minor = gpu.capability
         raise DeviceError(
             f"the GPU, a {gpu.name}, is of compute capability {major}.{minor}, and kernels are made for "
             f"{_OLDEST[0]}.{_OLDEST[1]} (Ampere) and newer: run on the CPU"
         )
-    return gpu
+    return {number: gpu for number in range(devices) if _describe(cupy, driver, library, number) == gpu}
 
 
 def refusal(call: str, code: object, nbytes: int | None = None, free: int | None = None) -> DeviceError:
@@ -135,12 +143,14 @@ class Device:
     stream     kernels run here unless told otherwise; neither it nor the others wait for CUDA's default stream
     uploads    for copies to the device beside it
     downloads  for copies from the device
+    number     of those that the process may see; any thread may call
     libraries  cuFFT and cuDNN on it
     allocated  bytes that `allocate` and `put` gave and that are still held
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, number: int = 0) -> None:
         self.gpu = gpu
+        self.number = number
         self._cupy = _cupy()
         runtime = self._cupy.cuda.runtime
         self._refusals = (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
@@ -149,7 +159,6 @@ class Device:
         self._lock = threading.Lock()
         self.libraries: Libraries = CudaLibraries(self)
         with self.calling("opening the device"):
-            self._cupy.cuda.Device(0).use()
             self.stream, self.uploads, self.downloads = (self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))
 
     def __enter__(self) -> Self:
@@ -165,7 +174,8 @@ class Device:
         self._modules.clear()
         for address in list(self._held):
             self._free(address)
-        self._cupy.get_default_memory_pool().free_all_blocks()  # what libraries took through CuPy
+        with self.calling("cudaFree at the end"):
+            self._cupy.get_default_memory_pool().free_all_blocks()  # what libraries took through CuPy
 
     @property
     def allocated(self) -> int:
@@ -174,8 +184,9 @@ class Device:
 
     @contextmanager
     def calling(self, call: str, nbytes: int | None = None) -> Iterator[None]:
-        """What CUDA refuses in this block becomes a DeviceError that names `call`."""
+        """What CUDA refuses in this block, which is about this device, becomes a DeviceError that names `call`."""
         try:
+            self._cupy.cuda.runtime.setDevice(self.number)  # a thread's own setting: others may use other devices
             yield
         except self._refusals as error:
             raise refusal(call, error, nbytes) from error
@@ -189,6 +200,7 @@ class Device:
         """
         cuda = self._cupy.cuda
         try:
+            cuda.runtime.setDevice(self.number)
             address = cuda.runtime.malloc(max(1, nbytes))
         except self._refusals as error:
             raise refusal(f"cudaMalloc for {what}", error, nbytes, self.free_bytes()) from error
@@ -197,7 +209,7 @@ class Device:
         freeing.atexit = False  # the process gives everything back
         with self._lock:
             self._held[address] = nbytes, freeing
-        memory = cuda.UnownedMemory(address, max(1, nbytes), owner)
+        memory = cuda.UnownedMemory(address, max(1, nbytes), owner, self.number)
         return self._cupy.ndarray((nbytes,), np.uint8, memptr=cuda.MemoryPointer(memory, 0))
 
     def free(self, *arrays: Array) -> None:
@@ -274,7 +286,7 @@ class Device:
 
     def holds(self, array: object) -> bool:
         """Whether it is an array that lies in the memory of this device, whoever allocated it."""
-        return isinstance(array, self._cupy.ndarray) and array.device.id == 0
+        return isinstance(array, self._cupy.ndarray) and array.device.id == self.number
 
     def copy_async(self, target: Array, source: Array, stream: Any) -> None:
         """Queue a copy on `stream`: between host and device or within the device; only pinned memory copies alongside.
@@ -315,10 +327,12 @@ class Device:
     def elapsed(self, work: Callable[[], object], repeats: int = 1) -> list[float]:
         """Seconds on `stream` that each of `repeats` calls of `work` took, by events of the device."""
         marks = [self.event(timing=True) for _ in range(repeats + 1)]
-        self.stream.record(marks[0])
+        with self.calling("cudaEventRecord"):
+            self.stream.record(marks[0])
         for mark in marks[1:]:
             work()
-            self.stream.record(mark)
+            with self.calling("cudaEventRecord"):
+                self.stream.record(mark)
         self.synchronize(self.stream)
         between = self._cupy.cuda.get_elapsed_time
         return [between(start, end) / 1e3 for start, end in pairwise(marks)]
@@ -341,7 +355,7 @@ class Device:
         words = kernel_words(source, names, defines)
         module = self._cupy.RawModule(
             code=source_text(source), options=compiler_options(source, defines), name_expressions=tuple(names)
-        )
+        )  # compiled when a function is asked for, once for each device
         try:
             with self.calling(f"loading {words}"):
                 return {name: Kernel(self, name, module.get_function(name)) for name in names}
@@ -374,14 +388,14 @@ def _cupy() -> Any:
     return cupy
 
 
-def _describe(cupy: Any, driver: int, library: int) -> Gpu:
+def _describe(cupy: Any, driver: int, library: int, number: int) -> Gpu:
     runtime = cupy.cuda.runtime
 
     def attribute(name: str) -> int:
-        return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), 0))
+        return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), number))
 
     try:
-        properties = runtime.getDeviceProperties(0)
+        properties = runtime.getDeviceProperties(number)
         return Gpu(
             name=properties["name"].decode(),
             capability=(properties["major"], properties["minor"]),

@@ -211,7 +211,7 @@ class _CufftLines:
 
         def area(nbytes: int) -> Any:
             asked.append(nbytes)
-            return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, work, 0), 0)
+            return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, work, self._device.number), 0)
 
         try:
             with cuda.using_allocator(area):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,12 @@ import numpy as np
 
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
 from znnpy.kernels.gpu.device import find_gpu
-from znnpy.machine import Machine, parse_bytes
+from znnpy.machine import Limits, Machine, parse_bytes
 from znnpy.network import Network
-from znnpy.planner.memory import (
-    MARGIN_BYTES,
-    DeviceKind,
-    baseline_bytes,
-    context_bytes,
-    reading_bytes,
-    staging_bytes,
-    writing_bytes,
-)
+from znnpy.planner.memory import MARGIN_BYTES, DeviceKind, baseline_bytes, context_bytes, moving_bytes
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
+from znnpy.planner.several import plan_for
 from znnpy.run.devices import Site
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
@@ -82,10 +74,12 @@ def choose(
         return _known_to_run(given, wishes, network, source, output_dtype, masks=masks, site=site)
     unpacking = source.volume.extra_bytes
     limits = site.limits(wishes.ram, wishes.threads, wishes.vram)
-    try:
+    baseline, rates = baseline_bytes() + site.later_bytes + unpacking, site.rates(network, limits)
+
+    def make(output: Vec3, limits: Limits) -> Plan:
         return make_plan(
             network,
-            source.output,
+            output,
             site.machine,
             limits,
             itemsize_in=source.dtype.itemsize,
@@ -95,10 +89,13 @@ def choose(
             columns=columns_only(wishes.cover),
             depth_first=wishes.depth_first,
             masks=masks,
-            baseline=baseline_bytes() + site.later_bytes + unpacking,
-            rates=site.rates(network, limits),
+            baseline=baseline,
+            rates=rates,
             **site.words(),
         )
+
+    try:
+        return plan_for(site.devices, make, network, source.output, limits, baseline, masks=masks)
     except NoPlanError as error:
         if not unpacking:
             raise
@@ -136,20 +133,10 @@ def _known_to_run(
         )
     plan.check_runs(network, site.machine)  # before its layers and columns are counted for this output
     held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes
-    seen = network.patch_in(plan.patch_out) if masks else None
     cover = replace(plan, output=source.output).cover(network)
-    steps, itemsize = cover.steps(cover.margin), source.dtype.itemsize
-    channels, maps, writes = network.input_channels, network.output_channels, cover.steps(0)
-    reading = reading_bytes(channels, plan.patch_in, itemsize, steps=steps, seen=seen, device=plan.device)
-    writing = writing_bytes(maps, plan.patch_out, output_dtype.itemsize, steps=writes, device=plan.device)
-    staging = context = 0
-    if plan.device == "gpu":
-        raw_bytes, out_bytes = (
-            channels * prod(plan.patch_in) * itemsize,
-            maps * prod(plan.patch_out) * output_dtype.itemsize,
-        )
-        staging = staging_bytes(raw_bytes, out_bytes, reads=steps, writes=writes)
-        context = context_bytes(site.context_bytes)
+    itemsizes = source.dtype.itemsize, output_dtype.itemsize
+    reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
+    context = context_bytes(site.context_bytes) if plan.device == "gpu" else 0
     memory = replace(
         plan.memory,
         baseline=held if held > plan.memory.baseline + MARGIN_BYTES else plan.memory.baseline,
@@ -157,9 +144,10 @@ def _known_to_run(
         writing=max(writing, plan.memory.writing),
         staging=max(staging, plan.memory.staging),
         context=max(context, plan.memory.context),
+        devices=site.devices,
     )
     here = plan.covering(source.output, network, memory)
-    here = replace(here, itemsize_in=itemsize, itemsize_out=output_dtype.itemsize)
+    here = replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
     ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
     vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
     here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
-from znnpy.kernels.gpu.device import Device, find_gpu
+from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
 from znnpy.planner.costs import Costs
 from znnpy.planner.explain import human_bytes
@@ -43,6 +43,7 @@ class Site:
     precision: Precision = "fp32"
     sentences: tuple[str, ...] = ()  # what is not as asked for, to be told once
     gpu: Device | None = None
+    others: tuple[Device, ...] = ()  # GPUs of the same kind that compute too
     free_bytes: int | None = None  # of the GPU's memory when it was opened, with what CUDA took then
     context_bytes: int = 0  # that CUDA took then
     costs: Shelf = field(default_factory=Shelf)  # what was measured of the machine
@@ -50,6 +51,16 @@ class Site:
     @property
     def device(self) -> DeviceKind:
         return "cpu" if self.machine.gpu is None else "gpu"
+
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        """All that are open."""
+        return () if self.gpu is None else (self.gpu, *self.others)
+
+    @property
+    def devices(self) -> int:
+        """How many compute, the processors as one."""
+        return 1 + len(self.others)
 
     @property
     def later_bytes(self) -> int:
@@ -140,6 +151,8 @@ def site_for(
     vram: int | str | None = None,
     precision: str | None = None,
     costs: Shelf | None = None,
+    *,
+    gpus: int | None = 1,
 ) -> Iterator[tuple[Site, Plan]]:
     """Inside, what the plan that `make` gives runs on is open.
 
@@ -147,8 +160,9 @@ def site_for(
                sentence of the site says why. Who limits its memory wants it: then there has to be a plan.
     precision  None: fp32. The CPU computes in fp32 whatever is asked for, and a sentence says so.
     costs      None: those that are stored of this machine
+    gpus       how many compute, where it runs on GPUs; None: all that are as the first
 
-    DeviceError when the GPU is meant and there is none to use.
+    DeviceError when the GPU is meant and there is none to use, or there are not so many.
     """
     why: list[str] = []
     costs = costs or Shelf()
@@ -157,7 +171,7 @@ def site_for(
             found = _found(meant, why)
             if found is not None:
                 try:
-                    site = replace(stack.enter_context(_opened(found, word_of(precision))), costs=costs)
+                    site = replace(stack.enter_context(_opened(found, word_of(precision), gpus)), costs=costs)
                     plan = _explained(make, site)
                 except (DeviceError, NoPlanError) as error:
                     if meant == "gpu" or vram is not None:
@@ -204,7 +218,7 @@ def elsewhere(costs: Shelf, device: str, precision: str | None) -> Site:
     gpu = named.machine.gpu
     if gpu is None:
         return Site(named.machine, sentences=tuple(_unused(None, precision)), costs=costs)
-    return Site(named.machine, word_of(precision), (), None, gpu.memory_bytes, CONTEXT_BYTES, costs)
+    return Site(named.machine, word_of(precision), (), None, (), gpu.memory_bytes, CONTEXT_BYTES, costs)
 
 
 def check_here(plan: Plan) -> None:
@@ -261,12 +275,20 @@ def _found(meant: str, why: list[str]) -> Gpu | None:
 
 
 @contextmanager
-def _opened(gpu: Gpu, precision: Precision) -> Iterator[Site]:
+def _opened(gpu: Gpu, precision: Precision, gpus: int | None = 1) -> Iterator[Site]:
     """CUDA does not say what it took itself: where others use the card too, it is counted with the most."""
-    with Device(gpu) as device:
-        free = device.free_bytes()
+    there = [0] if gpus == 1 else list(find_gpus())
+    if gpus is not None and gpus > len(there):
+        raise DeviceError(
+            f"{gpus} GPUs were asked for, and this process sees {len(there)} of the kind of the first, {gpu.name}: "
+            "lower --gpus, or check CUDA_VISIBLE_DEVICES"
+        )
+    with ExitStack() as stack:
+        devices = [stack.enter_context(Device(gpu, number)) for number in there[:gpus]]
+        free = min(device.free_bytes() for device in devices)
         taken = min(gpu.memory_bytes - free, MOST_CONTEXT_BYTES)
-        yield Site(replace(this_machine(), gpu=gpu), precision, (), device, free + taken, taken)
+        others = tuple(devices[1:])
+        yield Site(replace(this_machine(), gpu=gpu), precision, (), devices[0], others, free + taken, taken)
 
 
 def _explained(make: Callable[[Site], Plan], site: Site) -> Plan:

@@ -1,0 +1,107 @@
+"""Plans for several equal GPUs: columns enough for all, memory for each, and never more than as many times as fast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+from brute_force import BASELINE
+from fakes import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
+from plans import MIXED
+
+from znnpy.errors import NoPlanError
+from znnpy.machine import Limits
+from znnpy.network import Conv, Network
+from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.planner.several import plan_for
+from znnpy.shapes import Vec3
+
+TABLE = on_gpu(FAST, POOL, FILTER, MAXOUT)
+HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing beside it
+PLENTY = Limits(2**40, 2, 2**40)
+OUTPUT: Vec3 = (40, 22, 26)
+DEEP = Network("deep", 1, (Conv((5, 1, 1), 2), Conv((5, 1, 1), 2)))  # borders along z only
+
+
+def make(network: Network, output: Vec3, limits: Limits, **words: Any) -> Plan:
+    return make_plan(
+        network, output, WITH_GPU, limits, table=TABLE, rates=HEAVY, baseline=BASELINE, device="gpu", **words
+    )
+
+
+def several(
+    devices: int, network: Network = MIXED, output: Vec3 = OUTPUT, limits: Limits = PLENTY, **words: Any
+) -> Plan:
+    return plan_for(
+        devices, partial(make, network, **words), network, output, limits, BASELINE, masks=bool(words.get("masks"))
+    )
+
+
+def test_one_is_as_ever() -> None:
+    plan = several(1)
+    assert plan == make(MIXED, OUTPUT, PLENTY)
+    assert (plan.devices, plan.alone) == (1, None)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
+def test_columns_for_all(devices: int, columns: bool) -> None:
+    """The volume is one column, or one patch, for one GPU; cut, it is many times as fast."""
+    alone, plan = make(MIXED, OUTPUT, PLENTY, columns=columns), several(devices, columns=columns)
+    assert alone.columns == 1
+    assert plan.columns > devices / 2
+    assert plan.output == OUTPUT
+    assert plan.devices == plan.memory.devices == devices
+    assert plan.alone == alone.seconds
+    assert 1 / devices <= plan.seconds / alone.seconds < 1.7 / devices
+    whole = sum(choice.runs * choice.seconds for choice in plan.choices)
+    rounds = -(-plan.columns // devices)
+    assert plan.seconds == pytest.approx(whole * rounds / plan.columns, rel=1e-3), "the edges beside"
+    plan.check_runs(MIXED, WITH_GPU, table=TABLE)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert f"{alone.seconds / plan.seconds:.2f} times as fast as one GPU alone" in plan.explain()
+
+
+def test_it_is_cut_where_borders_cost_least() -> None:
+    plan = several(2, DEEP, (24, 24, 24))
+    assert plan.patch_out[0] == 24 or plan.column >= 24, "not along z"
+    assert plan.alone is not None
+    assert plan.alone / plan.seconds == pytest.approx(2, rel=0.01)
+
+
+def test_memory_is_promised_for_all() -> None:
+    plan = several(3, columns=False, masks=True, itemsize_in=4, itemsize_out=2)
+    memory, steps = plan.memory, plan.columns
+    seen = MIXED.patch_in(plan.patch_out)
+    assert memory.reading == reading_bytes(1, plan.patch_in, 4, steps=steps, seen=seen, device="gpu")
+    assert memory.writing == writing_bytes(2, plan.patch_out, 2, steps=steps, device="gpu")
+    raw, out = (
+        4 * plan.patch_in[0] * plan.patch_in[1] * plan.patch_in[2],
+        2 * 2 * plan.patch_out[0] * plan.patch_out[1] * plan.patch_out[2],
+    )
+    assert memory.staging == staging_bytes(raw, out, reads=steps, writes=steps)
+    assert memory.peak == BASELINE + 3 * (memory.reading + memory.writing)
+    assert memory.vram == replace(memory, devices=1).vram, "of each"
+
+
+def test_each_has_its_part_of_the_process() -> None:
+    """22 MiB are taken for each, whatever it computes."""
+    tight = replace(PLENTY, ram_bytes=BASELINE + 50 * MIB)
+    plan = several(2, limits=tight)
+    assert plan.memory.peak <= tight.ram_bytes
+    assert plan.limits == tight
+    assert several(1, limits=tight).memory.peak <= tight.ram_bytes
+    with pytest.raises(NoPlanError):
+        several(4, limits=tight)
+
+
+def test_more_gpus_than_planes() -> None:
+    plan = several(64, output=(3, 3, 3))
+    assert plan.devices == 64
+    assert plan.alone is not None
+    assert plan.seconds <= plan.alone
