@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 import znnpy
+from znnpy.cli_drawings import graph, timeline
 from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table
 from znnpy.errors import OutputError, ResumeError
 from znnpy.files import regular_file, write_asked
@@ -24,9 +25,9 @@ from znnpy.shapes import text
 from znnpy.volume.journal import default_output, journal_path, read_header
 from znnpy.words import (
     FILE,
-    MOST_VOXELS,
     costs_word,
     device_word,
+    gpus_word,
     json_word,
     limits_words,
     named,
@@ -56,12 +57,17 @@ def main() -> None:
     """Run a trained 3D convolutional network over every position of a volume: exact, within memory, fast."""
 
 
+main.add_command(graph)
+main.add_command(timeline)
+
+
 @main.command(cls=Door)
 @click.argument("network", default=DEFAULT)
 @click.option("--volume", type=FILE, help="Plan for this volume.")
 @click.option("--shape", metavar="Z,Y,X", callback=voxels, help="Plan for a volume of this size, Z,Y,X.")
 @region_words
 @limits_words
+@gpus_word
 @costs_word
 @click.option(
     "--machine",
@@ -164,9 +170,16 @@ def _picture_file(path: Path, overwrite: bool) -> Path:
 @click.option("--overwrite", is_flag=True, help="Replace the output, and whatever an unfinished run left of it.")
 @click.option("--resume", is_flag=True, help="Go on where a run stopped.")
 @limits_words
+@gpus_word
 @costs_word
 @click.option(
     "--paranoid", is_flag=True, help="Hold voxels of each patch against the definition: slow, in memory beyond --ram."
+)
+@click.option(
+    "--trace",
+    type=FILE,
+    callback=named,
+    help="Write what was done when here, for `znnpy timeline` and chrome://tracing.",
 )
 @json_word
 def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, as_json: bool, **words: Any) -> None:
@@ -325,36 +338,10 @@ def primitives(as_json: bool) -> None:
         print_lines([f"{', '.join(names)} cannot run here: {reason}"])
 
 
-@main.command(cls=Door)
-@click.option(
-    "--maps",
-    nargs=2,
-    type=click.IntRange(1, MOST_VOXELS),
-    metavar="IN OUT",
-    default=(4, 5),
-    show_default=True,
-    help="Maps of the layer.",
-)
-@click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Images.")
-@click.option("--out", type=FILE, callback=named, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
-@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
-def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
-    """Draw the tasks of a task-parallel convolution.
-
-    What cpu.conv.fft_tasks runs, a task for each map and image, and what each waits for; for small layers.
-    """
-    from znnpy.graph import FORMATS, picture
-
-    if out.suffix.lower() not in FORMATS:
-        raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
-    target = regular_file(out, overwrite)
-    write_asked(target, picture(maps, batch, out.suffix.lower()))
-
-
 def _check_primitives(words: dict[str, Any]) -> None:
     """A name that is no primitive's is a usage error, and so are names and limits of a device that is not wanted."""
     from znnpy.kernels.table import find
-    from znnpy.run.devices import check_device_words
+    from znnpy.run.devices import check_device_words, gpus_of
 
     for name in words["only"]:
         try:
@@ -363,6 +350,7 @@ def _check_primitives(words: dict[str, Any]) -> None:
             raise click.BadParameter(f"{error.args[0]} (`znnpy primitives` lists them)", param_hint="--only") from None
     try:
         check_device_words(words["device"], words["vram"], words["precision"], words["only"])
+        gpus_of(words.get("gpus"), words["device"])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import numpy as np
 
 import znnpy
 from znnpy.errors import NoPlanError, OutputError, VramError
+from znnpy.files import regular_file
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.cpu.fft import Wisdom
@@ -32,9 +35,12 @@ from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.choice import Wishes, check_wishes, check_words, choose, device_begun, plan_begun, plan_finished
-from znnpy.run.devices import Site, check_device_words, check_here, site_for
+from znnpy.run.devices import Site, check_device_words, check_here, gpus_of, site_for
+from znnpy.run.lane import Lane
 from znnpy.run.session import Session
+from znnpy.run.shares import Shares
 from znnpy.run.shelf import Shelf
+from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork, load_trained
@@ -70,16 +76,19 @@ def infer(
     vram: int | str | None = None,
     precision: str | None = None,
     costs: str | Path | None = None,
+    gpus: int | str | None = None,
     paranoid: bool = False,
+    trace: str | Path | None = None,
     progress: Callable[[pipeline.Event], None] | None = None,
 ) -> Report:
     """Predict a volume, column by column or patch by patch, within the limits; the output is whole or it is not there.
 
-    Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. `paranoid` holds voxels of each patch
-    against the definition before it is written: slow, and in memory beyond `ram`. Every ZnnpyError says what happened,
-    with the numbers, and what to do; what was finished before an error, Ctrl-C or a kill stays on disk and
-    `resume=True` goes on from there, byte for byte, unless a GPU refuses memory that it gave the run before: the report
-    says so.
+    Takes the words of `znnpy infer`, --no-depth-first as depth_first=False. `gpus` are how many compute together, or
+    "all"; one that fails hands back what it had begun, and the report says so. `paranoid` holds voxels of each patch
+    against the definition before it is written: slow, and in memory beyond `ram`. `trace` names a file for what is done
+    when, in Chrome's format; there is one of a run that ended early too. Every ZnnpyError says what happened, with the
+    numbers, and what to do; what was finished before an error, Ctrl-C or a kill stays on disk and `resume=True` goes on
+    from there, byte for byte, unless a GPU refuses memory that it gave the run before: the report says so.
     """
     started = time.perf_counter()
     check_words(border, output_dtype, cover)
@@ -93,9 +102,11 @@ def infer(
     shelf = Shelf(costs)
     wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision, shelf.file)
     meant = shelf.meant(check_device_words(device, vram, precision, only))
+    count = gpus_of(gpus, meant)
     trained = load_trained(read_network(network), weights)
     target = Path(out) if out is not None else default_output(Path(volume), trained.network.name)
     with ExitStack() as stack:
+        traced = stack.enter_context(_trace(trace, overwrite, target))
         opened = stack.enter_context(open_volume(Path(volume), dataset))
         region = parse_roi(roi, opened.size) if roi else None
         source = Source(opened, roi=region, border=border, network=trained.network, allow_nan=allow_nan)
@@ -109,8 +120,8 @@ def infer(
             made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
             return _report(target, started, made, this_machine())
         watched = stack.enter_context(open_volume(Path(volume), dataset)) if paranoid else None
-        run = _Run(trained, source, output, job, wishes, progress, watched)
-        with site_for(run.plan, run.meant(meant), vram, precision, shelf) as (site, chosen):
+        run = _Run(trained, source, output, job, wishes, progress, watched, traced)
+        with site_for(run.plan, run.meant(meant), vram, precision, shelf, gpus=count) as (site, chosen):
             done = run.compute(site, chosen)
     return _report(target, started, done.plan, site.machine, done, site.sentences)
 
@@ -136,6 +147,7 @@ class _Run:
     wishes: Wishes
     progress: Callable[[pipeline.Event], None] | None
     watched: Volume | None  # opened once more, where patches are held against the definition
+    trace: Trace | None
 
     @property
     def masks(self) -> bool:
@@ -158,33 +170,43 @@ class _Run:
         if begun is None:
             return choose(self.wishes, network, self.source, self.output.dtype, masks=self.masks, site=site)
         made = plan_begun(begun, _settings(self.wishes.only, site.machine), network, site.machine)
+        made = replace(made, memory=replace(made.memory, devices=site.devices))
         check_wishes(self.wishes, begun, made)
         return made
 
     def compute(self, site: Site, plan: Plan) -> _Done:
-        """Run the plan, or a leaner one where the GPU refuses what the first was promised."""
-        network, begun, sentences = self.trained.network, self.output.header, list(site.costs.sentences)
-        with ExitStack() as stack:
-            crew = stack.enter_context(Crew(plan.limits.threads))
-            try:
-                session, wisdom = stack.enter_context(self._awake(site, plan, crew))
-            except VramError as refused:
-                plan = self._leaner(site, plan, refused)
-                rounding = "; what was finished before may be rounded differently" if begun is not None else ""
-                within = human_bytes(plan.limits.vram_bytes or 0)
-                sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
-                session, wisdom = stack.enter_context(self._awake(site, plan, crew))
+        """Run the plan, or a leaner one where the GPU refuses what the first was promised, now or later on."""
+        sentences = list(site.costs.sentences)
+        try:
+            done = self._run(site, plan)
+        except VramError as refused:
+            clear_frames(refused.__traceback__)  # they refer to what the first sessions held
+            self.output.pause()
+            begun = self.output.header is not None
+            plan = self._leaner(site, plan, refused)
+            rounding = "; what was finished before may be rounded differently" if begun else ""
+            within = human_bytes(plan.limits.vram_bytes or 0)
+            sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
+            done = self._run(site, plan)
+        self.output.complete()
+        return replace(done, sentences=(*sentences, *done.sentences))
+
+    def _run(self, site: Site, plan: Plan) -> _Done:
+        """Whatever of the plan's columns the output does not hold."""
+        network = self.trained.network
+        with Crew(plan.limits.threads) as crew, self._awake(site, plan, crew) as (sessions, wisdom):
             columns = plan.cover(network)
-            if begun is None:
+            if self.output.header is None:
                 settings = _settings(self.wishes.only, site.machine)
                 header = JournalHeader(
                     self.job, settings, plan.to_json(), site.machine.blas, len(columns), wisdom=wisdom.used
                 )
                 self.output.begin(header, _attributes(network, self.source, self.job, plan))
-            timings = pipeline.run(session, crew, self.source, self._writes(plan), columns, self.progress)
-            vram_bytes = site.taken_bytes()
-        self.output.complete()
-        return _Done(plan, timings, vram_bytes, (*sentences, *wisdom.sentences))
+            shares = Shares(columns, done=self.output.done)
+            lanes = [Lane(name, session, crew, shares) for name, session in sessions.items()]
+            timings = pipeline.run_lanes(lanes, self.source, self._writes(plan), self.progress, self.trace)
+            lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
+            return _Done(plan, timings, site.taken_bytes(), (*lost, *wisdom.sentences))
 
     def _writes(self, plan: Plan) -> pipeline.Writes:
         if self.watched is None:
@@ -192,12 +214,20 @@ class _Run:
         return Watched(self.output, self.trained, self.watched, self.source.offset, plan.precision)
 
     @contextmanager
-    def _awake(self, site: Site, plan: Plan, crew: Crew) -> Iterator[tuple[Session, Wisdom]]:
+    def _awake(self, site: Site, plan: Plan, crew: Crew) -> Iterator[tuple[dict[str, Session], Wisdom]]:
+        """A session for each device, by its name."""
         network, weights, begun = self.trained.network, self.trained.weights, self.output.header
         with ExitStack() as stack:
             with wisdom_begun(begun.wisdom) if begun else wisdom_kept(site.machine, plan.seconds) as wisdom:
-                session = stack.enter_context(Session(plan, network, weights, crew, device=site.gpu))
-            yield session, wisdom
+                one = {plan.device.upper(): site.gpu}
+                devices = {f"GPU {gpu.number}": gpu for gpu in site.gpus} if site.others else one
+                sessions = {
+                    name: stack.enter_context(
+                        Session(plan, network, weights, crew, device=device, trace=self.trace, lane=name)
+                    )
+                    for name, device in devices.items()
+                }
+            yield sessions, wisdom
 
     def _leaner(self, site: Site, plan: Plan, refused: VramError) -> Plan:
         """The fastest plan within what the GPU has now; of the same patches where some of them are on disk."""
@@ -223,6 +253,16 @@ class _Run:
         if begun is not None and (leaner.axis, leaner.column) != (plan.axis, plan.column):
             raise refused
         return leaner
+
+
+def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:
+    """Where to tell what was done when, if anywhere; OutputError for a path that may not be written."""
+    if path is None:
+        return nullcontext()
+    target = regular_file(Path(path), overwrite, "--trace")
+    if target == Path(os.path.realpath(output)):
+        raise OutputError(f"{path} is the output; give another --trace")
+    return Trace(target)
 
 
 def _job(

@@ -24,10 +24,11 @@ from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan, options_for
+from znnpy.planner.several import plan_for
 from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
 from znnpy.run.choice import check_words, columns_only
-from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, site_for
+from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
 from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.timing import Progress
@@ -59,6 +60,7 @@ def plan(
     device: str = "auto",
     vram: int | str | None = None,
     precision: str | None = None,
+    gpus: int | str | None = None,
     costs: str | Path | None = None,
     machine: str | Path | None = None,
     rigor: str = "estimate",
@@ -91,14 +93,15 @@ def plan(
     study = Study(*rigor_of(rigor, time_limit), tell_progress)
     shelf = _shelf(costs, machine, runs=rigor != "estimate" or paranoid)
     job = _job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize)
+    count = gpus_of(gpus, meant)
     wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study)
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
-        there = elsewhere(shelf, shelf.meant(meant), precision)
+        there = elsewhere(shelf, shelf.meant(meant), precision, count)
         made = for_elsewhere(wanted.plan(there, kinds=True, baselines=tells.why is not None), shelf)
         tells.of(wanted, made, [there], shelf)
         return made
-    return _here(wanted, shelf.meant(meant), precision, shelf, tells, paranoid=paranoid)
+    return _here(wanted, shelf.meant(meant), precision, shelf, tells, gpus=count, paranoid=paranoid)
 
 
 def _shelf(costs: str | Path | None, machine: str | Path | None, *, runs: bool) -> Shelf:
@@ -110,11 +113,20 @@ def _shelf(costs: str | Path | None, machine: str | Path | None, *, runs: bool) 
     return Shelf(costs, machine=machine)
 
 
-def _here(wanted: _Wanted, meant: str, precision: str | None, shelf: Shelf, tells: _Tells, *, paranoid: bool) -> Plan:
+def _here(
+    wanted: _Wanted,
+    meant: str,
+    precision: str | None,
+    shelf: Shelf,
+    tells: _Tells,
+    *,
+    gpus: int | None,
+    paranoid: bool,
+) -> Plan:
     """The plan for a device of this machine; beside one for a GPU that nobody asked for, the best for the processor."""
     network, vram = wanted.job.network, wanted.vram
     make = partial(wanted.plan, kinds=True, baselines=tells.why is not None)
-    with site_for(make, meant, vram, precision, shelf) as (site, made):
+    with site_for(make, meant, vram, precision, shelf, gpus=gpus) as (site, made):
         sites = [site]
         if made.device == "gpu" and meant == "auto" and vram is None:
             sites.append(Site(this_machine(), costs=shelf))
@@ -181,11 +193,22 @@ class _Wanted:
 
     def plan(self, site: Site, *, kinds: bool = False, baselines: bool = False) -> Plan:
         """The fastest on a site; with `kinds` the best of every other kind there too, with `baselines` of schemes."""
-        limits, words = self.limits(site), {"columns": columns_only(self.cover)}
+        limits = self.limits(site)
+        words: dict[str, Any] = {"columns": columns_only(self.cover)}
         known = site.rates(self.job.network, limits)
         rates = self.study.rates(site, limits, known, lambda rates: self.within(site, limits, rates=rates, **words))
-        made = self.within(site, limits, kinds=kinds, baselines=baselines, rates=rates, **words)
+        words |= {"kinds": kinds, "baselines": baselines, "rates": rates}
+
+        def make(output: Vec3, limits: Limits) -> Plan:
+            return self.within(site, limits, output=output, **words)
+
+        job, held = self.job, self.held(site)
+        made = plan_for(site.devices, make, job.network, job.output, limits, held, masks=False)
         return replace(made, rigor=self.study.done)
+
+    def held(self, site: Site) -> int:
+        """Bytes of the process beside a run, its weights counted."""
+        return baseline_bytes() + site.later_bytes + self.job.extra_bytes + FLOAT32 * self.job.network.parameters
 
     def rates(self, site: Site, limits: Limits) -> Rates:
         """As the plan was made with; of a site that it is not for, as they are stored or assumed."""
@@ -194,13 +217,12 @@ class _Wanted:
         known = site.rates(self.job.network, limits)
         return known or assumed_rates(site.machine, limits.threads, site.device)
 
-    def within(self, site: Site, limits: Limits, **more: Any) -> Plan:
-        """The fastest within other limits; `more` are words of `make_plan`."""
+    def within(self, site: Site, limits: Limits, output: Vec3 | None = None, **more: Any) -> Plan:
+        """The fastest of one device within other limits, of another output; `more` are words of `make_plan`."""
         job = self.job
-        held = baseline_bytes() + site.later_bytes + job.extra_bytes
         return make_plan(
             job.network,
-            job.output,
+            output or job.output,
             site.machine,
             limits,
             itemsize_in=job.itemsize_in,
@@ -208,7 +230,7 @@ class _Wanted:
             patch=self.patch,
             only=self.only,
             depth_first=self.depth_first,
-            **{"baseline": held + FLOAT32 * job.network.parameters, **site.words(), **more},  # a run's weights too
+            **{"baseline": self.held(site), **site.words(), **more},
         )
 
 

@@ -17,9 +17,20 @@ from znnpy.machine import parse_bytes
 from znnpy.shapes import PRECISIONS, Vec3
 
 MOST_VOXELS = 10**7  # along an axis; more is a slip of the keyboard
+MOST_GPUS = 1024
 MOST_THREADS = 2**12
 
 Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def gpu_count(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    """A number of GPUs, or all."""
+    del context, parameter
+    if value is None or value == "all":
+        return value
+    if not value.isdecimal() or not 1 <= int(value) <= MOST_GPUS:
+        raise click.BadParameter(f"{value!r} is no number of GPUs from 1 to {MOST_GPUS}, nor all")
+    return int(value)
 
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -140,6 +151,12 @@ limits_words = _together(
         help="Memory of the GPU, everything counted, e.g. 12G [default: 90 % of what is free].",
     ),
     precision_word,
+)
+gpus_word = click.option(
+    "--gpus",
+    metavar="N",
+    callback=gpu_count,
+    help="GPUs of the kind of the first that compute together, a number or all [default: 1].",
 )
 region_words = _together(
     click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),

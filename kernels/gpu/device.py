@@ -52,8 +52,8 @@ def find_gpu() -> Gpu:
 def find_gpus() -> dict[int, Gpu]:
     """The CUDA devices that this process may see and that are as the first is, by their numbers.
 
-    Plans are made for one kind. Raises DeviceError, one sentence: CuPy or CUDA's compiler is not installed, there is no driver, the driver is older
-    than CuPy's CUDA, there is no device, or it is too old.
+    Plans are made for one kind. Raises DeviceError, one sentence: CuPy or CUDA's compiler is not installed, there is no
+    driver, the driver is older than CuPy's CUDA, there is no device, or it is too old.
     """
     cupy = _cupy()
     runtime = cupy.cuda.runtime
@@ -146,11 +146,13 @@ class Device:
     number     of those that the process may see; any thread may call
     libraries  cuFFT and cuDNN on it
     allocated  bytes that `allocate` and `put` gave and that are still held
+    abandoned  it failed: closing it asks nothing of CUDA, and gives nothing back
     """
 
     def __init__(self, gpu: Gpu, number: int = 0) -> None:
         self.gpu = gpu
         self.number = number
+        self.abandoned = False
         self._cupy = _cupy()
         runtime = self._cupy.cuda.runtime
         self._refusals = (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
@@ -169,6 +171,8 @@ class Device:
 
     def close(self) -> None:
         """Wait for all work, then free all memory. May be called twice."""
+        if self.abandoned:
+            return
         with self.calling("cudaDeviceSynchronize at the end"):
             self._cupy.cuda.runtime.deviceSynchronize()
         self._modules.clear()
@@ -176,6 +180,10 @@ class Device:
             self._free(address)
         with self.calling("cudaFree at the end"):
             self._cupy.get_default_memory_pool().free_all_blocks()  # what libraries took through CuPy
+
+    def abandon(self) -> None:
+        """It failed, and CUDA says so to every call from now on: nothing is asked of it any more."""
+        self.abandoned = True
 
     @property
     def allocated(self) -> int:
@@ -334,8 +342,12 @@ class Device:
             with self.calling("cudaEventRecord"):
                 self.stream.record(mark)
         self.synchronize(self.stream)
-        between = self._cupy.cuda.get_elapsed_time
-        return [between(start, end) / 1e3 for start, end in pairwise(marks)]
+        return [self.seconds_between(start, end) for start, end in pairwise(marks)]
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """From one event to another, both made with `timing` and happened."""
+        with self.calling("cudaEventElapsedTime"):
+            return float(self._cupy.cuda.get_elapsed_time(start, end)) / 1e3
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the work queued on `stream`; None: for all there is. DeviceError if some of it failed."""
@@ -367,7 +379,7 @@ class Device:
     def _free(self, address: int) -> None:
         with self._lock:
             held = self._held.pop(address, None)
-        if held is None:
+        if held is None or self.abandoned:
             return
         held[1].detach()  # the address may be another array's by the time that nobody refers to this one
         with self.calling("cudaFree"):

@@ -30,7 +30,7 @@ class Clock:
         return 1e-3
 
 
-def refused(gpu: Gpu) -> Any:
+def refused(gpu: Gpu, number: int) -> Any:
     raise DeviceError("cudaErrorMemoryAllocation: out of memory")
 
 

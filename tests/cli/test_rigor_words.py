@@ -151,5 +151,5 @@ def test_a_patch_that_is_off_stops_the_run(place: Place, monkeypatch: pytest.Mon
     assert result.exit_code == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error")]
     assert line.startswith("Error: output voxel (z, y, x) = (")
-    assert line.endswith("find the layer with `znnpy plan --paranoid`, and report it")
+    assert "find the layer with `znnpy plan --paranoid`, and report it (output voxels (z, y, x) = (" in line
     assert not place.out.exists()

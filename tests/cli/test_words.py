@@ -77,7 +77,7 @@ def test_leading_zeros_are_no_large_numbers(place: Place) -> None:
     assert place.run("plan", "--shape", f"{'0' * 5000}40, 040,40", "--json").exit_code == 0
 
 
-@pytest.mark.parametrize("word", ["plan", "infer", "measure", "verify", "demo", "primitives"])
+@pytest.mark.parametrize("word", ["plan", "infer", "measure", "verify", "demo", "primitives", "graph", "timeline"])
 def test_help(place: Place, word: str) -> None:
     result = place.run(word, "--help")
     assert result.exit_code == 0
@@ -305,4 +305,4 @@ def test_kernels_are_not_asked_for_on_another_processor(place: Place, monkeypatc
 
 def test_commands_are_clicks() -> None:
     assert isinstance(cli.main, click.Group)
-    assert set(cli.main.commands) == {"plan", "infer", "verify", "demo", "primitives", "graph", "measure"}
+    assert set(cli.main.commands) == {"plan", "infer", "verify", "demo", "primitives", "graph", "timeline", "measure"}

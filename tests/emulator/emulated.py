@@ -76,10 +76,12 @@ class Launch(ctypes.Structure):
 
 
 class EmulatedEvent:
-    """A mark in a stream."""
+    """A mark in a stream; `timing`: it knows when it was reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timing: bool = False) -> None:
         self.mark: tuple[EmulatedStream, int] | None = None
+        self.timing = timing
+        self.reached: float | None = None  # seconds of `time.perf_counter()`
 
     def record(self, stream: EmulatedStream) -> None:
         stream.record(self)
@@ -105,6 +107,7 @@ class EmulatedStream:
         self.ptr = 0
         self.queued = self.finished = 0
         self._work: deque[Callable[[], None]] = deque()
+        self._timed: deque[EmulatedEvent] = deque()  # that were not reached
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +122,11 @@ class EmulatedStream:
 
     def record(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
         event = event or EmulatedEvent()
-        event.mark = (self, self.queued)
+        with _ONE:
+            event.mark, event.reached = (self, self.queued), None
+            if event.timing:
+                self._timed.append(event)
+                self._time(self.finished)
         return event
 
     def wait_event(self, event: EmulatedEvent) -> None:
@@ -140,6 +147,12 @@ class EmulatedStream:
             while self.finished < until:
                 self.finished += 1
                 self._work.popleft()()
+                self._time(self.finished)
+
+    def _time(self, finished: int) -> None:
+        """Events behind what was done were reached now, if they were not before."""
+        while self._timed and self._timed[0].mark is not None and self._timed[0].mark[1] <= finished:
+            self._timed.popleft().reached = time.perf_counter()
 
 
 class EmulatedKernel:
@@ -209,8 +222,10 @@ class _Pages(mmap.mmap):
 class EmulatedDevice:
     """`Device` over numpy: see there. Its memory is as large as `gpu` says."""
 
-    def __init__(self, gpu: Gpu = EMULATED_GPU) -> None:
+    def __init__(self, gpu: Gpu = EMULATED_GPU, number: int = 0) -> None:
         self.gpu = gpu
+        self.number = number
+        self.abandoned = False
         self.stream, self.uploads, self.downloads = EmulatedStream(), EmulatedStream(), EmulatedStream()
         self._held: dict[int, tuple[int, str, weakref.ref[_Pages]]] = {}  # address -> bytes, what for, memory
         self._freeing: dict[int, weakref.finalize[..., Any]] = {}
@@ -223,7 +238,12 @@ class EmulatedDevice:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def abandon(self) -> None:
+        self.abandoned = True
+
     def close(self) -> None:
+        if self.abandoned:
+            return
         self.synchronize()
         self._held.clear()
 
@@ -323,8 +343,14 @@ class EmulatedDevice:
         (self.stream if stream is None else stream).queue(lambda: array.fill(0))
 
     def event(self, *, timing: bool = False) -> EmulatedEvent:
-        del timing
-        return EmulatedEvent()
+        return EmulatedEvent(timing=timing)
+
+    def seconds_between(self, start: EmulatedEvent, end: EmulatedEvent) -> float:
+        if not (start.timing and end.timing):
+            raise refusal("cudaEventElapsedTime", "cudaErrorInvalidResourceHandle: an event without timing")
+        if start.reached is None or end.reached is None:
+            raise refusal("cudaEventElapsedTime", "cudaErrorNotReady: device not ready")
+        return float(np.float32(1e3 * (end.reached - start.reached))) / 1e3  # as CUDA says it
 
     def elapsed(self, work: Callable[[], object], repeats: int = 1) -> list[float]:
         seconds = []

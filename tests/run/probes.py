@@ -42,6 +42,7 @@ class Session:
     """
 
     under_way = 0
+    abandoned = False
 
     def __init__(self, hook: Hook, crew: Crew, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS) -> None:
         self.network = network
@@ -78,6 +79,9 @@ class Session:
     def wait(self, ticket: Any) -> None:
         if ticket is not None:
             ticket()
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
     def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
         self._crew.check()
@@ -174,10 +178,8 @@ def is_fault(error: BaseException, fault: BaseException, *, named: bool = True) 
     if not named or not isinstance(fault, Exception):
         return error is fault
     if isinstance(fault, ZnnpyError):
-        return (
-            type(error) is type(fault)
-            and re.fullmatch(place.pattern + ": " + re.escape(str(fault)), str(error)) is not None
-        )
+        inside, beside = f"{place.pattern}: {re.escape(str(fault))}", rf"{re.escape(str(fault))} \({place.pattern}\)"
+        return type(error) is type(fault) and re.fullmatch(f"{inside}|{beside}", str(error)) is not None
     notes = list(getattr(error, "__notes__", ()))
     if notes:
         error.__notes__.clear()  # the next test raises it again

@@ -289,7 +289,8 @@ def test_an_overflow_within_a_column_names_its_layer_and_where() -> None:
     volume[:, :10] = 127  # about 0 once normalised
     net.weights[0].bias[:] = 0
     plan = planned(network, network.dense_size(volume.shape[1:]), (2, 8, 8), column=16, ways=Ways(0, (), in_one=False))
-    said = r"^output voxels \(z, y, x\) = \(\d+, 0, 0\) to \(\d+, 8, 8\): layer 2 \(conv 2x2x2 -> 2 none\): "
+    step = r"output voxels \(z, y, x\) = \(\d+, 0, 0\) to \(\d+, 8, 8\), step \d+ of column 0"
+    said = rf"^{step}: layer 2 \(conv 2x2x2 -> 2 none\): "
     with pytest.raises(ValuesOverflowError, match=said):
         ran(plan, net, volume)
 

@@ -33,7 +33,7 @@ from znnpy.errors import DeviceError, Stopped, ValuesOverflowError, VramError
 from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.planner.candidates import splits
 from znnpy.planner.plan import Plan
-from znnpy.run import gpu, pipeline
+from znnpy.run import gpu, lane
 from znnpy.shapes import Precision, Vec3, turned, turned_back
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """All its memory is given back when a test is over. As much is queued as a session may queue."""
     monkeypatch.setattr(gpu, "QUEUED_SECONDS", np.inf)
     monkeypatch.setattr(gpu, "LOOK_SECONDS", 0)
-    monkeypatch.setattr(pipeline, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(lane, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
         yield device
         assert device.allocated == 0
@@ -225,7 +225,8 @@ def test_an_overflow_names_its_layer_and_where(device: EmulatedDevice, only: str
     net.weights[0].weight[:], net.weights[0].bias[:] = 1, -0.25
     plan = on_gpu(network, volume, (2, 8, 8), column=16, only=(only,), in_one=False, precision=precision)
     wider = "choose --precision tf32" if precision == "fp16" else ""
-    said = rf"^output voxels \(z, y, x\) = \(6, 0, 0\) to \(8, 8, 8\): layer 2 \(conv 2x2x2 -> 2 none\): .*{wider}"
+    step = r"output voxels \(z, y, x\) = \(6, 0, 0\) to \(8, 8, 8\), step \d+ of column 0"
+    said = rf"^{step}: layer 2 \(conv 2x2x2 -> 2 none\): .*{wider}"
     with pytest.raises(ValuesOverflowError, match=said):  # output voxel 6 is the first that sees plane 10
         ran(plan, net, volume, table=STAND_INS, device=device)
 

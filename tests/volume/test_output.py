@@ -161,7 +161,7 @@ def test_interrupted_then_resumed(path: Path) -> None:
         assert opened.header == HEADER
         assert opened.done == frozenset(range(5))
         assert not opened.finished
-        with pytest.raises(ValueError, match="is being resumed"):
+        with pytest.raises(ValueError, match="was begun before"):
             opened.begin(HEADER, {})
         write(opened, range(5, 8), expected())
     with output(path, "resume") as opened:

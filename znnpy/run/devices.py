@@ -44,6 +44,7 @@ class Site:
     sentences: tuple[str, ...] = ()  # what is not as asked for, to be told once
     gpu: Device | None = None
     others: tuple[Device, ...] = ()  # GPUs of the same kind that compute too
+    devices: int = 1  # that compute, those of a machine that is not here counted, the processors as one
     free_bytes: int | None = None  # of the GPU's memory when it was opened, with what CUDA took then
     context_bytes: int = 0  # that CUDA took then
     costs: Shelf = field(default_factory=Shelf)  # what was measured of the machine
@@ -56,11 +57,6 @@ class Site:
     def gpus(self) -> tuple[Device, ...]:
         """All that are open."""
         return () if self.gpu is None else (self.gpu, *self.others)
-
-    @property
-    def devices(self) -> int:
-        """How many compute, the processors as one."""
-        return 1 + len(self.others)
 
     @property
     def later_bytes(self) -> int:
@@ -144,6 +140,20 @@ def check_device_words(device: str, vram: int | str | None, precision: str | Non
     return meant
 
 
+def gpus_of(gpus: int | str | None, meant: str) -> int | None:
+    """How many GPUs compute, None for "all"; ValueError for words that there are not."""
+    if gpus is None:
+        return 1
+    if meant == "cpu":
+        raise ValueError("--gpus are for runs on GPUs, and --device cpu was asked for: drop one")
+    if gpus == "all":
+        return None
+    count = int(gpus) if isinstance(gpus, int) or gpus.isdecimal() else 0
+    if count < 1:
+        raise ValueError(f"{gpus!r} is no number of GPUs: give 1 or more, or all")
+    return count
+
+
 @contextmanager
 def site_for(
     make: Callable[[Site], Plan],
@@ -206,8 +216,8 @@ def opened(meant: str, precision: str | None = None) -> Iterator[Site]:
         yield Site(this_machine(), sentences=(*why, *_unused(None, precision)))
 
 
-def elsewhere(costs: Shelf, device: str, precision: str | None) -> Site:
-    """The machine that a file of costs is of, as if nobody used its GPU. PlanFileError where `device` is another."""
+def elsewhere(costs: Shelf, device: str, precision: str | None, gpus: int | None = 1) -> Site:
+    """The machine that a file of costs is of, as if nobody used its GPUs. PlanFileError where `device` is another."""
     named = costs.named
     assert named is not None, "a machine that is not here is known by its costs"
     if device not in ("auto", named.device):
@@ -218,7 +228,9 @@ def elsewhere(costs: Shelf, device: str, precision: str | None) -> Site:
     gpu = named.machine.gpu
     if gpu is None:
         return Site(named.machine, sentences=tuple(_unused(None, precision)), costs=costs)
-    return Site(named.machine, word_of(precision), (), None, (), gpu.memory_bytes, CONTEXT_BYTES, costs)
+    if gpus is None:
+        raise PlanFileError(f"{costs.file} does not say how many GPUs {named.name} has: give --gpus a number")
+    return Site(named.machine, word_of(precision), (), None, (), gpus, gpu.memory_bytes, CONTEXT_BYTES, costs)
 
 
 def check_here(plan: Plan) -> None:
@@ -288,7 +300,8 @@ def _opened(gpu: Gpu, precision: Precision, gpus: int | None = 1) -> Iterator[Si
         free = min(device.free_bytes() for device in devices)
         taken = min(gpu.memory_bytes - free, MOST_CONTEXT_BYTES)
         others = tuple(devices[1:])
-        yield Site(replace(this_machine(), gpu=gpu), precision, (), devices[0], others, free + taken, taken)
+        machine = replace(this_machine(), gpu=gpu)
+        yield Site(machine, precision, (), devices[0], others, len(devices), free + taken, taken)
 
 
 def _explained(make: Callable[[Site], Plan], site: Site) -> Plan:

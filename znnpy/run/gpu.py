@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
@@ -23,19 +23,21 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import DeviceError, ValuesOverflowError
+from znnpy.errors import DeviceError, OutputError, ValuesOverflowError
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.kernels.gpu.moves import Moves
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import PINNED, STAGED
 from znnpy.planner.plan import Plan, Tensor
 from znnpy.run.arena import Arena
-from znnpy.run.workshop import Voxels, dtype_of, input_overflow, layer_of, output_overflow
+from znnpy.run.device_trace import DeviceTrace
+from znnpy.run.workshop import UNTRACED, Voxels, dtype_of, input_overflow, layer_of, output_overflow
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Footprint
+    from znnpy.run.trace import Trace
 
 LOOK_SECONDS = 0.0001  # between looks at an event: a wait in CUDA would not notice Ctrl-C
 QUEUED_SECONDS = 0.2  # of layers, as predicted, behind which no other is queued: Ctrl-C waits for them to free memory
@@ -81,8 +83,17 @@ class GpuWorkshop:
 
     under_way = 1
 
-    def __init__(self, plan: Plan, network: Network, crew: Crew, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        network: Network,
+        crew: Crew,
+        device: Device | None = None,
+        trace: Trace | None = None,
+        lane: str = "GPU",
+    ) -> None:
         self._plan, self._network, self._crew, self._device = plan, network, crew, device
+        self._trace, self._lane = trace, lane
         self._windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
         self._convolutions = [index for index, choice in enumerate(plan.choices) if choice.shape.kind == "conv"]
         self._release()
@@ -102,6 +113,7 @@ class GpuWorkshop:
         self._step: _Ticket | None = None  # that was begun and is not yet queued to its end
         self._queued: deque[tuple[Any, float]] = deque()  # layers: event of the end, predicted seconds
         self._queued_seconds = 0.0
+        self._traced: DeviceTrace | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -109,19 +121,30 @@ class GpuWorkshop:
         return self
 
     def __exit__(self, *cause: Any) -> None:
+        if self.hands.abandoned:
+            with self._open:
+                self._release()
+            return
         try:
             for stream in (self.hands.uploads, self.hands.stream, self.hands.downloads):
                 self._await(self._mark(stream))
-        except DeviceError:
+            if self._traced is not None:
+                self._traced.end_all()
+        except (DeviceError, OutputError):
             if cause[0] is None:
                 raise  # else it is most likely what is on its way up
         finally:
             with self._open:
                 self._release()
 
+    def abandon(self) -> None:
+        self.hands.abandon()
+
     def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         device, plan, network = self.hands, self._plan, self._network
         block = device.allocate(nbytes, "the arena")
+        if self._trace is not None:
+            self._traced = DeviceTrace(self._trace, device)
 
         def view(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
             return device.view(block, shape, dtype, offset=offset)
@@ -179,7 +202,10 @@ class GpuWorkshop:
         self._lent.append(_Lent(raw_slot, out_slot, words, device.address(words), peaks))
         self._step = _Ticket(raw, out, landing, device.event())
         staged = device.view(raw_slot, raw.shape, raw.dtype)
-        device.copy_async(staged, raw, device.uploads)
+        if self._traced is not None:
+            self._traced.begin()
+        with self._span("upload", device.uploads, "upload"):
+            device.copy_async(staged, raw, device.uploads)
         device.stream.wait_event(self._mark(device.uploads))
         if begins:
             device.clear(words)
@@ -192,10 +218,11 @@ class GpuWorkshop:
         assert self._step is not None
         step, self._step = self._step, None
         device.downloads.wait_event(self._mark(device.stream))
-        device.copy_async(lent.peaks, lent.words, device.downloads)
-        if step.landing is not None:
-            landed = device.view(lent.out, step.landing.shape, step.landing.dtype)
-            device.copy_async(step.landing, landed, device.downloads)
+        with self._span("download", device.downloads, "download"):
+            device.copy_async(lent.peaks, lent.words, device.downloads)
+            if step.landing is not None:
+                landed = device.view(lent.out, step.landing.shape, step.landing.dtype)
+                device.copy_async(step.landing, landed, device.downloads)
         device.downloads.record(step.done)
         return step
 
@@ -205,6 +232,8 @@ class GpuWorkshop:
 
     def wait(self, ticket: _Ticket) -> None:
         self._await(ticket.done, self._crew)
+        if self._traced is not None:
+            self._traced.end()
         lent = self._lent.popleft()
         peaks = lent.peaks.tolist()
         self._raw_slots.append(lent.raw)
@@ -215,6 +244,14 @@ class GpuWorkshop:
         self._check(ticket, *peaks)
         if ticket.out is not None and ticket.landing is not None and ticket.landing is not ticket.out:
             ticket.out[...] = ticket.landing
+
+    def span(self, name: str, **facts: int) -> AbstractContextManager[None]:
+        return self._span("compute", self.hands.stream, name, **facts)
+
+    def _span(self, track: str, stream: Any, name: str, **facts: int) -> AbstractContextManager[None]:
+        if self._traced is None:
+            return UNTRACED
+        return self._traced.span(f"{self._lane} {track}", stream, name, **facts)
 
     def clear(self, kept: Any) -> None:
         self._moving.clear(kept)

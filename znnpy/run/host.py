@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,10 +17,11 @@ from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Plan, Tensor
 from znnpy.run.arena import host_arena
-from znnpy.run.workshop import Voxels, corners, input_overflow, layer_of, output_overflow
+from znnpy.run.workshop import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Bytes, Footprint
+    from znnpy.run.trace import Trace
 
 NOTHING = host_arena(aligned_bytes(0), ())
 
@@ -29,8 +31,10 @@ class HostWorkshop:
 
     under_way = 0
 
-    def __init__(self, plan: Plan, network: Network, crew: Crew) -> None:
+    def __init__(self, plan: Plan, network: Network, crew: Crew, trace: Trace | None = None, lane: str = "CPU") -> None:
         self.hands = crew
+        self._trace, self._lane = trace, lane
+        self._steps = 0  # begun
         self._plan, self._network = plan, network
         along = network.turned(plan.axis)
         self._windows = [layer.window for layer in along.layers if isinstance(layer, Pool)]
@@ -42,6 +46,9 @@ class HostWorkshop:
 
     def __exit__(self, *cause: Any) -> None:
         self._arena = NOTHING
+
+    def abandon(self) -> None:
+        """Processors do not fail alone."""
 
     def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         del footprints
@@ -73,6 +80,7 @@ class HostWorkshop:
 
     def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Voxels, Voxels | None]:
         del begins
+        self._steps += 1
         return raw, out
 
     def give(self) -> None:
@@ -91,6 +99,11 @@ class HostWorkshop:
             step.run(x, out, scratch, *carried)
         except ValuesOverflowError as error:
             raise error.with_context(layer_of(self._plan, self._network, index)) from None
+
+    def span(self, name: str, **facts: int) -> AbstractContextManager[None]:
+        if self._trace is None:
+            return UNTRACED
+        return self._trace.span(self._lane, name, step=self._steps - 1, **facts)
 
     def clear(self, kept: Any) -> None:
         """Gigabytes, so all threads write them."""

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import DeviceError, DeviceLostError, Stopped, ZnnpyError
+from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError, ZnnpyError
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
 from znnpy.planner.plan import Plan
@@ -59,6 +59,9 @@ class Computes(Protocol):
     def done(self, ticket: Any) -> bool: ...
 
     def wait(self, ticket: Any) -> None: ...
+
+    def abandon(self) -> None:
+        """Its device failed: nothing is asked of it any more, nor waited for."""
 
 
 class Stops(Protocol):
@@ -196,13 +199,11 @@ class Computing:
         self._stopping = threading.Event()
         self._flights: deque[_Flight] = deque()
         self._unseen = Unseen(session.plan, session.network.field_of_view)
-        left = [
-            column
-            for index, column in enumerate(self.shares.columns, self.shares.first)
-            if index not in self.shares.done
-        ]
-        reads = sum(len(column.steps) for column in left)
-        writes = sum(step.write.voxels > 0 for column in left for step in column.steps)
+        reads = writes = 0
+        for index, column in enumerate(self.shares.columns, self.shares.first):
+            if index not in self.shares.done:
+                reads += len(column.steps)
+                writes += sum(step.write.voxels > 0 for step in column.steps)
         self._raws, outs = session.buffers(source.dtype, dtype, reads=reads, writes=writes)
         self._outs = iter(outs)
         self.shares.join(self)
@@ -215,6 +216,13 @@ class Computing:
         self.out.append(made)
         self._out_free.put(len(self.out) - 1)
         return True
+
+    def lose(self, error: Exception) -> None:
+        """It failed, and others go on."""
+        self.lost = str(error)
+        if not isinstance(error, VramError):
+            self._session.abandon()
+        self.stop()
 
     def free(self, buffer: int) -> None:
         """What came out in it was written."""
@@ -241,7 +249,7 @@ class Computing:
                     self._raw.append(made)
                     self._raw_free.put(len(self._raw) - 1)
                 buffer = self._take(self._raw_free)
-                with self._timed("reading", turn), where(turn):
+                with self._timed("reading", turn), beside(turn):
                     bad = self._source.read(turn.patch.read, self._raw[buffer])
                 self._raw_full.put(_Read(turn, buffer, bad))
                 del bad  # masks go where their buffers go, so that there are no more of them
@@ -255,7 +263,7 @@ class Computing:
             if turn.writes:
                 out = self._next(self._out_free, turn)
             with self._timed("computing", turn):
-                with where(turn):
+                with within(turn):
                     voxels = None if out is None else self.out[out]
                     ticket = self._session.submit(self._raw[read.buffer], voxels, begins=turn.number == 0)
                 hidden = self._unseen.after(read.bad, writes=turn.writes)
@@ -280,7 +288,7 @@ class Computing:
     def _land(self, flight: _Flight) -> None:
         """Wait for the step that was submitted first, and let its buffers go."""
         turn = flight.turn
-        with self._timed("computing", turn), where(turn):
+        with self._timed("computing", turn), within(turn):
             self._session.wait(flight.ticket)
         self._raw_free.put(flight.raw)
         if turn.ends:
@@ -315,14 +323,28 @@ class Computing:
 
 
 @contextmanager
-def where(turn: Turn) -> Iterator[None]:
-    """What fails names the step, and the output voxels that it is for; what is no ZnnpyError in a note."""
-    lo, hi = turn.output.lo, turn.output.hi
-    place = f"output voxels (z, y, x) = {lo} to {hi}, {turn}"
+def within(turn: Turn) -> Iterator[None]:
+    """What fails in a step names it first, and the output voxels that it is for; what is no ZnnpyError in a note."""
     try:
         yield
     except ZnnpyError as error:
-        raise error.with_context(place) from None
+        raise error.with_context(_place(turn)) from None
     except Exception as error:
-        error.add_note(place)
+        error.add_note(_place(turn))
         raise
+
+
+@contextmanager
+def beside(turn: Turn) -> Iterator[None]:
+    """What fails beside a step, a disk for one, names it last."""
+    try:
+        yield
+    except ZnnpyError as error:
+        raise type(error)(f"{error} ({_place(turn)})") from None
+    except Exception as error:
+        error.add_note(_place(turn))
+        raise
+
+
+def _place(turn: Turn) -> str:
+    return f"output voxels (z, y, x) = {turn.output.lo} to {turn.output.hi}, {turn}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from znnpy.errors import DeviceError, DeviceLostError, Stopped
 from znnpy.patches import Box, Column
-from znnpy.run.lane import END, Computes, Computing, Effort, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, where
+from znnpy.run.lane import END, Computes, Computing, Effort, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside
 from znnpy.run.shares import Shares
 from znnpy.shapes import subtract
 
@@ -197,13 +197,12 @@ class _Run:
                 begun = lane.shares.lose(lane)
                 if begun is None:
                     raise
-                lane.lost = str(error)
                 for lease in begun:
                     self._now.steps -= lease.steps
                     self._now.work -= lease.work
                     self._now.voxels -= lease.voxels
                     lane.voxels -= lease.voxels
-            lane.stop()
+            lane.lose(error)
 
     def _land(self, turn: Turn, landed: Landed | None) -> None:
         """A step was computed."""
@@ -244,7 +243,7 @@ class _Run:
             if landed.hidden is not None:
                 np.copyto(voxels, np.nan, where=landed.hidden)
             kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
-            with where(turn):
+            with beside(turn):
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
             if self._add(turn, patch.write.voxels):
                 lane.voxels += patch.write.voxels

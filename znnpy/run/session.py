@@ -19,19 +19,22 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.layout import carried_planes, reads_apart
-from znnpy.planner.plan import Plan
+from znnpy.planner.plan import Choice, Plan
 from znnpy.run.host import HostWorkshop
 from znnpy.run.workshop import Workshop, dtype_of
 from znnpy.shapes import turn
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
+    from znnpy.run.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
     """One layer, or two in one, with the arrays it runs on."""
 
+    name: str  # `conv 3 cpu.conv.direct`, in traces
+    layer: int  # the first of it
     step: Any  # a Step, CarryingStep or DeviceStep
     x: Any  # all images that there are at a time; `step` takes a part of them or all
     out: Any  # new planes of the next one's `x`
@@ -54,6 +57,9 @@ class Session:
 
     A plan for the GPU runs on `device`, or on one that the session opens and closes. Then a step that is submitted is
     on its way through three stages, upload, computation and download, and so may be the next one.
+
+    A `trace` is told of every layer of every step, for the images `first` to `last` of its input, and of what is moved;
+    `lane` is what the device is called there, where there are several.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class Session:
         table: tuple[Primitive, ...] = TABLE,
         *,
         device: Device | None = None,
+        trace: Trace | None = None,
+        lane: str | None = None,
     ) -> None:
         self.plan = plan
         self.network = network
@@ -74,7 +82,7 @@ class Session:
         self._weights = dict(zip(network.convolutions, weights, strict=True))
         self._along = network.turned(plan.axis)  # the axis walked along is the first within a session
         self._open = ExitStack()
-        self._shop = _workshop(plan, network, crew, device)
+        self._shop = _workshop(plan, network, crew, device, trace, lane or plan.device.upper())
         self._bound: tuple[_Bound, ...] = ()
         self._input: Any  # new planes of the first layer's input
         self._step = 0  # of the column, counted from the first that gives output
@@ -136,7 +144,8 @@ class Session:
             pools = choice.shape.out_shape[0] // choice.shape.batch
             from_step = -self._steps_before(self._along.margins[choice.layers[1] + 1][0])
             carry = self._carry(i, carried[i])
-            bound.append(_Bound(step, x, out, scratch, apart[i], choice.shape.batch, pools, from_step, carry))
+            layer, batch = choice.layers[0], choice.shape.batch
+            bound.append(_Bound(_name(choice), layer, step, x, out, scratch, apart[i], batch, pools, from_step, carry))
         self._bound = tuple(bound)
 
     def _carry(self, index: int, planes: int) -> Any | None:
@@ -180,11 +189,17 @@ class Session:
             self._step = -self._steps_before(self._along.margins[0][0])
             for bound in self._bound:
                 if bound.carry is not None:
-                    self._shop.clear(bound.carry)
-        self._shop.load(source.transpose(axes), self._input)
+                    with self._shop.span("clear", layer=bound.layer):
+                        self._shop.clear(bound.carry)
+        with self._shop.span("load"):
+            self._shop.load(source.transpose(axes), self._input)
         self._advance(0, 0, None if target is None else target.transpose(axes))
         self._step += 1
         return self._shop.give()
+
+    def abandon(self) -> None:
+        """The device failed: nothing is asked of it any more, and leaving waits for nothing."""
+        self._shop.abandon()
 
     def done(self, ticket: Any) -> bool:
         """`wait` would return at once."""
@@ -202,12 +217,14 @@ class Session:
         """Carry on from the input of choice `index`: `first` counts all images of a step up to those that are there."""
         if index == len(self._bound):
             if out is not None:
-                self._shop.store(self._bound[-1].out, first, out)
+                fragments = self._bound[-1].out
+                with self._shop.span("store", first=first, last=first + len(fragments) - 1):
+                    self._shop.store(fragments, first, out)
             return
         bound = self._bound[index]
         runs = self._step >= bound.from_step
         if bound.carry is not None and not (runs and bound.apart):
-            self._shop.keep(bound.carry[first : first + len(bound.x)], bound.x, join=not bound.apart)
+            self._keep(bound, first, bound.x)
         if not runs:
             return
         for lo in range(0, len(bound.x), bound.batch):
@@ -218,19 +235,35 @@ class Session:
         """Run choice `index` on a part of its input, whose first image is image `first` of all."""
         bound = self._bound[index]
         before = bound.carry[first : first + len(x)] if bound.apart and bound.carry is not None else None
-        self._shop.run(index, bound.step, x, bound.out, bound.scratch, before)
+        with self._shop.span(bound.name, layer=bound.layer, first=first, last=first + len(x) - 1):
+            self._shop.run(index, bound.step, x, bound.out, bound.scratch, before)
         if before is not None:
-            self._shop.keep(before, x, join=False)
+            self._keep(bound, first, x)
         self.written[index] += prod(bound.out.shape[:4])
 
+    def _keep(self, bound: _Bound, first: int, x: Any) -> None:
+        """Keep the last planes of these images, the first of which is image `first` of all, for the next step."""
+        assert bound.carry is not None
+        with self._shop.span("carry", layer=bound.layer, first=first, last=first + len(x) - 1):
+            self._shop.keep(bound.carry[first : first + len(x)], x, join=not bound.apart)
 
-def _workshop(plan: Plan, network: Network, crew: Crew, device: Device | None) -> Workshop:
+
+def _workshop(
+    plan: Plan, network: Network, crew: Crew, device: Device | None, trace: Trace | None, lane: str
+) -> Workshop:
     """Where a plan runs."""
     if plan.device == "cpu":
-        return HostWorkshop(plan, network, crew)
+        return HostWorkshop(plan, network, crew, trace, lane)
     from znnpy.run.gpu import GpuWorkshop  # here: runs on the CPU need none of it
 
-    return GpuWorkshop(plan, network, crew, device)
+    return GpuWorkshop(plan, network, crew, device, trace, lane)
+
+
+def _name(choice: Choice) -> str:
+    """Kind, layers and primitive."""
+    first, last = choice.layers
+    layers = f"{first}" if first == last else f"{first}-{last}"
+    return f"{choice.shape.kind} {layers} {choice.primitive}"
 
 
 def _turned(weights: ConvWeights | None, axis: int) -> ConvWeights | None:

@@ -35,14 +35,12 @@ class Shares:
     columns: Sequence[Column]
     first: int = 0  # index of the first of them in the run's output
     done: Set[int] = frozenset()  # indices that earlier runs finished
-    _todo: deque[int] = field(init=False)
+    _begun: int = field(default=0, init=False)  # all columns before it
+    _returned: deque[int] = field(default_factory=deque, init=False)  # and of them those that lost lanes had
     _lanes: set[Hashable] = field(default_factory=set, init=False)
     _held: dict[int, Lease] = field(default_factory=dict, init=False)
     _turn: threading.Condition = field(default_factory=threading.Condition, init=False)
     _stopped: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self._todo = deque(i for i in range(len(self.columns)) if self.first + i not in self.done)
 
     def join(self, lane: Hashable) -> None:
         """Before anybody takes: `lane` will."""
@@ -56,8 +54,7 @@ class Shares:
                     raise Stopped
                 if lane not in self._lanes:
                     return None
-                if self._todo:
-                    number = self._todo.popleft()
+                if (number := self._next()) is not None:
                     lease = self._held[number] = Lease(self.first + number, self.columns[number], lane)
                     return lease
                 if all(lease.lane == lane for lease in self._held.values()):
@@ -75,14 +72,28 @@ class Shares:
         with self._turn:
             self._lanes.discard(lane)
             lost = [lease for lease in self._held.values() if lease.lane == lane]
-            if not self._lanes and (lost or self._todo):
+            if not self._lanes and (lost or self._left()):
                 return None
             for lease in lost:
                 lease.void = True
                 del self._held[lease.index - self.first]
-            self._todo.extendleft(sorted((lease.index - self.first for lease in lost), reverse=True))
+            self._returned.extend(sorted(lease.index - self.first for lease in lost))
             self._turn.notify_all()
             return lost
+
+    def _left(self) -> bool:
+        """Somebody has yet to begin some."""
+        while self._begun < len(self.columns) and self.first + self._begun in self.done:
+            self._begun += 1
+        return bool(self._returned) or self._begun < len(self.columns)
+
+    def _next(self) -> int | None:
+        if not self._left():
+            return None
+        if self._returned:
+            return self._returned.popleft()
+        self._begun += 1
+        return self._begun - 1
 
     def stop(self) -> None:
         """From any thread: whoever waits, or takes, is Stopped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Footprint
 
 Voxels = npt.NDArray[Any]
+UNTRACED = nullcontext()  # enters nothing, as often as one likes
 
 
 class Workshop(Protocol):
@@ -36,6 +38,9 @@ class Workshop(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *cause: Any) -> None: ...
+
+    def abandon(self) -> None:
+        """The device failed: nothing is asked of it any more."""
 
     def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         """Take the arena; the footprints are those of the steps that will `run`.
@@ -74,6 +79,9 @@ class Workshop(Protocol):
 
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
         """Run the step of choice `index`; `before` as for a CarryingStep. ValuesOverflowError here, or from `wait`."""
+
+    def span(self, name: str, **facts: int) -> AbstractContextManager[None]:
+        """Around what is one span of a trace, between `take` and `give`; nothing where there is no trace."""
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int

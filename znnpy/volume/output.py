@@ -68,7 +68,7 @@ class Output:
         self.path = path
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        self.header: JournalHeader | None = None  # of the run that is resumed
+        self.header: JournalHeader | None = None  # of the run that is resumed, or was begun
         self.finished = False  # a resumed job's output is complete: nothing to do
         self.done: Set[int] = frozenset()  # columns finished by earlier runs
         self._volume = volume
@@ -120,7 +120,7 @@ class Output:
         attributes  of the prediction: name -> text, number or array; `job` is added.
         """
         if self.header is not None or self.finished:
-            raise ValueError(f"{self.path} is being resumed, so it cannot begin")
+            raise ValueError(f"{self.path} was begun before, so it cannot begin")
         with self._explained():
             self._journal.remove()  # first, lest it vouch for a file that is gone
             _remove(self._partial)
@@ -129,8 +129,24 @@ class Output:
             )
             self._open_store()
             self._journal.create(header)
+        self.header = header
         self._columns = header.columns
         self._kept = ColumnSet(header.columns)
+
+    def pause(self) -> None:
+        """A run ended early, and will go on: what it finished is done. Where that is nothing it may begin anew."""
+        with self._turn:
+            if self._store is None:
+                return
+            self._sync()
+            self.done = ColumnSet(self._columns, self._kept)
+            if not self.done:
+                self.header = None
+                self._store.close()
+                self._store = None
+                with self._explained():
+                    self._journal.remove()
+                    _remove(self._partial)
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         """Write voxels (maps, *box.size) of `self.dtype`, any strides, at dense-output coordinates `box`."""

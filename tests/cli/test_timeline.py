@@ -1,0 +1,319 @@
+"""`znnpy infer --trace` and `znnpy timeline`: what a run did when, in a file and in a picture."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from place import Place
+
+from znnpy import timeline
+from znnpy.errors import ZnnpyError
+from znnpy.inference import infer
+from znnpy.pen import SCALE, Pen
+from znnpy.run import trace as traces
+from znnpy.run.trace import Span, Trace, read_spans
+
+PROGRAM = Path(sys.executable).with_name("znnpy")
+WORDS = ("--patch", "4,4,4", "--threads", 1, "--device", "cpu")
+
+
+@pytest.fixture
+def trace(place: Place) -> Path:
+    return place.folder / "trace.json"
+
+
+def layers_in(path: Path) -> set[int]:
+    return {span.facts["layer"] for span in read_spans(path) if isinstance(span, Span) and "layer" in span.facts}
+
+
+def some_spans(path: Path, *spans: tuple[str, str, float, float]) -> Path:
+    """A trace of these: track, name, begin and end, in seconds since it began; of layer 3 what is called `conv`."""
+    with Trace(path) as trace:
+        for track, name, begin, end in spans:
+            facts = {"layer": 3} if name.startswith("conv") else {}
+            trace.record(track, name, trace._zero + begin, trace._zero + end, **facts)
+    return path
+
+
+SOME = (
+    ("CPU reading", "step 0 of column 0", 0.0, 1.0),
+    ("CPU reading", "step 1 of column 0", 0.5, 1.5),
+    ("CPU", "conv 3 cpu.conv.direct", 1.0, 3.0),
+    ("CPU waiting", "step 1 of column 0", 3.0, 3.5),
+    ("CPU", "store", 3.5, 4.0),
+)
+
+
+# --- a run ---
+
+
+def test_a_run_tells_what_it_did(place: Place, trace: Path) -> None:
+    assert place.infer(*WORDS, "--trace", trace).exit_code == 0
+    expected = place.prediction()
+    assert json.loads(trace.read_bytes())["traceEvents"]
+    tracks = {span.track for span in read_spans(trace) if isinstance(span, Span)}
+    assert tracks == {"CPU", "CPU reading", "CPU waiting", "writer"}
+    assert {0, 2} <= layers_in(trace) <= {0, 1, 2, 3}  # a convolution and the pooling behind it may be in one
+    assert place.infer(*WORDS, "--overwrite").exit_code == 0
+    np.testing.assert_array_equal(place.prediction(), expected)
+
+
+def test_in_the_library(place: Place, trace: Path) -> None:
+    infer(place.volume, place.folder / "net.yaml", out=place.out, trace=str(trace), device="cpu")
+    assert 0 in layers_in(trace)
+
+
+def test_a_trace_is_not_replaced_unasked(place: Place, trace: Path) -> None:
+    assert place.infer(*WORDS, "--trace", trace).exit_code == 0
+    place.out.unlink()
+    sentence = place.refusal(*place.words, "--trace", trace)
+    assert sentence == f"{trace} exists already; give another --trace, or --overwrite to replace it"
+    assert place.infer(*WORDS, "--trace", trace, "--overwrite").exit_code == 0
+
+
+def test_traces_that_may_not_be_written(place: Place) -> None:
+    """One sentence, before anything is done; --overwrite is for the output and a trace, and for no other file."""
+    for name in ("volume.h5", "net.yaml", "net.npz"):
+        sentence = place.refusal(*place.words, "--overwrite", "--trace", place.folder / name)
+        assert sentence.endswith(f"{name} is no trace, and nothing else is replaced by one; give another --trace")
+    assert "out.h5 is the output; give another --trace" in place.refusal(*place.words, "--trace", place.out)
+    assert "is no folder; give another --trace" in place.refusal(
+        *place.words, "--trace", place.folder / "no" / "t.json"
+    )
+    assert "is a folder; give another --trace" in place.refusal(*place.words, "--trace", place.folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(place: Place) -> None:
+    closed = place.folder / "closed"
+    closed.mkdir()
+    closed.chmod(0o500)
+    sentence = place.refusal(*place.words, "--trace", closed / "trace.json")
+    assert sentence.startswith(f"cannot write the trace {closed / 'trace.json'}: Permission denied; ")
+
+
+def test_a_run_that_is_refused_leaves_no_trace(place: Place, trace: Path) -> None:
+    assert "there is no file" in place.refusal("infer", place.folder / "gone.h5", "--trace", trace)
+
+
+def test_a_disk_that_fills_ends_the_run_with_a_sentence(
+    place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was finished is kept."""
+    write, calls = traces._write_all, count()
+
+    def fills(file: Any, at: int, content: bytes) -> None:
+        if next(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, at, content)
+
+    words = ("--patch", "4,2,2", "--threads", 1, "--device", "cpu", "--cover", "patches")
+    with monkeypatch.context() as patch:
+        patch.setattr(traces, "_write_all", fills)
+        patch.setattr(traces, "BATCH", 50)
+        result = place.infer(*words, "--trace", trace)
+    assert result.exit_code == 1
+    assert "Traceback" not in result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert f"cannot write the trace {trace}: No space left on device; make room, " in last
+    assert not trace.exists()
+    assert not list(place.folder.glob("trace.json*"))
+    assert place.infer(*words, "--trace", trace, "--resume").exit_code == 0
+
+
+def test_a_run_that_is_stopped_leaves_its_trace(place: Place, trace: Path) -> None:
+    place.write_volume(np.random.default_rng(11).integers(0, 256, (45, 43, 41), np.uint8))
+    words = [*place.words, "--patch", "2,2,2", "--threads", "1", "--device", "cpu", "--trace", str(trace)]
+    with subprocess.Popen([PROGRAM, *words], stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not any(draft.stat().st_size for draft in place.folder.glob("trace.json.*.partial")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 143
+    *spans, why = read_spans(trace)
+    assert why == "Terminated"
+    assert len(spans) > 10
+    shown = place.run("timeline", trace)
+    assert shown.stdout.splitlines()[-1] == "the run ended early: Terminated"
+
+
+# --- its timeline ---
+
+
+def test_how_busy_each_track_was(place: Place, trace: Path) -> None:
+    """What overlaps counts once; waiting is no work."""
+    some_spans(trace, *SOME)
+    result = place.run("timeline", trace)
+    assert result.exit_code == 0
+    assert result.stdout == (
+        "             from 0 s to 4 s\n"
+        "CPU reading  busy 37.5 %, idle 62.5 %\n"
+        "CPU          busy 62.5 %, idle 37.5 %\n"
+        "CPU waiting  12.5 % of the time\n"
+    )
+
+
+def test_a_window_as_json(place: Place, trace: Path) -> None:
+    some_spans(trace, *SOME)
+    document = json.loads(place.run("timeline", trace, "--from", 1.25, "--to", 3.25, "--json").stdout)
+    assert (document["from"], document["to"], document["ended_early"]) == (1.25, 3.25, None)
+    rows = {row["track"]: row for row in document["tracks"]}
+    assert [row["spans"] for row in rows.values()] == [1, 1, 1]
+    assert [row["waits"] for row in rows.values()] == [False, False, True]
+    assert [row["seconds"] for row in rows.values()] == pytest.approx([0.25, 1.75, 0.25], abs=1e-6)
+    assert [row["share"] for row in rows.values()] == pytest.approx([0.125, 0.875, 0.125], abs=1e-6)
+
+
+def test_a_picture_of_a_run(place: Place, trace: Path) -> None:
+    picture = place.folder / "timeline.png"
+    assert place.infer(*WORDS, "--trace", trace).exit_code == 0
+    result = place.run("timeline", trace, "--out", picture)
+    assert result.exit_code == 0, result.stderr
+    assert "CPU" in result.stdout
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+        assert image.width == timeline.WIDTH * SCALE
+        assert len(image.convert("RGB").getcolors(2**20) or []) > 6
+    assert "timeline.png exists already; give another --out, or" in place.refusal("timeline", trace, "--out", picture)
+    assert place.run("timeline", trace, "--out", picture, "--overwrite", "--from", 0, "--to", 1).exit_code == 0
+    assert not list(place.folder.glob("*.partial"))
+
+
+def test_bars_are_where_their_spans_are(place: Place, trace: Path) -> None:
+    """A colour for each layer and name, one for each track of patches; grey where somebody waits."""
+    picture = place.folder / "timeline.png"
+    some_spans(trace, *SOME)
+    assert place.run("timeline", trace, "--out", picture).exit_code == 0
+    found = timeline.read_timeline(trace)
+    assert [{bar.kind for bar in row.bars} for row in found.rows] == [
+        {"CPU reading"},
+        {"conv 3 cpu.conv.direct", "store"},
+        {"CPU waiting"},
+    ]
+    colours = timeline._colours(found.rows)
+    assert len(set(colours.values())) == 4
+    assert colours["CPU waiting"] == timeline.WAITING
+    with Image.open(picture) as image:
+        pixels = np.array(image.convert("RGB"))
+    bars: dict[str, tuple[int, int]] = {}  # first and last pixel along a row; the legend is below all rows
+    for kind, colour in colours.items():
+        tall = (pixels[: -80 * SCALE] == colour).all(axis=2).sum(axis=0)
+        (along,) = np.nonzero(abs(tall - timeline.BAR * SCALE) <= 2)
+        bars[kind] = int(along.min()), int(along.max()) + 1
+        assert (pixels[-80 * SCALE :] == colour).all(axis=2).sum() > 20 * SCALE, f"{kind} is not in the legend"
+    second = (bars["store"][1] - bars["CPU reading"][0]) / 4
+    begin = bars["CPU reading"][0]
+    for kind, (lo, hi) in {
+        "CPU reading": (0.0, 1.5),
+        "conv 3 cpu.conv.direct": (1.0, 3.0),
+        "CPU waiting": (3.0, 3.5),
+        "store": (3.5, 4.0),
+    }.items():
+        assert bars[kind] == pytest.approx((begin + lo * second, begin + hi * second), abs=2 * SCALE)
+
+
+@pytest.mark.parametrize("sentence", ["layer 2: 3 > 2; do less", "as long as no line is " * 40], ids=["short", "long"])
+def test_the_picture_says_why_a_run_ended_early(place: Place, trace: Path, sentence: str) -> None:
+    sizes, pixels = [], np.zeros(0)
+    for error in (None, ZnnpyError(sentence)):
+        picture = place.folder / f"{error is None}.png"
+        found = timeline.read_timeline(some_spans(trace, *SOME))
+        timeline.draw(picture, "a run", replace(found, ended=None if error is None else str(error)))
+        with Image.open(picture) as image:
+            sizes.append(image.height)
+            pixels = np.array(image.convert("L"))
+    assert sizes[1] - sizes[0] == timeline.LINE * SCALE
+    line = pixels[54 * SCALE : 70 * SCALE]
+    assert line.min() < 100, "nothing is written there"
+    assert (line[:, -20 * SCALE :] == 255).all(), "it leaves the picture"
+
+
+def test_what_is_shorter_than_a_pixel_is_seen(place: Place, trace: Path) -> None:
+    picture = place.folder / "timeline.png"
+    some_spans(trace, ("CPU", "load", 0.0, 1e-6), ("CPU", "store", 999.0, 1000.0))
+    assert place.run("timeline", trace, "--out", picture).exit_code == 0
+    with Image.open(picture) as image:
+        pixels = np.array(image.convert("RGB"))[: -60 * SCALE]
+    colour = timeline._colours(timeline.read_timeline(trace).rows)["load"]
+    assert (pixels == colour).all(axis=2).any()
+
+
+def test_colours_differ() -> None:
+    """As many as a network of a dozen layers, its transfers, reader and writer need."""
+    row = timeline.Row("GPU", [timeline.Bar(0.0, 1.0, f"conv {layer}") for layer in range(24)])
+    colours = np.array([*timeline._colours([row]).values()])
+    apart = np.abs(colours[:, None] - colours[None]).sum(axis=2)
+    assert apart[~np.eye(24, dtype=bool)].min() > 40
+
+
+def test_many_spans_within_a_pixel_are_one_line(place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of days is drawn in seconds."""
+    some_spans(trace, *(("CPU", f"load {number}", number, number + 0.5) for number in range(20_000)))
+    lines: list[object] = []
+    monkeypatch.setattr(Pen, "line", lambda *given: lines.append(given))
+    assert place.run("timeline", trace, "--out", place.folder / "timeline.png").exit_code == 0
+    assert len(lines) < 2 * timeline.WIDTH * SCALE
+
+
+def test_a_span_that_took_no_time_is_a_timeline_too(place: Place, trace: Path) -> None:
+    some_spans(trace, ("CPU", "load", 1.0, 1.0))
+    assert place.run("timeline", trace, "--out", place.folder / "timeline.png").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda path: None, "there is no file"),
+        (lambda path: path.write_text("{}"), "is no trace of a run: give what `znnpy infer --trace` wrote"),
+        (some_spans, "holds nothing that was done: run `znnpy infer --trace` again"),
+    ],
+    ids=["missing", "foreign", "empty"],
+)
+def test_what_has_no_timeline_is_a_sentence(place: Place, trace: Path, write: Callable[[Path], Any], said: str) -> None:
+    write(trace)
+    assert said in place.refusal("timeline", trace, "--out", place.folder / "timeline.png")
+
+
+def test_words_that_make_no_picture_get_a_sentence(place: Place, trace: Path) -> None:
+    some_spans(trace, *SOME)
+    assert "does not end in .png: give an --out that does" in place.refusal(
+        "timeline", trace, "--out", place.folder / "a.svg"
+    )
+    beyond = place.refusal("timeline", trace, "--from", 5, "--to", 6)
+    assert beyond == (f"nothing was done from 5 s to 6 s: {trace} goes from 0 s to 4 s; give another --from or --to")
+    with pytest.raises(ZnnpyError, match="nothing was done from 5 s to inf s"):
+        timeline.read_timeline(trace, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--from", 2, "--to", 1), "--from 2.0 is not before --to 1.0"),
+        (("--from", "nan"), "--from nan is not before --to None"),
+        (("--overwrite",), "--overwrite replaces the file given as --out: give it too"),
+    ],
+    ids=str,
+)
+def test_usage(place: Place, trace: Path, words: tuple[object, ...], said: str) -> None:
+    some_spans(trace, *SOME)
+    result = place.run("timeline", trace, *words)
+    assert result.exit_code == 2
+    assert said in result.stderr

@@ -1,0 +1,74 @@
+"""The commands that draw: what tasks wait for, and what a run did when.
+
+Loads no numpy, as the command line does not.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+import click
+
+from znnpy.doors import Door, print_json, print_lines
+from znnpy.errors import OutputError
+from znnpy.files import regular_file, write_asked
+from znnpy.words import FILE, MOST_VOXELS, json_word, named
+
+
+@click.command(cls=Door)
+@click.option(
+    "--maps",
+    nargs=2,
+    type=click.IntRange(1, MOST_VOXELS),
+    metavar="IN OUT",
+    default=(4, 5),
+    show_default=True,
+    help="Maps of the layer.",
+)
+@click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Images.")
+@click.option("--out", type=FILE, callback=named, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
+@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
+def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
+    """Draw the tasks of a task-parallel convolution.
+
+    What cpu.conv.fft_tasks runs, a task for each map and image, and what each waits for; for small layers.
+    """
+    from znnpy.graph import FORMATS, picture
+
+    if out.suffix.lower() not in FORMATS:
+        raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
+    target = regular_file(out, overwrite)
+    write_asked(target, picture(maps, batch, out.suffix.lower()))
+
+
+@click.command(cls=Door)
+@click.argument("trace", type=FILE)
+@click.option("--out", type=FILE, callback=named, help="Draw the timeline here, NAME.png.")
+@click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
+@click.option("--from", "begin", type=float, metavar="S", help="From this second of the run on [default: the first].")
+@click.option("--to", "end", type=float, metavar="S", help="Up to this second of the run [default: the last].")
+@json_word
+def timeline(
+    trace: Path, out: Path | None, overwrite: bool, begin: float | None, end: float | None, as_json: bool
+) -> None:
+    """Say how busy each part of a run was, and draw it.
+
+    TRACE is what `znnpy infer --trace` wrote: layers and transfers, reading, waiting and writing, each on a row.
+    """
+    if overwrite and out is None:
+        raise click.UsageError("--overwrite replaces the file given as --out: give it too")
+    if not (-inf if begin is None else begin) < (inf if end is None else end):
+        raise click.UsageError(f"--from {begin} is not before --to {end}")
+    if out is not None and out.suffix.lower() != ".png":
+        raise OutputError(f"{out} does not end in .png: give an --out that does")
+    from znnpy.timeline import draw, read_timeline
+
+    target = None if out is None else regular_file(out, overwrite)
+    found = read_timeline(trace, begin, end)
+    if target is not None:
+        draw(target, trace.name, found)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        print_lines(found.lines())
