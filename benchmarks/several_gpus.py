@@ -1,0 +1,138 @@
+"""How much faster are several GPUs of one host than one, and than the planner says they can be?
+
+    python benchmarks/several_gpus.py [--networks n337 n537 n726 n926] [--gpus 2] [--side 1024] [--rounds 2]
+                                      [--precision tf32] [--vram 64G] [--quick] [--out RESULT.json]
+
+For each network two plans for the same volume: one GPU's, and several GPUs' (`planner.several`). From the host's memory
+into the host's memory, through the pipeline that a run goes through; one and several in turn, `--rounds` times, each
+once before it counts. Beside voxels per second stand what the plans said, and the bound: `--gpus` times that of one,
+less the borders that cutting the volume costs and the columns that do not come out even. Every voxel has to be written,
+and what several GPUs write has to be what one does, within what the precision may round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from contestants import random_network
+from contestants_gpu import Held, Kept, Warm, noise
+from gpu_card import gpu_header
+from header import machine_header
+
+from znnpy.formats.weights import random_weights
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.gpu import device
+from znnpy.network import Network
+from znnpy.planner.plan import Plan
+from znnpy.planning import plan
+from znnpy.run import pipeline
+from znnpy.run.devices import Site, site_for
+from znnpy.run.lane import Lane
+from znnpy.run.session import Session
+from znnpy.run.shares import Shares
+from znnpy.shapes import PRECISIONS
+from znnpy.verify import TOLERANCES
+
+NETWORKS = ("n337", "n537", "n726", "n926")
+Facts = dict[str, Any]
+
+
+@contextmanager
+def lanes(site: Site, made: Plan, network: Network) -> Iterator[list[tuple[str, Warm, Crew]]]:
+    """A session on each of as many GPUs as the plan is for."""
+    with Crew(made.limits.threads) as crew, ExitStack() as stack:
+        yield [
+            (
+                f"GPU {gpu.number}",
+                Warm(stack.enter_context(Session(made, network, random_weights(network), crew, device=gpu))),
+                crew,
+            )
+            for gpu in site.gpus[: made.devices]
+        ]
+
+
+def runs(site: Site, made: Plan, network: Network, source: Held, target: Kept, times: int) -> list[pipeline.Timings]:
+    """The first does not count: in it kernels are compiled and buffers pinned."""
+    columns, found = made.cover(network), []
+    with lanes(site, made, network) as ready:
+        for _ in range(1 + times):
+            shares = Shares(columns)
+            target.voxels[:] = np.nan
+            found.append(pipeline.run_lanes([Lane(*lane, shares) for lane in ready], source, target))
+            assert not np.isnan(target.voxels).any(), "voxels were not written"
+    return found[1:]
+
+
+def compared(name: str, options: argparse.Namespace) -> Facts:
+    """One network."""
+    network = random_network(name)
+    words: Facts = {"device": "gpu", "precision": options.precision, "vram": options.vram}
+    shape = (options.side,) * 3
+    plans = [plan(name, shape=shape, gpus=gpus, output_dtype="float32", **words) for gpus in (1, options.gpus)]
+    source = Held(noise(shape, network.input_channels))
+    size = (network.output_channels, *plans[0].output)
+    targets = [Kept(np.empty(size, np.float32)) for _ in plans]
+    timings: list[list[pipeline.Timings]] = [[], []]
+    with site_for(lambda site: plans[1], "gpu", options.vram, options.precision, gpus=options.gpus) as (site, _):
+        for _ in range(options.rounds):
+            for made, target, found in zip(plans, targets, timings, strict=True):
+                found += runs(site, made, network, source, target, 1)
+    one, several = (median(t.seconds for t in found) for found in timings)
+    apart = float(np.abs(targets[0].voxels - targets[1].voxels).max())
+    return {
+        "network": name,
+        "output": plans[0].output,
+        "gpus": options.gpus,
+        "plans": [json.loads(made.to_json()) for made in plans],
+        "seconds": [[t.seconds for t in found] for found in timings],
+        "lanes": [{lane.name: {"voxels": lane.voxels, **lane.seconds} for lane in t.lanes} for t in timings[1]],
+        "voxels_per_second": [prod(plans[0].output) / seconds for seconds in (one, several)],
+        "planned_voxels_per_second": [made.voxels_per_second for made in plans],
+        "gain": one / several,
+        "bound": plans[0].seconds / plans[1].seconds,
+        "apart": apart,
+        "allowed": TOLERANCES[options.precision],
+    }
+
+
+def line(facts: Facts) -> str:
+    one, several = (f"{speed:,.0f}" for speed in facts["voxels_per_second"])
+    return (
+        f"{facts['network']:6} one GPU {one} voxels/s, {facts['gpus']} GPUs {several}: {facts['gain']:.3f} times, "
+        f"bound {facts['bound']:.3f}, {facts['gain'] / facts['bound']:.3f} of it; apart {facts['apart']:.1e}"
+    )
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--side", type=int, default=1024, help="of the volume")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--precision", choices=PRECISIONS, default="tf32")
+    parser.add_argument("--vram", default="64G", help="of each GPU")
+    parser.add_argument("--quick", action="store_true", help="a small volume, one round: to see that it works")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "several_gpus.json")
+    options = parser.parse_args(given)
+    if options.quick:
+        options.side, options.rounds = min(options.side, 40), 1
+    rows = []
+    for name in options.networks:
+        rows.append(compared(name, options))
+        print(line(rows[-1]), flush=True)
+        options.out.write_text(
+            json.dumps({"header": machine_header() | gpu_header(device.find_gpu()), "rows": rows}) + "\n"
+        )
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()
