@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from znnpy.kernels.crew import Crew
     from znnpy.machine import Machine
     from znnpy.shapes import Vec3
 
@@ -206,6 +207,20 @@ class DeviceStep(Protocol):
         """
 
 
+class HostStep(Protocol):
+    """A primitive bound to one shape on a GPU whose input and output live in the memory of the host."""
+
+    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], crew: Crew) -> None:
+        """Compute the layer as `Step.run` does; it is done when this returns.
+
+        x, out   numpy arrays, pageable, of any strides; float16 where the shape's precision is fp16, else float32.
+        scratch  of the device.
+        crew     whose threads copy between them and pinned buffers, and whose stop flag is looked at in between.
+
+        Raises Stopped, nothing being under way on the device any more, and ValuesOverflowError as `Step.run`.
+        """
+
+
 class Primitive(Protocol):
     """A way to compute one kind of layer on one kind of device."""
 
@@ -248,7 +263,7 @@ class Primitive(Protocol):
         """
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Any, /) -> Any:
-        """A step for this shape: a Step or CarryingStep on the CPU, a DeviceStep on a GPU.
+        """A step for this shape: a Step or CarryingStep on the CPU, a DeviceStep or HostStep on a GPU.
 
         May plan transforms; allocates nothing that lasts but their tables.
         """

@@ -20,6 +20,7 @@ from znnpy.kernels.gpu.conv_fft import ConvFft
 from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
 from znnpy.kernels.gpu.cuconv.primitive import CuConv
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled as GpuConvFftTiled
+from znnpy.kernels.gpu.host_ram.primitive import ConvHostRam
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
@@ -56,6 +57,20 @@ TABLE: tuple[Primitive, ...] = (
     GpuPoolFragments(),
     GpuMaxFilter(),
     GpuMaxoutDirect(),
+)
+
+# Computed on a GPU, of tensors in the memory of the host: steps of their own (HostStep), which no plan takes unasked.
+IN_HOST_RAM: tuple[Primitive, ...] = (
+    ConvHostRam(
+        (
+            GpuConvFftTiled(),
+            ConvImplicitGemm(),
+            ConvCudnn(),
+            ConvCudnnWorkspace(),
+            ConvFft(),
+            GpuConvDirect(),
+        )
+    ),
 )
 
 

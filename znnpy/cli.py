@@ -321,16 +321,17 @@ def primitives(as_json: bool) -> None:
     from rich.table import Table
 
     from znnpy.availability import why_not_here
-    from znnpy.kernels.table import TABLE
+    from znnpy.kernels.table import IN_HOST_RAM, TABLE
 
-    lacking = why_not_here()
+    every = (*TABLE, *IN_HOST_RAM)
+    lacking = why_not_here(every)
     if as_json:
         keys = ("name", "kind", "version", "summary", "source")
-        rows = [{key: getattr(primitive, key) for key in keys} for primitive in TABLE]
+        rows = [{key: getattr(primitive, key) for key in keys} for primitive in every]
         print_json([{**row, "why_not": lacking.get(row["name"])} for row in rows])
         return
     table = Table("primitive", "layer", "when", "source")
-    for primitive in TABLE:
+    for primitive in every:
         table.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
     print_table(table)
     for reason in dict.fromkeys(lacking.values()):

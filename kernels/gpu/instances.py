@@ -8,6 +8,7 @@ from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, mov
 from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
 from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
+from znnpy.kernels.gpu.host_ram import primitive as host_ram
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.modules import Instance
 
@@ -23,6 +24,7 @@ def instances() -> tuple[Instance, ...]:
         conv_first.instances,
         cuconv.instances,
         fft_tiled.instances,
+        host_ram.instances,
         floats.instances,
         tensor.instances,
         warpgroup.instances,

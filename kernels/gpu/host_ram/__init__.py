@@ -1,0 +1,1 @@
+"""Layers whose tensors live in the memory of the host, computed in sub-layers on a GPU."""

@@ -1,0 +1,242 @@
+"""A convolution whose input and output live in the memory of the host, computed in sub-layers on a GPU.
+
+Method   Any primitive of the GPU computes the sub-layers; division.py says which there are, search.py which take the
+         least time, step.py runs them with uploads, computing and downloads side by side.
+Memory   Of the device: two parts of the input, two of the output, kernels, and what the inner primitive takes.
+         Of the host: two pinned buffers each way.
+Bound    The link between host and device, or the inner primitive, whichever takes longer.
+Source   ZNNi VII-A.
+Tested   tests/gpu/test_host_ram.py, tests/kernels/test_division.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
+from znnpy.kernels.gpu.host_ram.search import Found, divide
+from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
+from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
+from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.primitive import (
+    ConvWeights,
+    Footprint,
+    Kind,
+    Primitive,
+    Unit,
+    Variant,
+    Work,
+    as_conv,
+    why_not_on_gpu,
+)
+from znnpy.shapes import ConvShape
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
+    from znnpy.machine import Machine
+    from znnpy.shapes import LayerShape
+
+Seconds = Callable[[Primitive, ConvShape, Variant], float]  # as planners know them
+
+PREFIX = "inner_"  # of what the variant of the inner primitive says
+# Where nothing says how fast a card is, the link and launches decide: bytes per second, seconds of a sub-layer.
+LINK = Speeds(upload=25e9, download=25e9, memory=1e12)
+LAUNCHES = 1e-3
+WITHIN = 0.01  # of the time: much less than predictions are off by
+ROOM = 0.9  # of a card's memory: contexts and libraries take some
+PADDED = 2  # times what groups of its maps take together, a whole layer may take: what maps are padded to
+SLABS = 4  # one image in so many is looked at for variants of the inner primitive
+
+
+class Choice(NamedTuple):
+    """A variant, and what is predicted of it."""
+
+    variant: Variant
+    found: Found
+
+
+@dataclass(frozen=True, slots=True)
+class ConvHostRam:
+    """Convolution of tensors that a GPU has no room for."""
+
+    inner: tuple[Primitive, ...]
+    name: str = "gpu.conv.host_ram"
+    kind: Kind = "conv"
+    version: int = 1
+    summary: str = "tensors that a GPU has no room for: they stay with the host, sub-layers go up; not in plans yet"
+    source: str = "ZNNi VII-A"
+
+    def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
+        if reason := why_not_on_gpu(shape, machine):
+            return reason
+        if not any(self._menu(as_conv(shape), machine)):
+            return f"none of {', '.join(inner.name for inner in self.inner)} computes sub-layers of it"
+        return None
+
+    def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
+        """Of each inner primitive and its variants, the division that is best where the link and launches decide.
+
+        `fastest` finds the best of all where it is known how long sub-layers take. None where nothing fits the card.
+        """
+        shape = as_conv(shape)
+        assert machine.gpu is not None
+        vram_bytes = int(ROOM * machine.gpu.memory_bytes)
+        found = []
+        for inner, variant in dict.fromkeys(self._menu(shape, machine)):
+            of = _sublayers(inner, variant, machine, lambda *_: LAUNCHES)
+            best = divide(shape, vram_bytes, LINK, of, within=WITHIN)
+            if best is not None:
+                found.append(_variant(best.division, inner, variant))
+        return tuple(found)
+
+    def fastest(
+        self, shape: ConvShape, machine: Machine, vram_bytes: int, speeds: Speeds, seconds: Seconds
+    ) -> Choice | None:
+        """The inner primitive, its variant and the division that take the least time in `vram_bytes` of the device.
+
+        Of each inner primitive and variant it is found but for WITHIN of the time.
+
+        seconds  of one run of an inner primitive on the device.
+
+        None where nothing fits.
+        """
+        ways = []
+        for inner, variant in dict.fromkeys(self._menu(shape, machine)):
+            of = _sublayers(inner, variant, machine, seconds)
+            whole = of(shape)
+            ways.append((0.0 if whole is None else whole.seconds, inner, variant, of))
+        best: Choice | None = None
+        for whole_seconds, inner, variant, of in sorted(ways, key=lambda way: way[0]):
+            below = inf if best is None else best.found.seconds
+            if whole_seconds >= PADDED * below:
+                break
+            found = divide(shape, vram_bytes, speeds, of, below=below, within=WITHIN)
+            if found is not None:
+                best = Choice(_variant(found.division, inner, variant), found)
+        return best
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        """See `Divided.footprint`: no stage holds input or output, which are no tensors of the device's."""
+        inner, own = self._inner(variant)
+        divided = _divided(as_conv(shape), variant)
+        return divided.around([inner.footprint(sub, own, threads) for sub, _ in divided.shapes()])
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        """Of all sub-layers and of the link, one after the other: how they overlap `timeline.seconds` knows."""
+        inner, own = self._inner(variant)
+        shape = as_conv(shape)
+        divided = _divided(shape, variant)
+        found: dict[tuple[int, Unit], Work] = {}
+        for sub, count in divided.shapes():
+            for place, work in enumerate(inner.work(sub, own)):
+                known = found.get((place, work.unit), Work(work.unit, 0.0, 0.0))
+                found[place, work.unit] = Work(
+                    work.unit, known.flops + count * work.flops, known.nbytes + count * work.nbytes
+                )
+        added = (divided.maps_in.count - 1) * prod(shape.out_shape)
+        return (
+            Work("gpu_upload", 0.0, float(divided.uploaded_bytes)),
+            *found.values(),
+            *((Work("gpu_stream", float(added), float(SUMMED * added)),) if divided.sums else ()),
+            Work("gpu_upload", 0.0, float(shape.out_bytes)),  # the other way, as fast
+        )
+
+    def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
+        assert weights is not None
+        inner, own = self._inner(variant)
+        fout, fin = weights.weight.shape[:2]
+        into, out_of = Parts(fin, variant.count("maps_in")), Parts(fout, variant.count("maps_out"))
+        sums = into.count > 1
+        kernels = {}
+        for group_in in range(into.count):
+            for group_out in range(out_of.count):
+                rows, columns = slice(*out_of.of(group_out)), slice(*into.of(group_in))
+                bias = np.zeros_like(weights.bias[rows]) if sums else weights.bias[rows]
+                part = ConvWeights(np.ascontiguousarray(weights.weight[rows, columns]), bias)
+                kernels[group_in, group_out] = inner.prepare(part, own, device)
+        return Resident(kernels, device.put(weights.bias, "biases of gpu.conv.host_ram") if sums else None)
+
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> HostRamStep:
+        inner, own = self._inner(variant)
+        return HostRamStep(
+            resident,
+            _divided(as_conv(shape), variant),
+            lambda kernels, sub: inner.bind(kernels, sub, own, device),
+            lambda sub: inner.footprint(sub, own, 1),
+            device,
+        )
+
+    def _inner(self, variant: Variant) -> tuple[Primitive, Variant]:
+        """The inner primitive that a variant names, and the variant of that. KeyError where there is none."""
+        name = variant.word("inner")
+        own = {key.removeprefix(PREFIX): value for key, value in variant.parameters if key.startswith(PREFIX)}
+        for inner in self.inner:
+            if inner.name == name:
+                return inner, Variant.of(**own)
+        raise KeyError(name)
+
+    def _menu(self, shape: ConvShape, machine: Machine) -> Iterator[tuple[Primitive, Variant]]:
+        """Inner primitives and their variants for the whole layer, for one image, for a slab and for a part of it."""
+        slab = -(-shape.out[0] // SLABS) + shape.k[0] - 1
+        one = replace(shape, batch=1)
+        slim = replace(one, n=(slab, *shape.n[1:]))
+        some = (
+            shape
+            if shape.activation == "softmax"
+            else replace(slim, fin=-(-shape.fin // SLABS), fout=-(-shape.fout // SLABS), activation="none")
+        )
+        for inner in self.inner:
+            for probe in (shape, one, slim, some):
+                if inner.why_not(probe, machine) is None:
+                    for variant in inner.variants(probe, machine):
+                        yield inner, variant
+
+
+def instances() -> list[Instance]:
+    """All kernels that may be compiled, but for those of moves.cu."""
+    return [Instance(SOURCE, f"add_part<{value}>", 40) for value in ("float", "half")]
+
+
+def _sublayers(inner: Primitive, variant: Variant, machine: Machine, seconds: Seconds) -> Inner:
+    """Where `inner` applies, and offers variants of this kind: those that differ in nothing but sizes and counts."""
+    kind = _words(variant)
+
+    def of(shape: ConvShape) -> Sublayer | None:
+        if inner.why_not(shape, machine) is not None:
+            return None
+        if kind and all(_words(other) != kind for other in inner.variants(shape, machine)):
+            return None
+        return Sublayer(seconds(inner, shape, variant), inner.footprint(shape, variant, 1))
+
+    return of
+
+
+def _words(variant: Variant) -> tuple[tuple[str, str], ...]:
+    return tuple((name, value) for name, value in variant.parameters if isinstance(value, str))
+
+
+def _variant(division: Division, inner: Primitive, variant: Variant) -> Variant:
+    own = {PREFIX + name: value for name, value in variant.parameters}
+    return Variant.of(
+        images=division.images,
+        planes=division.planes,
+        maps_in=division.maps_in,
+        maps_out=division.maps_out,
+        order=division.order,
+        inner=inner.name,
+        **own,
+    )
+
+
+def _divided(shape: ConvShape, variant: Variant) -> Divided:
+    """A layer of fewer images or planes than the variant was made for takes those there are."""
+    order: Order = "inputs" if variant.word("order") == "inputs" else "outputs"
+    images = min(variant.count("images"), shape.batch)
+    planes = min(variant.count("planes"), shape.out[0])
+    planes = shape.out[0] if images > 1 else planes
+    return Divided(shape, Division(images, planes, variant.count("maps_in"), variant.count("maps_out"), order))
