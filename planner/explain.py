@@ -110,7 +110,7 @@ def _layers(plan: Plan, network: Network) -> Table:
     for column in (*(("parts",) if in_parts else ()), "time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
     widest = max(len(choice.primitive) for choice in plan.choices)
-    total = plan.seconds
+    total = sum(choice.runs * choice.seconds for choice in plan.choices)
     for choice, parts in zip(plan.choices, plan.parts, strict=True):
         first, last = choice.layers
         fused = f"\n{last} {network.layers[last]}, in one" if last > first else ""

@@ -203,7 +203,7 @@ class Plan:
 
     def covering(self, output: Vec3, network: Network, memory: Memory) -> Plan:
         """The same for an output of another size, in a process that takes other memory."""
-        here = replace(self, output=output, memory=memory)
+        here = replace(self, output=output, memory=memory, alone=None)
         cover, ahead = here.cover(network), [margin[self.axis] for margin in network.margins]
         choices = tuple(
             replace(choice, runs=parts * cover.steps(ahead[choice.layers[1] + 1]))

@@ -38,13 +38,23 @@ def plan_for(
     NoPlanError as `make` raises it, for the whole output within one GPU's part of the process's memory.
     """
     each = replace(limits, ram_bytes=baseline + (limits.ram_bytes - baseline) // devices)
-    alone = make(output, each)
+    try:
+        alone = make(output, each)
+    except NoPlanError as error:
+        if devices == 1:
+            raise
+        more = NoPlanError(
+            f"{error}; each of {devices} GPUs has {each.ram_bytes:,} bytes of RAM here, {baseline:,} of them the "
+            f"process itself: lower --gpus, or allow {devices} times as much beyond those"
+        )
+        more.needed_bytes = error.needed_bytes
+        raise more from None
     if devices == 1:
         return alone
     found = [alone, *_of_parts(devices, make, output, each)]
     covering = [replace(_covering(plan, devices, network, output, masks=masks), limits=limits) for plan in found]
-    fitting = [plan for plan in covering if not any(plan.memory.over(limits))]
-    return replace(min(fitting or covering, key=lambda plan: plan.seconds), alone=alone.seconds)
+    fitting = [plan for plan in covering if not any(plan.memory.over(limits))]  # not all of what moves may
+    return replace(min(fitting, key=lambda plan: plan.seconds), alone=alone.seconds)
 
 
 def _of_parts(devices: int, make: Make, output: Vec3, each: Limits) -> Iterator[Plan]:
@@ -69,4 +79,5 @@ def _covering(plan: Plan, devices: int, network: Network, output: Vec3, *, masks
     itemsizes = plan.itemsize_in, plan.itemsize_out
     reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device="gpu")
     memory = replace(plan.memory, devices=devices, reading=reading, writing=writing, staging=staging)
-    return plan.covering(output, network, memory)
+    # What else there was is of one GPU, and of a part of the output.
+    return replace(plan.covering(output, network, memory), other=None, runners_up=(), kinds=())

@@ -5,7 +5,7 @@ Loads no numpy, as the command line does not.
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 
 import click
@@ -58,6 +58,8 @@ def timeline(
     """
     if overwrite and out is None:
         raise click.UsageError("--overwrite replaces the file given as --out: give it too")
+    if not all(isfinite(second) for second in (begin, end) if second is not None):
+        raise click.UsageError("--from and --to are seconds of the run, and those are finite")
     if not (-inf if begin is None else begin) < (inf if end is None else end):
         raise click.UsageError(f"--from {begin} is not before --to {end}")
     if out is not None and out.suffix.lower() != ".png":

@@ -169,18 +169,20 @@ class _Run:
         begun, network = self.output.header, self.trained.network
         if begun is None:
             return choose(self.wishes, network, self.source, self.output.dtype, masks=self.masks, site=site)
-        made = plan_begun(begun, _settings(self.wishes.only, site.machine), network, site.machine)
-        made = replace(made, memory=replace(made.memory, devices=site.devices))
+        settings = _settings(self.wishes.only, site.machine)
+        made = plan_begun(begun, settings, network, site.machine, devices=site.devices)
         check_wishes(self.wishes, begun, made)
         return made
 
     def compute(self, site: Site, plan: Plan) -> _Done:
         """Run the plan, or a leaner one where the GPU refuses what the first was promised, now or later on."""
-        sentences = list(site.costs.sentences)
+        sentences, before = list(site.costs.sentences), self.output.done
+        refused = None
         try:
             done = self._run(site, plan)
-        except VramError as refused:
-            clear_frames(refused.__traceback__)  # they refer to what the first sessions held
+        except VramError as error:
+            refused = _forgetful(error)
+        if refused is not None:
             self.output.pause()
             begun = self.output.header is not None
             plan = self._leaner(site, plan, refused)
@@ -188,6 +190,9 @@ class _Run:
             within = human_bytes(plan.limits.vram_bytes or 0)
             sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
             done = self._run(site, plan)
+            columns = plan.cover(self.trained.network)
+            computed = prod(plan.output) - sum(columns[index].voxels for index in before)
+            done = replace(done, timings=replace(done.timings, voxels=computed))
         self.output.complete()
         return replace(done, sentences=(*sentences, *done.sentences))
 
@@ -219,8 +224,8 @@ class _Run:
         network, weights, begun = self.trained.network, self.trained.weights, self.output.header
         with ExitStack() as stack:
             with wisdom_begun(begun.wisdom) if begun else wisdom_kept(site.machine, plan.seconds) as wisdom:
-                one = {plan.device.upper(): site.gpu}
-                devices = {f"GPU {gpu.number}": gpu for gpu in site.gpus} if site.others else one
+                numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
+                devices = numbered if site.others else {plan.device.upper(): site.gpu}
                 sessions = {
                     name: stack.enter_context(
                         Session(plan, network, weights, crew, device=device, trace=self.trace, lane=name)
@@ -253,6 +258,15 @@ class _Run:
         if begun is not None and (leaner.axis, leaner.column) != (plan.axis, plan.column):
             raise refused
         return leaner
+
+
+def _forgetful(error: VramError) -> VramError:
+    """The same, referring to nothing that the calls held which it came through: the memory is wanted."""
+    cause: BaseException | None = error
+    while cause is not None:
+        clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:

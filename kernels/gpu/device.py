@@ -382,8 +382,13 @@ class Device:
         if held is None or self.abandoned:
             return
         held[1].detach()  # the address may be another array's by the time that nobody refers to this one
-        with self.calling("cudaFree"):
-            self._cupy.cuda.runtime.free(address)
+        runtime = self._cupy.cuda.runtime
+        before = runtime.getDevice()  # the collector may come by in the middle of a call to another device
+        try:
+            with self.calling("cudaFree"):
+                runtime.free(address)
+        finally:
+            runtime.setDevice(before)
 
 
 class _Owner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import h5py
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from place import Place
 
-from znnpy.errors import DeviceError, VramError
+from znnpy.errors import DeviceError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine
 from znnpy.planner.cost import Rates, assumed_rates
@@ -67,16 +67,17 @@ def test_several_give_what_one_does(place: Place, words: dict[str, Any]) -> None
 
 
 class Failing(EmulatedDevice):
-    """The second one of the machine refuses a copy, and from then on whatever it is asked, as CUDA does."""
+    """One of the machine refuses a copy, and from then on whatever it is asked, as CUDA does."""
 
     copies = 0
+    faulty = 1
 
     def refuse(self) -> None:
-        if self.number == 1 and Failing.copies >= 5:
+        if self.number == Failing.faulty and Failing.copies >= 5:
             raise DeviceError("cudaErrorECCUncorrectable: uncorrectable ECC error encountered")
 
     def copy_async(self, target: Any, source: Any, stream: Any) -> None:
-        if self.number == 1 and stream is self.uploads:
+        if self.number == Failing.faulty and stream is self.uploads:
             Failing.copies += 1
         self.refuse()
         super().copy_async(target, source, stream)
@@ -93,22 +94,38 @@ class Failing(EmulatedDevice):
         self.refuse()
         return super().allocate(nbytes, what)
 
+    def free_bytes(self) -> int:
+        self.refuse()
+        return super().free_bytes()
 
-def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
     monkeypatch.setattr(devices, "Device", Failing)
     monkeypatch.setattr(Failing, "copies", 0)
+    monkeypatch.setattr(Failing, "faulty", faulty)
     report = go(place, gpus=2, patch=(2, 4, 4))
     assert Failing.copies >= 5
     (lost,) = (sentence for sentence in report.warnings if "was lost" in sentence)
-    assert lost.startswith("GPU 1 was lost, and the others went on: output voxels (z, y, x) = ")
+    assert lost.startswith(f"GPU {faulty} was lost, and the others went on: output voxels (z, y, x) = ")
     assert lost.endswith(": cudaErrorECCUncorrectable: uncorrectable ECC error encountered")
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_the_only_gpu_that_fails_says_where(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that it could not be closed."""
+    monkeypatch.setattr(devices, "Device", Failing)
+    monkeypatch.setattr(Failing, "copies", 0)
+    monkeypatch.setattr(Failing, "faulty", 0)
+    with pytest.raises(DeviceError, match=r"^output voxels .*, step 0 of column \d+: cudaErrorECCUncorrectable"):
+        go(place, patch=(2, 4, 4))
 
 
 class Full(EmulatedDevice):
     """Refuses memory once, when some of the run is done."""
 
     copies = 0
+    held: ClassVar[list[int]] = []  # bytes, when each arena was asked for
 
     def copy_async(self, target: Any, source: Any, stream: Any) -> None:
         if stream is self.uploads:
@@ -117,16 +134,24 @@ class Full(EmulatedDevice):
                 raise VramError("cudaMalloc of 9 bytes was refused: cudaErrorMemoryAllocation")
         super().copy_async(target, source, stream)
 
+    def allocate(self, nbytes: int, what: str) -> Any:
+        if what == "the arena":
+            self.held.append(self.allocated)
+        return super().allocate(nbytes, what)
+
 
 def test_memory_that_is_refused_within_a_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was finished is kept; the rest follows with a leaner plan, once."""
     monkeypatch.setattr(devices, "Device", Full)
     monkeypatch.setattr(Full, "copies", 0)
+    monkeypatch.setattr(Full, "held", [])
     report = go(place, patch=(2, 4, 4))
+    assert len(Full.held) == 2
+    assert Full.held[1] <= Full.held[0], "nothing of the first arena is held when the second is asked for"
     (said,) = (sentence for sentence in report.warnings if sentence.startswith("planned anew within "))
     assert "cudaMalloc of 9 bytes was refused" in said
     assert said.endswith("; what was finished before may be rounded differently")
-    assert 0 < report.computed < report.voxels
+    assert report.computed == report.voxels, "by both plans"
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
@@ -164,6 +189,32 @@ def test_more_than_there_are(place: Place) -> None:
         "Error: 4 GPUs were asked for, and this process sees 3 of the kind of the first, emulated: lower --gpus, or "
         "check CUDA_VISIBLE_DEVICES"
     )
+
+
+def test_gpus_that_are_asked_for_are_no_wish(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run goes to the CPU where several were asked for."""
+    assert "this process sees 3" in place.refusal(*place.words, "--gpus", CARDS + 1)
+
+    def none() -> Any:
+        raise DeviceError("there is no device")
+
+    monkeypatch.setattr(devices, "find_gpu", none)
+    assert place.refusal(*place.words, "--gpus", 2) == "there is no device"
+
+
+def test_a_run_that_goes_on_with_more_keeps_its_limit(place: Place) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def stops(event: Any) -> None:
+        if event.columns_done > 3:
+            raise EnoughError
+
+    alone = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", patch=(2, 4, 4))
+    with pytest.raises(EnoughError):
+        go(place, patch=(2, 4, 4), progress=stops, ram=alone.memory.peak + 2**22)
+    with pytest.raises(ResumeError, match=r"the plan needs .* more than the limit allows"):
+        go(place, gpus=3, overwrite=False, resume=True)
 
 
 @pytest.mark.parametrize(

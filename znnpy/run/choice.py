@@ -155,8 +155,13 @@ def _known_to_run(
     return here
 
 
-def plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network, machine: Machine) -> Plan:
-    """The plan of a run that goes on; ResumeError where this machine or its libraries would round differently."""
+def plan_begun(
+    begun: JournalHeader, settings: dict[str, Any], network: Network, machine: Machine, *, devices: int
+) -> Plan:
+    """The plan of a run that goes on, on so many devices now.
+
+    ResumeError where this machine or its libraries would round differently, or that is too much memory.
+    """
     for name in ("processor", "versions", "gpu"):
         before, now = begun.settings.get(name), settings[name]
         if before != now:
@@ -172,7 +177,8 @@ def plan_begun(begun: JournalHeader, settings: dict[str, Any], network: Network,
         )
     try:
         plan = Plan.from_json(begun.plan)
-        plan.check_runs(network, machine)
+        plan = replace(plan, memory=replace(plan.memory, devices=devices), alone=None)
+        plan.check_runs(network, machine, ram_bytes=plan.limits.ram_bytes)
     except PlanFileError as error:
         raise ResumeError(f"the plan that the run began with: {_why(error)}; start again with --overwrite") from None
     return plan

@@ -44,8 +44,8 @@ class Site:
     sentences: tuple[str, ...] = ()  # what is not as asked for, to be told once
     gpu: Device | None = None
     others: tuple[Device, ...] = ()  # GPUs of the same kind that compute too
-    devices: int = 1  # that compute, those of a machine that is not here counted, the processors as one
-    free_bytes: int | None = None  # of the GPU's memory when it was opened, with what CUDA took then
+    planned: int = 1  # devices that a plan is for on a machine that is not here
+    free_bytes: int | None = None  # of the GPU's memory when it was opened, with what CUDA took then: the least of all
     context_bytes: int = 0  # that CUDA took then
     costs: Shelf = field(default_factory=Shelf)  # what was measured of the machine
 
@@ -55,8 +55,13 @@ class Site:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """All that are open."""
-        return () if self.gpu is None else (self.gpu, *self.others)
+        """All that are open, but for those that failed."""
+        return tuple(gpu for gpu in (self.gpu, *self.others) if gpu is not None and not gpu.abandoned)
+
+    @property
+    def devices(self) -> int:
+        """How many compute, the processors as one."""
+        return len(self.gpus) or self.planned
 
     @property
     def later_bytes(self) -> int:
@@ -85,7 +90,7 @@ class Site:
         if self.gpu is None or limits.vram_bytes is None:
             return None if stored is None else stored.rates(self.costs.table)
         room = self.room(limits)
-        return measured_rates(self.gpu, self.machine, network, self.precision, vram_bytes=room, stored=stored)
+        return measured_rates(self.gpus[0], self.machine, network, self.precision, vram_bytes=room, stored=stored)
 
     def room(self, limits: Limits) -> int:
         """Bytes of the device's memory that a layer which is timed may take: within the limits and what is there."""
@@ -100,14 +105,14 @@ class Site:
         return {"device": "gpu", "precision": self.precision, "context": self.context_bytes}
 
     def taken_bytes(self) -> int | None:
-        """What this process takes of the GPU now, with what CUDA does; None on the CPU."""
-        if self.gpu is None or self.free_bytes is None:
+        """What this process takes of a GPU now, with what CUDA does, of several the most; None on the CPU."""
+        if self.free_bytes is None or not self.gpus:
             return None
-        return self.free_bytes - self.gpu.free_bytes()
+        return self.free_bytes - min(gpu.free_bytes() for gpu in self.gpus)
 
     def less_than(self, plan: Plan) -> int:
         """A limit for another plan where the GPU refused what `plan` needs, and all that it gave was given back."""
-        free = self.context_bytes + (self.gpu.free_bytes() if self.gpu else 0)
+        free = self.context_bytes + min((gpu.free_bytes() for gpu in self.gpus), default=0)
         return int(LESS * min(free, plan.limits.vram_bytes or free))
 
     def check_free(self, plan: Plan) -> None:
@@ -176,15 +181,18 @@ def site_for(
     """
     why: list[str] = []
     costs = costs or Shelf()
+    if meant == "cpu" and gpus != 1:
+        raise DeviceError("GPUs were asked for, and the run is on the processor: leave --gpus out")
+    wanted = "gpu" if vram is not None or gpus != 1 else meant  # who says how many, or how much of it, wants one
     if meant != "cpu":
         with ExitStack() as stack:
-            found = _found(meant, why)
+            found = _found("gpu" if gpus != 1 else meant, why)
             if found is not None:
                 try:
                     site = replace(stack.enter_context(_opened(found, word_of(precision), gpus)), costs=costs)
                     plan = _explained(make, site)
                 except (DeviceError, NoPlanError) as error:
-                    if meant == "gpu" or vram is not None:
+                    if wanted == "gpu":
                         raise
                     why.append(f"{found.name} is not used: {error}")
                 else:
@@ -226,6 +234,8 @@ def elsewhere(costs: Shelf, device: str, precision: str | None, gpus: int | None
             f"leave --device out, or measure with `znnpy measure --device {device}` there"
         )
     gpu = named.machine.gpu
+    if gpu is None and gpus != 1:
+        raise PlanFileError(f"{costs.file} is of the processor of {named.name}: leave --gpus out")
     if gpu is None:
         return Site(named.machine, sentences=tuple(_unused(None, precision)), costs=costs)
     if gpus is None:
@@ -301,7 +311,7 @@ def _opened(gpu: Gpu, precision: Precision, gpus: int | None = 1) -> Iterator[Si
         taken = min(gpu.memory_bytes - free, MOST_CONTEXT_BYTES)
         others = tuple(devices[1:])
         machine = replace(this_machine(), gpu=gpu)
-        yield Site(machine, precision, (), devices[0], others, len(devices), free + taken, taken)
+        yield Site(machine, precision, (), devices[0], others, 1, free + taken, taken)
 
 
 def _explained(make: Callable[[Site], Plan], site: Site) -> Plan:

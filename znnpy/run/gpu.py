@@ -138,7 +138,11 @@ class GpuWorkshop:
                 self._release()
 
     def abandon(self) -> None:
-        self.hands.abandon()
+        """What CUDA refused may be all that is wrong: a device that still answers gives its memory back."""
+        try:
+            self.hands.synchronize()
+        except DeviceError:
+            self.hands.abandon()
 
     def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         device, plan, network = self.hands, self._plan, self._network

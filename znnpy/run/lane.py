@@ -210,7 +210,11 @@ class Computing:
 
     def make(self) -> bool:
         """One more buffer for outputs, from any one thread; False where there are enough."""
-        made = next(self._outs, None)
+        try:
+            made = None if self._stopping.is_set() else next(self._outs, None)
+        except (DeviceError, DeviceLostError) as error:  # for who computes on it
+            self._raw_full.put(error)
+            return False
         if made is None:
             return False
         self.out.append(made)
@@ -218,7 +222,7 @@ class Computing:
         return True
 
     def lose(self, error: Exception) -> None:
-        """It failed, and others go on."""
+        """Its device failed, or gives no memory: it computes nothing any more."""
         self.lost = str(error)
         if not isinstance(error, VramError):
             self._session.abandon()

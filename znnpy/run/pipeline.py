@@ -101,7 +101,7 @@ def run_lanes(
     """Read, compute and write what the shares of all lanes hold.
 
     progress  called in this thread before the first patch, after each that it computed, and after the last is written;
-              while it computes nothing, a few times a second.
+              while it has nothing left to do, a few times a second.
     trace     is told when each lane read and waited, and when outputs were written.
 
     The first exception of any thread stops the others and is raised here once they have ended; so are KeyboardInterrupt
@@ -173,7 +173,9 @@ class _Run:
                     thread.join(REPORT_SECONDS)
                     self._report()
             self._landed.put(END)
-            writer.join()
+            while writer.is_alive():
+                writer.join(REPORT_SECONDS)
+                self._report()
         except BaseException as error:
             self._stop()
             for thread in (writer, *threads):
@@ -193,6 +195,7 @@ class _Run:
         try:
             lane.compute()
         except (DeviceError, DeviceLostError) as error:
+            lane.lose(error)
             with self._turn:
                 begun = lane.shares.lose(lane)
                 if begun is None:
@@ -202,7 +205,6 @@ class _Run:
                     self._now.work -= lease.work
                     self._now.voxels -= lease.voxels
                     lane.voxels -= lease.voxels
-            lane.lose(error)
 
     def _land(self, turn: Turn, landed: Landed | None) -> None:
         """A step was computed."""
@@ -213,8 +215,8 @@ class _Run:
         if threading.current_thread() is self._caller:
             self._report()
 
-    def _add(self, turn: Turn, voxels: int) -> bool:
-        """Count a step; False where its column goes to another lane."""
+    def _add(self, turn: Turn, voxels: int, lane: Computing | None = None) -> bool:
+        """Count a step, and what a lane wrote of it; False where its column goes to another lane."""
         lease = turn.lease
         with self._turn:
             if lease.void:
@@ -223,6 +225,8 @@ class _Run:
                 tally.steps += 1
                 tally.work += turn.work
                 tally.voxels += voxels
+            if lane is not None:
+                lane.voxels += voxels
         return True
 
     def _write(self) -> None:
@@ -245,11 +249,9 @@ class _Run:
             kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
             with beside(turn):
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
-            if self._add(turn, patch.write.voxels):
-                lane.voxels += patch.write.voxels
-                if turn.ends:
-                    self._output.finish_column(turn.lease.index)
-                    self._now.columns += 1
+            if self._add(turn, patch.write.voxels, lane) and turn.ends:
+                self._output.finish_column(turn.lease.index)
+                self._now.columns += 1
             ended = time.perf_counter()
             self._writing += ended - began
             if self._trace is not None:
