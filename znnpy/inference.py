@@ -93,8 +93,7 @@ def infer(
     started = time.perf_counter()
     check_words(border, output_dtype, cover)
     only = (only,) if isinstance(only, str) else tuple(only)
-    if overwrite and resume:
-        raise ValueError("overwrite starts again and resume goes on: ask for one of them")
+    mode = _mode(overwrite=overwrite, resume=resume)
     if allow_nan and output_dtype == "uint8":
         raise OutputError(
             "uint8 has no NaN to write where the volume holds one; choose --output-dtype float32 or float16"
@@ -111,7 +110,6 @@ def infer(
         region = parse_roi(roi, opened.size) if roi else None
         source = Source(opened, roi=region, border=border, network=trained.network, allow_nan=allow_nan)
         job = _job(trained, opened, _roi_text(region, opened.size), border, output_dtype, allow_nan=allow_nan)
-        mode: Mode = "overwrite" if overwrite else "resume" if resume else "new"
         shape = (trained.network.output_channels, *source.output)
         output = stack.enter_context(
             Output(target, volume=Path(volume), shape=shape, dtype=np.dtype(output_dtype), mode=mode, job=job)
@@ -258,6 +256,12 @@ class _Run:
         if begun is not None and (leaner.axis, leaner.column) != (plan.axis, plan.column):
             raise refused
         return leaner
+
+
+def _mode(*, overwrite: bool, resume: bool) -> Mode:
+    if overwrite and resume:
+        raise ValueError("overwrite starts again and resume goes on: ask for one of them")
+    return "overwrite" if overwrite else "resume" if resume else "new"
 
 
 def _forgetful(error: VramError) -> VramError:
