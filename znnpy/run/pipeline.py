@@ -137,11 +137,7 @@ class _Run:
         self._errors: list[BaseException] = []  # of other threads than the calling one; the first is the cause
         self._turn = threading.Lock()  # of tallies and leases
         self._caller = threading.current_thread()
-        self._all, self._early, self._now = (
-            _Tally(),
-            _Tally(),
-            _Tally(),
-        )  # of all there is, of earlier runs, of this one
+        self._all, self._early, self._now = _Tally(), _Tally(), _Tally()  # all, of earlier runs, and of this one
         for lane in {id(lane.shares): lane for lane in lanes}.values():
             self._count(lane)
         self._voxel_bytes = lanes[0].session.network.output_channels * output.dtype.itemsize
@@ -169,13 +165,9 @@ class _Run:
             self._report()
             self._attend(self._lanes[0])
             for thread in threads:
-                while thread.is_alive():
-                    thread.join(REPORT_SECONDS)
-                    self._report()
+                self._wait_for(thread)
             self._landed.put(END)
-            while writer.is_alive():
-                writer.join(REPORT_SECONDS)
-                self._report()
+            self._wait_for(writer)
         except BaseException as error:
             self._stop()
             for thread in (writer, *threads):
@@ -189,6 +181,13 @@ class _Run:
         now = self._now
         timed = tuple(LaneTimings(lane.name, lane.voxels, dict(lane.seconds), lane.lost) for lane in self._lanes)
         return Timings(now.voxels, now.columns, time.perf_counter() - self._began, self._stage_seconds(), timed)
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        """Until it ends, with a report now and then."""
+        while thread.is_alive():
+            thread.join(REPORT_SECONDS)
+            if thread.is_alive():
+                self._report()
 
     def _attend(self, lane: Computing) -> None:
         """Have a lane compute; it may be lost where others have its shares."""
