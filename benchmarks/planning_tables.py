@@ -66,8 +66,8 @@ def beaten_by(row: Row) -> list[Facts]:
 
 
 def beaten_whole(row: Row) -> list[str]:
-    """The same of whole runs."""
-    if not row.finals or row.finals[0]["failure"]:
+    """The same of whole runs, where the pick's own have told the band."""
+    if not row.finals or row.finals[0]["failure"] or "band" not in row.runs:
         return []
     most = row.finals[0]["seconds"] / (1 + MARGIN + row.runs["band"])
     return [run["what"] for run in row.finals[1:] if not run["failure"] and run["seconds"] < most]
