@@ -13,6 +13,7 @@ from fakes import WITH_GPU
 from znnpy.network import Conv, Network, Pool
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates
+from znnpy.run.clocks import LONG_SECONDS
 from znnpy.shapes import PRECISIONS, Precision
 
 
@@ -23,7 +24,7 @@ def test_layers_on_a_real_device(
 ) -> None:
     """What is measured is plausible, the same the second time, and nothing of it stays on the device."""
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(calibration, "VOLUMES", ((1, (48, 32)),))
+    monkeypatch.setattr(calibration, "VOLUMES", ((1, (48, 32), LONG_SECONDS),))
     machine = replace(WITH_GPU, gpu=cuda_device.gpu)
     network = Network("real", 1, (Conv((3, 2, 3), 16, "relu"), Pool((2, 2, 2)), Conv((3, 3, 3), 16, "tanh")))
     before = cuda_device.allocated
