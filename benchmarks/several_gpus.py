@@ -7,7 +7,8 @@ For each network two plans for the same volume: one GPU's, and several GPUs' (`p
 into the host's memory, through the pipeline that a run goes through; one and several in turn, `--rounds` times, each
 once before it counts. Beside voxels per second stand what the plans said, and the bound: `--gpus` times that of one,
 less the borders that cutting the volume costs and the columns that do not come out even. Every voxel has to be written,
-and what several GPUs write has to be what one does, within what the precision may round.
+and what several GPUs write has to be what one does: apart by no more, of the size of the values, than both plans may
+round together. Where it is further apart, the results say so and the command fails.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from contestants import random_network
 from contestants_gpu import Held, Kept, Warm, noise
 from gpu_card import gpu_header
@@ -71,6 +74,36 @@ def runs(site: Site, made: Plan, network: Network, source: Held, target: Kept, t
     return found[1:]
 
 
+def largest_difference(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    """Of two outputs, both (maps, z, y, x), as a share of the size of the values: what TOLERANCES are of.
+
+    As `znnpy verify` measures errors: that size is the largest of 1, the value, and the rms of its map.
+    """
+    found = []
+    for planes, others in zip(one, other, strict=True):
+        rms = float(np.sqrt(np.mean([np.square(plane, dtype=np.float64).mean() for plane in planes])))
+        for plane, beside in zip(planes, others, strict=True):  # one at a time: an output may take half of the memory
+            size = np.maximum(np.abs(plane), max(1.0, rms))
+            found.append((np.abs(plane - beside) / size).max())
+    return float(np.max(found))
+
+
+def of_plan(made: Plan) -> Facts:
+    """What is kept of it."""
+    return {
+        "network": made.network_name,
+        "limits": asdict(made.limits),
+        "patch_out": made.patch_out,
+        "axis": made.axis,
+        "column": made.column,
+        "choices": [
+            {"primitive": c.primitive, "variant": str(c.variant), "seconds": c.seconds, "runs": c.runs}
+            for c in made.choices
+        ],
+        "memory": asdict(made.memory),
+    }
+
+
 def compared(name: str, options: argparse.Namespace) -> Facts:
     """One network."""
     network = random_network(name)
@@ -86,28 +119,34 @@ def compared(name: str, options: argparse.Namespace) -> Facts:
             for made, target, found in zip(plans, targets, timings, strict=True):
                 found += runs(site, made, network, source, target, 1)
     one, several = (median(t.seconds for t in found) for found in timings)
-    apart = float(np.abs(targets[0].voxels - targets[1].voxels).max())
     return {
         "network": name,
+        "precision": options.precision,
+        "side": options.side,
         "output": plans[0].output,
         "gpus": options.gpus,
-        "plans": [json.loads(made.to_json()) for made in plans],
+        "plans": [of_plan(made) for made in plans],
         "seconds": [[t.seconds for t in found] for found in timings],
         "lanes": [{lane.name: {"voxels": lane.voxels, **lane.seconds} for lane in t.lanes} for t in timings[1]],
         "voxels_per_second": [prod(plans[0].output) / seconds for seconds in (one, several)],
         "planned_voxels_per_second": [made.voxels_per_second for made in plans],
         "gain": one / several,
         "bound": plans[0].seconds / plans[1].seconds,
-        "apart": apart,
-        "allowed": TOLERANCES[options.precision],
+        "apart": largest_difference(*(target.voxels for target in targets)),
+        "allowed": 2 * TOLERANCES[options.precision],  # each plan rounds in its own way
     }
+
+
+def too_far(facts: Facts) -> bool:
+    return not facts["apart"] <= facts["allowed"]  # NaN too
 
 
 def line(facts: Facts) -> str:
     one, several = (f"{speed:,.0f}" for speed in facts["voxels_per_second"])
+    apart = f"apart by {facts['apart']:.1e} of the values, {facts['allowed']:.0e} allowed"
     return (
         f"{facts['network']:6} one GPU {one} voxels/s, {facts['gpus']} GPUs {several}: {facts['gain']:.3f} times, "
-        f"bound {facts['bound']:.3f}, {facts['gain'] / facts['bound']:.3f} of it; apart {facts['apart']:.1e}"
+        f"bound {facts['bound']:.3f}, {facts['gain'] / facts['bound']:.3f} of it; {apart}{': TOO FAR' * too_far(facts)}"
     )
 
 
@@ -132,6 +171,8 @@ def main(given: Sequence[str] | None = None) -> None:
             json.dumps({"header": machine_header() | gpu_header(device.find_gpu()), "rows": rows}) + "\n"
         )
     print(options.out)
+    if wrong := [line(row) for row in rows if too_far(row)]:
+        raise SystemExit("several GPUs do not write what one does:\n" + "\n".join(wrong))
 
 
 if __name__ == "__main__":

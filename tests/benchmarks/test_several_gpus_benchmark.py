@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from rivals import TINY
@@ -38,6 +39,37 @@ def test_one_and_two_in_turn(
     (lanes,) = row["lanes"]
     assert sum(lane["voxels"] for lane in lanes.values()) == row["output"][0] * row["output"][1] * row["output"][2]
     assert set(lanes) == {"GPU 0", "GPU 1"}
-    assert row["apart"] <= row["allowed"]
+    assert (row["precision"], row["side"]) == ("fp32", 20)
+    assert row["apart"] <= row["allowed"] == 2e-5
     assert 0.5 < row["bound"] <= 2
-    assert "of it; apart" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"of it; apart by {row['apart']:.1e} of the values, 2e-05 allowed\n" in said
+    far = row | {"apart": 3e-5}
+    monkeypatch.setattr(benchmark, "compared", lambda name, options: far if name == "far" else row)
+    with pytest.raises(
+        SystemExit, match=r"do not write what one does:\n.* 3\.0e-05 of the values, 2e-05 allowed: TOO FAR$"
+    ):
+        benchmark.main(["--networks", "far", "near", "--out", str(out)])
+    assert json.loads(out.read_text())["rows"] == [far, row]
+    assert capsys.readouterr().out.count("TOO FAR") == 1
+
+
+def test_differences_are_shares_of_the_values(imported: Callable[[str], Any]) -> None:
+    """By hand: of 1 where values are small, of the rms of the map, and of the value itself where that is larger."""
+    apart = imported("several_gpus").largest_difference
+    one = np.zeros((2, 3, 4, 5), np.float32)
+    one[1] = 10
+    for at, value, other, expected in (
+        ((0, 1, 2, 3), 0.5, 0.25, 0.25),
+        ((1, 2, 3, 4), 10.0, 12.0, 0.2),
+        ((1, 2, 3, 4), 1.0, 2.0, 1 / np.sqrt((59 * 100 + 1) / 60)),
+        ((1, 0, 0, 0), -1000.0, -1100.0, 0.1),
+    ):
+        first = one.copy()
+        first[at] = value
+        second = first.copy()
+        second[at] = other
+        assert apart(first, second) == pytest.approx(expected)
+    second[0, 0, 0, 0] = np.nan
+    assert np.isnan(apart(first, second))
+    assert imported("several_gpus").too_far({"apart": np.nan, "allowed": 1.0})
