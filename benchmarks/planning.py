@@ -19,7 +19,8 @@ machine, the most important figures first, each of them over all points before t
               feasible plans, and every plan that differs from the pick in one choice (planning_plans.py), summed in the
               same way, those that are predicted to be the fastest first, for `--rival-seconds` a point; a rival whose
               layers take more than `--give-up` times as long as the pick is not timed further.
-    finals    the pick and its three fastest rivals from end to end, in turn, `--rounds` times
+    finals    the pick and its three fastest rivals from end to end, `--rounds` times, on a GPU five times at least; in
+              turn on a CPU. A rival that walks in the steps of the pick runs the same part of the volume
     findings  section VI-A of the paper: one image at a time, and all poolings as fragments (planning_findings.py)
     peers     Table V today: PyTorch with all subsamplings recomputed, dilated and as fragments, with the best of the
               patches that fit the limit (planning_peers.py)
@@ -51,8 +52,8 @@ from planning_clock import Kept, Stopwatch, band
 from planning_findings import Best, best, schemes, theory, theory_verdict
 from planning_plans import Maker, Rival, all_rivals, turns
 from planning_points import SIDES, Point, measured, own_cache, points, spread
-from planning_runs import Runs, band_of, peers
-from planning_tables import KINDS, Facts, Row, error, pictures, summary, table
+from planning_runs import Runs, decided, peers
+from planning_tables import KINDS, Facts, Row, band_of, error, pictures, summary, table
 
 from znnpy.machine import this_machine
 from znnpy.planner.plan import Plan
@@ -65,6 +66,7 @@ RIVAL_SECONDS = {"cpu": 20.0, "gpu": 8.0}
 START_SECONDS = {"cpu": 4.0, "gpu": 3.0}  # assumed, of a run or of a child
 STEPS = ("runs", "layers", "rivals", "finals", "findings", "peers")
 FINALISTS = 3
+GPU_FINALS = 5  # runs of each, or more: they take about a second, beside several that it takes to start
 THEORY_GIB = (1, 4, 16, 64)
 
 
@@ -116,7 +118,7 @@ class Benchmark:
         options = self._options
         start, run = START_SECONDS[options.device], self._pace * point.part_seconds(point.pick)
         if step in ("runs", "finals"):
-            contestants, times = (1, 2 * options.rounds) if step == "runs" else (1 + FINALISTS, options.rounds)
+            contestants, times = (1, 2 * options.rounds) if step == "runs" else (1 + FINALISTS, options.finals)
             gpu = options.device == "gpu"
             return float(contestants * (start + (1 + times) * run if gpu else times * (start + run)))
         once = self._pace * sum(choice.seconds for choice in point.pick.choices)
@@ -131,19 +133,19 @@ class Benchmark:
         )
 
     def runs(self, point: Point) -> None:
-        if (same := self._same_plan(point)) is not None:
-            point.row.runs = same.runs | {"as_within": same.limit}
-            return
+        for same in self._same_pick(point):
+            if same.runs and not same.runs["failure"]:
+                point.row.runs = {"as_within": same.limit} | same.runs
+                return
         (found,) = self.runner.of(point, [("pick", point.pick)], 2 * self._options.rounds)
         if not found["failure"]:
             self._pace = max(1.0, 1 + found["error"])
         point.row.runs = found if found["failure"] else found | {"band": band_of(found["rounds"])}
 
-    def _same_plan(self, point: Point) -> Row | None:
-        """A row of another limit whose plan is the same, and has run; None where there is none."""
+    def _same_pick(self, point: Point) -> list[Row]:
+        """Rows, of whatever limit, whose plan is the same."""
         own = point.row.plan | {"limits": None}
-        rows = (row for row in self.rows.values() if row.runs and not row.runs["failure"])
-        return next((row for row in rows if row.plan | {"limits": None} == own), None)
+        return [row for row in self.rows.values() if row.plan | {"limits": None} == own]
 
     def layers(self, point: Point) -> None:
         """The pick's, twice."""
@@ -195,19 +197,26 @@ class Benchmark:
         point.row.rivals = found
 
     def finals(self, point: Point) -> None:
-        """The pick and its finalists in turn."""
+        """The pick and its finalists in turn; where they are those of another limit, what they did there."""
         contest = [("pick", point.pick), *self._finalists(point)]
-        point.row.finals = self.runner.of(point, contest, self._options.rounds)
+        plans = [decided(plan) for _, plan in contest]
+        for same in self._same_pick(point):
+            if [run.get("plan") for run in same.finals] == plans and not any(run["failure"] for run in same.finals):
+                point.row.finals = [{"as_within": same.limit} | run for run in same.finals]
+                return
+        ran = self.runner.of(point, contest, self._options.finals)
+        point.row.finals = [run | {"plan": plan} for run, plan in zip(ran, plans, strict=True)]
 
     def _finalists(self, point: Point) -> list[tuple[str, Plan]]:
-        """The fastest rivals whose layers were all timed, and then those that are predicted to be."""
+        """The fastest rivals whose layers were all timed, and then those that are predicted to be; each plan once."""
         timed = {(r["kind"], r["what"]): r["seconds"] for r in point.row.rivals if r.get("whole")}
         plans = [(r.kind, r.what, r.plan) for r in self._rivals[str(point)] if r.plan is not None]
         ranked = sorted(plans, key=lambda one: (timed.get(one[:2], inf), one[2].seconds))
-        found: list[tuple[str, Plan]] = []
+        found, met = list[tuple[str, Plan]](), [point.pick.choices]  # one primitive wherever it applies may be the pick
         for kind, what, plan in ranked:
-            if len(found) < FINALISTS and plan.choices not in [other.choices for _, other in found]:
+            if len(found) < FINALISTS and plan.choices not in met:
                 found.append((f"{kind} {what}", plan))
+                met.append(plan.choices)
         return found
 
     def findings(self, point: Point) -> None:
@@ -268,9 +277,7 @@ def of_rival(plan: Plan) -> Facts:
         "seconds": None,
         "whole": False,
         "predicted": sum(choice.runs * choice.seconds for choice in plan.choices),
-        "patch_out": plan.patch_out,
-        "column": plan.column,
-        "choices": [f"{c.primitive} {c.variant}".strip() for c in plan.choices],
+        **decided(plan),
     }
 
 
@@ -326,6 +333,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         options.measure_minutes = 0
         options.most = options.most or 2
         options.peer_sides = options.peer_sides or [8]
+    options.finals = max(options.rounds, GPU_FINALS) if device == "gpu" else options.rounds
     options.limits = options.limits or LIMITS[device]
     options.sides = sorted(options.sides or SIDES[device], reverse=True)
     for word, default in (("point_seconds", POINT_SECONDS), ("rival_seconds", RIVAL_SECONDS)):

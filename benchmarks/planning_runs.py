@@ -21,6 +21,7 @@ from znnpy.machine import parse_bytes
 from znnpy.network import Pool
 from znnpy.planner.plan import Plan
 from znnpy.planner.schemes import Scheme, shapes_of
+from znnpy.shapes import Vec3
 
 GPU_CHILD = Path(__file__).with_name("planning_gpu.py")
 PEER_CHILD = Path(__file__).with_name("planning_peers.py")
@@ -57,7 +58,7 @@ class Runs:
 
     def _on_cpu(self, point: Point, plan: Plan) -> Facts:
         """From the first patch that is computed to the last: opening, planning and preparing are not counted."""
-        output = part_of(plan, point.network, point.row.point_seconds)
+        output = part_for(point, plan)
         volume = random_volume(self._folder, point.network.patch_in(output), point.network.input_channels)
         left = max(0.1, self._end - time.monotonic())
         done = infer(self._folder, point.row.network, volume, plan, limit_seconds=left)
@@ -75,7 +76,7 @@ class Runs:
 
     def _on_gpu(self, point: Point, plan: Plan, times: int) -> list[Facts]:
         """From memory to memory, after a run that does not count."""
-        output = part_of(plan, point.network, point.row.point_seconds)
+        output = part_for(point, plan)
         part = plan.covering(output, point.network, plan.memory)
         request = {"plan": part.to_json(), "network": point.row.network, "vram": point.row.limit, "times": times}
         self._child.tell(request)
@@ -91,6 +92,27 @@ class Runs:
         facts |= {"peak_bytes": said["vram_bytes"], "promised_bytes": plan.memory.vram}
         facts |= {"start_seconds": said["first_seconds"]}
         return [facts | {"seconds": seconds} for seconds in said["seconds"]]
+
+
+def part_for(point: Point, plan: Plan) -> Vec3:
+    """Of the output, what a whole run by a plan computes: where it walks in the steps of the pick, just what that does.
+
+    Times of the same part compare as they are, whatever is predicted of the rest.
+    """
+    pick = point.pick
+    alike = (plan.patch_out, plan.axis, plan.column) == (pick.patch_out, pick.axis, pick.column)
+    return part_of(pick if alike else plan, point.network, point.row.point_seconds)
+
+
+def decided(plan: Plan) -> Facts:
+    """What makes a plan another one for the same network, output and machine."""
+    return {
+        "patch_out": list(plan.patch_out),
+        "axis": plan.axis,
+        "column": plan.column,
+        "parts": list(plan.parts),
+        "choices": [f"{c.primitive} {c.variant}".strip() for c in plan.choices],
+    }
 
 
 def together(what: str, plan: Plan, runs: Sequence[Facts]) -> Facts:
@@ -118,14 +140,6 @@ def together(what: str, plan: Plan, runs: Sequence[Facts]) -> Facts:
         "promised_bytes": promised,
         "promised_over_peak": promised / peak if peak else None,
     }
-
-
-def band_of(rounds: Sequence[float]) -> float:
-    """How far the medians of every other run and of those between lie apart, as a share; 0 of one run."""
-    if len(rounds) < 2:
-        return 0.0
-    halves = [median(rounds[half::2]) for half in (0, 1)]
-    return max(halves) / min(halves) - 1
 
 
 def peer_sides(point: Point, method: str, options: argparse.Namespace) -> list[int]:

@@ -51,6 +51,14 @@ def error(predicted: float, measured: float) -> float:
     return predicted / measured - 1
 
 
+def band_of(rounds: Sequence[float]) -> float:
+    """How far the medians of every other run and of those between lie apart, as a share; 0 of one run."""
+    if len(rounds) < 2:
+        return 0.0
+    halves = [median(rounds[half::2]) for half in (0, 1)]
+    return max(halves) / min(halves) - 1
+
+
 def beyond(share: float, band: float) -> float:
     """What of an error lies outside the band."""
     return max(0.0, abs(share) - band)
@@ -66,10 +74,11 @@ def beaten_by(row: Row) -> list[Facts]:
 
 
 def beaten_whole(row: Row) -> list[str]:
-    """The same of whole runs, where the pick's own have told the band."""
+    """The same of whole runs, where the pick's own have told the band: in runs or in finals, whichever is larger."""
     if not row.finals or row.finals[0]["failure"] or "band" not in row.runs:
         return []
-    most = row.finals[0]["seconds"] / (1 + MARGIN + row.runs["band"])
+    pick = row.finals[0]
+    most = pick["seconds"] / (1 + MARGIN + max(row.runs["band"], band_of(pick["rounds"])))
     return [run["what"] for run in row.finals[1:] if not run["failure"] and run["seconds"] < most]
 
 

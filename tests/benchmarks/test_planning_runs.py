@@ -122,7 +122,7 @@ def test_a_part_of_a_long_run(imported: Callable[[str], Any]) -> None:
 
 
 def test_the_band_is_of_every_other_run(imported: Callable[[str], Any]) -> None:
-    band_of = imported("planning_runs").band_of
+    band_of = imported("planning_tables").band_of
     assert band_of([1.0, 2.0, 1.1, 2.2, 1.2, 2.4]) == pytest.approx(1.0)  # 2.2 over 1.1
     assert band_of([3.0]) == 0.0
 
@@ -166,7 +166,7 @@ def row(tables: Any, **found: Any) -> Any:
     rival: dict[str, Any] = {"kind": "random", "what": "random 1", "seconds": 9.0, "whole": True}
     layers: dict[str, Any] = {"seconds": 10.0, "again": 10.5, "band": 0.05, "error": -0.12, "predicted": 11.0}
     run: dict[str, Any] = {"failure": None, "error": 0.02, "promised_over_peak": 1.1, "voxels_per_second": 99.0}
-    finals = [run | {"what": "pick", "seconds": 10.0}, run | {"what": "random 1", "seconds": 9.8}]
+    finals = [run | {"what": what, "seconds": s, "rounds": [s, s]} for what, s in (("pick", 10.0), ("random 1", 9.8))]
     paper: dict[str, Any] = {"of": "paper", "scheme": "S = 1", "seconds": 10.0, "whole": True}
     findings = [paper, paper | {"of": "images", "scheme": "S = 2", "seconds": 9.6}]
     findings.append(paper | {"of": "fragments", "scheme": "max", "seconds": 9.0})
@@ -228,6 +228,11 @@ def test_the_pick_is_beaten_beyond_the_band_of_its_runs(imported: Callable[[str]
     assert tables.summary([one])["beaten_in_runs_by"] == ["n337 1G: random 1"]
     one.runs["band"] = 0.03
     assert tables.summary([one])["beaten_in_runs_by"] == []
+    one.runs["band"] = 0.01
+    one.finals[0]["rounds"] = [9.85, 10.15]  # 3 % apart
+    assert tables.summary([one])["beaten_in_runs_by"] == []
+    one.finals[0]["rounds"] = [9.98, 10.02]
+    assert tables.summary([one])["beaten_in_runs_by"] == ["n337 1G: random 1"]
 
 
 @pytest.mark.parametrize("name", ["plain", "dilated", "fragments"])
@@ -296,10 +301,13 @@ def test_the_whole_benchmark(
     assert next(row for row in again["rows"] if row["limit"] == "1000M") == first
     assert len(again["commands"]) == 2
     more = [str(word) for word in words if word != "20M"]
-    # What is the same plan ran already.
-    planning.main([*more, "--limits", "1000M", "1100M", "--resume", "--do", "runs"])
+    # What is the same plan ran already, and so did its finalists.
+    steps = ["runs", "layers", "rivals", "finals"]
+    planning.main([*more, "--limits", "1000M", "1100M", "--resume", "--do", *steps])
     larger = next(row for row in json.loads(out.read_text())["rows"] if row["limit"] == "1100M")
     assert larger["runs"] == first["runs"] | {"as_within": "1000M"}
+    assert larger["finals"] == [run | {"as_within": "1000M"} for run in first["finals"]]
+    assert [run["plan"] for run in first["finals"]].count(first["finals"][0]["plan"]) == 1
     capsys.readouterr()
     cut = again | {"rows": [dict(first, plan=first["plan"] | {"format": 0})]}
     out.write_text(json.dumps(cut))
