@@ -29,6 +29,7 @@ def explain(plan: Plan, network: Network, machine: Machine | None) -> Renderable
     return Group(
         Text(_cover(plan, network)),
         Padding(_layers(plan, network), (1, 0)),
+        *_beside(plan, network),
         _memory(plan),
         *(Text(line) for line in told),
     )
@@ -101,6 +102,19 @@ def _cover(plan: Plan, network: Network) -> str:
     )
 
 
+def _beside(plan: Plan, network: Network) -> list[RenderableType]:
+    """What the processor does beside GPUs."""
+    if (its := plan.beside) is None:
+        return []
+    threads = f"{its.limits.threads} thread{'s' if its.limits.threads != 1 else ''}"
+    words = (
+        f"side by side: the GPU and the processor take cells of {text(its.output)} output voxels, {len(plan.cells):,} "
+        f"in all, of which the processor is to compute {plan.dealt:,}, {human_seconds(its.seconds)} each, in "
+        f"{_kind(its)} with {threads}"
+    )
+    return [Text(words), Padding(_layers(its, network), (1, 0))]
+
+
 def _layers(plan: Plan, network: Network) -> Table:
     """Seconds are those of a step in which all layers run, shares those of the whole output."""
     in_parts = max(plan.parts) > 1
@@ -141,6 +155,7 @@ def _memory(plan: Plan) -> Table:
         (f"{what} on their way in", every * memory.reading),
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
+        *((("all that the processor computes with beside it", memory.beside),) if memory.beside else ()),
     ]
     layers = [
         ("arena: activations and scratch", memory.arena),
@@ -182,11 +197,17 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
         f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(plan.seconds)} in all, "
         + (
             f"on {'the GPU' if plan.devices == 1 else f'{plan.devices} GPUs'} in {plan.precision}"
+            f"{' and on the processor' if plan.beside else ''}"
             if plan.device == "gpu"
             else f"with {plan.limits.threads} thread{'s' if plan.limits.threads != 1 else ''}"
         )
     ]
-    if plan.alone is not None:
+    if plan.alone is not None and plan.beside is not None:
+        share = plan.dealt / len(plan.cells)
+        lines.append(
+            f"{plan.alone / plan.seconds:.2f} times as fast as without the processor, which computes {share:.1%}"
+        )
+    elif plan.alone is not None:
         lines.append(
             f"{plan.alone / plan.seconds:.2f} times as fast as one GPU alone: {plan.columns} columns or patches for "
             f"{plan.devices}, each with borders of its own"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import sqrt
 
 from znnpy.network import Network
+from znnpy.planner.beside import idle
 from znnpy.planner.candidates import spans
 from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.plan import Choice, Kind, Plan, RunnerUp
@@ -36,6 +37,13 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
         parts = [human_bytes(over)] * (over > 0) + [f"{human_bytes(over_vram)} of VRAM"] * (over_vram > 0)
         return f"does not fit: {' and '.join(parts)} more, at the least"
     ratio = other.seconds / best.seconds
+    if other.beside is not None:
+        if not other.dealt:
+            return idle(other)
+        fast = f"{_times(1 / ratio)} times as fast" if ratio < 1 else f"{_times(ratio)} times as long"
+        return f"{fast}, too little for an output whose last bits depend on who computed what"
+    if best.beside is not None and other.device == "gpu":
+        return f"{_times(ratio)} times as long, without the processor"
     if ratio < 1 / ALIKE:
         return f"{_times(1 / ratio)} times as fast, but where both may be taken the GPU is"
     if ratio < ALIKE:

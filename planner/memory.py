@@ -43,6 +43,7 @@ class Memory:
     context: Count  # of a GPU: what CUDA and its libraries take whatever runs
     pinned: Count = 0  # of the process: prepared weights that a GPU has no room for
     devices: Positive = 1  # equal GPUs that run the plan: each takes all of that but for the baseline
+    beside: Count = 0  # of the process: what the processor takes that computes beside GPUs
 
     @property
     def layers(self) -> int:
@@ -52,7 +53,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """Of the whole process."""
-        around = self.baseline + self.devices * (self.reading + self.writing + self.pinned)
+        around = self.baseline + self.beside + self.devices * (self.reading + self.writing + self.pinned)
         return around + self.layers if self.device == "cpu" else around
 
     @property

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
-from znnpy.patches import Cover
+from znnpy.patches import Box, Column, Cover
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.documents import Document
 from znnpy.planner.layout import ALIGNMENT, Count, Positive, aligned, carried_bytes, chain, loops
@@ -34,6 +34,7 @@ AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
+Mode = Literal["cpu", "gpu", "side-by-side"]
 Rigor = Literal["estimate", "measure", "exhaustive"]  # how much was measured before it was chosen
 Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 30,000 years
 
@@ -124,11 +125,16 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     kinds: tuple[Kind, ...] = ()  # as far as they were asked for
     elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
-    alone: Seconds | None = None  # of several GPUs: what one of them would take for the output
+    alone: Seconds | None = None  # of several devices: what the first of them would take for the output
+    beside: Plan | None = None  # the processor's, for one of the cells that it and the GPUs take in turn
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
             raise ValueError("its layers run on a GPU, and it has no limit for the memory there")
+        if (self.memory.beside > 0) != (self.beside is not None):
+            raise ValueError("memory is promised for a plan beside it exactly where there is one")
+        if self.beside is not None and (self.device, self.beside.device) != ("gpu", "cpu"):
+            raise ValueError("beside a plan is one for the processor, and it is for the GPU")
 
     @property
     def device(self) -> DeviceKind:
@@ -184,16 +190,46 @@ class Plan:
         return self.memory.devices
 
     @property
+    def mode(self) -> Mode:
+        """On which devices layers run, and how."""
+        return self.device if self.beside is None else "side-by-side"
+
+    @property
     def seconds(self) -> float:
         """Predicted for the whole output, reading and writing hidden behind the computation but for the edges.
 
-        Of several devices, that of the one with the most columns.
+        Of several devices, that of the one with the most columns; side by side, of the one that ends last.
         """
+        if self.beside is None:
+            return self._seconds(ceil(self.columns / self.devices) / self.columns)
+        cells, dealt = len(self.cells), self.dealt
+        return max(self._seconds((cells - dealt) / cells / self.devices), dealt * self.beside.seconds)
+
+    @property
+    def cells(self) -> Cover:
+        """What the processor and GPUs side by side take in turn."""
+        assert self.beside is not None, "only side by side"
+        return Cover(self.output, self.beside.output)
+
+    @property
+    def dealt(self) -> int:
+        """Cells that the processor computes in the time that GPUs take for the others."""
+        cells, seconds = len(self.cells), self.seconds_per_cell
+        each = seconds["gpu"] / self.devices
+        return int(cells * each / (seconds["cpu"] + each))
+
+    @property
+    def seconds_per_cell(self) -> dict[DeviceKind, float]:
+        """Of each device side by side."""
+        assert self.beside is not None, "only side by side"
+        return {"gpu": self._seconds(1.0) / len(self.cells), "cpu": self.beside.seconds}
+
+    def _seconds(self, share: float) -> float:
+        """Of one device, for so much of the output."""
         voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
         images = self.choices[0].shape.batch
         edges = images * (self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out)
-        share = ceil(self.columns / self.devices) / self.columns
         return share * sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.device, edges)
 
     @property
@@ -203,7 +239,7 @@ class Plan:
 
     def covering(self, output: Vec3, network: Network, memory: Memory) -> Plan:
         """The same for an output of another size, in a process that takes other memory."""
-        here = replace(self, output=output, memory=memory, alone=None)
+        here = replace(self, output=output, memory=replace(memory, beside=self.memory.beside), alone=None)
         cover, ahead = here.cover(network), [margin[self.axis] for margin in network.margins]
         choices = tuple(
             replace(choice, runs=parts * cover.steps(ahead[choice.layers[1] + 1]))
@@ -215,6 +251,15 @@ class Plan:
         """The columns of a run."""
         margin = network.field_of_view[self.axis] - 1
         return Cover(self.output, self.patch_out, self.axis, self.column, margin)
+
+    def within(self, box: Box, network: Network) -> tuple[Column, ...]:
+        """The same for a part of the output."""
+        columns = replace(self, output=box.size).cover(network)
+        return tuple(column.shifted(box.lo) for column in columns)
+
+    def parts_of(self, network: Network) -> Cover:
+        """What a run takes in turn, and records when it is written: columns, or cells side by side."""
+        return self.cover(network) if self.beside is None else self.cells
 
     @property
     def voxels_per_second(self) -> float:
@@ -272,7 +317,25 @@ class Plan:
         self._check_shapes(network)
         footprints = [_footprint(choice, self, machine, table) for choice in self.choices]
         self._check_memory(footprints)
+        if self.beside is not None:
+            self._check_beside(self.beside, network, machine, table)
         self._check_limits(machine, ram_bytes, vram_bytes)
+
+    def _check_beside(
+        self, beside: Plan, network: Network, machine: Machine, table: Sequence[Primitive] | None
+    ) -> None:
+        beside.check_runs(network, machine, table=table)
+        grid = [cell % step for cell, step in zip(beside.output, self.patch_out, strict=True)]
+        if any(grid):
+            raise PlanFileError(
+                f"the plan's cells of {text(beside.output)} are no whole number of its steps of "
+                f"{text(self.patch_out)}; {AGAIN}"
+            )
+        if self.memory.beside != beside.memory.peak:
+            raise PlanFileError(
+                f"the plan promises {self.memory.beside:,} bytes for the processor, and its plan beside needs "
+                f"{beside.memory.peak:,}; {AGAIN}"
+            )
 
     def _check_limits(self, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
         card = None if machine.gpu is None else machine.gpu.memory_bytes

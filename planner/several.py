@@ -52,8 +52,8 @@ def plan_for(
     if devices == 1:
         return alone
     found = [alone, *_of_parts(devices, make, output, each)]
-    covering = [replace(_covering(plan, devices, network, output, masks=masks), limits=limits) for plan in found]
-    fitting = [plan for plan in covering if not any(plan.memory.over(limits))]  # not all of what moves may
+    whole = [replace(covering(plan, devices, network, output, masks=masks), limits=limits) for plan in found]
+    fitting = [plan for plan in whole if not any(plan.memory.over(limits))]  # not all of what moves may
     return replace(min(fitting, key=lambda plan: plan.seconds), alone=alone.seconds)
 
 
@@ -73,7 +73,7 @@ def _of_parts(devices: int, make: Make, output: Vec3, each: Limits) -> Iterator[
         yield plan
 
 
-def _covering(plan: Plan, devices: int, network: Network, output: Vec3, *, masks: bool) -> Plan:
+def covering(plan: Plan, devices: int, network: Network, output: Vec3, *, masks: bool) -> Plan:
     """The same for the whole output, on so many GPUs: more patches may be on their way than of a slab."""
     cover = replace(plan, output=output).cover(network)
     itemsizes = plan.itemsize_in, plan.itemsize_out

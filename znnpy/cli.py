@@ -27,7 +27,7 @@ from znnpy.words import (
     FILE,
     costs_word,
     device_word,
-    gpus_word,
+    devices_words,
     json_word,
     limits_words,
     named,
@@ -67,7 +67,7 @@ main.add_command(timeline)
 @click.option("--shape", metavar="Z,Y,X", callback=voxels, help="Plan for a volume of this size, Z,Y,X.")
 @region_words
 @limits_words
-@gpus_word
+@devices_words
 @costs_word
 @click.option(
     "--machine",
@@ -170,7 +170,7 @@ def _picture_file(path: Path, overwrite: bool) -> Path:
 @click.option("--overwrite", is_flag=True, help="Replace the output, and whatever an unfinished run left of it.")
 @click.option("--resume", is_flag=True, help="Go on where a run stopped.")
 @limits_words
-@gpus_word
+@devices_words
 @costs_word
 @click.option(
     "--paranoid", is_flag=True, help="Hold voxels of each patch against the definition: slow, in memory beyond --ram."
@@ -189,7 +189,7 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     fixed = {
         word: bool(words[word]) for word in ("ram", "threads", "patch", "only", "cover", "vram", "precision", "costs")
     }
-    others = {"no-depth-first": not words["depth_first"], "device": words["device"] != "auto"}
+    others = {"no-depth-first": not words["depth_first"]} | {w: words[w] != "auto" for w in ("device", "mode")}
     for word, is_given in {**fixed, **others}.items():
         if plan_file is not None and is_given:
             raise click.UsageError(f"--{word} is fixed by the plan: leave it out, or leave --plan out")
@@ -343,6 +343,7 @@ def _check_primitives(words: dict[str, Any]) -> None:
     """A name that is no primitive's is a usage error, and so are names and limits of a device that is not wanted."""
     from znnpy.kernels.table import find
     from znnpy.run.devices import check_device_words, gpus_of
+    from znnpy.run.modes import device_meant, names_on
 
     for name in words["only"]:
         try:
@@ -350,8 +351,9 @@ def _check_primitives(words: dict[str, Any]) -> None:
         except KeyError as error:
             raise click.BadParameter(f"{error.args[0]} (`znnpy primitives` lists them)", param_hint="--only") from None
     try:
-        check_device_words(words["device"], words["vram"], words["precision"], words["only"])
-        gpus_of(words.get("gpus"), words["device"])
+        meant = device_meant(words["mode"], words["device"])
+        check_device_words(meant, words["vram"], words["precision"], names_on("gpu", words["only"], words["mode"]))
+        gpus_of(words.get("gpus"), meant)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

@@ -8,9 +8,10 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from traceback import clear_frames
@@ -37,8 +38,9 @@ from znnpy.run import pipeline
 from znnpy.run.choice import Wishes, check_wishes, check_words, choose, device_begun, plan_begun, plan_finished
 from znnpy.run.devices import Site, check_device_words, check_here, gpus_of, site_for
 from znnpy.run.lane import Lane
+from znnpy.run.modes import device_meant, names_on
 from znnpy.run.session import Session
-from znnpy.run.shares import Shares
+from znnpy.run.shares import Cells, Hand, Queue, Shares
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
@@ -77,6 +79,7 @@ def infer(
     precision: str | None = None,
     costs: str | Path | None = None,
     gpus: int | str | None = None,
+    mode: str = "auto",
     paranoid: bool = False,
     trace: str | Path | None = None,
     progress: Callable[[pipeline.Event], None] | None = None,
@@ -88,19 +91,21 @@ def infer(
     against the definition before it is written: slow, and in memory beyond `ram`. `trace` names a file for what is done
     when, in Chrome's format; there is one of a run that ended early too. Every ZnnpyError says what happened, with the
     numbers, and what to do; what was finished before an error, Ctrl-C or a kill stays on disk and `resume=True` goes on
-    from there, byte for byte, unless a GPU refuses memory that it gave the run before: the report says so.
+    from there, byte for byte, with two exceptions: a GPU refuses memory that it gave the run before, and the report
+    says so; or the processor computes beside GPUs (mode "side-by-side"), and who computes what depends on how fast they
+    are.
     """
     started = time.perf_counter()
     check_words(border, output_dtype, cover)
     only = (only,) if isinstance(only, str) else tuple(only)
-    mode = _mode(overwrite=overwrite, resume=resume)
+    how = _mode(overwrite=overwrite, resume=resume)
     if allow_nan and output_dtype == "uint8":
         raise OutputError(
             "uint8 has no NaN to write where the volume holds one; choose --output-dtype float32 or float16"
         )
     shelf = Shelf(costs)
-    wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision, shelf.file)
-    meant = shelf.meant(check_device_words(device, vram, precision, only))
+    wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision, shelf.file, mode)
+    meant = shelf.meant(check_device_words(device_meant(mode, device), vram, precision, names_on("gpu", only, mode)))
     count = gpus_of(gpus, meant)
     trained = load_trained(read_network(network), weights)
     target = Path(out) if out is not None else default_output(Path(volume), trained.network.name)
@@ -112,7 +117,7 @@ def infer(
         job = _job(trained, opened, _roi_text(region, opened.size), border, output_dtype, allow_nan=allow_nan)
         shape = (trained.network.output_channels, *source.output)
         output = stack.enter_context(
-            Output(target, volume=Path(volume), shape=shape, dtype=np.dtype(output_dtype), mode=mode, job=job)
+            Output(target, volume=Path(volume), shape=shape, dtype=np.dtype(output_dtype), mode=how, job=job)
         )
         if output.finished:
             made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
@@ -188,7 +193,7 @@ class _Run:
             within = human_bytes(plan.limits.vram_bytes or 0)
             sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
             done = self._run(site, plan)
-            columns = plan.cover(self.trained.network)
+            columns = plan.parts_of(self.trained.network)
             computed = prod(plan.output) - sum(columns[index].voxels for index in before)
             done = replace(done, timings=replace(done.timings, voxels=computed))
         self.output.complete()
@@ -197,16 +202,13 @@ class _Run:
     def _run(self, site: Site, plan: Plan) -> _Done:
         """Whatever of the plan's columns the output does not hold."""
         network = self.trained.network
-        with Crew(plan.limits.threads) as crew, self._awake(site, plan, crew) as (sessions, wisdom):
-            columns = plan.cover(network)
+        with self._awake(site, plan) as (sessions, wisdom):
             if self.output.header is None:
-                settings = _settings(self.wishes.only, site.machine)
-                header = JournalHeader(
-                    self.job, settings, plan.to_json(), site.machine.blas, len(columns), wisdom=wisdom.used
-                )
+                settings, count = _settings(self.wishes.only, site.machine), len(plan.parts_of(network))
+                header = JournalHeader(self.job, settings, plan.to_json(), site.machine.blas, count, wisdom=wisdom.used)
                 self.output.begin(header, _attributes(network, self.source, self.job, plan))
-            shares = Shares(columns, done=self.output.done)
-            lanes = [Lane(name, session, crew, shares) for name, session in sessions.items()]
+            shares = self._shares(plan, sessions)
+            lanes = [Lane(name, session, session.crew, shares) for name, session in sessions.items()]
             timings = pipeline.run_lanes(lanes, self.source, self._writes(plan), self.progress, self.trace)
             lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
             return _Done(plan, timings, site.taken_bytes(), (*lost, *wisdom.sentences))
@@ -216,19 +218,37 @@ class _Run:
             return self.output
         return Watched(self.output, self.trained, self.watched, self.source.offset, plan.precision)
 
+    def _shares(self, plan: Plan, sessions: Mapping[str, Session]) -> Queue:
+        """Columns for devices that are alike, cells for a GPU and the processor."""
+        network, done = self.trained.network, self.output.done
+        if plan.beside is None:
+            return Shares(plan.cover(network), done)
+        cell = plan.seconds_per_cell
+        hands = {
+            name: Hand(partial(session.plan.within, network=network), cell[session.plan.device], session.plan is plan)
+            for name, session in sessions.items()
+        }
+        return Cells(plan.cells, plan.axis, hands, done)
+
     @contextmanager
-    def _awake(self, site: Site, plan: Plan, crew: Crew) -> Iterator[tuple[dict[str, Session], Wisdom]]:
+    def _awake(self, site: Site, plan: Plan) -> Iterator[tuple[dict[str, Session], Wisdom]]:
         """A session for each device, by its name."""
         network, weights, begun = self.trained.network, self.trained.weights, self.output.header
+        numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
+        devices = numbered if site.others else {plan.device.upper(): site.gpu}
+        plans = {name: (plan, device) for name, device in devices.items()}
+        if plan.beside is not None:
+            plans["CPU"] = plan.beside, None
         with ExitStack() as stack:
             with wisdom_begun(begun.wisdom) if begun else wisdom_kept(site.machine, plan.seconds) as wisdom:
-                numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
-                devices = numbered if site.others else {plan.device.upper(): site.gpu}
+                crews = {
+                    its.device: stack.enter_context(Crew(its.limits.threads)) for its in (plan, plan.beside) if its
+                }
                 sessions = {
                     name: stack.enter_context(
-                        Session(plan, network, weights, crew, device=device, trace=self.trace, lane=name)
+                        Session(its, network, weights, crews[its.device], device=device, trace=self.trace, lane=name)
                     )
-                    for name, device in devices.items()
+                    for name, (its, device) in plans.items()
                 }
             yield sessions, wisdom
 
@@ -253,7 +273,7 @@ class _Run:
             )
         except NoPlanError as error:
             raise VramError(f"{refused}; and {error}") from None
-        if begun is not None and (leaner.axis, leaner.column) != (plan.axis, plan.column):
+        if begun is not None and leaner.parts_of(network) != plan.parts_of(network):
             raise refused
         return leaner
 
@@ -331,6 +351,7 @@ def _report(
         gpu=machine.gpu.name if machine.gpu else None,
         vram_bytes=done.vram_bytes if done else None,
         notes=notes,
+        lanes=timings.lanes if timings else (),
         warnings=(*(_lacking(machine) if plan.device == "cpu" else ()), *(done.sentences if done else ())),
     )
 

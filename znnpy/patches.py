@@ -61,6 +61,9 @@ class Patch:
     out: Box
     write: Box
 
+    def shifted(self, by: Vec3) -> Patch:
+        return Patch(add(self.read, by), self.out.shifted(by), self.write.shifted(by))
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -72,6 +75,9 @@ class Column:
     def voxels(self) -> int:
         """Output voxels written."""
         return sum(step.write.voxels for step in self.steps)
+
+    def shifted(self, by: Vec3) -> Column:
+        return Column(tuple(step.shifted(by) for step in self.steps))
 
 
 @dataclass(frozen=True, slots=True)

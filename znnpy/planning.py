@@ -24,11 +24,12 @@ from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan, options_for
-from znnpy.planner.several import plan_for
+from znnpy.planner.several import Make, plan_for
 from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
 from znnpy.run.choice import check_words, columns_only
 from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
+from znnpy.run.modes import LONG_SECONDS, device_meant, names_on, processor_plans, with_processor
 from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.timing import Progress
@@ -39,6 +40,7 @@ from znnpy.volume.source import Source, parse_roi
 _log = logging.getLogger(__name__)
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
+BESIDE = "with the processor beside it"  # of a kind of plans
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
 
 
@@ -61,6 +63,7 @@ def plan(
     vram: int | str | None = None,
     precision: str | None = None,
     gpus: int | str | None = None,
+    mode: str = "auto",
     costs: str | Path | None = None,
     machine: str | Path | None = None,
     rigor: str = "estimate",
@@ -89,15 +92,18 @@ def plan(
     """
     check_words(border, output_dtype, cover)
     names = (only,) if isinstance(only, str) else tuple(only)
-    meant = check_device_words(device, vram, precision, names)
+    meant = check_device_words(device_meant(mode, device), vram, precision, names_on("gpu", names, mode))
+    if machine is not None and mode == "side-by-side":
+        raise ValueError("a file of a machine holds the costs of one device: leave out machine, or mode")
     study = Study(*rigor_of(rigor, time_limit), tell_progress)
     shelf = _shelf(costs, machine, runs=rigor != "estimate" or paranoid)
     job = _job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize)
     count = gpus_of(gpus, meant)
-    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study)
+    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode)
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
         there = elsewhere(shelf, shelf.meant(meant), precision, count)
+        wanted = replace(wanted, mode="gpu" if there.device == "gpu" else "cpu")
         made = for_elsewhere(wanted.plan(there, kinds=True, baselines=tells.why is not None), shelf)
         tells.of(wanted, made, [there], shelf)
         return made
@@ -135,6 +141,8 @@ def _here(
                 made = replace(made, kinds=(*made.kinds, kind_of(network, made, estimated)))
         if paranoid:
             check_plan(made, network, site, wanted.study.tell)
+            if made.beside is not None:
+                check_plan(made.beside, network, Site(this_machine(), costs=shelf), wanted.study.tell)
         tells.of(wanted, made, sites, shelf)
         return made
 
@@ -187,6 +195,7 @@ class _Wanted:
     cover: str | None
     depth_first: bool
     study: Study
+    mode: str
 
     def limits(self, site: Site) -> Limits:
         return site.limits(self.ram, self.threads, self.vram, beyond=True)
@@ -204,7 +213,26 @@ class _Wanted:
 
         job, held = self.job, self.held(site)
         made = plan_for(site.devices, make, job.network, job.output, limits, held, masks=False)
-        return replace(made, rigor=self.study.done)
+        made = replace(made, rigor=self.study.done)
+        long = 0.0 if kinds else LONG_SECONDS
+        chosen, lost = with_processor(made, self.mode, make, self.beside(site), job.network, masks=False, long=long)
+        if lost is None or not kinds:
+            return chosen
+        scheme = BESIDE if lost.beside is not None else ""
+        return replace(chosen, kinds=(*chosen.kinds, kind_of(job.network, chosen, lost, scheme)))
+
+    def beside(self, site: Site) -> Make:
+        """Plans for the processor of a site with GPUs."""
+        job = self.job
+        return processor_plans(
+            site,
+            job.network,
+            self.only,
+            itemsize_in=job.itemsize_in,
+            itemsize_out=job.itemsize_out,
+            columns=columns_only(self.cover),
+            depth_first=self.depth_first,
+        )
 
     def held(self, site: Site) -> int:
         """Bytes of the process beside a run, its weights counted."""
@@ -228,7 +256,7 @@ class _Wanted:
             itemsize_in=job.itemsize_in,
             itemsize_out=job.itemsize_out,
             patch=self.patch,
-            only=self.only,
+            only=names_on(site.device, self.only, self.mode),
             depth_first=self.depth_first,
             **{"baseline": self.held(site), **site.words(), **more},
         )

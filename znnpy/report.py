@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from znnpy.planner.explain import AXES, human_bytes, human_seconds
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
+
+if TYPE_CHECKING:
+    from znnpy.run.pipeline import LaneTimings
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Report:
     gpu: str | None = None  # name of the one that the layers ran on; None: the CPU, or nothing was left to do
     vram_bytes: int | None = None  # that the process took of it in the end
     notes: tuple[str, ...] = ()  # why it is not another device or precision
+    lanes: tuple[LaneTimings, ...] = ()  # of every device that computed
 
     @property
     def precision(self) -> Precision:
@@ -66,12 +70,24 @@ class Report:
             f"limit: {human_bytes(self.plan.limits.ram_bytes)})",
             *self._vram(),
             f"stages     {stages} (side by side)",
+            *self._lanes(),
             f"{self._cover()}, {self.plan.limits.threads} threads",
             f"methods    {self._methods()}",
             f"device     {'; '.join((self.gpu or 'CPU', *self.notes))}",
             f"precision  {self.precision}" + ("" if self.gpu else f", BLAS kernels {self.blas}"),
             *(f"warning: {warning}" for warning in self.warnings),
         ]
+
+    def _lanes(self) -> list[str]:
+        """What each of several devices did."""
+        if len(self.lanes) < 2 or not self.computed:
+            return []
+        shares = (
+            f"{lane.name} {lane.voxels / self.computed:.1%} of the voxels, waiting "
+            f"{human_seconds(lane.seconds['waiting'])}"
+            for lane in self.lanes
+        )
+        return [f"devices    {'; '.join(shares)}"]
 
     def _vram(self) -> list[str]:
         limit = self.plan.limits.vram_bytes
@@ -123,6 +139,11 @@ class Report:
             "column": self.plan.column,
             "primitives": [choice.primitive for choice in self.plan.choices],
             "device": self.plan.device,
+            "mode": self.plan.mode,
+            "devices": [
+                {"name": lane.name, "voxels": lane.voxels, "seconds": dict(lane.seconds), "lost": lane.lost}
+                for lane in self.lanes
+            ],
             "gpu": self.gpu,
             "notes": list(self.notes),
             "precision": self.precision,

@@ -152,11 +152,20 @@ limits_words = _together(
     ),
     precision_word,
 )
-gpus_word = click.option(
-    "--gpus",
-    metavar="N",
-    callback=gpu_count,
-    help="GPUs of the kind of the first that compute together, a number or all [default: 1].",
+devices_words = _together(
+    click.option(
+        "--mode",
+        type=click.Choice(["auto", "cpu", "gpu", "side-by-side"]),
+        default="auto",
+        show_default=True,
+        help="gpu: GPUs alone; side-by-side: the processor computes beside them; auto: the fastest.",
+    ),
+    click.option(
+        "--gpus",
+        metavar="N",
+        callback=gpu_count,
+        help="GPUs of the kind of the first that compute together, a number or all [default: 1].",
+    ),
 )
 region_words = _together(
     click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),

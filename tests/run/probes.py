@@ -174,7 +174,7 @@ def no_thread_is_left() -> bool:
 
 def is_fault(error: BaseException, fault: BaseException, *, named: bool = True) -> bool:
     """It is what a stage raised, and says in which step, unless it came from elsewhere."""
-    place = re.compile(r"output voxels \(z, y, x\) = \(.*\) to \(.*\), step \d+ of column \d+")
+    place = re.compile(r"output voxels \(z, y, x\) = \(.*\) to \(.*\), step \d+ of column \d+( in cells? [\d, ]+)?")
     if not named or not isinstance(fault, Exception):
         return error is fault
     if isinstance(fault, ZnnpyError):

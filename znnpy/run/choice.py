@@ -18,6 +18,7 @@ from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
 from znnpy.run.devices import Site
+from znnpy.run.modes import names_on, processor_plans, with_processor
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
@@ -42,6 +43,7 @@ class Wishes:
     vram: int | str | None = None
     precision: str | None = None  # one of PRECISIONS; None: fp32, or that of the plan
     costs: Path | None = None  # instead of those that are stored of this machine
+    mode: str = "auto"  # one of MODES
 
     def given_plan(self) -> Plan | None:
         return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.load(Path(self.plan))
@@ -75,6 +77,13 @@ def choose(
     unpacking = source.volume.extra_bytes
     limits = site.limits(wishes.ram, wishes.threads, wishes.vram)
     baseline, rates = baseline_bytes() + site.later_bytes + unpacking, site.rates(network, limits)
+    alike: dict[str, Any] = {
+        "itemsize_in": source.dtype.itemsize,
+        "itemsize_out": output_dtype.itemsize,
+        "columns": columns_only(wishes.cover),
+        "depth_first": wishes.depth_first,
+        "masks": masks,
+    }
 
     def make(output: Vec3, limits: Limits) -> Plan:
         return make_plan(
@@ -82,20 +91,18 @@ def choose(
             output,
             site.machine,
             limits,
-            itemsize_in=source.dtype.itemsize,
-            itemsize_out=output_dtype.itemsize,
             patch=wishes.patch,
-            only=wishes.only,
-            columns=columns_only(wishes.cover),
-            depth_first=wishes.depth_first,
-            masks=masks,
+            only=names_on(site.device, wishes.only, wishes.mode),
             baseline=baseline,
             rates=rates,
+            **alike,
             **site.words(),
         )
 
     try:
-        return plan_for(site.devices, make, network, source.output, limits, baseline, masks=masks)
+        made = plan_for(site.devices, make, network, source.output, limits, baseline, masks=masks)
+        beside = processor_plans(site, network, wishes.only, **alike)
+        return with_processor(made, wishes.mode, make, beside, network, masks=masks)[0]
     except NoPlanError as error:
         if not unpacking:
             raise
@@ -123,6 +130,7 @@ def _known_to_run(
         ("cover", wishes.cover is not None),
         ("no-depth-first", not wishes.depth_first),
         ("device", wishes.device not in ("auto", plan.device)),
+        ("mode", wishes.mode not in ("auto", plan.mode)),
         ("precision", plan.device == "gpu" and wishes.precision not in (None, plan.precision)),
         ("costs", wishes.costs is not None),
     )
@@ -234,6 +242,7 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
         ("patch", ",".join(map(str, plan.patch_out)), ",".join(map(str, wishes.patch or ()))),
         ("cover", "columns" if plan.walks else "patches", wishes.cover or ""),
         ("device", plan.device, "" if wishes.device == "auto" else wishes.device),
+        ("mode", plan.mode, "" if wishes.mode == "auto" else wishes.mode),
         ("precision", plan.precision, wishes.precision or "" if plan.device == "gpu" else ""),
         ("only", " and ".join(begun.settings["only"]) or "every primitive", " and ".join(sorted(wishes.only))),
     ):
@@ -256,6 +265,10 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
         raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
 
 
-def _what_runs(plan: Plan) -> tuple[Vec3, int, int, list[Choice]]:
+def _what_runs(plan: Plan) -> list[tuple[Vec3, int, int, list[Choice]]]:
     """What decides the bytes of an output; not how often layers run, which depends on the volume."""
-    return plan.patch_out, plan.axis, plan.column, [replace(choice, runs=1) for choice in plan.choices]
+    return [
+        (one.patch_out, one.axis, one.column, [replace(choice, runs=1) for choice in one.choices])
+        for one in (plan, plan.beside)
+        if one is not None
+    ]

@@ -24,7 +24,7 @@ from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError, Znnpy
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
 from znnpy.planner.plan import Plan
-from znnpy.run.shares import Lease, Shares
+from znnpy.run.shares import Lease, Queue
 from znnpy.run.unseen import Mask, Unseen
 from znnpy.shapes import Vec3
 
@@ -90,12 +90,12 @@ class Traces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Who computes which columns. Lanes with equal plans may have the same shares."""
+    """Who computes what. All lanes of a run have the same shares."""
 
     name: str  # of the device
     session: Computes
     crew: Stops
-    shares: Shares
+    shares: Queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,19 @@ class Turn:
     """A patch on its way."""
 
     lease: Lease
+    column: int  # of the lease
     number: int  # of the step in its column
     output: Box  # what it writes; of a column's first steps, which write nothing, what the next does that writes
-    work: float  # voxels of a step in which every layer runs
+    work: float  # its share of what the lease writes, in voxels
 
     @property
     def patch(self) -> Patch:
-        return self.lease.column.steps[self.number]
+        return self.lease.columns[self.column].steps[self.number]
+
+    @property
+    def begins(self) -> bool:
+        """The first of a column."""
+        return self.number == 0
 
     @property
     def writes(self) -> bool:
@@ -118,11 +124,19 @@ class Turn:
 
     @property
     def ends(self) -> bool:
-        """The last of its column."""
-        return self.number == len(self.lease.column.steps) - 1
+        """The last of its lease."""
+        columns = self.lease.columns
+        return self.column == len(columns) - 1 and self.number == len(columns[-1].steps) - 1
+
+    @property
+    def steps(self) -> int:
+        """For how many it counts in the run."""
+        return 1 if not self.lease.of_cells else len(self.lease.indices) if self.ends else 0
 
     def __str__(self) -> str:
-        return f"step {self.number} of column {self.lease.index}"
+        if not self.lease.of_cells:
+            return f"step {self.number} of {self.lease}"
+        return f"step {self.number} of column {self.column} in {self.lease}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +213,7 @@ class Computing:
         self._stopping = threading.Event()
         self._flights: deque[_Flight] = deque()
         self._unseen = Unseen(session.plan, session.network.field_of_view)
-        reads = writes = 0
-        for index, column in enumerate(self.shares.columns, self.shares.first):
-            if index not in self.shares.done:
-                reads += len(column.steps)
-                writes += sum(step.write.voxels > 0 for step in column.steps)
+        reads, writes = self.shares.moves()
         self._raws, outs = session.buffers(source.dtype, dtype, reads=reads, writes=writes)
         self._outs = iter(outs)
         self.shares.join(self)
@@ -269,7 +279,7 @@ class Computing:
             with self._timed("computing", turn):
                 with within(turn):
                     voxels = None if out is None else self.out[out]
-                    ticket = self._session.submit(self._raw[read.buffer], voxels, begins=turn.number == 0)
+                    ticket = self._session.submit(self._raw[read.buffer], voxels, begins=turn.begins)
                 hidden = self._unseen.after(read.bad, writes=turn.writes)
             self._flights.append(_Flight(turn, ticket, read.buffer, out, hidden))
             del read, hidden
@@ -302,11 +312,13 @@ class Computing:
         self._land_step(turn, landed)
 
     def _turns(self, lease: Lease) -> Iterator[Turn]:
-        steps = lease.column.steps
-        first = next(step.write for step in steps if step.write.voxels)
-        for number, patch in enumerate(steps):
-            output = patch.write if patch.write.voxels else first
-            yield Turn(lease, number, output, self._effort.of(number))
+        whole = sum(self._effort.of_column(column) for column in lease.columns)
+        share = sum(column.voxels for column in lease.columns) / whole
+        for index, column in enumerate(lease.columns):
+            first = next(step.write for step in column.steps if step.write.voxels)
+            for number, patch in enumerate(column.steps):
+                output = patch.write if patch.write.voxels else first
+                yield Turn(lease, index, number, output, share * self._effort.of(number))
 
     def _take(self, queue: SimpleQueue[T | None]) -> T:
         item = queue.get()

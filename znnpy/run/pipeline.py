@@ -19,8 +19,8 @@ import numpy as np
 
 from znnpy.errors import DeviceError, DeviceLostError, Stopped
 from znnpy.patches import Box, Column
-from znnpy.run.lane import END, Computes, Computing, Effort, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside
-from znnpy.run.shares import Shares
+from znnpy.run.lane import END, Computes, Computing, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside
+from znnpy.run.shares import Queue, Shares
 from znnpy.shapes import subtract
 
 REPORT_SECONDS = 0.2  # between reports while only other threads are at work
@@ -53,7 +53,7 @@ class Event:
     bytes_done: int  # of the output, written: `voxels_done` of every map
     steps_done: int  # of columns; a patch is a column of one. Written, or computed where they give no output
     steps: int
-    work_done: float  # share of the work of all steps, 0 to 1: few layers run in the first of a column that walks
+    work_done: float  # share of the work of all columns, 0 to 1: few layers run in the first steps of one that walks
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +138,18 @@ class _Run:
         self._turn = threading.Lock()  # of tallies and leases
         self._caller = threading.current_thread()
         self._all, self._early, self._now = _Tally(), _Tally(), _Tally()  # all, of earlier runs, and of this one
-        for lane in {id(lane.shares): lane for lane in lanes}.values():
-            self._count(lane)
+        self._count(lanes[0].shares)
         self._voxel_bytes = lanes[0].session.network.output_channels * output.dtype.itemsize
         self._writing = 0.0  # seconds
         self._began = time.perf_counter()
         self._lanes = [Computing(lane, source, output.dtype, self._land, trace) for lane in lanes]
 
-    def _count(self, lane: Lane) -> None:
-        shares, effort = lane.shares, Effort(lane.session.plan, lane.session.network)
-        for index, column in enumerate(shares.columns, shares.first):
+    def _count(self, shares: Queue) -> None:
+        for index, column in enumerate(shares.columns):
             for tally in (self._all, self._early) if index in shares.done else (self._all,):
                 tally.columns += 1
                 tally.steps += len(column.steps)
-                tally.work += effort.of_column(column)
+                tally.work += column.voxels
                 tally.voxels += column.voxels
 
     def run(self) -> Timings:
@@ -221,7 +219,7 @@ class _Run:
             if lease.void:
                 return False
             for tally in (lease, self._now):
-                tally.steps += 1
+                tally.steps += turn.steps
                 tally.work += turn.work
                 tally.voxels += voxels
             if lane is not None:
@@ -249,8 +247,9 @@ class _Run:
             with beside(turn):
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
             if self._add(turn, patch.write.voxels, lane) and turn.ends:
-                self._output.finish_column(turn.lease.index)
-                self._now.columns += 1
+                for index in turn.lease.indices:
+                    self._output.finish_column(index)
+                self._now.columns += len(turn.lease.indices)
             ended = time.perf_counter()
             self._writing += ended - began
             if self._trace is not None:

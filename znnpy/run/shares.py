@@ -1,102 +1,273 @@
-"""Columns that nobody has begun, and the lanes that take them one by one."""
+"""Parts of the output that nobody has begun, and the lanes that take them: columns one by one, or cells as they suit.
+
+Columns  Lanes with equal plans (`Shares`): a lane takes a column whole, since it carries planes from step to step.
+Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side by side: each covers what it has taken
+         with its own columns or patches. A GPU takes runs of cells from the front, so that its columns walk on from one
+         to the next, the processor one cell at a time from the back. All should finish together: a GPU leaves as many
+         cells as the others are likely to compute meanwhile, and the processor begins none that the GPUs would have
+         computed, with all that is left, before it ends. What a lane takes for a cell is as predicted until it has
+         computed one, and as measured from then on.
+
+What a lost lane had not computed goes to the others: so a lane that finds nothing waits for as long as another might
+still be lost.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 from znnpy.errors import Stopped
-from znnpy.patches import Column
+from znnpy.patches import Box, Column, Cover
+from znnpy.planner.memory import PINNED
+
+LOST_SECONDS = 480.0  # of one lease, as far as known: what a run that is killed computes again, in ten minutes at most
+
+
+class Takes(Protocol):
+    """A lane, as far as it matters here. Hashable."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A column that a lane has taken. Void once the lane was lost before all of it was computed: another takes it."""
+    """What a lane has taken. Void once the lane was lost before all of it was computed: another takes it."""
 
-    index: int  # in the run's output
-    column: Column
-    lane: Hashable
+    indices: tuple[int, ...]  # in the run's output
+    columns: Sequence[Column]  # that the lane computes for it
+    lane: Takes
+    what: str  # "column", or "cell"
     void: bool = False
-    steps: int = 0  # of it that were written, or computed where they give no output
+    steps: int = 0  # that count in the run, and were written, or computed where they give no output
     work: float = 0.0  # in them
     voxels: int = 0  # written
 
+    @property
+    def of_cells(self) -> bool:
+        """Its columns are not the run's: cells count when all of them are done."""
+        return self.what == "cell"
 
-@dataclass(slots=True)
-class Shares:
-    """Columns of one cover, for every lane whose plan they are of.
+    def __str__(self) -> str:
+        return f"{self.what}{'s' * (len(self.indices) > 1)} {', '.join(map(str, self.indices))}"
 
-    A lane takes a column whole, since it carries planes from step to step. What a lost lane had not computed goes to
-    the others: so a lane that finds nothing waits for as long as another might still be lost.
-    """
 
-    columns: Sequence[Column]
-    first: int = 0  # index of the first of them in the run's output
-    done: Set[int] = frozenset()  # indices that earlier runs finished
-    _begun: int = field(default=0, init=False)  # all columns before it
-    _returned: deque[int] = field(default_factory=deque, init=False)  # and of them those that lost lanes had
-    _lanes: set[Hashable] = field(default_factory=set, init=False)
-    _held: dict[int, Lease] = field(default_factory=dict, init=False)
-    _turn: threading.Condition = field(default_factory=threading.Condition, init=False)
-    _stopped: bool = field(default=False, init=False)
+class Queue(ABC):
+    """What `Shares` and `Cells` have in common: who has what, and who waits."""
 
-    def join(self, lane: Hashable) -> None:
+    def __init__(self, columns: Sequence[Column], done: Set[int]) -> None:
+        self.columns, self.done = columns, done  # of the run's output, and those that earlier runs finished
+        self._lanes: set[Takes] = set()
+        self._held: list[Lease] = []
+        self._turn = threading.Condition()
+        self._stopped = False
+
+    def join(self, lane: Takes) -> None:
         """Before anybody takes: `lane` will."""
         self._lanes.add(lane)
 
-    def take(self, lane: Hashable) -> Lease | None:
-        """The next column; None where there is none for `lane`, nor will be. Stopped once `stop` was called."""
+    def take(self, lane: Takes) -> Lease | None:
+        """The next lease; None where there is none for `lane`, nor will be. Stopped once `stop` was called."""
         with self._turn:
             while True:
                 if self._stopped:
                     raise Stopped
                 if lane not in self._lanes:
                     return None
-                if (number := self._next()) is not None:
-                    lease = self._held[number] = Lease(self.first + number, self.columns[number], lane)
+                if (lease := self._next(lane)) is not None:
+                    self._held.append(lease)
                     return lease
-                if all(lease.lane == lane for lease in self._held.values()):
+                if not self._left() and all(held.lane == lane for held in self._held):
                     return None
                 self._turn.wait()
 
     def finish(self, lease: Lease) -> None:
         """All of it was computed, and lies in the host's memory."""
         with self._turn:
-            del self._held[lease.index - self.first]
+            self._held.remove(lease)
+            self._finished(lease)
             self._turn.notify_all()
 
-    def lose(self, lane: Hashable) -> list[Lease] | None:
+    def lose(self, lane: Takes) -> list[Lease] | None:
         """`lane` computes nothing any more: what it had begun, which is void now; None where no lane is left for it."""
         with self._turn:
             self._lanes.discard(lane)
-            lost = [lease for lease in self._held.values() if lease.lane == lane]
+            lost = [lease for lease in self._held if lease.lane == lane]
             if not self._lanes and (lost or self._left()):
                 return None
             for lease in lost:
                 lease.void = True
-                del self._held[lease.index - self.first]
-            self._returned.extend(sorted(lease.index - self.first for lease in lost))
+                self._held.remove(lease)
+            self._give_back(index for lease in lost for index in lease.indices)
             self._turn.notify_all()
             return lost
-
-    def _left(self) -> bool:
-        """Somebody has yet to begin some."""
-        while self._begun < len(self.columns) and self.first + self._begun in self.done:
-            self._begun += 1
-        return bool(self._returned) or self._begun < len(self.columns)
-
-    def _next(self) -> int | None:
-        if not self._left():
-            return None
-        if self._returned:
-            return self._returned.popleft()
-        self._begun += 1
-        return self._begun - 1
 
     def stop(self) -> None:
         """From any thread: whoever waits, or takes, is Stopped."""
         with self._turn:
             self._stopped = True
             self._turn.notify_all()
+
+    @abstractmethod
+    def moves(self) -> tuple[int, int]:
+        """Steps that there are at least for each lane if it takes all: that read, and that write."""
+
+    @abstractmethod
+    def _left(self) -> bool:
+        """Somebody has yet to begin some."""
+
+    @abstractmethod
+    def _next(self, lane: Takes) -> Lease | None:
+        """What `lane` is to begin; None where that is nothing now."""
+
+    @abstractmethod
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        """Nobody has begun these any more."""
+
+    def _finished(self, lease: Lease) -> None:
+        """It was computed."""
+        del lease  # of no interest here
+
+
+class Shares(Queue):
+    """Columns of one cover, for every lane whose plan they are of."""
+
+    def __init__(self, columns: Sequence[Column], done: Set[int] = frozenset()) -> None:
+        super().__init__(columns, done)
+        self._begun = 0  # all columns before it
+        self._returned: deque[int] = deque()  # and of them those that lost lanes had
+
+    def moves(self) -> tuple[int, int]:
+        left = [column for index, column in enumerate(self.columns) if index not in self.done]
+        writes = sum(step.write.voxels > 0 for column in left for step in column.steps)
+        return sum(len(column.steps) for column in left), writes
+
+    def _left(self) -> bool:
+        while self._begun < len(self.columns) and self._begun in self.done:
+            self._begun += 1
+        return bool(self._returned) or self._begun < len(self.columns)
+
+    def _next(self, lane: Takes) -> Lease | None:
+        if not self._left():
+            return None
+        if self._returned:
+            number = self._returned.popleft()
+        else:
+            number, self._begun = self._begun, self._begun + 1
+        return Lease((number,), (self.columns[number],), lane, "column")
+
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        self._returned.extend(sorted(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """How a lane takes cells."""
+
+    columns: Callable[[Box], Sequence[Column]]  # of its plan, that cover a box of the output
+    seconds: float  # for a cell, as predicted
+    runs: bool  # it takes several that lie behind each other, from the front; else one from the back
+
+
+class Cells(Queue):
+    """Cells of an output for lanes with plans of their own.
+
+    cells  patches of no overlap, as `Cover` makes them where no column walks
+    axis   along which those who take runs walk
+    hands  by the names of lanes
+    now    seconds of a clock
+    """
+
+    def __init__(
+        self,
+        cells: Cover,
+        axis: int,
+        hands: Mapping[str, Hand],
+        done: Set[int] = frozenset(),
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(cells, done)
+        self._hands, self._now = hands, now
+        strides = (cells.counts[1] * cells.counts[2], cells.counts[2], 1)
+        self._stride, self._long = strides[axis], cells.counts[axis]
+        self._stacks: dict[int, list[int]] = {}  # of cells that nobody has begun, each in order along the axis
+        for index in range(len(cells)):
+            stack = self._stacks.setdefault(self._place(index), [])
+            if index not in done:
+                stack.append(index)
+        self._spent = {name: [0.0, 0] for name in hands}  # seconds, and cells that were computed in them
+        self._since = dict.fromkeys(hands, now())  # when a lane took its lease, or ended the one before
+
+    def moves(self) -> tuple[int, int]:
+        return PINNED, PINNED
+
+    def _left(self) -> bool:
+        return any(self._stacks.values())
+
+    def _next(self, lane: Takes) -> Lease | None:
+        free = sum(map(len, self._stacks.values()))
+        if not free:
+            return None
+        hand, seconds = self._hands[lane.name], self._seconds(lane.name)
+        if hand.runs:
+            most = min(self._fair(lane, free), max(1, int(LOST_SECONDS / seconds)))
+            stack = next(filter(None, self._stacks.values()))
+            gaps = (count for count, (a, b) in enumerate(pairwise(stack), 1) if b != a + self._stride)
+            taken = tuple(stack[: min(most, next(gaps, len(stack)))])
+            del stack[: len(taken)]
+        elif self._others(lane, seconds) >= free:
+            return None
+        else:
+            taken = (next(filter(None, reversed(self._stacks.values()))).pop(),)
+        if not any(held.lane == lane for held in self._held):
+            self._since[lane.name] = self._now()
+        return Lease(taken, hand.columns(self._box(taken)), lane, "cell")
+
+    def _place(self, index: int) -> int:
+        """Of its stack."""
+        return index - index // self._stride % self._long * self._stride
+
+    def _box(self, indices: Sequence[int]) -> Box:
+        first, last = (self.columns[index].steps[0].write for index in (indices[0], indices[-1]))
+        return Box(first.lo, last.hi)
+
+    def _seconds(self, name: str) -> float:
+        """For a cell."""
+        seconds, cells = self._spent[name]
+        return seconds / cells if cells else self._hands[name].seconds
+
+    def _fair(self, lane: Takes, free: int) -> int:
+        """Cells after which `lane` is done no sooner than the others are with the rest; one at least."""
+        seconds = self._seconds(lane.name)
+        return 1 + bisect_left(range(1, free), free, key=lambda count: count + self._others(lane, count * seconds))
+
+    def _others(self, lane: Takes, seconds: float) -> int:
+        """Cells that the other lanes are likely to begin and end within `seconds`."""
+        return sum(
+            int(max(0.0, seconds - self._busy(other)) / self._seconds(other.name))
+            for other in self._lanes
+            if other != lane
+        )
+
+    def _busy(self, lane: Takes) -> float:
+        """Seconds, about, until a lane is done with what it has."""
+        cells = sum(len(held.indices) for held in self._held if held.lane == lane)
+        return max(0.0, cells * self._seconds(lane.name) - (self._now() - self._since[lane.name])) if cells else 0.0
+
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            insort(self._stacks[self._place(number)], number)
+
+    def _finished(self, lease: Lease) -> None:
+        name, now = lease.lane.name, self._now()
+        spent = self._spent[name]
+        spent[0], spent[1] = spent[0] + now - self._since[name], spent[1] + len(lease.indices)
+        self._since[name] = now

@@ -1,0 +1,216 @@
+"""A GPU, here an emulator, and the processor side by side: cells from one queue, each computed by its own plan."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from emulated import EMULATED_GPU, EmulatedDevice, compiler
+from place import Place
+
+from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
+from znnpy.inference import infer
+from znnpy.machine import Machine
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.plan import Plan
+from znnpy.planning import plan
+from znnpy.report import Report
+from znnpy.run import choice, devices, pipeline
+from znnpy.verify import TOLERANCES
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+
+
+def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """Nearly as slow as the processor, so that both have cells to compute."""
+    return assumed_rates(machine, 1, "gpu").scaled(1e-4, 1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (devices, choice):
+        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(2), EMULATED_GPU))
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    monkeypatch.setattr(devices, "measured_rates", assumed)
+
+
+def go(place: Place, **words: Any) -> Report:
+    given = {"out": place.out, "threads": 2, "precision": "fp32", "overwrite": True, "mode": "side-by-side", **words}
+    return infer(place.volume, place.folder / "net.yaml", **given)
+
+
+def expected(place: Place) -> np.ndarray[Any, Any]:
+    out = place.folder / "cpu.h5"
+    go(place, out=out, mode="cpu", precision=None)
+    with h5py.File(out) as file:
+        return np.array(file["prediction"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"cover": "columns"}, {"patch": (2, 4, 4)}, {"cover": "patches", "gpus": 2}, {"output_dtype": "float16"}],
+)
+def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, Any]) -> None:
+    report = go(place, **words)
+    made = report.plan
+    assert made.mode == "side-by-side"
+    assert made.beside is not None
+    assert 0 < made.dealt < len(made.cells)
+    assert made.memory.peak <= made.limits.ram_bytes
+    assert [lane.name for lane in report.lanes] == (["GPU 0", "GPU 1", "CPU"] if "gpus" in words else ["GPU", "CPU"])
+    assert sum(lane.voxels for lane in report.lanes) == report.computed == report.voxels
+    (line,) = (line for line in report.lines() if line.startswith("devices"))
+    assert "CPU" in line
+    together = place.prediction().astype(np.float32)
+    most = 1e-3 if "output_dtype" in words else TOLERANCES["fp32"]
+    assert np.abs(together - expected(place)).max() <= most
+
+
+def test_the_plan_says_who_computes_what(place: Place) -> None:
+    made = go(place).plan
+    text = made.explain()
+    assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, {len(made.cells)} in all" in text
+    assert "without the processor, which computes" in text
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_a_plan_is_run_as_it_is(place: Place) -> None:
+    made = go(place).plan
+    file = place.folder / "plan.json"
+    file.write_text(made.to_json())
+    again = go(place, plan=file, mode="auto", threads=None, precision=None)
+    assert again.plan.cells == made.cells
+    assert len(again.lanes) == 2
+    with pytest.raises(PlanFileError, match="leave out --mode"):
+        go(place, plan=file, mode="gpu", threads=None, precision=None)
+    for change, words in (
+        ({"beside": None}, "memory is promised for a plan beside it exactly where there is one"),
+        ({"memory": {**json.loads(made.to_json())["memory"], "beside": 5}}, "and its plan beside needs"),
+    ):
+        file.write_text(json.dumps({**json.loads(made.to_json()), **change}))
+        with pytest.raises(PlanFileError, match=words):
+            go(place, plan=file, mode="auto", threads=None, precision=None)
+
+
+class Broken(EmulatedDevice):
+    """Refuses every copy after some."""
+
+    copies = 0
+
+    def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+        if stream is self.uploads:
+            Broken.copies += 1
+            if Broken.copies > 3:
+                raise DeviceError("cudaErrorECCUncorrectable: uncorrectable ECC error encountered")
+        super().copy_async(target, source, stream)
+
+
+def test_the_processor_goes_on_without_the_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "Device", Broken)
+    monkeypatch.setattr(Broken, "copies", 0)
+    report = go(place, patch=(2, 4, 4))
+    assert any("GPU was lost, and the others went on" in sentence for sentence in report.warnings)
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_it_goes_on_where_it_stopped(place: Place) -> None:
+    seen: list[pipeline.Event] = []
+
+    def stop(event: pipeline.Event) -> None:
+        seen.append(event)
+        if event.columns_done >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(place, patch=(2, 4, 4), progress=stop)
+    report = go(place, overwrite=False, resume=True, mode="auto", threads=None, precision=None)
+    assert 0 < report.computed < report.voxels
+    assert report.plan.mode == "side-by-side"
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_words_that_contradict_a_run_that_began(place: Place) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        go(place, patch=(2, 4, 4), progress=_stop_at_two)
+    with pytest.raises(ResumeError, match="the run began with --mode side-by-side, and now it is gpu"):
+        go(place, overwrite=False, resume=True, mode="gpu", threads=None, precision=None)
+
+
+def _stop_at_two(event: pipeline.Event) -> None:
+    if event.columns_done >= 2:
+        raise KeyboardInterrupt
+
+
+def test_where_the_processor_would_only_wait(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        devices, "measured_rates", lambda device, machine, *asked, **words: assumed_rates(machine, 1, "gpu")
+    )
+    with pytest.raises(
+        NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the processor takes"
+    ):
+        go(place)
+    assert go(place, mode="auto").plan.mode == "gpu"
+
+
+def test_ram_is_shared(place: Place) -> None:
+    whole = go(place).plan
+    least = go(place, mode="gpu").plan.memory.peak
+    with pytest.raises(NoPlanError, match=r"the GPU's part takes .* bytes of RAM, and the processor needs"):
+        go(place, ram=least + 2**24)
+    within = go(place, ram=whole.memory.peak + 2**26).plan
+    assert within.mode == "side-by-side"
+    assert within.memory.peak <= whole.memory.peak + 2**26
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, side-by-side"),
+        ({"device": "cpu"}, "--mode side-by-side is of the GPU, and --device cpu was asked for: drop one"),
+        ({"mode": "cpu", "device": "gpu"}, "--mode cpu is of the CPU, and --device gpu was asked for: drop one"),
+        ({"mode": "cpu", "vram": "1G", "precision": None}, "--vram limits the memory of a GPU, and none is used"),
+    ],
+)
+def test_words_that_contradict_each_other(place: Place, words: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        go(place, **words)
+
+
+def test_primitives_of_both_devices(place: Place) -> None:
+    made = go(place, only=("gpu.conv.direct", "cpu.conv.direct")).plan
+    assert made.beside is not None
+    assert {c.primitive for c in made.choices if c.shape.kind == "conv"} == {"gpu.conv.direct"}
+    assert {c.primitive for c in made.beside.choices if c.shape.kind == "conv"} == {"cpu.conv.direct"}
+
+
+def test_plan_tells_of_every_mode(place: Place) -> None:
+    words: dict[str, Any] = {"volume": place.volume, "precision": "fp32", "threads": 2}
+    chosen = plan(place.folder / "net.yaml", mode="side-by-side", **words)
+    assert chosen.mode == "side-by-side"
+    assert any("without the processor" in kind.why for kind in chosen.kinds)
+    quick = plan(place.folder / "net.yaml", mode="gpu", **words)
+    assert quick.mode == "gpu"
+    assert not any(kind.scheme == "with the processor beside it" for kind in quick.kinds)
+
+
+def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned anew, the processor beside it again."""
+
+    class Full(EmulatedDevice):
+        refusals = 0
+
+        def allocate(self, nbytes: int, what: str) -> Any:
+            if what == "the arena" and not Full.refusals:
+                Full.refusals += 1
+                raise VramError(f"{nbytes} bytes are not free")
+            return super().allocate(nbytes, what)
+
+    monkeypatch.setattr(devices, "Device", Full)
+    report = go(place)
+    assert any("planned anew" in sentence for sentence in report.warnings)
+    assert report.plan.mode == "side-by-side"
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]

@@ -1,0 +1,149 @@
+"""Plans with the processor beside GPUs: cells of the GPU's grid, memory for both, and as fast as both are together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from math import ceil, prod
+from typing import Any
+
+import numpy as np
+import pytest
+from brute_force import BASELINE
+from fakes import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
+from plans import MIXED
+
+from znnpy.errors import NoPlanError, PlanFileError
+from znnpy.machine import Limits
+from znnpy.network import Network
+from znnpy.planner.beside import idle, plan_beside
+from znnpy.planner.kinds import kind_of
+from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.planner.several import plan_for
+from znnpy.shapes import Vec3
+
+TABLE = (*on_gpu(FAST, POOL, FILTER, MAXOUT), FAST, POOL, FILTER, MAXOUT)
+HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing beside it
+PLENTY = Limits(2**40, 2, 2**40)
+LITTLE = Limits(2**40, 2, context_bytes(CONTEXT_BYTES) + MIB)
+OUTPUT: Vec3 = (40, 44, 48)
+SMALL: Vec3 = (16, 18, 20)
+
+
+def on(device: DeviceKind, times: float, network: Network, **words: Any) -> Any:
+    """Plans for a device that is so many times as fast as the fakes are."""
+    rates, baseline = HEAVY.scaled(times, times), BASELINE if device == "gpu" else 0
+    machine = WITH_GPU if device == "gpu" else replace(WITH_GPU, gpu=None)
+
+    def make(output: Vec3, limits: Limits) -> Plan:
+        return make_plan(
+            network, output, machine, limits, table=TABLE, rates=rates, baseline=baseline, device=device, **words
+        )
+
+    return make
+
+
+@cache
+def beside(
+    processor: float,
+    network: Network = MIXED,
+    output: Vec3 = OUTPUT,
+    limits: Limits = PLENTY,
+    gpus: int = 1,
+    **words: Any,
+) -> tuple[Plan, Plan]:
+    """The plan of GPUs alone, and the one with a processor that is so many times as fast as one of them."""
+    masks = bool(words.get("masks"))
+    gpu = on("gpu", 1.0, network, **words)
+    alone = plan_for(gpus, gpu, network, output, limits, BASELINE, masks=masks)
+    return alone, plan_beside(alone, gpu, on("cpu", processor, network, **words), network, masks=masks)
+
+
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("processor", [0.3, 0.7])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
+    """Where the GPU has many steps to take."""
+    alone, both = beside(processor, columns=columns, gpus=gpus, limits=LITTLE)
+    assert both.mode == "side-by-side"
+    assert both.beside is not None
+    assert both.alone == alone.seconds
+    assert both.devices == gpus
+    cells, dealt, seconds = len(both.cells), both.dealt, both.seconds_per_cell
+    ends = [
+        max((cells - k) * seconds["gpu"] / gpus, k * seconds["cpu"])
+        for k in range(cells + 1)
+        if k * seconds["cpu"] <= (cells - k) * seconds["gpu"] / gpus * (1 + 1e-9)
+    ]
+    assert both.seconds == pytest.approx(min(ends), rel=1e-3), "no other number that does not keep the GPU waiting"
+    assert len(ends) == dealt + 1
+    gain = alone.seconds / both.seconds - 1
+    assert (0.4 * processor / gpus if columns else 0) <= gain <= 1.3 * processor / gpus
+    both.check_runs(MIXED, WITH_GPU, table=TABLE)
+    assert Plan.from_json(both.to_json()) == both
+
+
+def test_cells_hold_whole_steps_of_the_gpu() -> None:
+    _, both = beside(0.3)
+    assert both.beside is not None
+    assert not any(cell % step for cell, step in zip(both.cells.patch, both.patch_out, strict=True))
+    box = both.cells[len(both.cells) - 1].steps[0].write
+    for plan in (both, both.beside):
+        written = np.zeros(OUTPUT, int)
+        for column in plan.within(box, MIXED):
+            for step in column.steps:
+                written[step.write.slices] += 1
+        assert written[box.slices].min() == written[box.slices].max() == 1
+        assert written.sum() == box.voxels
+
+
+def test_a_slow_processor_only_waits() -> None:
+    alone, both = beside(1e-6)
+    assert both.dealt == 0
+    assert both.seconds == pytest.approx(alone.seconds, rel=1e-6)
+    assert idle(both).startswith("the GPU is done in ")
+    kind = kind_of(MIXED, alone, both, "beside")
+    assert kind.why == idle(both)
+    assert kind.ram_bytes == both.memory.peak
+
+
+def test_memory_is_of_both() -> None:
+    alone, both = beside(0.5, output=SMALL, masks=True)
+    assert both.beside is not None
+    assert both.memory.beside == both.beside.memory.peak > 0
+    assert both.beside.memory.baseline == 0
+    assert both.memory.peak == replace(both.memory, beside=0).peak + both.memory.beside
+    most = alone.memory.peak + 100
+    with pytest.raises(NoPlanError, match=r"and the processor needs at least [\d,]+; allow at least --ram"):
+        beside(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
+
+
+def test_why_the_gpu_alone_lost() -> None:
+    alone, both = beside(0.5)
+    why = kind_of(MIXED, both, alone).why
+    assert re.fullmatch(r"1\.\d+ times as long, without the processor", why)
+    text = both.explain()
+    assert f"{alone.seconds / both.seconds:.2f} times as fast as without the processor" in text
+    assert "all that the processor computes with beside it" in text
+
+
+def test_for_a_larger_volume() -> None:
+    """As a plan is that is run on another volume than it was made for."""
+    _, both = beside(0.3)
+    larger: Vec3 = (80, 44, 48)
+    there = both.covering(larger, MIXED, both.memory)
+    assert there.beside == both.beside
+    assert len(there.cells) == prod(map(ceil, np.array(larger) / both.cells.patch))
+    assert there.seconds == pytest.approx(both.seconds * len(there.cells) / len(both.cells), rel=0.2)
+
+
+def test_cells_of_another_grid_are_refused() -> None:
+    _, both = beside(0.3)
+    assert both.beside is not None
+    z, y, x = both.beside.output
+    other = replace(both, beside=replace(both.beside, output=(z + 1, y, x)))
+    with pytest.raises(PlanFileError, match="are no whole number of its steps of"):
+        other.check_runs(MIXED, WITH_GPU, table=TABLE)

@@ -1,0 +1,314 @@
+"""Cells of an output, dealt to lanes with plans of their own: every voxel once, and all end together."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import time
+from functools import partial
+from itertools import count, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from probes import (
+    FAULTS,
+    SIZE,
+    WALKER,
+    Hook,
+    Output,
+    Session,
+    Source,
+    dense,
+    is_fault,
+    no_thread_is_left,
+    quiet,
+    volume,
+)
+
+from znnpy.errors import DeviceError, Stopped
+from znnpy.kernels.crew import Crew
+from znnpy.patches import Box, Column, Cover
+from znnpy.run import pipeline
+from znnpy.run.lane import Lane
+from znnpy.run.shares import Cells, Hand, Lease
+from znnpy.shapes import Vec3
+
+MARGINS: Vec3 = (2, 3, 5)  # of WALKER
+
+
+def columns_within(box: Box, patch: Vec3, axis: int) -> tuple[Column, ...]:
+    found = Cover(box.size, patch, axis, 3 * patch[axis], MARGINS[axis])
+    return tuple(column.shifted(box.lo) for column in found)
+
+
+class Late(Session):
+    """One step is under way, as on a GPU."""
+
+    under_way = 1
+
+
+class Lenient(Output):
+    """What a lost lane wrote of a cell is written again, and is the same."""
+
+    def write(self, box: Any, voxels: Any) -> None:
+        old = self.written[(slice(None), *box.slices)].copy()
+        self.written[(slice(None), *box.slices)] = -1
+        super().write(box, voxels)
+        assert ((old == -1) | (old == self.written[(slice(None), *box.slices)])).all()
+
+    def finish_column(self, index: int) -> None:
+        assert index not in self.finished
+        super().finish_column(index)
+
+
+def went(
+    hooks: dict[str, Hook],
+    axis: int,
+    cell: Vec3,
+    *,
+    hook: Hook = quiet,
+    done: frozenset[int] = frozenset(),
+    output: Output | None = None,
+    progress: Any = None,
+) -> tuple[Output, pipeline.Timings]:
+    """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3."""
+    cells, patches = Cover(SIZE, cell), {"GPU": (1, 2, 2), "CPU": (1, 1, 3)}
+    output = output or Lenient(hook, done)
+    with Crew(1) as crew:
+        hands, sessions = {}, {}
+        for name in hooks:
+            gpu = name.startswith("GPU")
+            patch, along = patches[name[:3]], axis if gpu else (axis + 1) % 3
+            hands[name] = Hand(partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03, runs=gpu)
+            whole = Cover(SIZE, patch, along, 3 * patch[along], MARGINS[along])
+            sessions[name] = (Late if gpu else Session)(hooks[name], crew, WALKER, whole)
+        shares = Cells(cells, axis, hands, done)
+        lanes = [Lane(name, sessions[name], crew, shares) for name in hooks]
+        timings = pipeline.run_lanes(lanes, Source(volume(WALKER), hook), output, progress)
+    return output, timings
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("cell", [(1, 2, 2), (2, 4, 4), (3, 2, 6), (8, 6, 10)])
+def test_every_voxel_once(axis: int, cell: Vec3) -> None:
+    events: list[pipeline.Event] = []
+    output, timings = went({"GPU": quiet, "CPU": quiet}, axis, cell, progress=events.append)
+    np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
+    cells = len(Cover(SIZE, cell))
+    assert sorted(output.finished) == list(range(cells))
+    assert timings.columns == cells
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    last = events[-1]
+    assert (last.columns_done, last.steps_done, last.voxels_done, last.work_done) == (cells, cells, 315, 1.0)
+    assert all(a.work_done <= b.work_done + 1e-9 for a, b in pairwise(events))
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_delays_and_lost_gpus(seed: int) -> None:
+    """The processor computes what is left of any GPU."""
+    rng = random.Random(seed)
+    axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 4]), rng.choice([2, 6]))
+    slow = {stage: rng.choice([0.0, 0.0, 0.0002, 0.0005]) for stage in ("read", "compute", "write")}
+    names = ["GPU 0", "GPU 1", "CPU"][rng.randrange(2) :]
+    fails = {name: rng.randrange(20) for name in names if name != "CPU" and rng.random() < 0.5}
+
+    def hook_of(name: str) -> Hook:
+        def hook(stage: str, patch: int) -> None:
+            time.sleep(rng.random() * slow[stage])
+            if stage == "compute" and patch == fails.get(name):
+                raise DeviceError("cudaErrorIllegalAddress")
+
+        return hook
+
+    def hook(stage: str, patch: int) -> None:
+        time.sleep(rng.random() * slow[stage])
+
+    cells = Cover(SIZE, cell)
+    done = frozenset(rng.sample(range(len(cells)), rng.randrange(2)))
+    output, timings = went({name: hook_of(name) for name in names}, axis, cell, hook=hook, done=done)
+    whole = np.ones(SIZE, bool)
+    for index in done:
+        whole[cells[index].steps[0].write.slices] = False
+    np.testing.assert_array_equal(output.written[:, whole], dense(volume(WALKER), WALKER)[:, whole])
+    assert sorted(output.finished) == sorted(set(range(len(cells))) - done)
+    assert {lane.name for lane in timings.lanes if lane.lost} <= set(fails)
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == whole.sum()
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_fails_stops_all(seed: int) -> None:
+    rng = random.Random(seed)
+    fault, where, when = FAULTS[seed % len(FAULTS)], rng.choice(["read", "compute", "write"]), rng.randrange(4)
+    faulty = rng.choice(["GPU", "CPU"])
+
+    def hook_of(name: str) -> Hook:
+        def hook(stage: str, patch: int) -> None:
+            if stage == where and (stage != "compute" or name == faulty) and patch == when:
+                raise fault
+
+        return hook
+
+    output = Lenient(hook_of("") if where == "write" else quiet)
+    hook = hook_of("") if where == "read" else quiet
+    raised: BaseException | None = None
+    try:
+        went({name: hook_of(name) for name in ("GPU", "CPU")}, 0, (2, 2, 2), hook=hook, output=output)
+    except BaseException as error:
+        raised = error
+    if raised is None:
+        assert where == "compute", "one that computes may have fewer steps"
+    else:
+        assert is_fault(raised, fault)
+    kept, cells = dense(volume(WALKER), WALKER), Cover(SIZE, (2, 2, 2))
+    for index in output.finished:
+        box = (slice(None), *cells[index].steps[0].write.slices)
+        np.testing.assert_array_equal(output.written[box], kept[box])
+    assert no_thread_is_left()
+
+
+class Played:
+    """Lanes that take so long for a cell, on a clock of their own."""
+
+    def __init__(
+        self, cells: Cover, axis: int, true: dict[str, float], predicted: dict[str, float] | None = None
+    ) -> None:
+        self.now, self.true = 0.0, true
+        hands = {name: Hand(lambda box: (), (predicted or true)[name], runs=name.startswith("GPU")) for name in true}
+        self.cells = Cells(cells, axis, hands, now=lambda: self.now)
+        self.lanes: dict[str, Any] = {name: SimpleNamespace(name=name) for name in true}
+        self.taken: dict[str, list[int]] = {name: [] for name in true}
+        self.runs: list[tuple[int, ...]] = []
+
+    def ends(self) -> dict[str, float]:
+        """When each lane ended its last lease."""
+        lanes = {name: _Hashed(name) for name in self.true}
+        for lane in lanes.values():
+            self.cells.join(lane)
+        under_way: list[tuple[float, int, str, Lease]] = []
+        ended, order = dict.fromkeys(self.true, 0.0), count()
+        idle = list(self.true)
+        while True:
+            for name in list(idle):
+                lease = _taken(self.cells, lanes[name])
+                if lease is not None:
+                    idle.remove(name)
+                    self.taken[name] += lease.indices
+                    self.runs.append(lease.indices)
+                    heapq.heappush(
+                        under_way, (self.now + len(lease.indices) * self.true[name], next(order), name, lease)
+                    )
+            if not under_way:
+                return ended
+            self.now, _, name, lease = heapq.heappop(under_way)
+            self.cells.finish(lease)
+            ended[name] = self.now
+            idle.append(name)
+
+
+class _Hashed:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _taken(cells: Cells, lane: Any) -> Lease | None:
+    """What `take` gives without waiting."""
+    found: list[Lease | None] = []
+
+    def stops(timeout: float | None = None) -> bool:
+        cells.stop()
+        return True
+
+    cells._turn.wait = stops  # type: ignore[method-assign]
+    try:
+        found.append(cells.take(lane))
+    except Stopped:
+        cells._stopped = False
+    return found[0] if found else None
+
+
+GRID = Cover((40, 40, 40), (10, 10, 10))  # 64 cells
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("true", "predicted"),
+    [
+        ({"GPU": 1.0, "CPU": 4.0}, None),
+        ({"GPU": 1.0, "CPU": 9.0}, None),
+        ({"GPU": 1.0, "CPU": 1.0}, None),
+        ({"GPU": 3.0, "CPU": 1.0}, None),
+        ({"GPU 0": 1.0, "GPU 1": 1.0, "CPU": 7.0}, None),
+        ({"GPU": 1.0, "CPU": 4.0}, {"GPU": 1.3, "CPU": 3.0}),
+        ({"GPU": 1.0, "CPU": 4.0}, {"GPU": 0.8, "CPU": 6.0}),
+        ({"GPU": 1.0, "CPU": 4.0}, {"GPU": 4.0, "CPU": 1.0}),
+    ],
+)
+def test_all_end_together(axis: int, true: dict[str, float], predicted: dict[str, float] | None) -> None:
+    """No later than perfect, but for a cell of the slowest: within what the others would have taken for it."""
+    played = Played(GRID, axis, true, predicted)
+    ends = played.ends()
+    assert sorted(index for some in played.taken.values() for index in some) == list(range(64))
+    perfect = 64 / sum(1 / seconds for seconds in true.values())
+    slowest = max(true.values())
+    assert max(ends.values()) <= perfect + slowest
+    if predicted is None:
+        assert max(ends.values()) <= perfect + 1.01 * max(min(true.values()) * 2, 0.5 * slowest)
+
+
+def test_runs_walk_along_the_axis() -> None:
+    played = Played(GRID, 1, {"GPU": 1.0, "CPU": 1000.0})
+    played.ends()
+    assert not played.taken["CPU"], "the GPU is done before it is"
+    assert played.runs == [tuple(16 * z + x + 4 * y for y in range(4)) for z in range(4) for x in range(4)]
+
+
+def test_the_processor_begins_at_the_back() -> None:
+    played = Played(GRID, 2, {"GPU": 1.0, "CPU": 8.0})
+    played.ends()
+    assert played.taken["CPU"] == sorted(range(64), reverse=True)[: len(played.taken["CPU"])]
+    assert len(played.taken["CPU"]) == 7
+
+
+def test_a_run_is_no_longer_than_what_may_be_lost() -> None:
+    played = Played(GRID, 0, {"GPU": 200.0, "CPU": 1e6})
+    played.ends()
+    assert {len(run) for run in played.runs} == {2}
+
+
+def test_what_a_lost_gpu_had_is_taken_anew() -> None:
+    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 5.0, runs=False)})
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    lost = cells.take(gpu)
+    assert lost is not None
+    assert lost.indices == (0, 1, 2, 3)
+    assert cells.lose(gpu) == [lost]
+    assert lost.void
+    left: list[int] = []
+    while (lease := cells.take(cpu)) is not None:
+        left += lease.indices
+        cells.finish(lease)
+    assert left == sorted(range(64), reverse=True)
+
+
+def test_who_waits_is_woken() -> None:
+    """The processor begins nothing while the GPU is faster with all that is left, and takes over when it is lost."""
+    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1e9, runs=False)})
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    assert cells.take(gpu) is not None
+    got: list[Lease | None] = []
+    thread = threading.Thread(target=lambda: got.append(cells.take(cpu)))
+    thread.start()
+    time.sleep(0.05)
+    assert not got
+    cells.lose(gpu)
+    thread.join(10)
+    assert [lease.indices for lease in got if lease] == [(63,)]
