@@ -6,23 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import inf, prod
+from typing import Any
 
 import pytest
 from closeness import MACHINE
 
+from znnpy.kernels.gpu.host_ram import timeline
+from znnpy.kernels.gpu.host_ram.bounds import Bounds
 from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
-from znnpy.kernels.gpu.host_ram.search import (
-    FEW,
-    Found,
-    Space,
-    by_heuristics,
-    divide,
-    follow,
-    sizes,
-    takes_direct,
-    vram,
-)
-from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds, compute_seconds, seconds
+from znnpy.kernels.gpu.host_ram.search import Found, by_heuristics, divide, follow, takes_direct, vram
+from znnpy.kernels.gpu.host_ram.space import FEW, Space, sizes
+from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds, seconds
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import Gpu
@@ -59,12 +53,20 @@ def made_up(shape: ConvShape) -> Sublayer:
     )
 
 
-def followed(shape: ConvShape, vram_bytes: int, speeds: Speeds, inner: Inner) -> list[Found]:
-    """Every size of every part, in both orders, to the end."""
+def free(shape: ConvShape) -> Sublayer:
+    """Nothing is computed, and no kernels are kept."""
+    return Sublayer(0.0, Footprint(raises_peak=True))
+
+
+def all_sizes(shape: ConvShape) -> Space:
     planes = shape.out[0]
     chunks = [(n, planes) for n in range(1, shape.batch + 1)] + [(1, n) for n in range(1, planes)]
-    space = Space(chunks, range(1, shape.fin + 1), range(1, shape.fout + 1))
-    found = (follow(shape, division, vram_bytes, speeds, inner) for division in space.divisions())
+    return Space(chunks, range(1, shape.fin + 1), range(1, shape.fout + 1))
+
+
+def followed(shape: ConvShape, vram_bytes: int, speeds: Speeds, inner: Inner) -> list[Found]:
+    """Every size of every part, in both orders, to the end."""
+    found = (follow(shape, division, vram_bytes, speeds, inner) for division in all_sizes(shape).divisions())
     return [each for each in found if each is not None]
 
 
@@ -115,42 +117,105 @@ def test_so_it_does_with_the_work_of_primitives(name: str, variant: Variant) -> 
     shape, speeds = ConvShape(2, 6, 9, (14, 90, 80), (3, 3, 3), "relu"), Speeds(25e9, 20e9, 2e12)
     for part in (1.0, 0.5, 0.25):
         limit = int(part * 2**25)
-        every, found = followed(shape, limit, speeds, inner), divide(shape, limit, speeds, inner)
+        every = followed(shape, limit, speeds, inner)
+        found = divide(shape, limit, speeds, inner, space=all_sizes(shape))
         assert (found is None) == (not every)
         assert found is None or found.seconds == pytest.approx(min(each.seconds for each in every), rel=1e-12)
 
 
+def indices(bounds: Bounds) -> Iterator[tuple[int, ...]]:
+    return product(*(range(count) for count in bounds.seconds.shape))
+
+
+@pytest.mark.parametrize("inner", [made_up, free])
 @pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
-def test_bounds_are_below_what_divisions_take(speeds: Speeds) -> None:
-    from znnpy.kernels.gpu.host_ram import search
-
-    for shape in SHAPES:
-        space, ahead = Space.whole(shape), search._Ahead(shape, 2**62, speeds, made_up)
-        bounded = list(search._bounded(ahead, space, inf))
-        assert len(bounded) > 1
-        for bound, count, division in bounded:
-            found = follow(shape, division, 2**62, speeds, made_up)
-            assert found is not None
-            exact = ahead.bound(division)
-            assert exact is not None
-            assert max(bound, ahead.groups(division), exact) <= found.seconds * (1 + 1e-12)
-            assert count == Divided(shape, division).count
+@pytest.mark.parametrize("shape", [*SHAPES, ConvShape(3, 5, 5, (6, 3, 3), (3, 2, 2), "relu")], ids=str)
+def test_bounds_are_below_what_divisions_take(shape: ConvShape, speeds: Speeds, inner: Inner) -> None:
+    bounds = Bounds(shape, 2**62, speeds, Space.whole(shape), inner)
+    nearest = 0.0
+    for at in indices(bounds):
+        found = follow(shape, bounds.division(at), 2**62, speeds, inner)
+        assert found is not None
+        of_link = bounds.seconds[at]
+        assert bounds.compute(at) == (not at[0] and not at[1])  # once for all chunks and orders
+        assert of_link <= bounds.seconds[at] <= found.seconds * (1 + 1e-12)
+        nearest = max(nearest, bounds.seconds[at] / found.seconds)
+    assert nearest > 0.99
 
 
+@pytest.mark.parametrize("division", [Division(1, 8, 1, 8, "inputs"), Division(1, 8, 4, 1, "outputs")], ids=str)
+def test_bounds_know_what_does_not_go_side_by_side(division: Division) -> None:
+    """Much is downloaded before room for the next part of the input is free: far more than the longer way alone."""
+    shape, speeds = ConvShape(1, 8, 8, (64, 6, 6), (1, 1, 1)), Speeds(1e6, 1e6, 1e8)
+    d = division
+    space = Space([(d.images, d.planes)], [d.maps_in], [d.maps_out], [d.order])
+    bound, taken = Bounds(shape, 2**62, speeds, space, free).seconds.item(), seconds(Divided(shape, d), speeds, free)
+    assert bound > 1.5 * shape.in_bytes / speeds.upload
+    assert 0.95 * taken < bound <= taken * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("inner", [made_up, free])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_buffers_alone_are_no_more_than_what_is_needed(shape: ConvShape) -> None:
+def test_buffers_alone_are_no_more_than_what_is_needed(shape: ConvShape, inner: Inner) -> None:
     """Whatever fits is still there when the limit is what it needs."""
-    from znnpy.kernels.gpu.host_ram import search
-
     speeds = SPEEDS["all three count"]
-    for found in followed(shape, 2**62, speeds, made_up):
+    for found in followed(shape, 2**62, speeds, inner):
         needed = vram(shape, found.footprint)
-        ahead = search._Ahead(shape, needed, speeds, made_up)
         d = found.division
         space = Space([(d.images, d.planes)], [d.maps_in], [d.maps_out], [d.order])
-        assert [division for _, _, division in search._bounded(ahead, space, inf)] == [d]
-        assert ahead.bound(d) is not None
-        assert divide(shape, needed - 1, speeds, made_up, space=space) is None
+        bounds = Bounds(shape, needed, speeds, space, inner)
+        bounds.compute((0, 0, 0, 0))
+        assert bounds.seconds.item() < inf
+        assert follow(shape, d, needed, speeds, inner) == found
+        assert divide(shape, needed - 1, speeds, inner, space=space) is None
+
+
+def test_kernels_that_do_not_fit_end_the_search_early() -> None:
+    """What is kept of kernels is known of groups of maps, whatever the images and planes."""
+    shape, asked = ConvShape(4, 6, 7, (40, 5, 5), (3, 3, 3)), 0
+
+    def heavy(sub: ConvShape) -> Sublayer:
+        nonlocal asked
+        asked += 1
+        return Sublayer(1.0, Footprint(resident=1000 * sub.fin * sub.fout))
+
+    assert divide(shape, 41_999, SPEEDS["all three count"], heavy) is None
+    assert asked == 6 * 7  # of all images and planes; no division was followed
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ConvShape(1, 27, 20, (30, 8, 9), (3, 3, 3), "relu"),
+        ConvShape(5, 12, 33, (9, 10, 9), (2, 3, 3), "relu", precision="fp16"),
+        ConvShape(2, 40, 3, (22, 9, 9), (5, 2, 2), "sigmoid"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("speeds", [Speeds(2e7, 3e7, 1e9), Speeds(3e6, 2e6, 1e9)], ids=["computing", "the link"])
+def test_few_numbers_of_maps_hold_one_that_is_nearly_the_best(shape: ConvShape, speeds: Speeds) -> None:
+    few = Space.whole(shape)
+    every = replace(few, maps_in=range(1, shape.fin + 1), maps_out=range(1, shape.fout + 1))
+    for limit in limits(shape):
+        best, found = (divide(shape, limit, speeds, made_up, space=space) for space in (every, few))
+        assert (best is None) == (found is None)
+        if best is not None and found is not None:
+            assert best.seconds * (1 - 1e-12) <= found.seconds <= best.seconds * 1.01
+
+
+@pytest.mark.parametrize(("within", "most"), [(0.01, 30), (0.0, 900)])
+def test_a_large_layer_takes_few_questions(within: float, most: int) -> None:
+    """To ask the inner primitive is what takes time."""
+    shape, asked = ConvShape(1, 80, 80, (300, 300, 300), (3, 3, 3), "relu"), 0
+
+    def inner(sub: ConvShape) -> Sublayer:
+        nonlocal asked
+        asked += 1
+        return Sublayer(1e-4 + 1e-13 * sub.batch * sub.fin * sub.fout * prod(sub.n), Footprint())
+
+    found = divide(shape, 2**32, Speeds(25e9, 25e9, 2.8e12), inner, within=within)
+    assert found is not None
+    assert 0 < asked <= most
 
 
 @pytest.mark.parametrize("memory", [0.05, 0.3, 1.0, 4.0], ids=lambda gib: f"{gib} GiB")
@@ -237,13 +302,53 @@ def test_seconds_are_those_of_every_sub_layer_followed(shape: ConvShape, speeds:
         assert divided.uploaded_bytes == nbytes
 
 
+@pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_so_they_are_where_much_comes_again(order: Order, speeds: Speeds) -> None:
+    """Sub-layers of a pass, passes, chunks and images, with and without parts at the end that differ."""
+    for shape in (ConvShape(4, 13, 14, (16, 3, 3), (2, 2, 2)), ConvShape(1, 12, 9, (14, 2, 3), (3, 1, 2), "relu")):
+        for chunk in ((1, 2), (1, 13), (1, shape.out[0]), (shape.batch, shape.out[0])):
+            chunk = chunk[0], min(chunk[1], shape.out[0])
+            for maps in ((1, 1), (1, 14), (13, 1), (2, 3), (3, 2), (4, 7), (6, 5), (7, 4)):
+                maps_in, maps_out = min(maps[0], shape.fin), min(maps[1], shape.fout)
+                divided = Divided(shape, Division(*chunk, maps_in, maps_out, order))
+                expected, _ = naive(divided, speeds)
+                assert seconds(divided, speeds, made_up) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(("order", "most"), [("outputs", 300), ("inputs", 1200)])
+def test_what_comes_again_is_not_followed(order: Order, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    divided, count = Divided(ConvShape(30, 50, 60, (101, 4, 4), (2, 2, 2)), Division(1, 3, 1, 1, order)), 0
+    visit = timeline._Clocks._visit
+
+    def counting(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        visit(*arguments)
+
+    monkeypatch.setattr(timeline._Clocks, "_visit", counting)
+    seconds(divided, SPEEDS["computing decides"], made_up)
+    assert divided.count > 3_000_000
+    assert count < most
+
+
+def test_what_waits_once_does_not_wait_again() -> None:
+    clocks = timeline._Clocks(Divided(SHAPES[0], Division(1, 7, 5, 6)))
+    clocks.upload = 5.0
+
+    def step() -> None:
+        clocks.compute = max(clocks.compute, clocks.upload) + 1
+
+    clocks._repeat(step, 10)
+    assert clocks.compute == 15
+
+
 def test_one_sub_layer_goes_up_is_computed_and_comes_down() -> None:
     shape, speeds = SHAPES[1], SPEEDS["all three count"]
     divided = Divided(shape, Division(3, 4, 4, 3))
     computing = made_up(shape).seconds + shape.out_bytes / speeds.memory  # its largest value is looked for
     expected = shape.in_bytes / speeds.upload + computing + shape.out_bytes / speeds.download
     assert seconds(divided, speeds, made_up) == pytest.approx(expected)
-    assert compute_seconds(divided, made_up) == made_up(shape).seconds
     assert (divided.x_buffers, divided.slots, divided.landings, divided.count) == (1, 1, 1, 1)
 
 
@@ -299,6 +404,9 @@ def test_sizes_of_parts() -> None:
     assert sizes(FEW) == list(range(1, FEW + 1))
     assert sizes(20) == [1, 2, 3, 4, 5, 7, 10, 20]
     assert sizes(20, 8) == [1, 2, 3, 4, 5, 7, 8, 10, 16, 20]
+    assert sizes(8, 8) == list(range(1, 9))
+    assert sizes(9, 8) == [1, 2, 3, 5, 8, 9]
+    assert sizes(40, 8) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 14, 16, 20, 24, 40]
     assert Parts(20, 7).sizes == ((7, 2), (6, 1))
     assert Parts(20, 5).sizes == ((5, 4),)
     assert [Parts(20, 7).of(n) for n in range(3)] == [(0, 7), (7, 14), (14, 20)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
@@ -137,19 +137,19 @@ class Divided:
         if d.images > 1 and d.planes < shape.out[0]:
             raise ValueError(f"{d} takes {d.planes} of {shape.out[0]} planes of {d.images} images: take 1 image")
 
-    @property
+    @cached_property
     def images(self) -> Parts:
         return Parts(self.shape.batch, self.division.images)
 
-    @property
+    @cached_property
     def planes(self) -> Parts:
         return Parts(self.shape.out[0], self.division.planes)
 
-    @property
+    @cached_property
     def maps_in(self) -> Parts:
         return Parts(self.shape.fin, self.division.maps_in)
 
-    @property
+    @cached_property
     def maps_out(self) -> Parts:
         return Parts(self.shape.fout, self.division.maps_out)
 
@@ -217,7 +217,7 @@ class Divided:
             activation="none" if self.sums else shape.activation,
         )
 
-    @property
+    @cached_property
     def largest(self) -> ConvShape:
         d = self.division
         return self.sublayer(d.images, d.planes, d.maps_in, d.maps_out)
@@ -228,12 +228,6 @@ class Divided:
         for parts in product(*axes):
             sizes, counts = zip(*parts, strict=True)
             yield self.sublayer(*sizes), prod(counts)
-
-    def chunk_sizes(self) -> Iterator[tuple[int, int]]:
-        """Images and planes of every chunk, in their order."""
-        for image, plane in product(range(self.images.count), range(self.planes.count)):
-            (i, j), (p, q) = self.images.of(image), self.planes.of(plane)
-            yield j - i, q - p
 
     @property
     def end_bytes(self) -> int:

@@ -2,24 +2,28 @@
 
 A sub-layer begins when its part of the input is there, the one before is done, and its buffer for outputs is empty. A
 part is uploaded when the sub-layers that read what its buffer held are done; an output is downloaded when it is
-complete. Host and device send to each other at the same time. Chunks that go on as the one before are not followed.
+complete. Host and device send to each other at the same time.
+
+What comes again is not followed to its end: sub-layers of a pass, passes of a chunk, chunks, images. Once all that goes
+on has gone on by the same time, it does so until something differs: a part at the end of an axis, a first or last one.
+So the work is that of the kinds of parts there are, not of their number; buffers of sums that stay are seen one by one.
 
 Source  ZNNi VII-A, where times add up: nothing there is uploaded while something is computed.
-Tested  tests/kernels/test_division.py
+Tested  tests/kernels/test_division.py, against every sub-layer followed
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import product
 from typing import NamedTuple
 
-from znnpy.kernels.gpu.host_ram.division import Divided, Inner
+from znnpy.kernels.gpu.host_ram.division import STAGED, Divided, Inner
 from znnpy.shapes import FLOAT32
 
 SUMMED = 3 * FLOAT32  # bytes of device memory for each value that is added to a sum: two are read, one is written
-ALIKE = 1e-9  # of what a chunk takes, by which clocks may differ
+ALIKE = 1e-9  # of the time that something takes, by which it may differ when it comes again
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +47,18 @@ class _Costs(NamedTuple):
 def seconds(divided: Divided, speeds: Speeds, inner: Inner) -> float:
     """Of the whole layer, from the first upload to the last download. ValueError where `inner` does not apply."""
     clocks = _Clocks(divided)
-    known: dict[tuple[int, int], _Costs] = {}
-    for (images, planes), alike in groupby(divided.chunk_sizes()):
-        costs = known.setdefault((images, planes), _costs(divided, images, planes, speeds, inner))
-        clocks.chunks(costs, sum(1 for _ in alike))
+    for images, many in divided.images.sizes:
+        chunks = [(_costs(divided, images, planes, speeds, inner), count) for planes, count in divided.planes.sizes]
+        clocks.images(chunks, many)
     return clocks.download
-
-
-def compute_seconds(divided: Divided, inner: Inner) -> float | None:
-    """Of all sub-layers, without sums and peaks: no less is computed. None where `inner` does not apply to some."""
-    total = 0.0
-    for shape, count in divided.shapes():
-        sublayer = inner(shape)
-        if sublayer is None:
-            return None
-        total += count * sublayer.seconds
-    return total
 
 
 def _costs(divided: Divided, images: int, planes: int, speeds: Speeds, inner: Inner) -> _Costs:
     upload, look, compute, download = {}, {}, {}, {}
-    for last_in, last_out in product((False, True), repeat=2):
-        maps_in, maps_out = (
-            axis.last if last else axis.size
-            for axis, last in ((divided.maps_in, last_in), (divided.maps_out, last_out))
-        )
+    groups_in, groups_out = divided.maps_in, divided.maps_out
+    for last_in, last_out in product((False, True)[-groups_in.count :], (False, True)[-groups_out.count :]):
+        maps_in = groups_in.last if last_in else groups_in.size
+        maps_out = groups_out.last if last_out else groups_out.size
         shape = divided.sublayer(images, planes, maps_in, maps_out)
         sublayer = inner(shape)
         if sublayer is None:
@@ -87,58 +78,121 @@ class _Clocks:
     """When the three are done with what they were given so far, and the buffers are free."""
 
     def __init__(self, divided: Divided) -> None:
-        self._divided = divided
-        self._visits = divided.visits
-        self._ends = divided.maps_in.count - 1, divided.maps_out.count - 1
+        self._many_in, self._many_out = divided.maps_in.count, divided.maps_out.count
+        self._inputs = divided.division.order == "inputs"
         self.upload = self.compute = self.download = 0.0
-        self._there = [0.0] * 2  # of both buffers for the input, the older first
-        self._free = [0.0] * 2
+        self._there = [0.0] * STAGED  # of both buffers for the input, the older first
+        self._free = [0.0] * STAGED
         self._slots = [0.0] * divided.slots  # the next one first
 
-    def chunks(self, costs: _Costs, count: int) -> None:
-        """`count` chunks that are alike."""
-        before: list[float] = []
-        while count:
-            start = self.compute
-            self._chunk(costs)
-            count -= 1
-            now = [clock - self.compute for clock in self._all]
-            spent = self.compute - start
-            if before and max(abs(a - b) for a, b in zip(before, now, strict=True)) <= ALIKE * spent:
-                self._pass(count * spent)
+    def images(self, chunks: list[tuple[_Costs, int]], count: int) -> None:
+        """`count` groups of images that are alike, in chunks of which so many are alike."""
+
+        def image() -> None:
+            for costs, alike in chunks:
+                self._repeat(lambda costs=costs: self._chunk(costs), alike)  # type: ignore[misc]
+
+        self._repeat(image, count)
+
+    def _repeat(self, step: Callable[[], None], count: int) -> None:
+        """`count` times `step`. Once it moves all clocks that it moves by the same time, it does so from then on.
+
+        Not the first time: only later does it follow that a clock it leaves alone decides nothing. What waited for that
+        one would have done so the time before, too, and would not have moved.
+        """
+        before = self._all
+        for done in range(1, count + 1):
+            step()
+            now = self._all
+            moved = [b - a for a, b in zip(before, now, strict=True)]
+            spent, before = moved[0], now
+            if done > 1 and all(by == 0 or abs(by - spent) <= ALIKE * spent for by in moved):
+                again = (count - done) * spent
+                self._all = [clock + again if by else clock for clock, by in zip(now, moved, strict=True)]
                 return
-            before = now
 
     @property
     def _all(self) -> list[float]:
-        return [self.upload, self.download, *self._there, *self._free, *self._slots]
+        return [self.compute, self.upload, self.download, *self._there, *self._free, *self._slots]
 
-    def _pass(self, spent: float) -> None:
-        self.upload += spent
-        self.compute += spent
-        self.download += spent
-        for clocks in (self._there, self._free, self._slots):
-            clocks[:] = [clock + spent for clock in clocks]
+    @_all.setter
+    def _all(self, clocks: list[float]) -> None:
+        self.compute, self.upload, self.download, *buffers = clocks
+        self._there, self._free, self._slots = buffers[:STAGED], buffers[STAGED : 2 * STAGED], buffers[2 * STAGED :]
 
     def _chunk(self, costs: _Costs) -> None:
-        end_in, end_out = self._ends
+        if self._inputs:
+            ends = self._many_in - 1
+            self._group(costs, 0)
+            self._repeat(lambda: self._group(costs, 1), ends - 1)
+            if ends:
+                self._group(costs, ends)
+            return
+        ends = self._many_out - 1
+        self._pass(costs, 0)
+        self._repeat(lambda: self._passes(costs), (ends - 1) // 2)
+        if ends > 1 and ends % 2 == 0:
+            self._pass(costs, 1)
+        if ends:
+            self._pass(costs, ends)
+
+    def _group(self, costs: _Costs, turn: int) -> None:
+        """A group of input maps, for all groups of output maps."""
+        ends = self._many_out - 1
+        first, last = turn == 0, turn == self._many_in - 1
+
+        def visit(group_out: int) -> None:
+            begins = group_out == 0
+            self._visit(costs, (last, group_out == ends), (begins, begins), (first, last), group_out)
+
+        visit(0)
+        if first or last:
+            for group_out in range(1, ends):
+                visit(group_out)
+        else:
+            self._repeat(lambda: visit(1), ends - 1)
+        if ends:
+            visit(ends)
+
+    def _passes(self, costs: _Costs) -> None:
+        """One backwards, one forwards."""
+        self._pass(costs, 1)
+        self._pass(costs, 2)
+
+    def _pass(self, costs: _Costs, group_out: int) -> None:
+        """A group of output maps, for all groups of input maps: two are there, but for the first pass of a chunk."""
+        ends = self._many_in - 1
+        last_out, ending = group_out == self._many_out - 1, 0 if group_out % 2 else ends
+        held = STAGED if group_out else 0
+
+        def visit(turn: int) -> None:
+            uploads = turn >= held
+            groups, buffer = (turn == ending, last_out), (uploads, uploads or turn == 1)
+            self._visit(costs, groups, buffer, (turn == 0, turn == ends), 0)
+
+        for turn in range(min(ends, STAGED)):
+            visit(turn)
+        self._repeat(lambda: visit(STAGED), ends - STAGED)
+        visit(ends)
+
+    def _visit(
+        self, costs: _Costs, last: tuple[bool, bool], buffer: tuple[bool, bool], sums: tuple[bool, bool], slot: int
+    ) -> None:
+        """One sub-layer, see `Visit`: last groups of maps; uploads, older; first, last."""
+        (last_in, last_out), (uploads, older), (first, complete) = last, buffer, sums
         there, free, slots = self._there, self._free, self._slots
-        inputs = self._divided.division.order == "inputs"
-        for group_in, group_out, uploads, older, first, last in self._visits:
-            last_in, last_out = group_in == end_in, group_out == end_out
-            if older:
-                there.reverse()
-                free.reverse()
-            if uploads:
-                self.upload = there[1] = max(self.upload, free[1]) + costs.upload[last_in]
-            slot = group_out if inputs else 0
-            begin = max(self.compute, there[1], slots[slot] if first else 0.0)
-            look = costs.look[last_in] if uploads else 0.0
-            self.compute = free[1] = begin + look + costs.compute[last_in, last_out, first]
-            if last:
-                self.download = max(self.download, self.compute) + costs.download[last_out]
-                if inputs:
-                    slots[slot] = self.download
-                else:
-                    slots.append(self.download)
-                    del slots[0]
+        if older:
+            there.reverse()
+            free.reverse()
+        if uploads:
+            self.upload = there[1] = max(self.upload, free[1]) + costs.upload[last_in]
+        begin = max(self.compute, there[1], slots[slot] if first else 0.0)
+        look = costs.look[last_in] if uploads else 0.0
+        self.compute = free[1] = begin + look + costs.compute[last_in, last_out, first]
+        if complete:
+            self.download = max(self.download, self.compute) + costs.download[last_out]
+            if self._inputs:
+                slots[slot] = self.download
+            else:
+                slots.append(self.download)
+                del slots[0]

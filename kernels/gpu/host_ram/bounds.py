@@ -1,0 +1,181 @@
+"""What divisions take at least, of a whole space of them at once: arrays by chunk, order, input and output maps.
+
+Link       With no computing at all. Some output of a chunk is complete when what was uploaded until then is there, and
+           from then on all outputs that follow are downloaded. Where parts of the input wait for room of others, what
+           is downloaded until those are done does not go beside what is uploaded.
+Computing  In groups of maps of all images and planes at once, which is no more than in parts of those. The first part
+           goes up before it, the last output comes down after it.
+Memory     Buffers, without what is left free between them, and kernels, which do not depend on images and planes.
+
+Source  First principles: each is the length of a path through what waits for what.
+Tested  tests/kernels/test_division.py, against all candidates followed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import inf, prod
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.kernels.gpu.host_ram.division import STAGED, Divided, Division, Inner
+from znnpy.kernels.gpu.host_ram.space import Space
+from znnpy.kernels.gpu.host_ram.timeline import Speeds
+from znnpy.shapes import FLOAT32, ConvShape
+
+_Grid = npt.NDArray[np.float64]  # of sizes, counts, bytes or seconds, along the axes they depend on
+_ONE: _Grid = np.ones(1)
+
+
+def _along(axis: int, values: Sequence[int]) -> _Grid:
+    shape = [1] * 4
+    shape[axis] = len(values)
+    return np.array(values, np.float64).reshape(shape)
+
+
+class _Cut:
+    """An axis in parts."""
+
+    def __init__(self, length: int, size: _Grid) -> None:
+        self.length, self.size = length * _ONE, size
+        self.count: _Grid = np.ceil(length / size)
+        self.last: _Grid = length - (self.count - 1) * size
+
+
+class Bounds:
+    """Of all divisions in `space`.
+
+    seconds  (chunks, orders, maps in, maps out) float64; infinite where buffers do not fit, or what was taken out.
+    """
+
+    def __init__(self, shape: ConvShape, vram_bytes: int, speeds: Speeds, space: Space, inner: Inner) -> None:
+        self._shape, self._space, self._inner = shape, space, inner
+        self._link = _link(shape, vram_bytes, speeds, space)
+        self._computed = np.zeros((len(space.maps_in), len(space.maps_out)), np.bool_)
+        self.seconds = self._link.seconds.copy()
+
+    def least(self) -> tuple[float, tuple[int, ...]]:
+        """The smallest bound, and where it is: of several the first."""
+        at = int(self.seconds.argmin())
+        return float(self.seconds.flat[at]), tuple(int(n) for n in np.unravel_index(at, self.seconds.shape))
+
+    def division(self, at: tuple[int, ...]) -> Division:
+        chunk, order, into, out_of = at
+        space = self._space
+        return Division(*space.chunks[chunk], space.maps_in[into], space.maps_out[out_of], space.orders[order])
+
+    def compute(self, at: tuple[int, ...]) -> bool:
+        """Counts computing and kernels of all divisions with these groups of maps; False where it was done.
+
+        A part that the primitive does not compute counts as nothing: it may compute smaller ones.
+        """
+        into, out_of = at[2:]
+        if self._computed[into, out_of]:
+            return False
+        self._computed[into, out_of] = True
+        space, shape, link = self._space, self._shape, self._link
+        divided = Divided(shape, Division(shape.batch, shape.out[0], space.maps_in[into], space.maps_out[out_of]))
+        computing, kernels = 0.0, 0
+        for part, count in divided.shapes():
+            sublayer = self._inner(part)
+            if sublayer is not None:
+                computing += count * sublayer.seconds
+                kernels += count * sublayer.footprint.resident
+        bounds, fits = self.seconds[:, :, into, out_of], link.room[:, :, into, out_of] >= kernels
+        least = link.first[:, :, into, 0] + computing + link.end[:, :, 0, out_of]
+        bounds[...] = np.where(fits, np.maximum(bounds, least), inf)
+        return True
+
+
+class _Link:
+    """What is known whatever computes the sub-layers.
+
+    room        bytes that buffers leave
+    first, end  seconds that the first part of the input takes to go up, and the last output to come down
+    """
+
+    def __init__(self, shape: ConvShape, vram_bytes: int, speeds: Speeds, space: Space) -> None:
+        self._shape = shape
+        self._inputs = _along(1, [int(order == "inputs") for order in space.orders]) > 0
+        self._images = _Cut(shape.batch, _along(0, [images for images, _ in space.chunks]))
+        self._planes = _Cut(shape.out[0], _along(0, [planes for _, planes in space.chunks]))
+        self._into = _Cut(shape.fin, _along(2, space.maps_in))
+        self._out_of = _Cut(shape.fout, _along(3, space.maps_out))
+        self._plane_in, self._plane_out = (shape.itemsize * prod(n[1:]) for n in (shape.n, shape.out))  # of one map
+        self._upload, self._download = self._plane_in / speeds.upload, self._plane_out / speeds.download
+        self.room = vram_bytes - self._buffers()
+        self.first = self._read(self._images.size, self._planes.size) * self._into.size * self._upload
+        self.end = self._images.last * self._planes.last * self._out_of.last * self._download
+        self.seconds = np.where(self.room >= 0, np.maximum(self._beside(), self._apart()), inf)
+
+    def _read(self, images: _Grid, planes: _Grid, chunks: _Grid = _ONE) -> _Grid:
+        """Planes of the input of so many images, whose planes of the output are in so many chunks."""
+        return images * (planes + chunks * (self._shape.k[0] - 1))
+
+    def _beside(self) -> _Grid:
+        """What is uploaded until an output is complete, and all that is downloaded from then on, in seconds.
+
+        The first and the last output of a chunk say most, and of chunks that are alike the first and the last.
+        """
+        images, planes = self._images, self._planes
+        up, down = self._shape.fin * self._upload, self._shape.fout * self._download
+        again = 1 + self._again() / self._shape.fin
+        late = np.where(again > 1, 1 - self._out_of.last / self._shape.fout, 0.0)  # not in the last output of a chunk
+        longest: _Grid = np.zeros(1)
+        for image in (0 * _ONE, images.count - 1):
+            some_images = np.where(image < images.count - 1, images.size, images.last)
+            for plane in (0 * _ONE, np.maximum(planes.count - 2, 0), planes.count - 1):
+                some_planes = np.where(plane < planes.count - 1, planes.size, planes.last)
+                before = image * self._read(images.size, planes.length, planes.count)
+                before = up * (before + plane * self._read(some_images, planes.size))
+                own = up * self._read(some_images, some_planes)
+                done = image * images.size * planes.length + plane * some_images * planes.size
+                left = down * (images.length * planes.length - done)
+                longest = np.maximum(longest, again * before + own + left)
+                longest = np.maximum(longest, again * (before + own) + left - late * down * some_images * some_planes)
+        return longest
+
+    def _again(self) -> _Grid:
+        """Input maps that go up again in each chunk: all for each group of output maps, but for two groups that stayed.
+
+        Nothing goes up again where sums stay.
+        """
+        into, turns = self._into, self._out_of.count - 1
+        above, below = np.ceil(turns / 2), np.floor(turns / 2)  # where passes end
+        again = above * (into.length - into.size - into.last) + below * (into.length - STAGED * into.size)
+        return np.where(self._inputs | (into.count <= STAGED), 0.0, again)
+
+    def _apart(self) -> _Grid:
+        """Uploads and downloads of which none goes beside the other, in seconds.
+
+        Where sums stay, all groups of input maps but two wait until all outputs of the chunk before are downloaded.
+        Where they do not, the next chunk waits for the last pass, which waits for those of all passes but two.
+        """
+        images, planes, into, out_of = self._images, self._planes, self._into, self._out_of
+        up, down = self._shape.fin * self._upload, self._shape.fout * self._download
+        uploads = up * self._read(images.length, planes.length, planes.count)
+        first, last = up * self._read(images.size, planes.size), up * self._read(images.last, planes.last)
+        downloads, end = down * images.length * planes.length, down * images.last * planes.last
+        waiting = np.maximum(into.length - STAGED * into.size, 0) / into.length
+        passed = (out_of.count - STAGED) * out_of.size / out_of.length
+        stay = np.where(into.count > STAGED, first + downloads + waiting * (uploads - first), 0.0)
+        go = uploads + waiting * (uploads - last) + passed * (downloads - end) + end
+        go = np.where((into.count > 1) & (out_of.count > STAGED), go, 0.0)
+        return np.where(self._inputs, stay, go)
+
+    def _buffers(self) -> _Grid:
+        """Bytes for input, outputs and sums."""
+        chunks, into, out_of = self._images.count * self._planes.count, self._into, self._out_of
+        slots = np.where(self._inputs, out_of.count, np.minimum(STAGED, chunks * out_of.count))
+        wide = FLOAT32 // self._shape.itemsize
+        totals = np.where(self._inputs, out_of.count, 1.0) * (wide if wide > 1 else 0)
+        sums = np.where(into.count > 1, 1 + totals, 0.0)
+        x = self._read(self._images.size, self._planes.size) * into.size * self._plane_in
+        out = self._images.size * self._planes.size * out_of.size * self._plane_out
+        nbytes: _Grid = np.minimum(STAGED, chunks * into.count) * x + (slots + sums) * out
+        return nbytes
+
+
+_link = lru_cache(maxsize=4)(_Link)  # a planner asks about many primitives for one layer
