@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from znnpy.planner.candidates import Candidate, Space
 from znnpy.planner.trade import Front, relaxed
@@ -13,22 +14,24 @@ FASTER = 0.98  # assumed: per voxel no layer needs less time than this share of 
 LEANER = 0.9  # nor less of the arena, or of prepared weights
 
 Fronts = Mapping[int, Front]  # of some spans of a shape
-NOTHING: Fronts = {}
-
-Pairs = list[tuple[float, int]]  # seconds and bytes, fastest first, no pair worse in both
+# Seconds per voxel computed, bytes of weights, bytes of the arena per byte of input and output: fastest first, none
+# worse in all of them.
+Paces = list[tuple[float, int, float]]
+Reached = Mapping[int, Paces]  # by some spans of a shape
+NOTHING: Mapping[int, Any] = {}
 
 
 @dataclass
 class _Learnt:
     """What one span of layers reached in the shapes seen so far."""
 
-    paces: dict[int, Pairs] = field(default_factory=dict)  # seconds per voxel computed, weights; by planes of a step
+    paces: dict[int, Paces] = field(default_factory=dict)  # by planes of a step
     leanest: float = inf  # least bytes of the arena per byte of input and output
 
-    def at(self, planes: int) -> Pairs:
+    def at(self, planes: int) -> Paces:
         """The paces of steps that are as thick, or the next thicker that were seen: thin steps are no faster."""
         thicker = [seen for seen in self.paces if seen >= planes]
-        return self.paces[min(thicker)] if thicker else [(0.0, 0)]
+        return self.paces[min(thicker)] if thicker else [(0.0, 0, 0.0)]
 
 
 class Bounds:
@@ -41,37 +44,47 @@ class Bounds:
         """Remember what the options of one span reach; where there are none, that nothing does."""
         learnt = self._learnt[span]
         if not options:
-            learnt.paces[shape.patch[0]] = [(inf, 0)]
+            learnt.paces[shape.patch[0]] = [(inf, 0, 0.0)]
             return
-        voxels, under, carried, planes = shape.voxels[span], shape.under[span], shape.carries[span], shape.patch[0]
-        leanest = min(option.live - under for option in options) / shape.moved(span)
-        paces = [(option.seconds / voxels, option.resident - carried) for option in options]
-        learnt.leanest = min(learnt.leanest, leanest)
-        learnt.paces[planes] = _pairs(paces + learnt.paces.get(planes, []))
+        found, planes = reached(shape, span, options), shape.patch[0]
+        learnt.leanest = min(learnt.leanest, *(lean for _, _, lean in found))
+        learnt.paces[planes] = _unbeaten(found + learnt.paces.get(planes, []))
 
-    def seconds(self, shape: Candidate, room: int, known: Fronts = NOTHING, whole: Fronts = NOTHING) -> float:
+    def seconds(self, shape: Candidate, room: int, known: Fronts = NOTHING, whole: Reached = NOTHING) -> float:
         """The least seconds for the whole output in `room` bytes, as far as FASTER and LEANER are right.
 
         Spans in `known` count as they are; those in `whole` as fast as the same shape undivided, of which it is a
-        split; the others at the best pace seen so far, less what FASTER and LEANER allow. Infinite when nothing fits.
+        split; the others at the best pace seen so far, less what FASTER and LEANER allow. What finds no room for its
+        arena and weights beside the least weights of the others does not count. Infinite when nothing fits.
         """
-        pairs = []
-        live = 0
-        for index, learnt in enumerate(self._learnt):
-            if index in known:
-                pairs.append(_pairs((o.seconds, o.resident) for o in known[index]))
-                live = max(live, min(option.live for option in known[index]))
-                continue
-            carried = shape.carries[index]
-            if index in whole:
-                spent = _pairs((o.seconds, o.resident - carried) for o in whole[index])
-            else:
-                voxels = FASTER * shape.voxels[index]
-                spent = [(pace * voxels, resident) for pace, resident in learnt.at(shape.patch[0])]
-            pairs.append([(seconds, carried + int(LEANER * resident)) for seconds, resident in spent])
-            lean = LEANER * learnt.leanest if learnt.leanest < inf else 0.0
-            live = max(live, shape.under[index] + int(lean * shape.moved(index)))
+        spans = [self._needs(shape, index, known, whole) for index in range(len(self._learnt))]
+        least = [min(resident for _, resident, _ in needs) for needs in spans]
+        spare = room - sum(least)  # for the arena, and for weights beyond the least
+        pairs, live = [], 0
+        for needs, light in zip(spans, least, strict=True):
+            leanest, kept = inf, list[tuple[float, int]]()
+            for seconds, resident, arena in needs:
+                if arena + resident - light <= spare:
+                    leanest = min(leanest, arena)
+                    if not kept or resident < kept[-1][1]:
+                        kept.append((seconds, resident))
+            if not kept:
+                return inf
+            pairs.append(kept)
+            live = max(live, int(leanest))
         return relaxed(pairs, room - live)
+
+    def _needs(self, shape: Candidate, index: int, known: Fronts, whole: Reached) -> list[tuple[float, int, int]]:
+        """Seconds, bytes that stay and bytes of the arena of the options of one span, or at least; fastest first."""
+        if index in known:
+            return [(o.seconds, o.resident, o.live) for o in known[index]]
+        voxels, carried, under = shape.voxels[index], shape.carries[index], shape.under[index]
+        moved = LEANER * shape.moved(index)
+        faster, paces = (1.0, whole[index]) if index in whole else (FASTER, self._learnt[index].at(shape.patch[0]))
+        return [
+            (faster * pace * voxels, carried + int(LEANER * resident), under + int(lean * moved))
+            for pace, resident, lean in paces
+        ]
 
     def at_best(self, planes: int, voxels: Sequence[int], paces: Mapping[int, float]) -> float:
         """The least seconds for so many voxels of each span in steps of so many planes, however much memory there is.
@@ -90,17 +103,24 @@ class Bounds:
     def fastest(self, shape: Candidate) -> tuple[float, int]:
         """Seconds for the whole output, and bytes, with every span at its best pace so far: no bound, a guess."""
         paces = [learnt.at(shape.patch[0])[0] for learnt in self._learnt]
-        seconds = sum(pace * voxels for (pace, _), voxels in zip(paces, shape.voxels, strict=True))
+        seconds = sum(pace * voxels for (pace, _, _), voxels in zip(paces, shape.voxels, strict=True))
         arena = max(
             shape.under[index] + learnt.leanest * shape.moved(index) for index, learnt in enumerate(self._learnt)
         )
-        return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident in paces)
+        return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident, _ in paces)
 
 
-def _pairs(pairs: Iterable[tuple[float, int]]) -> Pairs:
+def reached(shape: Candidate, span: int, options: Front) -> Paces:
+    """What the options of one span reach."""
+    voxels, carried = shape.voxels[span], shape.carries[span]
+    under, moved = shape.under[span], shape.moved(span)
+    return [(o.seconds / voxels, o.resident - carried, (o.live - under) / moved) for o in options]
+
+
+def _unbeaten(paces: Paces) -> Paces:
     """Those that no other beats, fastest first."""
-    kept: Pairs = []
-    for seconds, nbytes in sorted(pairs):
-        if not kept or nbytes < kept[-1][1]:
-            kept.append((seconds, nbytes))
+    kept: Paces = []
+    for pace, resident, lean in sorted(paces):
+        if not any(other <= resident and leaner <= lean for _, other, leaner in kept):
+            kept.append((pace, resident, lean))
     return kept

@@ -284,7 +284,7 @@ def all_sizes(space: Space, room: int | None = None) -> Sizes:
     ways = splits(space.network)  # parts hold what they are parts of: the smallest are not always the leanest
 
     def fitting(axis: int) -> list[int]:
-        shapes = [candidate(space, _with(thinnest, axis, size)) for size in sizes[axis]]
+        shapes = [candidate(space, changed(thinnest, axis, size)) for size in sizes[axis]]
         return [
             shape.patch[axis]
             for shape in shapes
@@ -310,6 +310,7 @@ def between(sizes: Sequence[int], seen: Sequence[int], size: int) -> tuple[Seque
     return beside, [other for other in sizes if below < other < above and other != size]
 
 
-def _with(patch: Vec3, axis: int, size: int) -> Vec3:
+def changed(patch: Vec3, axis: int, size: int) -> Vec3:
+    """The same but for its size along one axis."""
     z, y, x = (size if axis == i else extent for i, extent in enumerate(patch))
     return z, y, x

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf, prod
 from types import MappingProxyType
 
 from znnpy.machine import Limits
-from znnpy.planner.bounds import NOTHING, Bounds, Fronts
+from znnpy.planner.bounds import NOTHING, Bounds, Paces, Reached, reached
 from znnpy.planner.candidates import Candidate, Space, Span, candidate
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.layout import Tensor, carried_bytes, chain, place
 from znnpy.planner.memory import DeviceKind, Memory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
 from znnpy.planner.plan import waste
-from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_seconds
+from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_bytes, total_seconds
 
 MOST_PIECES = 10**6
+LAYOUTS = 16  # of one shape, before what they lose is taken for granted
 LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
 
 
@@ -116,12 +118,12 @@ class ShapeSearch:
         memory, large layers first, no split does.
         """
         best, room, edges = None, self.room(shape), self.edges(shape)
-        whole: dict[int, Front] = {}
-        paces: dict[int, float] = {}
+        whole: dict[int, Paces] = {}
+        least: dict[int, float] = {}
         for index in _largest_first(shape):
-            options = whole[index] = self._learnt(shape, index)
-            paces[index] = options[0].seconds / shape.voxels[index] if options else inf
-            if self.at_best(shape, paces) >= below:
+            whole[index] = reached(shape, index, self._learnt(shape, index))
+            least[index] = min((pace for pace, _, _ in whole[index]), default=inf)
+            if self.at_best(shape, least) >= below:
                 return None
         for at_once in self.splits:
             split = shape.split(at_once)
@@ -134,7 +136,7 @@ class ShapeSearch:
                     break  # nothing was given up for memory: smaller parts only cost
         return best
 
-    def _short_enough(self, shape: Candidate, below: float, whole: Fronts) -> Found | None:
+    def _short_enough(self, shape: Candidate, below: float, whole: Reached) -> Found | None:
         """`best_of` one shape, with columns of at most LOST_SECONDS as far as they are of several steps."""
         found, pieces = self.best_of(shape, below, whole), 1
         while found is not None and found.column_seconds > LOST_SECONDS and shape.column > shape.patch[0]:
@@ -143,7 +145,7 @@ class ShapeSearch:
             found = self.best_of(shape, below)
         return found
 
-    def best_of(self, shape: Candidate, below: float, whole: Fronts = NOTHING) -> Found | None:
+    def best_of(self, shape: Candidate, below: float, whole: Reached = NOTHING) -> Found | None:
         """The fastest primitives for one shape that fit; None unless below `below` seconds for the output.
 
         `whole` is what the same shape undivided takes. Large layers come first: one of them tells most of the shapes
@@ -164,28 +166,41 @@ class ShapeSearch:
         return options
 
     def _within_room(self, shape: Candidate, fronts: list[Front], below: float) -> Found | None:
-        """The fastest of these options that fit; None unless below `below` seconds for the output."""
-        edges = self.edges(shape)
-        room, most = self.room(shape), below - edges
-        options = fastest_within(fronts, room, most)
-        if options is None:
+        """The fastest of these options that fit; None unless below `below` seconds for the output.
+
+        What a layout loses between tensors is known when it is there: LAYOUTS of the fastest choices are laid out, and
+        if none of them fits, others count as losing as much.
+        """
+        found: Found | None = None
+        first = islice(self._leaner(shape, fronts, below), LAYOUTS)
+        for choices in (first, self._leaner(shape, fronts, below, lossy=True)):
+            for found in choices:
+                if self.fits(found):
+                    return found
+        if found is None:
             return None
-        while options is not None:
-            found = self.laid_out(shape, options)
-            if self.fits(found):
-                return found
-            if found.memory.pinned and found.memory.over(self.limits)[0]:  # the process has no room for so much
-                most_pinned = max(option.pinned for option in options)
-                fronts = [tuple(option for option in front if option.pinned < most_pinned) for front in fronts]
-                options = fastest_within(fronts, room, most) if all(fronts) else None
-                if options is None:
-                    return None
-                continue
-            lost = found.memory.arena - max(option.live for option in options)  # by the layout
-            room -= max(lost, *found.memory.over(self.limits))
-            options = fastest_within(fronts, room, most)
         found = self.laid_out(shape, smallest(fronts))
         return found if self.fits(found) and found.seconds < below else None
+
+    def _leaner(
+        self, shape: Candidate, fronts: Sequence[Front], below: float, *, lossy: bool = False
+    ) -> Iterator[Found]:
+        """Choices below `below` seconds in turn, each the fastest of those that need fewer bytes than the one before.
+
+        lossy  what the layout of one loses counts for all that come after it
+        """
+        room, most = self.room(shape), below - self.edges(shape)
+        while all(fronts) and (options := fastest_within(fronts, room, most)) is not None:
+            found = self.laid_out(shape, options)
+            yield found
+            over = found.memory.over(self.limits)
+            if found.memory.pinned and over[0]:  # the process has no room for so much
+                most_pinned = max(option.pinned for option in options)
+                fronts = [tuple(option for option in front if option.pinned < most_pinned) for front in fronts]
+            elif lossy:
+                room -= max(found.memory.arena - max(option.live for option in options), *over)
+            else:
+                room = total_bytes(options) - 1
 
     def front(self, shape: Candidate, span: int) -> Front:
         """Options of one span, whether they fit or not."""

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, prod
 
-from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidate, thinned
+from znnpy.planner.candidates import Candidate, Sizes, all_sizes, between, candidate, changed, thinned
 from znnpy.planner.memory import Memory
 from znnpy.planner.options import Place
 from znnpy.planner.plan import RunnerUp
@@ -43,7 +43,8 @@ class SpaceSearch(ShapeSearch):
     def run(self) -> Found | None:
         """The best shape; None when nothing fits.
 
-        First over a few sizes per axis in all combinations, then again and again over a few more around the best.
+        First over a few sizes per axis in all combinations, then again and again over a few more around the best, and
+        over all sizes of one axis with those of the others as they are there.
         In networks that treat all axes alike patches that are turned to other axes cost nearly the same: one of them is
         looked at, and of the best all are.
         """
@@ -75,10 +76,22 @@ class SpaceSearch(ShapeSearch):
         seen = _few(sizes)
         self._across = sorted(product(seen[1], seen[2]), key=prod, reverse=True)
         best = self._through(self._new(self._shapes(seen)), None)
-        while best is not None and (beside := self._beside(sizes, seen, best)) is not None:
-            around, seen = beside
-            best = self._through(self._new(self._shapes(around)), best)
+        while best is not None:
+            patch = best.candidate.patch
+            seen = _merged(seen, ([patch[0]], [patch[1]], [patch[2]]))
+            if (beside := self._beside(sizes, seen, best)) is not None:
+                around, seen = beside
+                best = self._through(self._new(self._shapes(around)), best)
+            elif lines := self._new(self._lines(sizes, patch)):
+                best = self._through(lines, best)
+            else:
+                break
         return best
+
+    def _lines(self, sizes: Sizes, patch: Vec3) -> Iterator[Candidate]:
+        """Shapes that differ from this one along one axis."""
+        for axis, along in enumerate(sizes):
+            yield from (self.shaped(changed(patch, axis, size)) for size in along)
 
     def _beside(self, sizes: Sizes, seen: Sizes, best: Found) -> tuple[Sizes, Sizes] | None:
         """A few more sizes around the best shape, and all that were looked at then; None: there are no more."""

@@ -118,3 +118,23 @@ def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: py
     assert planned(network, SMALL, limit + lossy, **words).seconds == pytest.approx(before.seconds, rel=1e-12)
     least = min(known.peak for known in space) + lossy
     assert planned(network, SMALL, least, **words).memory.peak == least
+
+
+def test_what_one_layout_loses_another_may_not(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the layout of the fastest choice does not fit, the next that needs nearly as many bytes is looked at."""
+    network = tiny_network(Conv((2, 2, 2), 3))
+    quick = replace(SLOW, name="cpu.conv.quick", flops=1.0, resident=4096, scratch=(0.5,))
+    fair = replace(SLOW, name="cpu.conv.fair", flops=2.0, resident=4000)
+    words = {"table": (SLOW, fair, quick), "columns": False, "patch": SMALL}
+    before = planned(network, SMALL, 2**40, **words)
+
+    def wasteful(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
+        placed, size = place(tensors)
+        return placed, size + 2**15 * any(tensor.name == "step0.s0" for tensor in tensors)
+
+    monkeypatch.setattr("znnpy.planner.shape_search.place", wasteful)
+    after = planned(network, SMALL, before.memory.peak, **words)
+    assert [plan.choices[0].primitive for plan in (before, after)] == [quick.name, fair.name]
+    assert before.memory.peak - 2**15 < after.memory.peak < before.memory.peak
+    monkeypatch.setattr("znnpy.planner.shape_search.LAYOUTS", 1)
+    assert planned(network, SMALL, before.memory.peak, **words).choices[0].primitive == SLOW.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 
 import pytest
@@ -12,15 +12,18 @@ from brute_force import AROUND, BASELINE, SMALL, planned, steps_of
 from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 
 from znnpy.errors import NoPlanError, ShapeError
+from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
+from znnpy.planner.candidates import axis_sizes, between, thinned
 from znnpy.planner.cost import seconds
 from znnpy.planner.layout import chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
 from znnpy.planner.shape_search import LOST_SECONDS
-from znnpy.shapes import Vec3, turned, turned_back
+from znnpy.planner.space_search import FEW
+from znnpy.shapes import LayerShape, Vec3, turned, turned_back
 
 MakeNetwork = Callable[..., Network]
 
@@ -351,6 +354,31 @@ def test_columns_are_cut_no_shorter_than_they_must(tiny_network: MakeNetwork) ->
     assert slow.columns == pieces * ceil(30 / slow.patch_out[1]) * ceil(20 / slow.patch_out[2])
     assert column_seconds(slow, network) > LOST_SECONDS / 2
     assert slow.waste > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choosy(Fake):
+    """Needs more memory than there is, but for outputs of one size along z."""
+
+    size: int = 1
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        lean = shape.out_shape[1] == self.size
+        return replace(Fake.footprint(self, shape, variant, threads), allowance=0 if lean else 2**20)
+
+
+@pytest.mark.parametrize("walks", [False, True], ids=["patches", "columns"])
+def test_the_best_size_may_be_far_from_the_best_of_a_few(tiny_network: MakeNetwork, walks: bool) -> None:
+    """All sizes of one axis are looked at, not only those beside the best of the few that are combined at first."""
+    network = tiny_network(Conv((2, 1, 1), 1))
+    sizes = axis_sizes(120, 1)
+    few = thinned(sizes, FEW)
+    assert 4 in few
+    assert 24 not in (*few, *between(sizes, few, 4)[1])
+    fair = Choosy("cpu.conv.fair", "conv", flops=20.0, size=4)
+    quick = Choosy("cpu.conv.quick", "conv", flops=1.0, size=24)
+    plan = planned(network, (120, 1, 1), AROUND + 2**19, table=(SLOW, fair, quick), columns=walks)
+    assert plan.patch_out == (24, 1, 1)
 
 
 def test_masks_are_counted(tiny_network: MakeNetwork) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from math import inf
 
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from znnpy.network import Conv, Network
+from znnpy.planner.bounds import Bounds
+from znnpy.planner.candidates import Space, candidate
 from znnpy.planner.trade import (
     Front,
     Option,
@@ -102,3 +106,15 @@ def test_no_option_no_choice() -> None:
     assert fastest_within([front([option(1, 50, 0, 0)])], room=49) is None
     with pytest.raises(ValueError, match="empty"):
         smallest([()])
+
+
+def test_what_finds_no_room_does_not_count(tiny_network: Callable[..., Network]) -> None:
+    """A bound on a shape's seconds leaves out options whose arena and weights are too much beside the least weights."""
+    space = Space(tiny_network(Conv((1, 2, 1), 2), Conv((2, 1, 1), 2)), (4, 4, 3))
+    bounds, shape = Bounds(space), candidate(space, (4, 4, 3))
+    full, heavy = option(1, 0, 901, 0), option(2, 300, 601, 0)
+    spans = {0: front([full, heavy, option(9, 0, 600, 0)]), 1: front([option(4, 100, 500, 0)])}
+    assert bounds.seconds(shape, 1001, spans) == 5.0
+    assert bounds.seconds(shape, 1000, spans) >= 9.0
+    assert bounds.seconds(shape, 700, spans) == 13.0
+    assert bounds.seconds(shape, 699, spans) == inf
