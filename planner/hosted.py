@@ -1,0 +1,535 @@
+"""Plans whose first layers run with tensors in the memory of the host, and all others on the GPU (ZNNi VII-B and C).
+
+cpu-to-gpu  The processor computes the first layers of a step while the GPU computes the others of the step before.
+gpu-host    One after the other: convolutions of the first layers run on the GPU, in sub-layers, or on the processor,
+            whichever is faster; all else of them on the processor.
+
+Method  For every number of first layers (theta), and every number of images that the GPU takes at a time of what is
+        handed over, the fastest primitives are found for both sides apart, each exactly within its memory (`trade`):
+        the seconds of both grow with those of each. First layers take all images at a time.
+Shapes  Those of the best plans of the processor alone and of the GPU alone within the same limits; where axes have few
+        sizes, all combinations, else as many steps along all axes together as FEW, of columns also in thickness; and
+        then the next sizes along each axis of the best shape, for as long as one of them is better. Another shape may
+        be better still.
+Sizes   Of the images at a time: all that divide what there are; a part of them behind later poolings only where they
+        go one by one, or all at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf, prod
+from typing import Any, Literal
+
+import znnpy
+from znnpy.errors import NoPlanError
+from znnpy.kernels.primitive import Work
+from znnpy.machine import Limits, Machine
+from znnpy.network import Network, Pool
+from znnpy.patches import Cover
+from znnpy.planner.candidates import Candidate, Space, all_sizes, candidate, splits, thinned
+from znnpy.planner.cost import edge_seconds, seconds
+from znnpy.planner.layout import place
+from znnpy.planner.memory import Memory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.options import Options
+from znnpy.planner.plan import FORMAT, Choice, Plan, both_sides, handovers
+from znnpy.planner.shape_search import LOST_SECONDS, Found, ShapeSearch
+from znnpy.planner.sides import Side, device_side, host_side, sides
+from znnpy.planner.trade import Option, smallest, total_seconds
+from znnpy.shapes import LayerShape, Vec3, text, turned, turned_back
+
+HostedMode = Literal["gpu-host", "cpu-to-gpu"]
+
+FEW = 6  # sizes of an axis, or of all axes together
+COMBINED = 100  # combinations of sizes that are all looked at
+FASTER = 0.95  # assumed: per voxel no layer needs less than this share of the least seconds seen so far
+NEARER = 16  # times that shapes next to the best one are looked at
+
+
+@dataclass(frozen=True)
+class _PartSpace(Space):
+    """Some consecutive layers of a space, as a network of their own."""
+
+    whole: Space | None = None
+    first: int = 0
+
+    @cached_property
+    def ahead(self) -> tuple[int, ...]:
+        assert self.whole is not None
+        return self.whole.ahead[self.first : self.first + len(self.network.layers)]
+
+    @staticmethod
+    def of(whole: Space, layers: range) -> _PartSpace:
+        own = whole.network.layers[layers.start : layers.stop]
+        network = Network(whole.network.name, whole.network.maps[layers.start], own)
+        return _PartSpace(
+            network, whole.output, whole.axis, whole.walks, whole.precision, whole=whole, first=layers.start
+        )
+
+
+@dataclass(frozen=True)
+class _Part(Candidate):
+    """What those layers are of a candidate."""
+
+    whole: Candidate
+    fed: Vec3  # new voxels of each image of the first layer's input
+    behind: bool  # the others; else they are hosted
+
+    @property
+    def new(self) -> Vec3:
+        return self.fed
+
+    @cached_property
+    def cover(self) -> Cover:
+        return self.whole.cover
+
+    @cached_property
+    def tensors(self) -> tuple[int, ...]:
+        """What is handed over is no tensor of the arena that it leaves."""
+        nbytes = self.plain.tensors
+        return nbytes if self.behind else (*nbytes[:-1], 0)
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """Spans, as the whole network counts them."""
+        first = len(self.whole.shapes) - len(self.shapes) if self.behind else 0
+        return [(first + a, first + b) for a, b in self.space.spans]
+
+    @property
+    def plain(self) -> Candidate:
+        """The same layers, whatever is around them."""
+        return Candidate(self.space, self.patch, self.column, self.shapes, self.parts)
+
+
+@dataclass
+class _Search(ShapeSearch):
+    """Of one side."""
+
+    handed: int = 0  # bytes in page-locked memory of what is handed over, all buffers
+    taken: int = 0  # bytes of this side's memory that the other side takes
+    slots: int = 0  # bytes of what is handed over in a part, on the GPU
+    paces: dict[tuple[int, int], float] = field(default_factory=dict)  # least seconds per voxel of spans, seen so far
+
+    def edges(self, shape: Candidate) -> float:
+        """Of both sides together."""
+        del shape
+        return 0.0
+
+    def around(self, shape: Candidate) -> Memory:
+        assert isinstance(shape, _Part)
+        whole = shape.whole
+        network = whole.space.network
+        reads, writes = whole.steps_of(whole.cover.margin), whole.steps_of(0)
+        seen = network.patch_in(whole.patch) if self.masks else None
+        maps_in, maps_out, on_gpu = network.input_channels, network.output_channels, self.device == "gpu"
+        out_bytes = maps_out * prod(whole.patch) * self.itemsize_out
+        return Memory(
+            device=self.device,
+            baseline=self.baseline,
+            arena=0,
+            carries=0,
+            residents=self.taken if on_gpu else 0,
+            reading=reading_bytes(maps_in, whole.new, self.itemsize_in, steps=reads, seen=seen, device="gpu"),
+            writing=writing_bytes(maps_out, whole.patch, self.itemsize_out, steps=writes, device="gpu"),
+            allowance=0,
+            staging=staging_bytes(self.slots, out_bytes, writes=writes) if on_gpu else 0,
+            context=self.context if on_gpu else 0,
+            pinned=0 if on_gpu else self.taken,
+            handover=self.handed,
+        )
+
+    def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
+        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
+        side = self._side(steps, shape)
+        tensors, arena = place(side.tensors)
+        around = self.around(shape)
+        memory = replace(
+            around,
+            arena=arena,
+            carries=side.carries,
+            residents=around.residents + side.residents,
+            pinned=around.pinned + side.pinned,
+            allowance=side.allowance,
+        )
+        return Found(shape, options, tensors, memory, 0.0)
+
+    def _side(self, steps: Any, shape: Candidate) -> Side:
+        if self.device == "cpu":
+            return host_side(steps, shape.new[0])
+        side = device_side(steps, 0, shape.new[0])
+        return replace(side, carries=shape.parts[0] * side.carries)
+
+    def fastest(self, shape: Candidate, below: float = inf) -> Found | None:
+        """The fastest primitives within this side's memory; None unless below `below` seconds for the output."""
+        fronts = self.fronts(shape)
+        return self._within_room(shape, fronts, below) if all(fronts) else None
+
+    def quickest(self, shape: _Part) -> float:
+        """Seconds for the whole output whatever memory there is; inf: some layer runs nowhere."""
+        fronts = self.fronts(shape)
+        for span, voxels, options in zip(shape.layers, shape.voxels, fronts, strict=True):
+            if options:
+                pace = options[0].seconds / voxels
+                self.paces[span] = min(pace, self.paces.get(span, inf))
+        return sum(options[0].seconds if options else inf for options in fronts)
+
+    def expected(self, shape: _Part) -> float:
+        """The same at least, as far as shapes that were seen tell."""
+        spans = zip(shape.layers, shape.voxels, strict=True)
+        return FASTER * sum(self.paces.get(span, 0.0) * voxels for span, voxels in spans)
+
+    def leanest(self, shape: Candidate) -> Found | None:
+        """Those that need the least memory; None where there is a layer nobody runs."""
+        fronts = self.fronts(shape)
+        return self.laid_out(shape, smallest(fronts)) if all(fronts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The best of one shape, one theta and one number of images at a time."""
+
+    whole: Candidate
+    theta: int
+    front: Found
+    back: Found
+    memory: Memory
+    seconds: float  # for the whole output
+    handover_seconds: float  # of a step
+
+    @property
+    def column_seconds(self) -> float:
+        return self.seconds / len(self.whole.cover)
+
+
+@dataclass
+class HostedSearch:
+    """What is asked for, and what may run on either side."""
+
+    network: Network
+    output: Vec3
+    machine: Machine
+    limits: Limits
+    mode: HostedMode
+    cpu: Options
+    gpu: Options
+    itemsize_in: int
+    itemsize_out: int
+    baseline: int
+    context: int
+    masks: bool
+    depth_first: bool
+    _searches: dict[tuple[Space, int, bool], _Search] = field(default_factory=dict)
+    _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
+    _paces: tuple[dict[tuple[int, int], float], ...] = field(default_factory=lambda: ({}, {}))
+
+    @property
+    def overlaps(self) -> bool:
+        return self.mode == "cpu-to-gpu"
+
+    def run(self, spaces: Sequence[Space], patch: Vec3 | None, seeds: Iterable[Plan]) -> Plan:
+        """The best plan; NoPlanError with the smallest need where nothing fits.
+
+        patch  this output patch only
+        seeds  plans whose shapes are looked at first
+        """
+        if patch is None:
+            starts = [*self._of_seeds(spaces, seeds), *((space, p) for space in spaces for p in _grid(space))]
+        else:
+            starts = [(space, turned(patch, space.axis)) for space in spaces]
+        best = self._among(starts, None)
+        for _ in range(NEARER if patch is None and best is not None else 0):
+            assert best is not None
+            better = self._among([(best.whole.space, near) for near in _next_to(best.whole)], best)
+            if better is best:
+                break
+            best = better
+        if best is None:  # what bounds and estimates leave out may still fit
+            least = self._least_need(spaces, patch)
+            if least is None or least.memory.over(self.limits) != (0, 0):
+                raise self._no_plan(least)
+            best = least
+        return self._plan(best)
+
+    def _of_seeds(self, spaces: Sequence[Space], seeds: Iterable[Plan]) -> Iterator[tuple[Space, Vec3]]:
+        for seed in seeds:
+            for space in spaces:
+                if (space.walks, space.axis if space.walks else 0) == (seed.walks, seed.axis if seed.walks else 0):
+                    yield space, turned(seed.patch_out, space.axis)
+
+    def _among(self, shapes: Iterable[tuple[Space, Vec3]], best: Both | None) -> Both | None:
+        """The best of `best` and of shapes that nobody has looked at."""
+        for space, patch in shapes:
+            if (space, patch) in self._seen:
+                continue
+            self._seen.add((space, patch))
+            best = self._of_shape(candidate(space, patch), best)
+        return best
+
+    def _of_shape(self, whole: Candidate, best: Both | None) -> Both | None:
+        """The best of `best` and of one shape. Smaller parts only cost, but for the memory that they save."""
+        thetas = []
+        for theta in range(1, len(self.network.layers)):
+            one, other, front, back = self._sides(whole, theta, (0,))
+            least = self._least(back, one.expected(front), other.expected(back))
+            if least < _below(best) and self._may_fit(front):
+                thetas.append((least, theta))
+        for _, theta in sorted(thetas):
+            one, other, front, back = self._sides(whole, theta, (0,))
+            hosted = one.quickest(front)
+            if self._least(back, hosted, other.expected(back)) >= _below(best):
+                continue
+            undivided = other.quickest(back)
+            for at_once in self._images(whole, theta):
+                if undivided < inf and self._least(back, hosted, undivided) >= _below(best):
+                    break
+                best = self._short_enough(whole, theta, at_once, _below(best)) or best
+        return best
+
+    def _least(self, back: _Part, front_seconds: float, back_seconds: float) -> float:
+        """Seconds for the whole output, without what is lost where one side begins or ends alone."""
+        handed = back.whole.steps[back.layers[0][0] - 1] * self._handover_seconds(back)
+        return both_sides(front_seconds, back_seconds + handed, (0.0, 0.0), overlaps=self.overlaps)
+
+    def _may_fit(self, front: _Part) -> bool:
+        return self.baseline + handovers(overlaps=self.overlaps) * front.shapes[-1].out_bytes < self.limits.ram_bytes
+
+    def _short_enough(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
+        """With columns that take at most LOST_SECONDS, as far as they are of several steps."""
+        found, pieces = self._of_theta(whole, theta, at_once, below), 1
+        while found is not None and found.column_seconds > LOST_SECONDS and whole.column > whole.patch[0]:
+            pieces = max(pieces + 1, int(found.column_seconds / LOST_SECONDS))
+            whole = whole.cut(pieces)
+            found = self._of_theta(whole, theta, at_once, below)
+        return found
+
+    def _of_theta(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
+        """The fastest of both sides that fit together; None unless below `below` seconds."""
+        one, other, front, back = self._sides(whole, theta, at_once)
+        ahead = one.fastest(front, below)
+        behind = other.fastest(back, below) if ahead is not None else None
+        if behind is not None and behind.memory.pinned:
+            one.taken = behind.memory.pinned
+            ahead = one.fastest(front, below)
+        if ahead is None or behind is None:
+            return None
+        found = self._both(whole, theta, ahead, behind)
+        return found if found.seconds < below and found.memory.over(self.limits) == (0, 0) else None
+
+    def _both(self, whole: Candidate, theta: int, front: Found, back: Found) -> Both:
+        """Of a shape, side by side or one after the other."""
+        handed = self._handover_seconds(back.candidate)
+        steps = whole.steps[theta - 1]
+        once = [sum(way.seconds * way.parts for _, way in found.ways) for found in (front, back)]
+        step = once[0], once[1] + handed
+        spent = total_seconds(front.options), total_seconds(back.options) + steps * handed
+        network, patch = whole.space.network, whole.patch
+        edges = self.itemsize_in * network.input_channels * prod(whole.new)
+        edges += self.itemsize_out * network.output_channels * prod(patch)
+        whole_seconds = both_sides(*spent, step, overlaps=self.overlaps) + edge_seconds("gpu", edges)
+        host, device = front.memory, back.memory
+        memory = replace(
+            device,
+            host_arena=host.arena,
+            host_carries=host.carries,
+            host_residents=host.residents,
+            host_allowance=host.allowance,
+        )
+        return Both(whole, theta, front, back, memory, whole_seconds, handed)
+
+    def _handover_seconds(self, back: Candidate) -> float:
+        """Of a step: each part goes up before it is computed."""
+        shape = back.shapes[0]
+        nbytes = shape.in_bytes // shape.in_shape[1] * back.new[0]
+        return back.parts[0] * seconds((Work("gpu_upload", 0.0, float(nbytes)),), self.gpu.rates)
+
+    def _sides(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> tuple[_Search, _Search, _Part, _Part]:
+        """Searches and layers of both sides."""
+        front, back = self._front(whole, theta), self._back(whole, theta, at_once)
+        one, other = (self._search(whole.space, theta, on_gpu=on_gpu) for on_gpu in (False, True))
+        one.handed = other.handed = handovers(overlaps=self.overlaps) * front.shapes[-1].out_bytes
+        other.slots = back.shapes[0].in_bytes // back.shapes[0].in_shape[1] * back.fed[0]
+        one.taken = other.taken = 0
+        return one, other, front, back
+
+    def _search(self, space: Space, theta: int, *, on_gpu: bool) -> _Search:
+        key = space, theta, on_gpu
+        found = self._searches.get(key)
+        if found is None:
+            layers = range(theta, len(space.network.layers)) if on_gpu else range(theta)
+            part = _PartSpace.of(space if on_gpu else replace(space, precision="fp32"), layers)
+            found = self._searches[key] = _Search(
+                space=replace(part, whole=space),
+                limits=self.limits,
+                itemsize_in=self.itemsize_in,
+                itemsize_out=self.itemsize_out,
+                options=self.gpu if on_gpu else self.cpu,
+                device="gpu" if on_gpu else "cpu",
+                baseline=self.baseline,
+                context=self.context,
+                masks=self.masks,
+                splits=(),
+                paces=self._paces[on_gpu],
+            )
+        return found
+
+    def _front(self, whole: Candidate, theta: int) -> _Part:
+        """All images at a time, in fp32."""
+        space = self._search(whole.space, theta, on_gpu=False).space
+        shapes = tuple(replace(shape, precision="fp32") for shape in whole.shapes[:theta])
+        return _Part(space, whole.patch, whole.column, shapes, (1,) * theta, whole, whole.new, behind=False)
+
+    def _back(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> _Part:
+        """at_once  images at a time of what is handed over, and behind each pooling of these layers; 0: all."""
+        space = self._search(whole.space, theta, on_gpu=True).space
+        given = whole.shapes[theta - 1]
+        images = given.out_shape[0]
+        batch = at_once[0] or images
+        before, wanted = images // batch, iter(at_once[1:])
+        shapes: list[LayerShape] = []
+        parts = []
+        for layer, shape in zip(space.network.layers, whole.shapes[theta:], strict=True):
+            shapes.append(replace(shape, batch=batch))
+            parts.append(before)
+            batch = made = shapes[-1].out_shape[0]
+            if isinstance(layer, Pool):
+                batch = min(next(wanted, 0) or made, made)
+            before *= made // batch
+        return _Part(space, whole.patch, whole.column, tuple(shapes), tuple(parts), whole, given.out, behind=True)
+
+    def _images(self, whole: Candidate, theta: int) -> list[tuple[int, ...]]:
+        """Images at a time on the GPU, for `_back`: the most first."""
+        images = whole.shapes[theta - 1].out_shape[0]
+        if not self.depth_first:
+            return [(0,)]
+        later = splits(Network("rest", self.network.maps[theta], whole.space.network.layers[theta:]))[1:]
+        later = [at_once for at_once in later if any(at_once)]
+        some = [(count,) for count in range(images, 0, -1) if images % count == 0]
+        ends = [(images,), (1,)] if images > 1 else [(1,)]
+        return [*some, *((*end, *at_once) for end in ends for at_once in later)]
+
+    def _plan(self, best: Both) -> Plan:
+        whole, space = best.whole, best.whole.space
+        choices = tuple(
+            Choice(
+                layers=(offset + first, offset + last),
+                shape=way.shape,
+                primitive=way.primitive.name,
+                version=way.primitive.version,
+                device="gpu" if way.primitive.name.startswith("gpu.") else "cpu",
+                variant=way.variant,
+                seconds=way.seconds,
+                runs=way.runs,
+                measured=options.rates.tells(way.primitive, way.shape, way.variant),
+                fitted=options.rates.fits(way.primitive, way.shape, way.variant),
+                resident_bytes=way.footprint.resident,
+                working_bytes=way.footprint.working(way.shape),
+            )
+            for offset, found, options in ((0, best.front, self.cpu), (best.theta, best.back, self.gpu))
+            for (first, last), way in found.ways
+        )
+        steps = [(way.shape, way.footprint) for found in (best.front, best.back) for _, way in found.ways]
+        hosted = len([*best.front.ways])
+        placed = sides(steps, hosted, whole.new[0])
+        host_tensors, host_arena = place(placed.host.tensors)
+        tensors, arena = place(placed.device.tensors)
+        return Plan(
+            format=FORMAT,
+            znnpy_version=znnpy.__version__,
+            network=self.network.sha256,
+            network_name=self.network.name,
+            machine=self.machine.fingerprint,
+            limits=self.limits,
+            output=self.output,
+            patch_out=whole.patch_out,
+            patch_in=turned_back(whole.new, space.axis),
+            axis=space.axis,
+            column=whole.column,
+            choices=choices,
+            tensors=tensors,
+            memory=replace(best.memory, arena=arena, host_arena=host_arena),
+            itemsize_in=self.itemsize_in,
+            itemsize_out=self.itemsize_out,
+            columns=len(whole.cover),
+            rigor="estimate",
+            other=None,
+            runners_up=(),
+            hosted=hosted,
+            overlaps=self.overlaps,
+            host_tensors=host_tensors,
+            handover_seconds=best.handover_seconds,
+        )
+
+    def _least_need(self, spaces: Sequence[Space], patch: Vec3 | None) -> Both | None:
+        """That of the smallest shapes; None where no theta leaves layers that both sides run."""
+        least: Both | None = None
+        for space in spaces:
+            whole = candidate(space, turned(patch, space.axis) if patch else space.network.period)
+            for theta in range(1, len(self.network.layers)):
+                for at_once in self._images(whole, theta):
+                    found = self._leanest(whole, theta, at_once)
+                    if found is not None and (least is None or self._lacks(found) < self._lacks(least)):
+                        least = found
+        return least
+
+    def _no_plan(self, least: Both | None) -> NoPlanError:
+        """What `least`, the smallest need there is, lacks."""
+        if least is None:
+            return NoPlanError(
+                f"mode {self.mode}: no primitives run the first layers of {self.network.name} with "
+                "the host and all others on the GPU; drop --mode or --only"
+            )
+        memory, limits = least.memory, self.limits
+        error = NoPlanError(
+            f"mode {self.mode}: nothing fits in {limits.ram_bytes:,} bytes of RAM and {limits.vram_bytes or 0:,} of "
+            f"VRAM: the smallest need is {memory.peak:,} and {memory.vram:,}, with patches of "
+            f"{text(least.whole.patch_out)} and {least.theta} layers on the host; allow at least "
+            f"--ram {-(-memory.peak // 2**20)}M and --vram {-(-memory.vram // 2**20)}M"
+        )
+        error.needed_bytes = memory.vram if memory.over(limits)[1] else memory.peak
+        return error
+
+    def _leanest(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> Both | None:
+        one, other, front, back = self._sides(whole, theta, at_once)
+        ahead, behind = one.leanest(front), other.leanest(back)
+        return None if ahead is None or behind is None else self._both(whole, theta, ahead, behind)
+
+    def _lacks(self, found: Both) -> tuple[int, int]:
+        return sum(found.memory.over(self.limits)), found.memory.peak + found.memory.vram
+
+
+def _below(best: Both | None) -> float:
+    """Seconds that another has to stay below."""
+    return inf if best is None else best.seconds
+
+
+def _grid(space: Space) -> list[Vec3]:
+    """Steps to begin with."""
+    z, y, x = all_sizes(space)
+    if len(z) * len(y) * len(x) <= COMBINED:
+        return [(a, b, c) for a in z for b in y for c in x]
+    thick, across = thinned(z, FEW), [thinned(along, FEW) for along in (y, x)]
+    most = max(len(across[0]), len(across[1]), len(thick))
+    together = [(_nth(thick, i, most), _nth(across[0], i, most), _nth(across[1], i, most)) for i in range(most)]
+    if not space.walks:
+        return together
+    return [(a, b, c) for a in thick for _, b, c in together]
+
+
+def _nth(sizes: Sequence[int], index: int, of: int) -> int:
+    """The one that is as far down its axis as `index` is of `of`."""
+    return sizes[min(len(sizes) - 1, index * len(sizes) // of)]
+
+
+def _next_to(whole: Candidate) -> Iterator[Vec3]:
+    """Shapes that differ along one axis by one size; of patches whose axes are alike, along all together too."""
+    sizes = all_sizes(whole.space)
+    moved = []
+    for axis, along in enumerate(sizes):
+        here = min(range(len(along)), key=lambda i, axis=axis, along=along: abs(along[i] - whole.patch[axis]))  # type: ignore[misc]
+        moved.append([along[i] for i in (here - 1, here + 1) if 0 <= i < len(along)])
+    for axis, others in enumerate(moved):
+        for size in others:
+            z, y, x = (size if axis == i else own for i, own in enumerate(whole.patch))
+            yield z, y, x
