@@ -11,6 +11,8 @@ Shapes  Those of the best plans of the processor alone and of the GPU alone with
         sizes, all combinations, else as many steps along all axes together as FEW, of columns also in thickness; and
         then the next sizes along each axis of the best shape, for as long as one of them is better. Another shape may
         be better still.
+GPU     A hosted convolution may take a part of its memory, LENT of what CUDA leaves: its arena is that of the others
+        too, and what it keeps there is taken from theirs. How it is divided does not depend on what they take.
 Sizes   Of the images at a time: all that divide what there are; a part of them behind later poolings only where they
         go one by one, or all at a time.
 """
@@ -30,19 +32,21 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.patches import Cover
 from znnpy.planner.candidates import Candidate, Space, all_sizes, candidate, splits, thinned
-from znnpy.planner.cost import edge_seconds, seconds
-from znnpy.planner.layout import place
+from znnpy.planner.cost import Rates, edge_seconds, seconds
+from znnpy.planner.layout import Tensor, aligned, place
 from znnpy.planner.memory import Memory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.options import Options
-from znnpy.planner.plan import FORMAT, Choice, Plan, both_sides, handovers
+from znnpy.planner.plan import FORMAT, Choice, Plan, both_sides, device_of, handovers
 from znnpy.planner.shape_search import LOST_SECONDS, Found, ShapeSearch
-from znnpy.planner.sides import Side, device_side, host_side, sides
-from znnpy.planner.trade import Option, smallest, total_seconds
-from znnpy.shapes import LayerShape, Vec3, text, turned, turned_back
+from znnpy.planner.sides import Side, device_side, host_side, lives_with_host, sides
+from znnpy.planner.trade import Front, Option, Way, front, in_turn, smallest, total_seconds
+from znnpy.planner.with_host import Divided, WithHost
+from znnpy.shapes import LayerShape, Precision, Vec3, text, turned, turned_back
 
 HostedMode = Literal["gpu-host", "cpu-to-gpu"]
 
 FEW = 6  # sizes of an axis, or of all axes together
+LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
 COMBINED = 100  # combinations of sizes that are all looked at
 FASTER = 0.95  # assumed: per voxel no layer needs less than this share of the least seconds seen so far
 NEARER = 16  # times that shapes next to the best one are looked at
@@ -111,6 +115,25 @@ class _Search(ShapeSearch):
     taken: int = 0  # bytes of this side's memory that the other side takes
     slots: int = 0  # bytes of what is handed over in a part, on the GPU
     paces: dict[tuple[int, int], float] = field(default_factory=dict)  # least seconds per voxel of spans, seen so far
+    with_host: WithHost | None = None  # hosted convolutions that a GPU computes
+
+    def front(self, shape: Candidate, span: int) -> Front:
+        """Options of one span: of hosted layers the GPU's too."""
+        found, lent = super().front(shape, span), self.with_host
+        first, last = self.space.spans[span]
+        conv, pool = shape.shapes[first], shape.shapes[last]
+        asked = {way.primitive.name for option in found for way in option.ways if way.shape.kind == "conv"}
+        if lent is None or conv.kind != "conv" or asked & self.options.only:
+            return found
+        place, below = self.place(shape, span), found[0].seconds if found and not lent.asked else inf
+        if first == last:
+            by_gpu = front(lent.options(conv, place, below))
+            return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
+        between = aligned(pool.in_bytes)
+        before = front(lent.options(conv, replace(place, out=between), below))
+        behind = self.options.of((pool,), replace(place, x=between, joined=0, steps=place.steps[1:]))
+        by_gpu = front(in_turn(before, behind))
+        return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
 
     def edges(self, shape: Candidate) -> float:
         """Of both sides together."""
@@ -150,7 +173,7 @@ class _Search(ShapeSearch):
             arena=arena,
             carries=side.carries,
             residents=around.residents + side.residents,
-            pinned=around.pinned + side.pinned,
+            pinned=around.pinned + side.pinned + sum(fp.host for _, fp in steps if lives_with_host(fp)),
             allowance=side.allowance,
         )
         return Found(shape, options, tensors, memory, 0.0)
@@ -180,6 +203,15 @@ class _Search(ShapeSearch):
         spans = zip(shape.layers, shape.voxels, strict=True)
         return FASTER * sum(self.paces.get(span, 0.0) * voxels for span, voxels in spans)
 
+    def over_link(self, shape: _Part) -> float:
+        """The same at least, as the processor or the link has it."""
+        least, lent = 0.0, self.with_host
+        for index, (first, _) in enumerate(self.space.spans):
+            options = super().front(shape, index)
+            link = inf if lent is None else lent.least(shape.shapes[first]) * shape.steps[first]
+            least += min(options[0].seconds if options else inf, link)
+        return least
+
     def leanest(self, shape: Candidate) -> Found | None:
         """Those that need the least memory; None where there is a layer nobody runs."""
         fronts = self.fronts(shape)
@@ -195,6 +227,7 @@ class Both:
     front: Found
     back: Found
     memory: Memory
+    tensors: tuple[Tensor, ...]  # of the GPU, all together
     seconds: float  # for the whole output
     handover_seconds: float  # of a step
 
@@ -219,10 +252,24 @@ class HostedSearch:
     baseline: int
     context: int
     masks: bool
+    precision: Precision
     depth_first: bool
+    divided: Sequence[Divided] = ()  # compute hosted convolutions on the GPU, in mode gpu-host
+    asked: bool = False  # one of them, by name
+    with_host: WithHost | None = field(init=False)
     _searches: dict[tuple[Space, int, bool], _Search] = field(default_factory=dict)
     _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
+    _fronts: dict[Any, Found | None] = field(default_factory=dict)
     _paces: tuple[dict[tuple[int, int], float], ...] = field(default_factory=lambda: ({}, {}))
+
+    def __post_init__(self) -> None:
+        lent = int(LENT * ((self.limits.vram_bytes or 0) - self.context))
+        self.with_host = None
+        if not self.overlaps and self.divided:
+            rates = self.cpu.rates, self.gpu.rates
+            self.with_host = WithHost(
+                self.divided, self.machine, self.limits.threads, lent, *rates, self.precision, asked=self.asked
+            )
 
     @property
     def overlaps(self) -> bool:
@@ -273,10 +320,12 @@ class HostedSearch:
         for theta in range(1, len(self.network.layers)):
             one, other, front, back = self._sides(whole, theta, (0,))
             least = self._least(back, one.expected(front), other.expected(back))
-            if least < _below(best) and self._may_fit(front):
+            if least < _below(best) and one.room(front) >= front.largest:
                 thetas.append((least, theta))
         for _, theta in sorted(thetas):
             one, other, front, back = self._sides(whole, theta, (0,))
+            if self._least(back, one.over_link(front), other.expected(back)) >= _below(best):
+                continue
             hosted = one.quickest(front)
             if self._least(back, hosted, other.expected(back)) >= _below(best):
                 continue
@@ -292,9 +341,6 @@ class HostedSearch:
         handed = back.whole.steps[back.layers[0][0] - 1] * self._handover_seconds(back)
         return both_sides(front_seconds, back_seconds + handed, (0.0, 0.0), overlaps=self.overlaps)
 
-    def _may_fit(self, front: _Part) -> bool:
-        return self.baseline + handovers(overlaps=self.overlaps) * front.shapes[-1].out_bytes < self.limits.ram_bytes
-
     def _short_enough(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
         """With columns that take at most LOST_SECONDS, as far as they are of several steps."""
         found, pieces = self._of_theta(whole, theta, at_once, below), 1
@@ -305,17 +351,49 @@ class HostedSearch:
         return found
 
     def _of_theta(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
-        """The fastest of both sides that fit together; None unless below `below` seconds."""
+        """The fastest of both sides that fit together; None unless below `below` seconds.
+
+        Where hosted layers that the GPU computes leave too little of it to the others, none does.
+        """
         one, other, front, back = self._sides(whole, theta, at_once)
-        ahead = one.fastest(front, below)
-        behind = other.fastest(back, below) if ahead is not None else None
+        if other.quickest(back) >= below or other.room(back) < back.largest:
+            return None
+        ahead = self._ahead(one, front)
+        if ahead is None:
+            return None
+        found = self._fitted(whole, theta, one, other, ahead, back, below)
+        if not self.asked and any(lives_with_host(way.footprint) for _, way in ahead.ways):
+            most = below if found is None else found.seconds
+            if found is None or total_seconds(found.back.options) > other.quickest(back):
+                alone = replace(one, with_host=None).fastest(front, most)
+                other.taken = 0
+                found = (alone and self._fitted(whole, theta, one, other, alone, back, most)) or found
+        return found
+
+    def _fitted(
+        self, whole: Candidate, theta: int, one: _Search, other: _Search, ahead: Found, back: _Part, below: float
+    ) -> Both | None:
+        """With the fastest back beside `ahead`."""
+        other.taken = sum(way.footprint.resident for _, way in ahead.ways if lives_with_host(way.footprint))
+        behind = other.fastest(back, below)
         if behind is not None and behind.memory.pinned:
+            front = ahead.candidate
             one.taken = behind.memory.pinned
-            ahead = one.fastest(front, below)
-        if ahead is None or behind is None:
+            again = one.fastest(front, below)
+            if again is None:
+                return None
+            ahead = again
+        if behind is None:
             return None
         found = self._both(whole, theta, ahead, behind)
         return found if found.seconds < below and found.memory.over(self.limits) == (0, 0) else None
+
+    def _ahead(self, one: _Search, front: _Part) -> Found | None:
+        """The fastest primitives for hosted layers: the same however many images the GPU takes at a time."""
+        key = front.shapes, front.column
+        if key not in self._fronts:
+            self._fronts = {key: one.fastest(front)}  # one shape after the other
+        return self._fronts[key]
 
     def _both(self, whole: Candidate, theta: int, front: Found, back: Found) -> Both:
         """Of a shape, side by side or one after the other."""
@@ -328,15 +406,22 @@ class HostedSearch:
         edges = self.itemsize_in * network.input_channels * prod(whole.new)
         edges += self.itemsize_out * network.output_channels * prod(patch)
         whole_seconds = both_sides(*spent, step, overlaps=self.overlaps) + edge_seconds("gpu", edges)
-        host, device = front.memory, back.memory
+        ways = [way for found in (front, back) for _, way in found.ways]
+        laid = sides([(way.shape, way.footprint) for way in ways], len([*front.ways]), whole.new[0])
+        tensors, arena = place(laid.device.tensors)
         memory = replace(
-            device,
-            host_arena=host.arena,
-            host_carries=host.carries,
-            host_residents=host.residents,
-            host_allowance=host.allowance,
+            back.memory,
+            arena=arena,
+            carries=laid.device.carries,
+            residents=laid.device.residents,
+            allowance=laid.device.allowance,
+            pinned=laid.device.pinned,
+            host_arena=front.memory.arena,
+            host_carries=laid.host.carries,
+            host_residents=laid.host.residents,
+            host_allowance=laid.host.allowance,
         )
-        return Both(whole, theta, front, back, memory, whole_seconds, handed)
+        return Both(whole, theta, front, back, memory, tensors, whole_seconds, handed)
 
     def _handover_seconds(self, back: Candidate) -> float:
         """Of a step: each part goes up before it is computed."""
@@ -371,6 +456,7 @@ class HostedSearch:
                 masks=self.masks,
                 splits=(),
                 paces=self._paces[on_gpu],
+                with_host=None if on_gpu else self.with_host,
             )
         return found
 
@@ -417,23 +503,18 @@ class HostedSearch:
                 shape=way.shape,
                 primitive=way.primitive.name,
                 version=way.primitive.version,
-                device="gpu" if way.primitive.name.startswith("gpu.") else "cpu",
+                device="gpu" if device_of(way.primitive.name) == "gpu" else "cpu",
                 variant=way.variant,
                 seconds=way.seconds,
                 runs=way.runs,
-                measured=options.rates.tells(way.primitive, way.shape, way.variant),
-                fitted=options.rates.fits(way.primitive, way.shape, way.variant),
+                measured=self._rates(way).tells(way.primitive, way.shape, way.variant),
+                fitted=self._rates(way).fits(way.primitive, way.shape, way.variant),
                 resident_bytes=way.footprint.resident,
                 working_bytes=way.footprint.working(way.shape),
             )
-            for offset, found, options in ((0, best.front, self.cpu), (best.theta, best.back, self.gpu))
+            for offset, found in ((0, best.front), (best.theta, best.back))
             for (first, last), way in found.ways
         )
-        steps = [(way.shape, way.footprint) for found in (best.front, best.back) for _, way in found.ways]
-        hosted = len([*best.front.ways])
-        placed = sides(steps, hosted, whole.new[0])
-        host_tensors, host_arena = place(placed.host.tensors)
-        tensors, arena = place(placed.device.tensors)
         return Plan(
             format=FORMAT,
             znnpy_version=znnpy.__version__,
@@ -447,19 +528,22 @@ class HostedSearch:
             axis=space.axis,
             column=whole.column,
             choices=choices,
-            tensors=tensors,
-            memory=replace(best.memory, arena=arena, host_arena=host_arena),
+            tensors=best.tensors,
+            memory=best.memory,
             itemsize_in=self.itemsize_in,
             itemsize_out=self.itemsize_out,
             columns=len(whole.cover),
             rigor="estimate",
             other=None,
             runners_up=(),
-            hosted=hosted,
+            hosted=len([*best.front.ways]),
             overlaps=self.overlaps,
-            host_tensors=host_tensors,
+            host_tensors=best.front.tensors,
             handover_seconds=best.handover_seconds,
         )
+
+    def _rates(self, way: Way) -> Rates:
+        return (self.gpu if device_of(way.primitive.name) == "gpu" else self.cpu).rates
 
     def _least_need(self, spaces: Sequence[Space], patch: Vec3 | None) -> Both | None:
         """That of the smallest shapes; None where no theta leaves layers that both sides run."""

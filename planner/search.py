@@ -13,7 +13,7 @@ from typing import Any
 import znnpy
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
-from znnpy.kernels.table import TABLE, find
+from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import Space, all_spaces, candidate, splits
@@ -28,6 +28,7 @@ from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
+from znnpy.planner.with_host import Divided
 from znnpy.shapes import Precision, Vec3, text, turned, turned_back
 
 
@@ -56,6 +57,7 @@ def make_plan(
     options: Options | None = None,
     mode: HostedMode | None = None,
     host_rates: Rates | None = None,
+    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
@@ -77,11 +79,12 @@ def make_plan(
     mode          the first layers with tensors in the memory of the process, the others on the GPU (`hosted`), whatever
                   `device` says; TypeError with baselines, scheme or options. Kinds are then those of one device alone
     host_rates    speeds of the processor, where `rates` are the GPU's
+    in_host_ram   primitives of the GPU for hosted convolutions, in mode gpu-host
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
     only = (only,) if isinstance(only, str) else tuple(only)
-    _check_wishes(network, output, limits, patch, only, table)
+    _check_wishes(network, output, limits, patch, only, table if mode is None else (*table, *in_host_ram))
     if mode is not None:
         if baselines or scheme is not None or options is not None:
             raise TypeError(f"mode {mode} knows no baselines, no scheme and no options")
@@ -96,8 +99,8 @@ def make_plan(
         }
         return _hosted(
             network, output, machine, limits, mode,
-            only=only, table=table, rates=rates, host_rates=host_rates, precision=precision, context=context,
-            kinds=kinds, words=words,
+            only=only, table=table, in_host_ram=in_host_ram, rates=rates, host_rates=host_rates, precision=precision,
+            context=context, kinds=kinds, words=words,
         )  # fmt: skip
     if host_rates is not None:
         raise TypeError("rates of the host are for modes in which it computes beside a GPU: give a mode")
@@ -135,6 +138,7 @@ def _hosted(
     *,
     only: Sequence[str],
     table: tuple[Primitive, ...],
+    in_host_ram: tuple[Divided, ...],
     rates: Rates | None,
     host_rates: Rates | None,
     precision: Precision,
@@ -143,7 +147,13 @@ def _hosted(
     words: dict[str, Any],
 ) -> Plan:
     """The fastest plan of two devices; `words` are those of `make_plan` that it shares with plans of one."""
-    own = {device: tuple(name for name in only if device_of(name) == device) for device in ("cpu", "gpu")}
+    asked = {primitive.name for primitive in in_host_ram} & set(only)
+    if asked and mode == "cpu-to-gpu":
+        raise NoPlanError(f"{' and '.join(asked)} runs in mode gpu-host alone; drop --only or choose --mode gpu-host")
+    own = {
+        device: tuple(name for name in only if device_of(name) == device and name not in asked)
+        for device in ("cpu", "gpu")
+    }
     _check_device(machine, limits, "gpu", own["gpu"])
     if precision == "fp16":
         raise NoPlanError(f"mode {mode} hands float32 from the host to the GPU: choose --precision tf32 or fp32")
@@ -170,6 +180,9 @@ def _hosted(
         baseline=words["baseline"],
         context=context_bytes(context),
         masks=words["masks"],
+        precision=precision,
+        divided=[primitive for primitive in in_host_ram if primitive.name in only or not asked],
+        asked=bool(asked),
         depth_first=words["depth_first"],
     )
     plan = search.run(spaces, words["patch"], alone)

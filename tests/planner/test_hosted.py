@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import inf, prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from brute_force import BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
-from fakes import BOTH, CARRYING, FAST, FILTER, MAXOUT, OVER, POOL, SLOW, WITH_GPU, on_gpu
+from fakes import BOTH, CARRYING, FAST, FILTER, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
 from plans import MIXED, WIDE, edited
 from test_brute_force import some
 
 from znnpy.errors import NoPlanError, PlanFileError
-from znnpy.machine import Limits
+from znnpy.kernels.primitive import Footprint, Scratch, Variant
+from znnpy.kernels.table import IN_HOST_RAM
+from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rate, Rates, seconds
@@ -26,14 +29,54 @@ from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.sides import device_side, host_side
-from znnpy.shapes import LayerShape, Vec3
+from znnpy.planner.with_host import WITHIN
+from znnpy.shapes import ConvShape, LayerShape, Vec3
 
 PLENTY = 2**40
-UPLOAD = 2e9  # bytes per second
+UPLOAD = 1e12  # bytes per second
 ON_CPU = (SLOW, replace(FAST, scale=(1, 4)), BOTH, POOL, FILTER, MAXOUT)
 ON_GPU = on_gpu(SLOW, replace(OVER, reads_carried=True), BOTH, POOL, FILTER, MAXOUT)
 HOST_RATES = CARRYING
 GPU_RATES = Rates({**CARRYING.scaled(1.5, 1.0).units, "gpu_upload": Rate(flops=1e12, nbytes=UPLOAD)}, stage_seconds=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class InHostRam(Fake):
+    """Computed on the GPU, of tensors of the host; slower than its arithmetic where it has less memory."""
+
+    least_bytes: int = 0  # of the GPU
+
+    def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
+        scratch = (Scratch("host_ram.x", 300, 0, 1), Scratch("host_ram.out", 500, 1, 1))
+        return Footprint(resident=100, host=200, input_until=-1, output_from=2, stages=2, scratch=scratch)
+
+    def fastest(
+        self,
+        shape: ConvShape,
+        machine: Machine,
+        vram_bytes: int,
+        speeds: Any,
+        seconds: Any,
+        *,
+        within: float,
+        few: bool,
+    ) -> Any:
+        assert (speeds.upload, speeds.memory, within, few) == (UPLOAD, GPU_RATES.carrying, WITHIN, True)
+        assert shape.precision == "fp32"
+        if vram_bytes < self.least_bytes:
+            return None
+        variant = Variant.of(scale=1)
+        return SimpleNamespace(
+            variant=variant, found=SimpleNamespace(seconds=seconds(self, shape, variant) + link(shape))
+        )
+
+
+def link(shape: LayerShape) -> float:
+    """Seconds."""
+    return max(shape.in_bytes, shape.out_bytes) / UPLOAD
+
+
+IN_HOST = InHostRam("gpu.conv.in_host", "conv", flops=0.5)
 
 
 def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **words: Any) -> Plan:
@@ -44,6 +87,7 @@ def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **wo
         "baseline": BASELINE,
         "context": 0,
         "mode": "cpu-to-gpu",
+        "in_host_ram": (IN_HOST,),
     } | words
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS, vram_bytes), **settings)
 
@@ -55,6 +99,7 @@ class Half:
     peak: int  # bytes
     seconds: float  # for the whole output
     step: float  # of one step
+    lent: int = 0  # bytes of the GPU's
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +115,18 @@ def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, arou
          *, on_gpu: bool) -> Half:  # fmt: skip
     steps = [(run.shape, run.footprint) for run in runs]
     side = device_side(steps, 0, new) if on_gpu else host_side(steps, new)
+    lent = [run.footprint for run in runs if not on_gpu and run.primitive is IN_HOST]
+    around += sum(footprint.host for footprint in lent)
     spent = once = 0.0
     for run, parts, kept in zip(runs, times, carried_planes([run.shape for run in runs], new), strict=True):
+        own = GPU_RATES if run.primitive is IN_HOST else rates
         moved = (2 if run.footprint.reads_carried else 4) * kept * run.shape.in_bytes / run.shape.in_shape[1]
-        each = seconds(run.primitive.work(run.shape, run.variant), rates) + moved / rates.carrying
+        each = seconds(run.primitive.work(run.shape, run.variant), own) + moved / rates.carrying
+        each += link(run.shape) if run.primitive is IN_HOST else 0.0
         spent += run.steps * parts * each
         once += parts * each
     peak = around + place(side.tensors)[1] + times[0] * side.carries + side.residents + side.allowance
-    return Half(peak, spent + more[0], once + more[1])
+    return Half(peak, spent + more[0], once + more[1], sum(footprint.resident for footprint in lent))
 
 
 def divided(network: Network, shapes: Sequence[LayerShape], theta: int) -> Iterator[list[LayerShape]]:
@@ -86,7 +135,7 @@ def divided(network: Network, shapes: Sequence[LayerShape], theta: int) -> Itera
     pools = [i for i in range(theta, len(shapes)) if isinstance(network.layers[i], Pool)]
     for images in (n for n in range(1, count + 1) if count % n == 0):
         for later in product([0, 1], repeat=len(pools)) if images in (1, count) else [(0,) * len(pools)]:
-            some, found = images, []
+            some, found = images, list[LayerShape]()
             for i in range(theta, len(shapes)):
                 found.append(replace(shapes[i], batch=some))
                 some = found[-1].out_shape[0]
@@ -97,7 +146,7 @@ def divided(network: Network, shapes: Sequence[LayerShape], theta: int) -> Itera
 
 @cache
 def cuts(network: Network, output: Vec3, overlaps: bool) -> list[Cut]:
-    found = []
+    found: list[Cut] = []
     for space in all_spaces(network, output):
         for patch in product(*all_sizes(space)):
             whole = candidate(space, patch)
@@ -121,7 +170,7 @@ def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps:
     upload = whole.shapes[theta - 1].out_shape[0] // behind[0].batch * part / UPLOAD
     back, front = [], tuple(
         half(runs, new[0], [1] * len(runs), HOST_RATES, ram, (0.0, 0.0), on_gpu=False)
-        for runs in ways(whole.shapes[:theta], steps[:theta], ON_CPU)
+        for runs in ways(whole.shapes[:theta], steps[:theta], ON_CPU if overlaps else (*ON_CPU, IN_HOST))
     )  # fmt: skip
     for runs in ways(behind, steps[theta:], ON_GPU):
         times = loops([*whole.shapes[:theta], *(run.shape for run in runs)])[theta:]
@@ -135,14 +184,16 @@ def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bo
     """Seconds of the best there is."""
     best = inf
     for each in found:
-        fronts = [half for half in each.front if half.peak <= ram_bytes]
-        backs = [half for half in each.back if half.peak <= vram_bytes]
-        if fronts and backs:
-            front, back = (min(halves, key=lambda half: half.seconds) for halves in (fronts, backs))
-            spent = front.seconds + back.seconds
-            if overlaps:
-                spent = max(front.seconds, back.seconds) + min(front.step, back.step)
-            best = min(best, spent + each.edges)
+        fitting = [half for half in each.front if half.peak <= ram_bytes]
+        for lent in {half.lent for half in fitting}:
+            fronts = [half for half in fitting if half.lent <= lent]
+            backs = [half for half in each.back if half.peak + lent <= vram_bytes]
+            if fronts and backs:
+                front, back = (min(halves, key=lambda half: half.seconds) for halves in (fronts, backs))
+                spent = front.seconds + back.seconds
+                if overlaps:
+                    spent = max(front.seconds, back.seconds) + min(front.step, back.step)
+                best = min(best, spent + each.edges)
     return best
 
 
@@ -157,10 +208,11 @@ NETWORKS = (
 def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
     """But for what is estimated of tensors that are smaller than what they are aligned to."""
     overlaps = mode == "cpu-to-gpu"
+    table = (*ON_CPU, *ON_GPU, IN_HOST)
     known = cuts(network, SMALL, overlaps)
     rams = some(sorted({half.peak for each in known for half in each.front}), 3)
     vrams = some(sorted({half.peak for each in known for half in each.back}), 3)
-    planned, missed, slack = 0, 0, 3 * ALIGNMENT
+    planned, missed, slack = 0, 0, (3 if overlaps else 12) * ALIGNMENT
     for ram_bytes, vram_bytes in product((rams[0] - 1, *rams, PLENTY), (vrams[0] - 1, *vrams, PLENTY)):
         best = least(known, ram_bytes, vram_bytes, overlaps=overlaps)
         try:
@@ -168,14 +220,14 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
         except NoPlanError:
             assert best == inf, f"nothing at {ram_bytes} and {vram_bytes}"
             continue
-        plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=(*ON_CPU, *ON_GPU))
+        plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=table)
         assert plan.memory.over(plan.limits) == (0, 0)
         assert plan.seconds >= best * (1 - 1e-9), (ram_bytes, vram_bytes)
         assert plan.seconds <= (1 + 1e-9) * least(known, ram_bytes - slack, vram_bytes - slack, overlaps=overlaps)
         missed += plan.seconds > best * (1 + 1e-9)
         planned += 1
     assert planned > 15
-    assert missed <= 0.2 * planned, f"{missed} of {planned} plans are not the best"
+    assert missed <= 0.3 * planned, f"{missed} of {planned} plans are not the best"
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +321,76 @@ def test_the_nearest_miss(plan: Plan) -> None:
     assert hosted(MIXED, (20, 11, 8), ram_bytes, vram_bytes).memory.over(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
     with pytest.raises(NoPlanError):
         hosted(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)
+
+
+def test_layers_of_the_host_that_a_gpu_computes() -> None:
+    """Where that is faster; what it takes on both sides is promised, and the arena of the GPU is shared."""
+    limits = PLENTY, PLENTY
+    alone = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
+    plan = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=(IN_HOST,))
+    assert plan.seconds < alone.seconds
+    lent = [choice for choice in plan.choices[: plan.hosted] if choice.device == "gpu"]
+    assert {choice.primitive for choice in lent} == {IN_HOST.name}
+    assert not plan.overlaps
+    assert plan.memory.pinned == 200 * len(lent)
+    rest = sum(choice.resident_bytes for choice in plan.choices[plan.hosted :])
+    assert plan.memory.residents == 100 * len(lent) + rest
+    names = [tensor.name for tensor in plan.tensors if "host_ram" in tensor.name]
+    assert len(names) == 2 * len(lent)
+    assert plan.memory.handover == plan.handover_bytes
+    plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU, IN_HOST))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_layers_of_the_host_that_nothing_computes_in_so_little_memory() -> None:
+    greedy = replace(IN_HOST, least_bytes=PLENTY)
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
+    assert {choice.device for choice in plan.choices[: plan.hosted]} == {"cpu"}
+
+
+def test_layers_of_the_host_by_name() -> None:
+    """Slower than what the processor offers, and taken all the same; not where both are at work at a time."""
+    slow = replace(IN_HOST, flops=1e4)
+    words: dict[str, Any] = {"in_host_ram": (slow,), "mode": "gpu-host"}
+    free = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
+    assert slow.name not in {choice.primitive for choice in free.choices}
+    asked = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **words)
+    front = [choice for choice in asked.choices[: asked.hosted] if choice.shape.kind == "conv"]
+    assert {choice.primitive for choice in front} == {slow.name}
+    with pytest.raises(NoPlanError, match=r"gpu.conv.in_host runs in mode gpu-host alone; drop --only or choose"):
+        hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
+
+
+def test_a_real_plan_of_layers_of_the_host() -> None:
+    """gpu.conv.host_ram itself, in fewer bytes than its tensors have."""
+    network = Network("real", 1, (Conv((3, 3, 3), 16, "relu"), Conv((3, 3, 3), 16, "relu"), Conv((1, 1, 1), 2)))
+    limits = Limits(2**34, 2, 2**30)
+    plan = make_plan(
+        network, (60, 60, 60), WITH_GPU, limits, mode="gpu-host", baseline=BASELINE, patch=(60, 60, 60), columns=False,
+        only=IN_HOST_RAM[0].name,
+    )  # fmt: skip
+    lent = [choice for choice in plan.choices[: plan.hosted] if choice.shape.kind == "conv"]
+    assert {choice.primitive for choice in lent} == {"gpu.conv.host_ram"}
+    plan.check_runs(network, WITH_GPU)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
+def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
+    """Layer by layer, in both memories, and which side waits for the other."""
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
+    told = plan.explain()
+    assert max(map(len, told.splitlines())) <= 120
+    for choice in plan.choices[: plan.hosted]:
+        where = "GPU, from RAM" if choice.device == "gpu" else "CPU"
+        assert re.search(rf"{re.escape(choice.primitive)} +{where} ", told), told
+    assert re.search(rf"{re.escape(plan.choices[-1].primitive)} +GPU ", told), told
+    last = plan.choices[plan.hosted - 1].layers[1]
+    beside = (
+        rf"layers 0 to {last} run for the next patch or step while the GPU runs the others: .* waits \d+% of the time"
+    )
+    in_turn = rf"layers 0 to {last} run with tensors in RAM before the GPU runs the others: .* and .*"
+    layers = (beside if plan.overlaps else in_turn).replace("layers 0 to 0 run", "layer 0 runs")
+    assert re.search(layers, told.replace("\n", " ")), told
+    for row in ("hosted layers: arena", "handed over", "GPU: arena"):
+        assert row in told

@@ -14,6 +14,7 @@ from odd import MACHINE, Ways, choice_of
 from stand_ins import STAND_INS
 
 import znnpy
+from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work, as_conv
@@ -84,7 +85,10 @@ class _Step:
 
         self.device.stream.queue(work)
         self.device.synchronize(self.device.stream)
-        out[...] = reference.convolve(x, self.weights.weight, self.weights.bias, shape.activation)
+        with np.errstate(all="ignore"):
+            out[...] = reference.convolve(x, self.weights.weight, self.weights.bias, shape.activation)
+        if not np.isfinite(out).all():
+            raise ValuesOverflowError("a result is not finite")
 
 
 WITH_HOST = WithHost()

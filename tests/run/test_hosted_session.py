@@ -17,14 +17,18 @@ import pytest
 from emulated import EmulatedDevice, compiler
 from hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
 from odd import NETWORKS, ODDER, Poisoned, _nan_bytes, assert_dense, definition, small, some_volume, trained
+from stand_ins import STAND_INS
 
 from znnpy.errors import DeviceError, PlanFileError, Stopped, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
-from znnpy.kernels.table import IN_HOST_RAM
+from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
+from znnpy.planner.hosted import HostedMode
 from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
 from znnpy.run import gpu, host, lane, pipeline
 from znnpy.run.hosted import HostedSession
 from znnpy.shapes import turned, turned_back
@@ -34,6 +38,7 @@ from znnpy.volume.source import Source
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
+ON_CPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("cpu."))
 LAYERS = [network for network in (*NETWORKS, *ODDER) if len(network.layers) > 1]
 CUTS = [(network, theta) for network in LAYERS for theta in range(1, len(network.layers))]
 
@@ -203,7 +208,8 @@ def test_an_overflow_names_its_layer_and_step(device: EmulatedDevice, theta: int
     network = net.network
     volume = some_volume(network, seed=76, more=(15, 8, 8))
     output = network.dense_size(volume.shape[1:])
-    plan = hosted_plan(network, output, (2, 8, 8), theta, column=4, overlaps=overlaps)
+    with_host = None if overlaps else WITH_HOST
+    plan = hosted_plan(network, output, (2, 8, 8), theta, column=4, overlaps=overlaps, with_host=with_host)
     step = r"^output voxels \(z, y, x\) = \(\d+, 0, 0\) to \(\d+, 8, 8\), step \d of column 0: "
     with pytest.raises(ValuesOverflowError, match=step + rf"layer {layer} \(conv"):
         ran(plan, net, volume, device)
@@ -342,6 +348,59 @@ def test_a_back_that_is_done_is_told_while_the_next_is_queued(device: EmulatedDe
         assert not session.done(second)
         gone.set()
         session.wait(second)
+
+
+def test_the_stop_is_noticed_while_the_feeder_hangs(device: EmulatedDevice) -> None:
+    """In a call that looks at no flag: who waits does not hang with it."""
+    plan, net, volume = a_plan()
+    gone = threading.Event()
+
+    def hook(stage: str, number: int) -> None:
+        if stage == "back":
+            assert gone.wait(5)
+
+    raw, out, begins = next(steps_of(plan, volume, SMALL))
+    with session_for(plan, net, device) as session:
+        stages(session, hook)
+        ticket = session.submit(raw, out, begins=begins)
+        session.crew.stop()
+        began = time.perf_counter()
+        with pytest.raises(Stopped):
+            session.wait(ticket)
+        assert time.perf_counter() - began < 1.0
+        gone.set()
+
+
+def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes up as soon as it may: parts that wait in a slot are not written over."""
+    copy_async = device.copy_async
+
+    def copying(target: Any, source: Any, stream: Any) -> None:
+        copy_async(target, source, stream)
+        if stream is device.uploads:
+            device.synchronize(stream)
+
+    monkeypatch.setattr(device, "copy_async", copying)
+    for column in (0, 4):
+        plan, net, volume = a_plan(column=column, images=1)
+        assert plan.parts[-1] == 4
+        assert_dense(ran(plan, net, volume, device), definition(net, volume))
+
+
+@pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
+@pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
+def test_what_is_planned_runs(device: EmulatedDevice, mode: HostedMode, columns: bool) -> None:
+    """A plan that the search made, of primitives that run."""
+    net, volume = trained(SMALL), some_volume(SMALL, seed=79, more=(9, 7, 5))
+    output = SMALL.dense_size(volume.shape[1:])
+    limits, only = Limits(2**32, 2, 2**30), ("gpu.conv.host_ram",) if mode == "gpu-host" else ()
+    plan = make_plan(
+        SMALL, output, WITH_GPU, limits, mode=mode, columns=columns, patch=(4, 4, 5), baseline=0, context=0,
+        table=(*ON_CPU, *STAND_INS), only=only,
+    )  # fmt: skip
+    plan.check_runs(SMALL, WITH_GPU, table=EVERY)
+    assert [choice.device for choice in plan.choices[: plan.hosted]].count("gpu") == (mode == "gpu-host")
+    assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
 @pytest.mark.parametrize("where", ["submit", "wait"])
