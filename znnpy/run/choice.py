@@ -18,7 +18,7 @@ from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
 from znnpy.run.devices import Site
-from znnpy.run.modes import names_on, processor_plans, with_processor
+from znnpy.run.modes import hosted_words, names_on, processor_plans, with_processor
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
@@ -97,6 +97,7 @@ def choose(
             rates=rates,
             **alike,
             **site.words(),
+            **hosted_words(wishes.mode, site, limits),
         )
 
     try:
