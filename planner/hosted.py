@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import inf, prod
 from typing import Any, Literal
 
@@ -30,16 +29,16 @@ from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
-from znnpy.patches import Cover
 from znnpy.planner.candidates import Candidate, Space, all_sizes, candidate, splits, thinned
 from znnpy.planner.cost import Rates, edge_seconds, seconds
-from znnpy.planner.layout import Tensor, aligned, place
-from znnpy.planner.memory import Memory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.layout import Tensor, place
+from znnpy.planner.memory import Memory
 from znnpy.planner.options import Options
+from znnpy.planner.part_search import Part, PartSearch, PartSpace
 from znnpy.planner.plan import FORMAT, Choice, Plan, both_sides, device_of, handovers
-from znnpy.planner.shape_search import LOST_SECONDS, Found, ShapeSearch
-from znnpy.planner.sides import Side, device_side, host_side, lives_with_host, sides
-from znnpy.planner.trade import Front, Option, Way, front, in_turn, smallest, total_seconds
+from znnpy.planner.shape_search import LOST_SECONDS, Found
+from znnpy.planner.sides import lives_with_host, sides
+from znnpy.planner.trade import Way, total_seconds
 from znnpy.planner.with_host import Divided, WithHost
 from znnpy.shapes import LayerShape, Precision, Vec3, text, turned, turned_back
 
@@ -48,174 +47,7 @@ HostedMode = Literal["gpu-host", "cpu-to-gpu"]
 FEW = 6  # sizes of an axis, or of all axes together
 LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
 COMBINED = 100  # combinations of sizes that are all looked at
-FASTER = 0.95  # assumed: per voxel no layer needs less than this share of the least seconds seen so far
 NEARER = 16  # times that shapes next to the best one are looked at
-
-
-@dataclass(frozen=True)
-class _PartSpace(Space):
-    """Some consecutive layers of a space, as a network of their own."""
-
-    whole: Space | None = None
-    first: int = 0
-
-    @cached_property
-    def ahead(self) -> tuple[int, ...]:
-        assert self.whole is not None
-        return self.whole.ahead[self.first : self.first + len(self.network.layers)]
-
-    @staticmethod
-    def of(whole: Space, layers: range) -> _PartSpace:
-        own = whole.network.layers[layers.start : layers.stop]
-        network = Network(whole.network.name, whole.network.maps[layers.start], own)
-        return _PartSpace(
-            network, whole.output, whole.axis, whole.walks, whole.precision, whole=whole, first=layers.start
-        )
-
-
-@dataclass(frozen=True)
-class _Part(Candidate):
-    """What those layers are of a candidate."""
-
-    whole: Candidate
-    fed: Vec3  # new voxels of each image of the first layer's input
-    behind: bool  # the others; else they are hosted
-
-    @property
-    def new(self) -> Vec3:
-        return self.fed
-
-    @cached_property
-    def cover(self) -> Cover:
-        return self.whole.cover
-
-    @cached_property
-    def tensors(self) -> tuple[int, ...]:
-        """What is handed over is no tensor of the arena that it leaves."""
-        nbytes = self.plain.tensors
-        return nbytes if self.behind else (*nbytes[:-1], 0)
-
-    @property
-    def layers(self) -> list[tuple[int, int]]:
-        """Spans, as the whole network counts them."""
-        first = len(self.whole.shapes) - len(self.shapes) if self.behind else 0
-        return [(first + a, first + b) for a, b in self.space.spans]
-
-    @property
-    def plain(self) -> Candidate:
-        """The same layers, whatever is around them."""
-        return Candidate(self.space, self.patch, self.column, self.shapes, self.parts)
-
-
-@dataclass
-class _Search(ShapeSearch):
-    """Of one side."""
-
-    handed: int = 0  # bytes in page-locked memory of what is handed over, all buffers
-    taken: int = 0  # bytes of this side's memory that the other side takes
-    slots: int = 0  # bytes of what is handed over in a part, on the GPU
-    paces: dict[tuple[int, int], float] = field(default_factory=dict)  # least seconds per voxel of spans, seen so far
-    with_host: WithHost | None = None  # hosted convolutions that a GPU computes
-
-    def front(self, shape: Candidate, span: int) -> Front:
-        """Options of one span: of hosted layers the GPU's too."""
-        found, lent = super().front(shape, span), self.with_host
-        first, last = self.space.spans[span]
-        conv, pool = shape.shapes[first], shape.shapes[last]
-        asked = {way.primitive.name for option in found for way in option.ways if way.shape.kind == "conv"}
-        if lent is None or conv.kind != "conv" or asked & self.options.only:
-            return found
-        place, below = self.place(shape, span), found[0].seconds if found and not lent.asked else inf
-        if first == last:
-            by_gpu = front(lent.options(conv, place, below))
-            return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
-        between = aligned(pool.in_bytes)
-        before = front(lent.options(conv, replace(place, out=between), below))
-        behind = self.options.of((pool,), replace(place, x=between, joined=0, steps=place.steps[1:]))
-        by_gpu = front(in_turn(before, behind))
-        return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
-
-    def edges(self, shape: Candidate) -> float:
-        """Of both sides together."""
-        del shape
-        return 0.0
-
-    def around(self, shape: Candidate) -> Memory:
-        assert isinstance(shape, _Part)
-        whole = shape.whole
-        network = whole.space.network
-        reads, writes = whole.steps_of(whole.cover.margin), whole.steps_of(0)
-        seen = network.patch_in(whole.patch) if self.masks else None
-        maps_in, maps_out, on_gpu = network.input_channels, network.output_channels, self.device == "gpu"
-        out_bytes = maps_out * prod(whole.patch) * self.itemsize_out
-        return Memory(
-            device=self.device,
-            baseline=self.baseline,
-            arena=0,
-            carries=0,
-            residents=self.taken if on_gpu else 0,
-            reading=reading_bytes(maps_in, whole.new, self.itemsize_in, steps=reads, seen=seen, device="gpu"),
-            writing=writing_bytes(maps_out, whole.patch, self.itemsize_out, steps=writes, device="gpu"),
-            allowance=0,
-            staging=staging_bytes(self.slots, out_bytes, writes=writes) if on_gpu else 0,
-            context=self.context if on_gpu else 0,
-            pinned=0 if on_gpu else self.taken,
-            handover=self.handed,
-        )
-
-    def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
-        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
-        side = self._side(steps, shape)
-        tensors, arena = place(side.tensors)
-        around = self.around(shape)
-        memory = replace(
-            around,
-            arena=arena,
-            carries=side.carries,
-            residents=around.residents + side.residents,
-            pinned=around.pinned + side.pinned + sum(fp.host for _, fp in steps if lives_with_host(fp)),
-            allowance=side.allowance,
-        )
-        return Found(shape, options, tensors, memory, 0.0)
-
-    def _side(self, steps: Any, shape: Candidate) -> Side:
-        if self.device == "cpu":
-            return host_side(steps, shape.new[0])
-        side = device_side(steps, 0, shape.new[0])
-        return replace(side, carries=shape.parts[0] * side.carries)
-
-    def fastest(self, shape: Candidate, below: float = inf) -> Found | None:
-        """The fastest primitives within this side's memory; None unless below `below` seconds for the output."""
-        fronts = self.fronts(shape)
-        return self._within_room(shape, fronts, below) if all(fronts) else None
-
-    def quickest(self, shape: _Part) -> float:
-        """Seconds for the whole output whatever memory there is; inf: some layer runs nowhere."""
-        fronts = self.fronts(shape)
-        for span, voxels, options in zip(shape.layers, shape.voxels, fronts, strict=True):
-            if options:
-                pace = options[0].seconds / voxels
-                self.paces[span] = min(pace, self.paces.get(span, inf))
-        return sum(options[0].seconds if options else inf for options in fronts)
-
-    def expected(self, shape: _Part) -> float:
-        """The same at least, as far as shapes that were seen tell."""
-        spans = zip(shape.layers, shape.voxels, strict=True)
-        return FASTER * sum(self.paces.get(span, 0.0) * voxels for span, voxels in spans)
-
-    def over_link(self, shape: _Part) -> float:
-        """The same at least, as the processor or the link has it."""
-        least, lent = 0.0, self.with_host
-        for index, (first, _) in enumerate(self.space.spans):
-            options = super().front(shape, index)
-            link = inf if lent is None else lent.least(shape.shapes[first]) * shape.steps[first]
-            least += min(options[0].seconds if options else inf, link)
-        return least
-
-    def leanest(self, shape: Candidate) -> Found | None:
-        """Those that need the least memory; None where there is a layer nobody runs."""
-        fronts = self.fronts(shape)
-        return self.laid_out(shape, smallest(fronts)) if all(fronts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +89,7 @@ class HostedSearch:
     divided: Sequence[Divided] = ()  # compute hosted convolutions on the GPU, in mode gpu-host
     asked: bool = False  # one of them, by name
     with_host: WithHost | None = field(init=False)
-    _searches: dict[tuple[Space, int, bool], _Search] = field(default_factory=dict)
+    _searches: dict[tuple[Space, int, bool], PartSearch] = field(default_factory=dict)
     _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
     _fronts: dict[Any, Found | None] = field(default_factory=dict)
     _paces: tuple[dict[tuple[int, int], float], ...] = field(default_factory=lambda: ({}, {}))
@@ -336,7 +168,7 @@ class HostedSearch:
                 best = self._short_enough(whole, theta, at_once, _below(best)) or best
         return best
 
-    def _least(self, back: _Part, front_seconds: float, back_seconds: float) -> float:
+    def _least(self, back: Part, front_seconds: float, back_seconds: float) -> float:
         """Seconds for the whole output, without what is lost where one side begins or ends alone."""
         handed = back.whole.steps[back.layers[0][0] - 1] * self._handover_seconds(back)
         return both_sides(front_seconds, back_seconds + handed, (0.0, 0.0), overlaps=self.overlaps)
@@ -371,7 +203,7 @@ class HostedSearch:
         return found
 
     def _fitted(
-        self, whole: Candidate, theta: int, one: _Search, other: _Search, ahead: Found, back: _Part, below: float
+        self, whole: Candidate, theta: int, one: PartSearch, other: PartSearch, ahead: Found, back: Part, below: float
     ) -> Both | None:
         """With the fastest back beside `ahead`."""
         other.taken = sum(way.footprint.resident for _, way in ahead.ways if lives_with_host(way.footprint))
@@ -388,7 +220,7 @@ class HostedSearch:
         found = self._both(whole, theta, ahead, behind)
         return found if found.seconds < below and found.memory.over(self.limits) == (0, 0) else None
 
-    def _ahead(self, one: _Search, front: _Part) -> Found | None:
+    def _ahead(self, one: PartSearch, front: Part) -> Found | None:
         """The fastest primitives for hosted layers: the same however many images the GPU takes at a time."""
         key = front.shapes, front.column
         if key not in self._fronts:
@@ -429,7 +261,9 @@ class HostedSearch:
         nbytes = shape.in_bytes // shape.in_shape[1] * back.new[0]
         return back.parts[0] * seconds((Work("gpu_upload", 0.0, float(nbytes)),), self.gpu.rates)
 
-    def _sides(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> tuple[_Search, _Search, _Part, _Part]:
+    def _sides(
+        self, whole: Candidate, theta: int, at_once: tuple[int, ...]
+    ) -> tuple[PartSearch, PartSearch, Part, Part]:
         """Searches and layers of both sides."""
         front, back = self._front(whole, theta), self._back(whole, theta, at_once)
         one, other = (self._search(whole.space, theta, on_gpu=on_gpu) for on_gpu in (False, True))
@@ -438,13 +272,13 @@ class HostedSearch:
         one.taken = other.taken = 0
         return one, other, front, back
 
-    def _search(self, space: Space, theta: int, *, on_gpu: bool) -> _Search:
+    def _search(self, space: Space, theta: int, *, on_gpu: bool) -> PartSearch:
         key = space, theta, on_gpu
         found = self._searches.get(key)
         if found is None:
             layers = range(theta, len(space.network.layers)) if on_gpu else range(theta)
-            part = _PartSpace.of(space if on_gpu else replace(space, precision="fp32"), layers)
-            found = self._searches[key] = _Search(
+            part = PartSpace.of(space if on_gpu else replace(space, precision="fp32"), layers)
+            found = self._searches[key] = PartSearch(
                 space=replace(part, whole=space),
                 limits=self.limits,
                 itemsize_in=self.itemsize_in,
@@ -460,13 +294,13 @@ class HostedSearch:
             )
         return found
 
-    def _front(self, whole: Candidate, theta: int) -> _Part:
+    def _front(self, whole: Candidate, theta: int) -> Part:
         """All images at a time, in fp32."""
         space = self._search(whole.space, theta, on_gpu=False).space
         shapes = tuple(replace(shape, precision="fp32") for shape in whole.shapes[:theta])
-        return _Part(space, whole.patch, whole.column, shapes, (1,) * theta, whole, whole.new, behind=False)
+        return Part(space, whole.patch, whole.column, shapes, (1,) * theta, whole, whole.new, behind=False)
 
-    def _back(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> _Part:
+    def _back(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> Part:
         """at_once  images at a time of what is handed over, and behind each pooling of these layers; 0: all."""
         space = self._search(whole.space, theta, on_gpu=True).space
         given = whole.shapes[theta - 1]
@@ -482,7 +316,7 @@ class HostedSearch:
             if isinstance(layer, Pool):
                 batch = min(next(wanted, 0) or made, made)
             before *= made // batch
-        return _Part(space, whole.patch, whole.column, tuple(shapes), tuple(parts), whole, given.out, behind=True)
+        return Part(space, whole.patch, whole.column, tuple(shapes), tuple(parts), whole, given.out, behind=True)
 
     def _images(self, whole: Candidate, theta: int) -> list[tuple[int, ...]]:
         """Images at a time on the GPU, for `_back`: the most first."""
