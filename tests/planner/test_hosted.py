@@ -394,3 +394,24 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
     assert re.search(layers, told.replace("\n", " ")), told
     for row in ("hosted layers: arena", "handed over", "GPU: arena"):
         assert row in told
+
+
+def test_the_side_that_waits_is_told() -> None:
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
+    assert "the CPU waits 100% of the time" in " ".join(replace(plan, handover_seconds=9.0).explain().split())
+
+
+def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
+    """Down to one at a time, each by itself on the GPU."""
+    words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
+    most = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
+    parts = {1}
+    for share in (0.9, 0.6, 0.4, 0.3):
+        room = CONTEXT + int(share * (most.memory.vram - CONTEXT))
+        try:
+            plan = hosted(WIDE, (20, 12, 9), PLENTY, room, **words)
+        except NoPlanError:
+            break
+        assert plan.memory.vram <= room
+        parts.add(plan.parts[plan.hosted])
+    assert len(parts) > 1, parts
