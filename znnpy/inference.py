@@ -249,12 +249,12 @@ class _Run:
                 crews = {
                     its.device: stack.enter_context(Crew(its.limits.threads)) for its in (plan, plan.beside) if its
                 }
-                sessions: dict[str, Session | HostedSession] = {
-                    name: stack.enter_context(
-                        session_of(its, network, weights, crews[its.device], device=device, trace=self.trace, lane=name)
-                    )
-                    for name, (its, device) in plans.items()
-                }
+                sessions: dict[str, Session | HostedSession] = {}
+                for name, (its, device) in plans.items():
+                    crew = crews[its.device]
+                    session = session_of(its, network, weights, crew, device=device, trace=self.trace, lane=name)
+                    stack.enter_context(session)
+                    sessions[name] = session
             yield sessions, wisdom
 
     def _leaner(self, site: Site, plan: Plan, refused: VramError) -> Plan:
