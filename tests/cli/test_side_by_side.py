@@ -169,7 +169,7 @@ def test_ram_is_shared(place: Place) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, side-by-side"),
+        ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, gpu-host, cpu-to-gpu, side-by-side"),
         ({"device": "cpu"}, "--mode side-by-side is of the GPU, and --device cpu was asked for: drop one"),
         ({"mode": "cpu", "device": "gpu"}, "--mode cpu is of the CPU, and --device gpu was asked for: drop one"),
         ({"mode": "cpu", "vram": "1G", "precision": None}, "--vram limits the memory of a GPU, and none is used"),
