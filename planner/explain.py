@@ -260,12 +260,13 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
 
 def _sources(plan: Plan) -> list[str]:
     """Where the seconds of layers come from."""
+    choices = (*plan.choices, *(plan.beside.choices if plan.beside else ()))
     layers, fitted, assumed = (
-        sum(1 + choice.layers[1] - choice.layers[0] for choice in choices)
-        for choices in (
-            plan.choices,
-            [choice for choice in plan.choices if choice.fitted and not choice.measured],
-            [choice for choice in plan.choices if not choice.fitted and not choice.measured],
+        sum(1 + choice.layers[1] - choice.layers[0] for choice in some)
+        for some in (
+            choices,
+            [choice for choice in choices if choice.fitted and not choice.measured],
+            [choice for choice in choices if not choice.fitted and not choice.measured],
         )
     )
     if not fitted + assumed:

@@ -266,7 +266,8 @@ class _Run:
         wishes = replace(self.wishes, ram=ram, vram=site.less_than(plan), threads=plan.limits.threads)
         if begun is not None:
             only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"
-            wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision)
+            mode = "gpu" if plan.beside else plan.mode
+            wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
         try:
             leaner = choose(
                 wishes,
@@ -278,6 +279,9 @@ class _Run:
             )
         except NoPlanError as error:
             raise VramError(f"{refused}; and {error}") from None
+        if begun is not None and plan.beside is not None:
+            memory = replace(leaner.memory, beside=plan.memory.beside)
+            leaner = replace(leaner, memory=memory, beside=plan.beside, alone=leaner.seconds)
         if begun is not None and leaner.parts_of(network) != plan.parts_of(network):
             raise refused
         return leaner
@@ -344,6 +348,7 @@ def _report(
 ) -> Report:
     """`done` is None where nothing was left to do; `notes` say why the device is not another."""
     timings = done.timings if done else None
+    lacking = _lacking(machine) if plan.device == "cpu" or plan.beside is not None else ()
     return Report(
         output=target,
         voxels=prod(plan.output),
@@ -358,7 +363,7 @@ def _report(
         notes=notes,
         lanes=timings.lanes if timings else (),
         idle_seconds=done.idle_seconds if done else {},
-        warnings=(*(_lacking(machine) if plan.device == "cpu" else ()), *(done.sentences if done else ())),
+        warnings=(*lacking, *(done.sentences if done else ())),
     )
 
 

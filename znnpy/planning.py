@@ -30,7 +30,6 @@ from znnpy.planner.why import Considered, considered
 from znnpy.run.choice import check_words, columns_only
 from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
 from znnpy.run.modes import (
-    LONG_SECONDS,
     check_hosted,
     device_meant,
     hosted_words,
@@ -224,8 +223,9 @@ class _Wanted:
         job, held = self.job, self.held(site)
         made = plan_for(site.devices, make, job.network, job.output, limits, held, masks=False)
         made = replace(made, rigor=self.study.done)
-        long = 0.0 if kinds else LONG_SECONDS
-        chosen, lost = with_processor(made, self.mode, make, self.beside(site), job.network, masks=False, long=long)
+        chosen, lost = with_processor(
+            made, self.mode, make, self.beside(site), job.network, self.only, masks=False, show=kinds
+        )
         if lost is None or not kinds:
             return chosen
         scheme = BESIDE if lost.beside is not None else ""

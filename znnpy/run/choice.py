@@ -13,6 +13,7 @@ from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
 from znnpy.kernels.gpu.device import find_gpu
 from znnpy.machine import Limits, Machine, parse_bytes
 from znnpy.network import Network
+from znnpy.planner.beside import moving_whole
 from znnpy.planner.memory import MARGIN_BYTES, DeviceKind, baseline_bytes, context_bytes, moving_bytes
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
@@ -103,7 +104,7 @@ def choose(
     try:
         made = plan_for(site.devices, make, network, source.output, limits, baseline, masks=masks)
         beside = processor_plans(site, network, wishes.only, **alike)
-        return with_processor(made, wishes.mode, make, beside, network, masks=masks)[0]
+        return with_processor(made, wishes.mode, make, beside, network, wishes.only, masks=masks)[0]
     except NoPlanError as error:
         if not unpacking:
             raise
@@ -157,6 +158,11 @@ def _known_to_run(
     )
     here = plan.covering(source.output, network, memory)
     here = replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
+    if plan.beside is not None:
+        moved = replace(plan.beside, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
+        beside = moving_whole(moved, network, masks=masks)
+        here = moving_whole(here, network, masks=masks)
+        here = replace(here, beside=beside, memory=replace(here.memory, beside=beside.memory.peak))
     ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
     vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
     here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)

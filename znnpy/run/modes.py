@@ -83,15 +83,17 @@ def with_processor(
     make: Make,
     processor: Make,
     network: Network,
+    only: Sequence[str],
     *,
     masks: bool,
-    long: float = LONG_SECONDS,
+    show: bool = False,
 ) -> tuple[Plan, Plan | None]:
     """The plan for a mode, and the one of another mode that lost, if that was worked out.
 
     made       the best plan of GPUs alone, or of the processor
     make       plans as `made` is for one GPU; processor: such as the processor has beside GPUs
-    long       seconds of `made`, from which on it is tried whether the processor helps
+    only       names of primitives that alone are to be taken
+    show       work it out for short runs too, which do not take it
 
     NoPlanError where it cannot, and has to.
     """
@@ -102,10 +104,11 @@ def with_processor(
         if not both.dealt:
             raise NoPlanError(f"{idle(both)}: choose --mode gpu, or a larger volume")
         return both, made
-    if made.seconds < long:
+    if not (show or made.seconds >= LONG_SECONDS) or (only and not names_on("cpu", only, "side-by-side")):
         return made, None
     try:
         both = plan_beside(made, make, processor, network, masks=masks)
     except NoPlanError:  # the memory of the process does not suffice for two
         return made, None
-    return (both, made) if both.dealt and both.seconds < GAIN * made.seconds else (made, both)
+    gains = both.dealt > 0 and both.seconds < GAIN * made.seconds and made.seconds >= LONG_SECONDS
+    return (both, made) if gains else (made, both)
