@@ -64,7 +64,7 @@ class Descent(Session):
     def once(self, raw: npt.NDArray[Any], out: npt.NDArray[Any]) -> Seconds:
         """The first part of the images through every layer; raw and out as for `run`."""
         axes = (0, *(1 + axis for axis in turn(self.plan.axis)))
-        load = timed(lambda: self._shop.load(raw.transpose(axes), self._input))
+        load = timed(lambda: self._shop.load(raw.transpose(axes), self.input[0]))
         layers = []
         for index, bound in enumerate(self._bound):
             join = 0.0

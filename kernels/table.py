@@ -21,6 +21,7 @@ from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
 from znnpy.kernels.gpu.cuconv.primitive import CuConv
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled as GpuConvFftTiled
 from znnpy.kernels.gpu.host_ram.primitive import ConvHostRam
+from znnpy.kernels.gpu.host_ram.timeline import Speeds as Speeds  # of the link, which planners tell it
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
@@ -59,8 +60,8 @@ TABLE: tuple[Primitive, ...] = (
     GpuMaxoutDirect(),
 )
 
-# Computed on a GPU, of tensors in the memory of the host: steps of their own (HostStep), which no plan takes unasked.
-IN_HOST_RAM: tuple[Primitive, ...] = (
+# Computed on a GPU, of tensors in the memory of the host: steps of their own (HostStep), for plans of mode gpu-host.
+IN_HOST_RAM: tuple[ConvHostRam, ...] = (
     ConvHostRam(
         (
             GpuConvFftTiled(),

@@ -22,7 +22,7 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.explain import human_seconds
-from znnpy.planner.memory import MIB, reading_bytes, writing_bytes
+from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import Make, covering
 from znnpy.shapes import Vec3
@@ -41,7 +41,7 @@ def plan_beside(alone: Plan, make: Make, processor: Make, network: Network, *, m
 
     NoPlanError where the processor computes no cell within the memory that is left.
     """
-    whole = _moving_whole(alone, network, masks=masks)
+    whole = moving_whole(alone, network, masks=masks)
     limits = alone.limits
     left = Limits(max(1, limits.ram_bytes - whole.memory.peak), limits.threads)
     try:
@@ -55,21 +55,30 @@ def plan_beside(alone: Plan, make: Make, processor: Make, network: Network, *, m
             f"at least {error.needed_bytes:,}; allow at least --ram {-(-needed // MIB)}M, or choose --mode gpu"
         ) from None
     share = speed / (speed + alone.voxels_per_second)
-    found = list(_of_cells(whole, alone.seconds, processor, left, share))
+    found = list(_of_cells(whole, alone.seconds, processor, left, share, network, masks=masks))
     if min(plan.seconds for plan in found) > (1 - ENOUGH * share) * alone.seconds:
         for part in _of_parts(alone, make, network, share, masks=masks):
-            found += _of_cells(part, alone.seconds, processor, left, share)
+            found += _of_cells(part, alone.seconds, processor, left, share, network, masks=masks)
     fitting = [plan for plan in found if not any(plan.memory.over(limits))]
-    return min(fitting or found, key=lambda plan: plan.seconds)
+    if not fitting:
+        least = min(plan.memory.peak for plan in found)
+        raise NoPlanError(
+            f"the GPU's part and the processor's beside it need at least {least:,} bytes of RAM, "
+            f"{least - limits.ram_bytes:,} more than the limit; allow at least --ram {-(-least // MIB)}M, or choose "
+            "--mode gpu"
+        )
+    return min(fitting, key=lambda plan: plan.seconds)
 
 
-def _of_cells(gpu: Plan, alone: float, processor: Make, left: Limits, share: float) -> Iterator[Plan]:
+def _of_cells(
+    gpu: Plan, alone: float, processor: Make, left: Limits, share: float, network: Network, *, masks: bool
+) -> Iterator[Plan]:
     """The GPU's plan with the processor beside it, which is to compute a share of the output, in cells of some sizes.
 
     alone  seconds of the GPU's best plan
     """
     for cell in dict.fromkeys(_cell(gpu, share * prod(gpu.output) / count) for count in SHARES):
-        other = processor(cell, left)
+        other = moving_whole(processor(cell, left), network, masks=masks)
         memory = replace(gpu.memory, beside=other.memory.peak)
         yield replace(gpu, memory=memory, beside=other, alone=alone, other=None, runners_up=(), kinds=())
 
@@ -87,7 +96,7 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
             step, length = part.patch_out[part.axis], alone.output[part.axis]
             part = replace(part, column=ceil(length / step) * step)
         found = covering(part, alone.devices, network, alone.output, masks=masks)
-        yield _moving_whole(replace(found, limits=alone.limits), network, masks=masks)
+        yield moving_whole(replace(found, limits=alone.limits), network, masks=masks)
 
 
 def idle(both: Plan) -> str:
@@ -99,12 +108,15 @@ def idle(both: Plan) -> str:
     )
 
 
-def _moving_whole(alone: Plan, network: Network, *, masks: bool) -> Plan:
+def moving_whole(plan: Plan, network: Network, *, masks: bool) -> Plan:
     """The same with as many patches on their way as there may be, however the output is dealt."""
-    seen = network.patch_in(alone.patch_out) if masks else None
-    reading = reading_bytes(network.input_channels, alone.patch_in, alone.itemsize_in, seen=seen, device="gpu")
-    writing = writing_bytes(network.output_channels, alone.patch_out, alone.itemsize_out, device="gpu")
-    return replace(alone, memory=replace(alone.memory, reading=reading, writing=writing))
+    seen = network.patch_in(plan.patch_out) if masks else None
+    channels, maps, device = network.input_channels, network.output_channels, plan.device
+    reading = reading_bytes(channels, plan.patch_in, plan.itemsize_in, seen=seen, device=device)
+    writing = writing_bytes(maps, plan.patch_out, plan.itemsize_out, device=device)
+    raw, out = channels * prod(plan.patch_in) * plan.itemsize_in, maps * prod(plan.patch_out) * plan.itemsize_out
+    staging = staging_bytes(raw, out) if device == "gpu" else 0
+    return replace(plan, memory=replace(plan.memory, reading=reading, writing=writing, staging=staging))
 
 
 def _cell(gpu: Plan, voxels: float) -> Vec3:

@@ -141,13 +141,13 @@ class Candidate:
         if span not in self.space.apart:
             return 0
         first, last = self.space.spans[span]
-        images = self.shapes[first - 1].out_shape[0] if first else 1
+        images = self.shapes[first - 1].out_shape[0] if first else self.images
         return images // self.shapes[first].batch * kept_bytes(in_one(self.shapes[first : last + 1]))
 
     @cached_property
     def held(self) -> tuple[bool, ...]:
         """Of every span: it takes a part of its input at a time, so that the input stays while all layers after run."""
-        before = (1, *self.parts)
+        before = (self.parts[0], *self.parts)
         return tuple(self.parts[first] > before[first] for first, _ in self.space.spans)
 
     @cached_property

@@ -121,16 +121,19 @@ def _layers(plan: Plan, network: Network) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0 if in_parts else 1, 0, 0))  # to fit into 80 columns
     table.add_column("layer and input", min_width=max(len(_input(plan, choice)) for choice in plan.choices))
     table.add_column("primitive", no_wrap=True)
+    if plan.hosted:
+        table.add_column("runs on", no_wrap=True)
     for column in (*(("parts",) if in_parts else ()), "time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
     widest = max(len(choice.primitive) for choice in plan.choices)
     total = sum(choice.runs * choice.seconds for choice in plan.choices)
-    for choice, parts in zip(plan.choices, plan.parts, strict=True):
+    for index, (choice, parts) in enumerate(zip(plan.choices, plan.parts, strict=True)):
         first, last = choice.layers
         fused = f"\n{last} {network.layers[last]}, in one" if last > first else ""
         table.add_row(
             f"{first} {network.layers[first]}{fused}\n{_input(plan, choice)}",
             "\n".join((choice.primitive, *wrap(str(choice.variant), widest))),
+            *((_where(plan, index),) if plan.hosted else ()),
             *((f"{parts}",) if in_parts else ()),
             human_seconds(parts * choice.seconds),
             f"{choice.runs * choice.seconds / total:.0%}" if total else "",
@@ -138,6 +141,12 @@ def _layers(plan: Plan, network: Network) -> Table:
             human_bytes(choice.resident_bytes),
         )
     return table
+
+
+def _where(plan: Plan, index: int) -> str:
+    """The device of a choice, and where its tensors are if that is not there."""
+    device = plan.choices[index].device
+    return "GPU, from RAM" if device == "gpu" and index < plan.hosted else device.upper()
 
 
 def _input(plan: Plan, choice: Choice) -> str:
@@ -156,6 +165,7 @@ def _memory(plan: Plan) -> Table:
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
         *((("all that the processor computes with beside it", memory.beside),) if memory.beside else ()),
+        *(_hosted_memory(plan) if plan.hosted else ()),
     ]
     layers = [
         ("arena: activations and scratch", memory.arena),
@@ -187,6 +197,36 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+def _hosted_memory(plan: Plan) -> list[tuple[str, int]]:
+    """What hosted layers take of the process."""
+    memory = plan.memory
+    rows = [
+        ("hosted layers: arena, activations and scratch", memory.host_arena),
+        ("hosted layers: planes kept from step to step", memory.host_carries),
+        ("hosted layers: prepared weights", memory.host_residents),
+        ("hosted layers: allowance for libraries", memory.host_allowance),
+        (f"what is handed over{', twice' if plan.overlaps else ''}", memory.handover),
+    ]
+    return [(row, nbytes) for row, nbytes in rows if nbytes]
+
+
+def _sides(plan: Plan) -> str:
+    """What hosted layers take beside the others, and which of them waits."""
+    front, back = plan.seconds_of_sides
+    last = plan.choices[plan.hosted - 1].layers[1]
+    layers = f"layers 0 to {last} run" if last else "layer 0 runs"
+    handed = f"{human_bytes(plan.handover_bytes)} are handed over in {human_seconds(plan.handover_seconds)} of that"
+    times = f"{human_seconds(front)} and {human_seconds(back)}; {handed}"
+    if not plan.overlaps:
+        return f"{layers} with tensors in RAM before the GPU runs the others: {times}"
+    waiting, idle = ("CPU", back - front) if front < back else ("GPU", front - back)
+    share = idle / max(front, back)
+    return (
+        f"{layers} for the next patch or step while the GPU runs the others: {times}; the {waiting} waits "
+        f"{share:.0%} of the time"
+    )
+
+
 def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
     """The figures, and how far to trust them."""
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
@@ -212,18 +252,21 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
             f"{plan.alone / plan.seconds:.2f} times as fast as one GPU alone: {plan.columns} columns or patches for "
             f"{plan.devices}, each with borders of its own"
         )
+    if plan.hosted:
+        lines.append(_sides(plan))
     lines += _sources(plan)
     return lines if machine is None else lines + _elsewhere(plan, machine)
 
 
 def _sources(plan: Plan) -> list[str]:
     """Where the seconds of layers come from."""
+    choices = (*plan.choices, *(plan.beside.choices if plan.beside else ()))
     layers, fitted, assumed = (
-        sum(1 + choice.layers[1] - choice.layers[0] for choice in choices)
-        for choices in (
-            plan.choices,
-            [choice for choice in plan.choices if choice.fitted and not choice.measured],
-            [choice for choice in plan.choices if not choice.fitted and not choice.measured],
+        sum(1 + choice.layers[1] - choice.layers[0] for choice in some)
+        for some in (
+            choices,
+            [choice for choice in choices if choice.fitted and not choice.measured],
+            [choice for choice in choices if not choice.fitted and not choice.measured],
         )
     )
     if not fitted + assumed:

@@ -41,7 +41,7 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
         if not other.dealt:
             return idle(other)
         fast = f"{_times(1 / ratio)} times as fast" if ratio < 1 else f"{_times(ratio)} times as long"
-        return f"{fast}, too little for an output whose last bits depend on who computed what"
+        return f"{fast}, which is not worth an output whose last bits depend on who computed what"
     if best.beside is not None and other.device == "gpu":
         return f"{_times(ratio)} times as long, without the processor"
     if ratio < 1 / ALIKE:

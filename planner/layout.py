@@ -46,16 +46,19 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def chain(steps: Sequence[tuple[LayerShape, Footprint]], new: int | None = None) -> tuple[Tensor, ...]:
+def chain(
+    steps: Sequence[tuple[LayerShape, Footprint]], new: int | None = None, *, first: int = 0
+) -> tuple[Tensor, ...]:
     """The tensors of a step, not yet placed: activations x0, x1, .. between layers and each layer's scratch.
 
     Stage t of layer i is tick T_i + t, T_0 = 0, T_{i+1} = T_i + stages_i. x0 is there from the start; x{i+1} is alive
     from T_i + output_from to T_{i+1} + input_until, and the last one through one more tick, in which it is recombined.
     An activation of which the next layer takes a part at a time, and with it all layers after it, is alive to the end.
 
-    new  planes that a step of a column reads; None: no column walks. Carried planes lie in front of the others, but for
-         layers that read them where they are kept; these layers' inputs stay until they are done, as planes are kept of
-         them then.
+    new    planes that a step of a column reads; None: no column walks. Carried planes lie in front of the others, but
+           for layers that read them where they are kept; these layers' inputs stay until they are done, as planes are
+           kept of them then.
+    first  number of the first layer, for names.
     """
     end = sum(footprint.stages for _, footprint in steps)
     carried = carried_planes([shape for shape, _ in steps], steps[0][0].in_shape[1] if new is None else new)
@@ -65,14 +68,14 @@ def chain(steps: Sequence[tuple[LayerShape, Footprint]], new: int | None = None)
         parts, planes, apart = images // shape.batch, carried[index], reads_apart(footprint, carried[index])
         last = tick + (footprint.stages - 1 if apart else footprint.input_until) if parts == 1 else end
         nbytes = shape.in_bytes // shape.in_shape[1] * (shape.in_shape[1] - planes if apart else shape.in_shape[1])
-        tensors.append(Tensor(f"x{index}", parts * nbytes, born, last))
+        tensors.append(Tensor(f"x{first + index}", parts * nbytes, born, last))
         tensors.extend(
-            Tensor(f"step{index}.{scratch.name}", scratch.nbytes, tick + scratch.first, tick + scratch.last)
+            Tensor(f"step{first + index}.{scratch.name}", scratch.nbytes, tick + scratch.first, tick + scratch.last)
             for scratch in footprint.scratch
         )
         born, images = tick + footprint.output_from, shape.out_shape[0]
         tick += footprint.stages
-    tensors.append(Tensor(f"x{len(steps)}", steps[-1][0].out_bytes, born, tick))
+    tensors.append(Tensor(f"x{first + len(steps)}", steps[-1][0].out_bytes, born, tick))
     return tuple(tensors)
 
 

@@ -44,6 +44,12 @@ class Memory:
     pinned: Count = 0  # of the process: prepared weights that a GPU has no room for
     devices: Positive = 1  # equal GPUs that run the plan: each takes all of that but for the baseline
     beside: Count = 0  # of the process: what the processor takes that computes beside GPUs
+    # Of the process, where the first choices run with tensors there and the others on a GPU; all of that is apart.
+    host_arena: Count = 0
+    host_carries: Count = 0
+    host_residents: Count = 0
+    host_allowance: Count = 0
+    handover: Count = 0  # page-locked: what they give to the GPU
 
     @property
     def layers(self) -> int:
@@ -51,9 +57,14 @@ class Memory:
         return self.arena + self.carries + self.residents + self.allowance
 
     @property
+    def hosted(self) -> int:
+        """Of the process, what hosted choices take."""
+        return self.host_arena + self.host_carries + self.host_residents + self.host_allowance + self.handover
+
+    @property
     def peak(self) -> int:
         """Of the whole process."""
-        around = self.baseline + self.beside + self.devices * (self.reading + self.writing + self.pinned)
+        around = self.baseline + self.beside + self.devices * (self.reading + self.writing + self.pinned) + self.hosted
         return around + self.layers if self.device == "cpu" else around
 
     @property

@@ -18,10 +18,11 @@ from znnpy.machine import Limits
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.documents import Document
-from znnpy.planner.layout import ALIGNMENT, Count, Positive, aligned, carried_bytes, chain, loops
+from znnpy.planner.layout import ALIGNMENT, Count, Positive, aligned, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
+from znnpy.planner.sides import lives_with_host, sides
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, text, turned
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
-Mode = Literal["cpu", "gpu", "side-by-side"]
+Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]
 Rigor = Literal["estimate", "measure", "exhaustive"]  # how much was measured before it was chosen
 Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 30,000 years
 
@@ -125,8 +126,14 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     kinds: tuple[Kind, ...] = ()  # as far as they were asked for
     elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
-    alone: Seconds | None = None  # of several devices: what the first of them would take for the output
+    alone: Seconds | None = (
+        None  # of several GPUs: what one would take; side by side: what GPUs would without the processor
+    )
     beside: Plan | None = None  # the processor's, for one of the cells that it and the GPUs take in turn
+    hosted: Count = 0  # leading choices with tensors in the memory of the host; all others run on the GPU
+    overlaps: bool = False  # the hosted choices of a step run while the GPU is at the step before
+    host_tensors: tuple[Tensor, ...] = ()  # in the host's arena
+    handover_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # of a step: what they give goes to the GPU
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -135,6 +142,10 @@ class Plan:
             raise ValueError("memory is promised for a plan beside it exactly where there is one")
         if self.beside is not None and (self.device, self.beside.device) != ("gpu", "cpu"):
             raise ValueError("beside a plan is one for the processor, and it is for the GPU")
+        if self.hosted or self.overlaps:
+            if self.beside is not None:
+                raise ValueError("layers are hosted, and another plan is beside them: one of both")
+            check_hosted(self)
 
     @property
     def device(self) -> DeviceKind:
@@ -148,8 +159,13 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """Of all layers."""
-        return self.choices[0].shape.precision
+        """Of all layers, but for those that the processor computes for a GPU: these are in fp32."""
+        return self.choices[-1].shape.precision
+
+    @property
+    def handover_bytes(self) -> int:
+        """What hosted choices give to the GPU in a step."""
+        return self.choices[self.hosted - 1].shape.out_bytes if self.hosted else 0
 
     @property
     def walks(self) -> bool:
@@ -164,7 +180,14 @@ class Plan:
     @property
     def seconds_per_step(self) -> float:
         """Predicted for one step in which every layer runs: for one patch where no column walks."""
-        return sum(times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True))
+        front, back = self.seconds_of_sides
+        return max(front, back) if self.overlaps else front + back
+
+    @property
+    def seconds_of_sides(self) -> tuple[float, float]:
+        """The same of hosted choices, and of the others with the way of what is handed over."""
+        spent = [times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True)]
+        return sum(spent[: self.hosted]), self.handover_seconds + sum(spent[self.hosted :])
 
     def work_ahead(self, network: Network) -> tuple[float, ...]:
         """Of each step of a column before its output begins: its seconds over those of a step in which all layers run.
@@ -173,7 +196,8 @@ class Plan:
         """
         margins = [network.margins[choice.layers[1] + 1][self.axis] for choice in self.choices]
         steps = self.cover(network).ahead
-        thick, whole = self.patch_out[self.axis], self.seconds_per_step
+        thick = self.patch_out[self.axis]
+        whole = sum(times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True))
         return tuple(
             sum(
                 times * choice.seconds
@@ -192,6 +216,8 @@ class Plan:
     @property
     def mode(self) -> Mode:
         """On which devices layers run, and how."""
+        if self.hosted:
+            return "cpu-to-gpu" if self.overlaps else "gpu-host"
         return self.device if self.beside is None else "side-by-side"
 
     @property
@@ -230,7 +256,12 @@ class Plan:
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
         images = self.choices[0].shape.batch
         edges = images * (self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out)
-        return share * sum(choice.runs * choice.seconds for choice in self.choices) + edge_seconds(self.device, edges)
+        spent = [choice.runs * choice.seconds for choice in self.choices]
+        if not self.hosted:
+            return share * sum(spent) + edge_seconds(self.device, edges)
+        handed = self.choices[self.hosted - 1].runs * self.handover_seconds  # hosted choices run once a step
+        front, back = sum(spent[: self.hosted]), sum(spent[self.hosted :]) + handed
+        return both_sides(front, back, self.seconds_of_sides, overlaps=self.overlaps) + edge_seconds("gpu", edges)
 
     @property
     def waste(self) -> float:
@@ -301,9 +332,9 @@ class Plan:
         primitives ask for, at offsets where none overwrites another. Speed is not checked: fewer cores run it slower.
         """
         if table is None:
-            from znnpy.kernels.table import TABLE  # here, because it loads numpy and plans are readable without
+            from znnpy.kernels.table import IN_HOST_RAM, TABLE  # here: it loads numpy, and plans are readable without
 
-            table = TABLE
+            table = (*TABLE, *IN_HOST_RAM)
         if self.network != network.sha256:
             raise PlanFileError(
                 f"the plan is of another network ({self.network_name}, {self.network[:12]}) than the one given "
@@ -315,7 +346,7 @@ class Plan:
                 "`znnpy plan NETWORK --device cpu`"
             )
         self._check_shapes(network)
-        footprints = [_footprint(choice, self, machine, table) for choice in self.choices]
+        footprints = [_footprint(index, self, machine, table) for index in range(len(self.choices))]
         self._check_memory(footprints)
         if self.beside is not None:
             self._check_beside(self.beside, network, machine, table)
@@ -360,6 +391,7 @@ class Plan:
             shapes = along.layer_shapes(
                 turned(self.patch_out, self.axis), batches=batches, walks=self.walks, precision=self.precision
             )
+            on_cpu = [replace(shape, precision="fp32") for shape in shapes]
         except ShapeError as error:
             raise PlanFileError(f"the plan does not fit its network: {error}") from None
         if self.column % self.patch_out[self.axis]:
@@ -376,7 +408,8 @@ class Plan:
         begun = 0  # layers that are chosen for
         for index, choice in enumerate(self.choices):
             first, last = choice.layers
-            if first != begun or choice.shape != _shape_of(shapes, first, last):
+            known = on_cpu if index < self.hosted and choice.device == "cpu" else shapes
+            if first != begun or choice.shape != _shape_of(known, first, last):
                 there = f"layer {begun} ({shapes[begun]}) there" if begun < len(shapes) else f"{begun} layers"
                 raise PlanFileError(
                     f"entry {index} of the plan is {choice.where} ({choice.shape}), and the network has {there}; "
@@ -387,48 +420,80 @@ class Plan:
             raise PlanFileError(f"the plan chooses for {begun} layers, and the network has {len(shapes)}; {AGAIN}")
 
     def _check_memory(self, footprints: Sequence[Footprint]) -> None:
-        """The arena's tensors are those the primitives need; alive together they lie apart and inside the arena."""
-        wanted = {
-            t.name: t
-            for t in chain(
-                [(c.shape, f) for c, f in zip(self.choices, footprints, strict=True)], self.patch_in[self.axis]
-            )
-        }
-        found = {t.name: t for t in self.tensors}
-        if found.keys() != wanted.keys() or len(self.tensors) != len(found):
-            names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in self.tensors)
-            raise PlanFileError(f"the plan's arena lacks, repeats or invents tensors ({', '.join(names)}); {AGAIN}")
-        for name, need in wanted.items():
-            got = found[name]
-            if (got.nbytes, got.first, got.last) != (need.nbytes, need.first, need.last):
-                raise PlanFileError(
-                    f"the plan gives {name} {got.nbytes:,} bytes in ticks {got.first} to {got.last}, and it needs "
-                    f"{need.nbytes:,} in {need.first} to {need.last}; {AGAIN}"
-                )
-            if got.offset % ALIGNMENT or got.end > self.memory.arena:
-                raise PlanFileError(
-                    f"the plan lays {name} at bytes {got.offset:,} to {got.end:,}, not aligned to {ALIGNMENT} or "
-                    f"outside the arena of {self.memory.arena:,}; {AGAIN}"
-                )
-        for a, b in combinations(self.tensors, 2):
-            if a.meets(b) and a.offset < b.end and b.offset < a.end:
-                raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {AGAIN}")
-        end = aligned(max(t.end for t in self.tensors))
-        if self.memory.arena != end:
-            raise PlanFileError(
-                f"the plan's tensors end at byte {end:,} and the arena at {self.memory.arena:,}; {AGAIN}"
-            )
-        new = self.patch_in[self.axis]
+        """The tensors of each arena are those the primitives need; alive together they lie apart and inside it."""
+        steps = [(c.shape, f) for c, f in zip(self.choices, footprints, strict=True)]
+        wanted, memory = sides(steps, self.hosted, self.patch_in[self.axis]), self.memory
+        _check_tensors(self.tensors, wanted.device.tensors, memory.arena, "arena")
+        _check_tensors(self.host_tensors, wanted.host.tensors, memory.host_arena, "arena in the memory of the host")
         for what, promised, needed in (
-            ("of weights", self.memory.residents, sum(f.resident for f in footprints)),
-            ("of weights in page-locked memory", self.memory.pinned, sum(f.host for f in footprints)),
-            ("for the libraries", self.memory.allowance, max(f.allowance for f in footprints)),
-            ("for carried planes", self.memory.carries, carried_bytes([c.shape for c in self.choices], new)),
+            ("of weights", memory.residents, wanted.device.residents),
+            ("of weights in page-locked memory", memory.pinned, wanted.device.pinned),
+            ("for the libraries", memory.allowance, wanted.device.allowance),
+            ("for carried planes", memory.carries, wanted.device.carries),
+            ("of weights of hosted layers", memory.host_residents, wanted.host.residents),
+            ("for the libraries of hosted layers", memory.host_allowance, wanted.host.allowance),
+            ("for carried planes of hosted layers", memory.host_carries, wanted.host.carries),
+            ("for what is handed over", memory.handover, handovers(overlaps=self.overlaps) * wanted.handover),
         ):
             if promised != needed:
                 raise PlanFileError(
                     f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}"
                 )
+
+
+def handovers(*, overlaps: bool) -> int:
+    """Buffers for what hosted choices give: one is filled while the other is on its way."""
+    return 2 if overlaps else 1
+
+
+def both_sides(front: float, back: float, step: tuple[float, float], *, overlaps: bool) -> float:
+    """Seconds for the whole output of hosted choices and of the others: one after the other, or side by side.
+
+    step  the same of one step: side by side one of them begins, or ends, alone.
+    """
+    return max(front, back) + min(step) if overlaps else front + back
+
+
+def check_hosted(plan: Plan) -> None:
+    """ValueError for hosted choices that no session runs."""
+    if not 0 < plan.hosted < len(plan.choices) or plan.device != "gpu" or plan.devices > 1:
+        raise ValueError(
+            f"{plan.hosted} of {len(plan.choices)} choices are hosted, with the others on {plan.devices} "
+            f"{plan.device.upper()}: one GPU runs at least one choice behind one that is hosted"
+        )
+    front = plan.choices[: plan.hosted]
+    if plan.overlaps and any(choice.device != "cpu" for choice in front):
+        raise ValueError("hosted choices that a GPU computes leave it no time to be at the step before")
+    if any(parts > 1 for parts in plan.parts[: plan.hosted]):
+        raise ValueError("hosted choices take all images at a time")
+    if plan.precision == "fp16":
+        raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
+
+
+def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: int, arena: str) -> None:
+    """PlanFileError unless these are the tensors that are needed, laid in an arena of so many bytes."""
+    wanted, found = {t.name: t for t in needed}, {t.name: t for t in tensors}
+    if found.keys() != wanted.keys() or len(tensors) != len(found):
+        names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in tensors)
+        raise PlanFileError(f"the plan's {arena} lacks, repeats or invents tensors ({', '.join(names)}); {AGAIN}")
+    for name, need in wanted.items():
+        got = found[name]
+        if (got.nbytes, got.first, got.last) != (need.nbytes, need.first, need.last):
+            raise PlanFileError(
+                f"the plan gives {name} {got.nbytes:,} bytes in ticks {got.first} to {got.last}, and it needs "
+                f"{need.nbytes:,} in {need.first} to {need.last}; {AGAIN}"
+            )
+        if got.offset % ALIGNMENT or got.end > nbytes:
+            raise PlanFileError(
+                f"the plan lays {name} at bytes {got.offset:,} to {got.end:,}, not aligned to {ALIGNMENT} or "
+                f"outside the {arena} of {nbytes:,}; {AGAIN}"
+            )
+    for a, b in combinations(tensors, 2):
+        if a.meets(b) and a.offset < b.end and b.offset < a.end:
+            raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {AGAIN}")
+    end = aligned(max((t.end for t in tensors), default=0))
+    if nbytes != end:
+        raise PlanFileError(f"the plan's tensors end at byte {end:,} and the {arena} at {nbytes:,}; {AGAIN}")
 
 
 def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> float:
@@ -463,11 +528,12 @@ def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape
     return shapes[first] if first == last else fused(shapes[first], shapes[last])
 
 
-def _footprint(choice: Choice, plan: Plan, machine: Machine, table: Sequence[Primitive]) -> Footprint:
+def _footprint(index: int, plan: Plan, machine: Machine, table: Sequence[Primitive]) -> Footprint:
     """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
+    choice = plan.choices[index]
     primitive = next((p for p in table if p.name == choice.primitive), None)
     where = f"{choice.where} of the plan"
-    if {choice.device, device_of(choice.primitive)} != {plan.device}:
+    if choice.device != device_of(choice.primitive) or (index >= plan.hosted and choice.device != plan.device):
         raise PlanFileError(
             f"{where} runs {choice.primitive} on the {choice.device.upper()}, and all layers of the plan run on the "
             f"{plan.device.upper()}; {AGAIN}"
@@ -483,9 +549,20 @@ def _footprint(choice: Choice, plan: Plan, machine: Machine, table: Sequence[Pri
         raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {choice.primitive}; {AGAIN}")
     if reason := primitive.why_not(choice.shape, machine):
         raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {AGAIN}")
-    if choice.variant not in primitive.variants(choice.shape, machine):
+    with_host = choice.device == "gpu" and index < plan.hosted
+    try:  # a layer that lives with the host may be divided in more ways than are offered
+        known = with_host or choice.variant in primitive.variants(choice.shape, machine)
+        footprint = primitive.footprint(choice.shape, choice.variant, plan.limits.threads) if known else None
+    except (KeyError, TypeError, ValueError):
+        footprint = None
+    if footprint is None:
         raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {AGAIN}")
-    return primitive.footprint(choice.shape, choice.variant, plan.limits.threads)
+    if lives_with_host(footprint) != with_host:
+        raise PlanFileError(
+            f"{where} runs {choice.primitive}, whose tensors live with the "
+            f"{'host' if lives_with_host(footprint) else 'GPU'}, and those of the plan do not; {AGAIN}"
+        )
+    return footprint
 
 
 @cache

@@ -6,17 +6,19 @@ A convolution and the pooling behind it are chosen for together: layer by layer,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import znnpy
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
-from znnpy.kernels.table import TABLE, find
+from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import Space, all_spaces, candidate, splits
 from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.hosted import HostedMode, HostedSearch
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
@@ -26,6 +28,7 @@ from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
+from znnpy.planner.with_host import Divided
 from znnpy.shapes import Precision, Vec3, text, turned, turned_back
 
 
@@ -52,6 +55,9 @@ def make_plan(
     baselines: bool = False,
     scheme: Scheme | None = None,
     options: Options | None = None,
+    mode: HostedMode | None = None,
+    host_rates: Rates | None = None,
+    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
@@ -70,11 +76,34 @@ def make_plan(
     baselines     and of patches that no session runs (`schemes`); scheme: plan patches of this one only
     options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first;
                   TypeError where rates are given too
+    mode          the first layers with tensors in the memory of the process, the others on the GPU (`hosted`), whatever
+                  `device` says; TypeError with baselines, scheme or options. Kinds are then those of one device alone
+    host_rates    speeds of the processor, where `rates` are the GPU's
+    in_host_ram   primitives of the GPU for hosted convolutions, in mode gpu-host
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
     only = (only,) if isinstance(only, str) else tuple(only)
-    _check_wishes(network, output, limits, patch, only, table)
+    _check_wishes(network, output, limits, patch, only, table if mode is None else (*table, *in_host_ram))
+    if mode is not None:
+        if baselines or scheme is not None or options is not None:
+            raise TypeError(f"mode {mode} knows no baselines, no scheme and no options")
+        words = {
+            "itemsize_in": itemsize_in,
+            "itemsize_out": itemsize_out,
+            "patch": patch,
+            "baseline": baseline_bytes() if baseline is None else baseline,
+            "masks": masks,
+            "columns": columns,
+            "depth_first": depth_first,
+        }
+        return _hosted(
+            network, output, machine, limits, mode,
+            only=only, table=table, in_host_ram=in_host_ram, rates=rates, host_rates=host_rates, precision=precision,
+            context=context, kinds=kinds, words=words,
+        )  # fmt: skip
+    if host_rates is not None:
+        raise TypeError("rates of the host are for modes in which it computes beside a GPU: give a mode")
     _check_device(machine, limits, device, only)
     if options is not None and rates is not None:
         raise TypeError("options were worked out for rates of their own: give options or rates")
@@ -98,6 +127,66 @@ def make_plan(
     plan = _plan(network, machine, ranked)
     others = [*_kinds(network, machine, plan, searches, ranked)] if kinds else []
     return replace(plan, kinds=(*others, *(_baselines(network, machine, plan, searches) if baselines else ())))
+
+
+def _hosted(
+    network: Network,
+    output: Vec3,
+    machine: Machine,
+    limits: Limits,
+    mode: HostedMode,
+    *,
+    only: Sequence[str],
+    table: tuple[Primitive, ...],
+    in_host_ram: tuple[Divided, ...],
+    rates: Rates | None,
+    host_rates: Rates | None,
+    precision: Precision,
+    context: int,
+    kinds: bool,
+    words: dict[str, Any],
+) -> Plan:
+    """The fastest plan of two devices; `words` are those of `make_plan` that it shares with plans of one."""
+    asked = {primitive.name for primitive in in_host_ram} & set(only)
+    if asked and mode == "cpu-to-gpu":
+        raise NoPlanError(f"{' and '.join(asked)} runs in mode gpu-host alone; drop --only or choose --mode gpu-host")
+    own = {
+        device: tuple(name for name in only if device_of(name) == device and name not in asked)
+        for device in ("cpu", "gpu")
+    }
+    _check_device(machine, limits, "gpu", own["gpu"])
+    if precision == "fp16":
+        raise NoPlanError(f"mode {mode} hands float32 from the host to the GPU: choose --precision tf32 or fp32")
+    if len(network.layers) < 2:
+        raise NoPlanError(f"{network.name} has one layer, and mode {mode} needs one for each device; drop --mode")
+    alone: list[Plan] = []
+    cpu = options_for(machine, limits, only=own["cpu"], table=table, rates=host_rates, device="cpu")
+    gpu = options_for(machine, limits, only=own["gpu"], table=table, rates=rates, device="gpu")
+    for options, device in ((cpu, "cpu"), (gpu, "gpu")):
+        more: dict[str, Any] = {"device": device, "only": own[device], "precision": precision, "context": context}
+        with suppress(NoPlanError):
+            alone.append(make_plan(network, output, machine, limits, table=table, options=options, **more, **words))
+    spaces = [space for space in all_spaces(network, output, precision) if words["columns"] in (None, space.walks)]
+    search = HostedSearch(
+        network=network,
+        output=output,
+        machine=machine,
+        limits=limits,
+        mode=mode,
+        cpu=cpu,
+        gpu=gpu,
+        itemsize_in=words["itemsize_in"],
+        itemsize_out=words["itemsize_out"],
+        baseline=words["baseline"],
+        context=context_bytes(context),
+        masks=words["masks"],
+        precision=precision,
+        divided=[primitive for primitive in in_host_ram if primitive.name in only or not asked],
+        asked=bool(asked),
+        depth_first=words["depth_first"],
+    )
+    plan = search.run(spaces, words["patch"], alone)
+    return replace(plan, kinds=tuple(kind_of(network, plan, other) for other in alone)) if kinds else plan
 
 
 def _searches(

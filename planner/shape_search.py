@@ -205,7 +205,12 @@ class ShapeSearch:
     def front(self, shape: Candidate, span: int) -> Front:
         """Options of one span, whether they fit or not."""
         first, last = self.space.spans[span]
-        place = Place(
+        return self.options.of(shape.shapes[first : last + 1], self.place(shape, span))
+
+    def place(self, shape: Candidate, span: int) -> Place:
+        """Where a span stands."""
+        first, last = self.space.spans[span]
+        return Place(
             under=shape.under[span],
             x=0 if shape.held[span] else shape.tensors[span],
             out=shape.tensors[span + 1],
@@ -214,7 +219,6 @@ class ShapeSearch:
             walks=self.space.walks,
             joined=shape.joined(span),
         )
-        return self.options.of(shape.shapes[first : last + 1], place)
 
     def fronts(self, shape: Candidate) -> list[Front]:
         """Options of every span."""

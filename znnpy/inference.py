@@ -37,8 +37,9 @@ from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.choice import Wishes, check_wishes, check_words, choose, device_begun, plan_begun, plan_finished
 from znnpy.run.devices import Site, check_device_words, check_here, gpus_of, site_for
+from znnpy.run.hosted import HostedSession, session_of
 from znnpy.run.lane import Lane
-from znnpy.run.modes import device_meant, names_on
+from znnpy.run.modes import check_hosted, device_meant, names_on
 from znnpy.run.session import Session
 from znnpy.run.shares import Cells, Hand, Queue, Shares
 from znnpy.run.shelf import Shelf
@@ -107,6 +108,7 @@ def infer(
     wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision, shelf.file, mode)
     meant = shelf.meant(check_device_words(device_meant(mode, device), vram, precision, names_on("gpu", only, mode)))
     count = gpus_of(gpus, meant)
+    check_hosted(mode, count)
     trained = load_trained(read_network(network), weights)
     target = Path(out) if out is not None else default_output(Path(volume), trained.network.name)
     with ExitStack() as stack:
@@ -137,6 +139,7 @@ class _Done:
     timings: pipeline.Timings
     vram_bytes: int | None  # that the process took of the GPU
     sentences: tuple[str, ...]
+    idle_seconds: Mapping[str, float]  # of the processor and the GPU that a step goes through one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +214,16 @@ class _Run:
             lanes = [Lane(name, session, session.crew, shares) for name, session in sessions.items()]
             timings = pipeline.run_lanes(lanes, self.source, self._writes(plan), self.progress, self.trace)
             lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
-            return _Done(plan, timings, site.taken_bytes(), (*lost, *wisdom.sentences))
+            hosted = (session for session in sessions.values() if isinstance(session, HostedSession))
+            idle = {side: seconds for session in hosted for side, seconds in session.idle_seconds.items()}
+            return _Done(plan, timings, site.taken_bytes(), (*lost, *wisdom.sentences), idle)
 
     def _writes(self, plan: Plan) -> pipeline.Writes:
         if self.watched is None:
             return self.output
         return Watched(self.output, self.trained, self.watched, self.source.offset, plan.precision)
 
-    def _shares(self, plan: Plan, sessions: Mapping[str, Session]) -> Queue:
+    def _shares(self, plan: Plan, sessions: Mapping[str, Session | HostedSession]) -> Queue:
         """Columns for devices that are alike, cells for a GPU and the processor."""
         network, done = self.trained.network, self.output.done
         if plan.beside is None:
@@ -231,7 +236,7 @@ class _Run:
         return Cells(plan.cells, plan.axis, hands, done)
 
     @contextmanager
-    def _awake(self, site: Site, plan: Plan) -> Iterator[tuple[dict[str, Session], Wisdom]]:
+    def _awake(self, site: Site, plan: Plan) -> Iterator[tuple[dict[str, Session | HostedSession], Wisdom]]:
         """A session for each device, by its name."""
         network, weights, begun = self.trained.network, self.trained.weights, self.output.header
         numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
@@ -244,12 +249,12 @@ class _Run:
                 crews = {
                     its.device: stack.enter_context(Crew(its.limits.threads)) for its in (plan, plan.beside) if its
                 }
-                sessions = {
-                    name: stack.enter_context(
-                        Session(its, network, weights, crews[its.device], device=device, trace=self.trace, lane=name)
-                    )
-                    for name, (its, device) in plans.items()
-                }
+                sessions: dict[str, Session | HostedSession] = {}
+                for name, (its, device) in plans.items():
+                    crew = crews[its.device]
+                    session = session_of(its, network, weights, crew, device=device, trace=self.trace, lane=name)
+                    stack.enter_context(session)
+                    sessions[name] = session
             yield sessions, wisdom
 
     def _leaner(self, site: Site, plan: Plan, refused: VramError) -> Plan:
@@ -261,7 +266,8 @@ class _Run:
         wishes = replace(self.wishes, ram=ram, vram=site.less_than(plan), threads=plan.limits.threads)
         if begun is not None:
             only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"
-            wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision)
+            mode = "gpu" if plan.beside else plan.mode
+            wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
         try:
             leaner = choose(
                 wishes,
@@ -273,6 +279,9 @@ class _Run:
             )
         except NoPlanError as error:
             raise VramError(f"{refused}; and {error}") from None
+        if begun is not None and plan.beside is not None:
+            memory = replace(leaner.memory, beside=plan.memory.beside)
+            leaner = replace(leaner, memory=memory, beside=plan.beside, alone=leaner.seconds)
         if begun is not None and leaner.parts_of(network) != plan.parts_of(network):
             raise refused
         return leaner
@@ -339,6 +348,7 @@ def _report(
 ) -> Report:
     """`done` is None where nothing was left to do; `notes` say why the device is not another."""
     timings = done.timings if done else None
+    lacking = _lacking(machine) if plan.device == "cpu" or plan.beside is not None else ()
     return Report(
         output=target,
         voxels=prod(plan.output),
@@ -352,7 +362,8 @@ def _report(
         vram_bytes=done.vram_bytes if done else None,
         notes=notes,
         lanes=timings.lanes if timings else (),
-        warnings=(*(_lacking(machine) if plan.device == "cpu" else ()), *(done.sentences if done else ())),
+        idle_seconds=done.idle_seconds if done else {},
+        warnings=(*lacking, *(done.sentences if done else ())),
     )
 
 

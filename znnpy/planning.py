@@ -29,7 +29,14 @@ from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
 from znnpy.run.choice import check_words, columns_only
 from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
-from znnpy.run.modes import LONG_SECONDS, device_meant, names_on, processor_plans, with_processor
+from znnpy.run.modes import (
+    check_hosted,
+    device_meant,
+    hosted_words,
+    names_on,
+    processor_plans,
+    with_processor,
+)
 from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.timing import Progress
@@ -93,12 +100,13 @@ def plan(
     check_words(border, output_dtype, cover)
     names = (only,) if isinstance(only, str) else tuple(only)
     meant = check_device_words(device_meant(mode, device), vram, precision, names_on("gpu", names, mode))
-    if machine is not None and mode == "side-by-side":
+    if machine is not None and mode not in ("auto", "cpu", "gpu"):
         raise ValueError("a file of a machine holds the costs of one device: leave out machine, or mode")
     study = Study(*rigor_of(rigor, time_limit), tell_progress)
     shelf = _shelf(costs, machine, runs=rigor != "estimate" or paranoid)
     job = _job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize)
     count = gpus_of(gpus, meant)
+    check_hosted(mode, count, measures=rigor != "estimate" or paranoid)
     wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode)
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
@@ -206,7 +214,8 @@ class _Wanted:
         words: dict[str, Any] = {"columns": columns_only(self.cover)}
         known = site.rates(self.job.network, limits)
         rates = self.study.rates(site, limits, known, lambda rates: self.within(site, limits, rates=rates, **words))
-        words |= {"kinds": kinds, "baselines": baselines, "rates": rates}
+        hosted = hosted_words(self.mode, site, limits)
+        words |= {"kinds": kinds, "baselines": baselines and not hosted, "rates": rates, **hosted}
 
         def make(output: Vec3, limits: Limits) -> Plan:
             return self.within(site, limits, output=output, **words)
@@ -214,8 +223,9 @@ class _Wanted:
         job, held = self.job, self.held(site)
         made = plan_for(site.devices, make, job.network, job.output, limits, held, masks=False)
         made = replace(made, rigor=self.study.done)
-        long = 0.0 if kinds else LONG_SECONDS
-        chosen, lost = with_processor(made, self.mode, make, self.beside(site), job.network, masks=False, long=long)
+        chosen, lost = with_processor(
+            made, self.mode, make, self.beside(site), job.network, self.only, masks=False, show=kinds
+        )
         if lost is None or not kinds:
             return chosen
         scheme = BESIDE if lost.beside is not None else ""
@@ -276,7 +286,9 @@ class _Tells:
         sentences = (*site.sentences, *site.beyond(made.limits), *shelf.sentences, *wanted.study.sentences)
         for sentence in sentences:
             self.sentence(sentence)
-        if self.why is not None:
+        if self.why is not None and made.hosted:
+            self.sentence(f"why primitives are not taken is told of layers on one device, not of mode {made.mode}")
+        elif self.why is not None:
             rates = wanted.rates(site, made.limits)
             self.why(considered(made, network, site.machine, rates, TABLE, wanted.only))
         if self.point is not None:

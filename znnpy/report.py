@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ class Report:
     vram_bytes: int | None = None  # that the process took of it in the end
     notes: tuple[str, ...] = ()  # why it is not another device or precision
     lanes: tuple[LaneTimings, ...] = ()  # of every device that computed
+    idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, where a step goes through two
 
     @property
     def precision(self) -> Precision:
@@ -71,6 +72,7 @@ class Report:
             *self._vram(),
             f"stages     {stages} (side by side)",
             *self._lanes(),
+            *self._idle(),
             f"{self._cover()}, {self.plan.limits.threads} threads",
             f"methods    {self._methods()}",
             f"device     {'; '.join((self.gpu or 'CPU', *self.notes))}",
@@ -88,6 +90,11 @@ class Report:
             for lane in self.lanes
         )
         return [f"devices    {'; '.join(shares)}"]
+
+    def _idle(self) -> list[str]:
+        """How long the processor and the GPU stood still that a step goes through one after the other."""
+        idle = ", ".join(f"{side} {human_seconds(seconds)}" for side, seconds in self.idle_seconds.items())
+        return [f"idle       {idle}"] if idle else []
 
     def _vram(self) -> list[str]:
         limit = self.plan.limits.vram_bytes
@@ -140,6 +147,7 @@ class Report:
             "primitives": [choice.primitive for choice in self.plan.choices],
             "device": self.plan.device,
             "mode": self.plan.mode,
+            "idle_seconds": dict(self.idle_seconds),
             "devices": [
                 {"name": lane.name, "voxels": lane.voxels, "seconds": dict(lane.seconds), "lost": lane.lost}
                 for lane in self.lanes

@@ -155,10 +155,11 @@ limits_words = _together(
 devices_words = _together(
     click.option(
         "--mode",
-        type=click.Choice(["auto", "cpu", "gpu", "side-by-side"]),
+        type=click.Choice(["auto", "cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]),
         default="auto",
         show_default=True,
-        help="gpu: GPUs alone; side-by-side: the processor computes beside them; auto: the fastest.",
+        help="gpu: GPUs alone; gpu-host, cpu-to-gpu: the first layers in the memory of the host; side-by-side: the "
+        "processor computes beside GPUs; auto: cpu, gpu or side-by-side.",
     ),
     click.option(
         "--gpus",

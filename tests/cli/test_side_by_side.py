@@ -169,7 +169,7 @@ def test_ram_is_shared(place: Place) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, side-by-side"),
+        ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, gpu-host, cpu-to-gpu, side-by-side"),
         ({"device": "cpu"}, "--mode side-by-side is of the GPU, and --device cpu was asked for: drop one"),
         ({"mode": "cpu", "device": "gpu"}, "--mode cpu is of the CPU, and --device gpu was asked for: drop one"),
         ({"mode": "cpu", "vram": "1G", "precision": None}, "--vram limits the memory of a GPU, and none is used"),
@@ -195,6 +195,45 @@ def test_plan_tells_of_every_mode(place: Place) -> None:
     quick = plan(place.folder / "net.yaml", mode="gpu", **words)
     assert quick.mode == "gpu"
     assert not any(kind.scheme == "with the processor beside it" for kind in quick.kinds)
+
+
+def test_a_plan_for_a_volume_of_another_type(place: Place) -> None:
+    """Patches of the processor are larger there, and so are masks of what is not finite."""
+    made = go(place).plan
+    file = place.folder / "plan.json"
+    file.write_text(made.to_json())
+    voxels = np.random.default_rng(7).integers(0, 256, (20, 23, 25)).astype(np.float64)
+    voxels[3, 4, 5] = np.nan
+    place.write_volume(voxels)
+    again = go(place, plan=file, mode="auto", threads=None, precision=None, allow_nan=True).plan
+    assert made.beside is not None
+    assert again.beside is not None
+    assert again.beside.itemsize_in == 8
+    assert again.beside.memory.reading > made.beside.memory.reading
+    assert again.memory.beside == again.beside.memory.peak
+    assert np.isnan(place.prediction()).any()
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_the_gpu_refuses_memory_midway(place: Place, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+    """The processor does not compute the rest alone: the GPU is planned anew."""
+
+    class Refusing(EmulatedDevice):
+        copies = 0
+
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            if stream is self.uploads:
+                Refusing.copies += 1
+                if Refusing.copies == 1 + done:
+                    raise VramError("cudaErrorMemoryAllocation: out of memory")
+            super().copy_async(target, source, stream)
+
+    monkeypatch.setattr(devices, "Device", Refusing)
+    report = go(place, patch=(2, 4, 4))
+    assert any("planned anew" in sentence for sentence in report.warnings)
+    assert not any("was lost" in sentence for sentence in report.warnings)
+    assert report.plan.mode == "side-by-side"
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
 def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def planned(
         patch_in=step,
         axis=axis,
         column=column,
-        choices=tuple(_choice(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True)),
+        choices=tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True)),
         tensors=tensors,
         memory=memory,
         itemsize_in=1,
@@ -206,7 +206,7 @@ def planned(
     return plan
 
 
-def _choice(
+def choice_of(
     layers: tuple[int, int], shape: LayerShape, primitive: Primitive, variant: Variant, footprint: Footprint
 ) -> Choice:
     return Choice(

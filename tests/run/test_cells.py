@@ -234,7 +234,7 @@ def _taken(cells: Cells, lane: Any) -> Lease | None:
 GRID = Cover((40, 40, 40), (10, 10, 10))  # 64 cells
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1, 2, pytest.param(3, id="one stack")])
 @pytest.mark.parametrize(
     ("true", "predicted"),
     [
@@ -250,7 +250,7 @@ GRID = Cover((40, 40, 40), (10, 10, 10))  # 64 cells
 )
 def test_all_end_together(axis: int, true: dict[str, float], predicted: dict[str, float] | None) -> None:
     """No later than perfect, but for a cell of the slowest: within what the others would have taken for it."""
-    played = Played(GRID, axis, true, predicted)
+    played = Played(GRID if axis < 3 else Cover((640, 10, 10), (10, 10, 10)), axis % 3, true, predicted)
     ends = played.ends()
     assert sorted(index for some in played.taken.values() for index in some) == list(range(64))
     perfect = 64 / sum(1 / seconds for seconds in true.values())
@@ -260,11 +260,27 @@ def test_all_end_together(axis: int, true: dict[str, float], predicted: dict[str
         assert max(ends.values()) <= perfect + 1.01 * max(min(true.values()) * 2, 0.5 * slowest)
 
 
+def test_who_reads_ahead_has_to_compute_what_it_took() -> None:
+    """A reader asks for the next cell before the last one is computed."""
+    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 20.0, runs=False)})
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    taken = [lease for _ in range(9) if (lease := _taken(cells, cpu)) is not None]
+    assert len(taken) == 3, "60 of the 61 seconds that the GPU takes for the others"
+
+
 def test_runs_walk_along_the_axis() -> None:
     played = Played(GRID, 1, {"GPU": 1.0, "CPU": 1000.0})
     played.ends()
     assert not played.taken["CPU"], "the GPU is done before it is"
     assert played.runs == [tuple(16 * z + x + 4 * y for y in range(4)) for z in range(4) for x in range(4)]
+
+
+def test_the_first_run_leaves_half_until_speeds_are_known() -> None:
+    played = Played(Cover((640, 10, 10), (10, 10, 10)), 0, {"GPU": 1.0, "CPU": 1000.0})
+    played.ends()
+    assert [len(run) for run in played.runs] == [32, 32]
 
 
 def test_the_processor_begins_at_the_back() -> None:
@@ -277,7 +293,8 @@ def test_the_processor_begins_at_the_back() -> None:
 def test_a_run_is_no_longer_than_what_may_be_lost() -> None:
     played = Played(GRID, 0, {"GPU": 200.0, "CPU": 1e6})
     played.ends()
-    assert {len(run) for run in played.runs} == {2}
+    assert [len(run) for run in played.runs[:3]] == [1, 2, 1], "half of it until speeds are known"
+    assert max(len(run) for run in played.runs) == 2
 
 
 def test_what_a_lost_gpu_had_is_taken_anew() -> None:

@@ -13,12 +13,13 @@ from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
 from znnpy.kernels.gpu.device import find_gpu
 from znnpy.machine import Limits, Machine, parse_bytes
 from znnpy.network import Network
+from znnpy.planner.beside import moving_whole
 from znnpy.planner.memory import MARGIN_BYTES, DeviceKind, baseline_bytes, context_bytes, moving_bytes
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
 from znnpy.run.devices import Site
-from znnpy.run.modes import names_on, processor_plans, with_processor
+from znnpy.run.modes import hosted_words, names_on, processor_plans, with_processor
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
@@ -97,12 +98,13 @@ def choose(
             rates=rates,
             **alike,
             **site.words(),
+            **hosted_words(wishes.mode, site, limits),
         )
 
     try:
         made = plan_for(site.devices, make, network, source.output, limits, baseline, masks=masks)
         beside = processor_plans(site, network, wishes.only, **alike)
-        return with_processor(made, wishes.mode, make, beside, network, masks=masks)[0]
+        return with_processor(made, wishes.mode, make, beside, network, wishes.only, masks=masks)[0]
     except NoPlanError as error:
         if not unpacking:
             raise
@@ -156,6 +158,11 @@ def _known_to_run(
     )
     here = plan.covering(source.output, network, memory)
     here = replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
+    if plan.beside is not None:
+        moved = replace(plan.beside, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
+        beside = moving_whole(moved, network, masks=masks)
+        here = moving_whole(here, network, masks=masks)
+        here = replace(here, beside=beside, memory=replace(here.memory, beside=beside.memory.peak))
     ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
     vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
     here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)

@@ -12,13 +12,14 @@ Peaks  Every activation has a word on the device, the largest |value| in the col
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +29,13 @@ from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.kernels.gpu.moves import Moves
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import PINNED, STAGED
-from znnpy.planner.plan import Plan, Tensor
+from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.run.arena import Arena
 from znnpy.run.device_trace import DeviceTrace
 from znnpy.run.workshop import UNTRACED, Voxels, dtype_of, input_overflow, layer_of, output_overflow
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Footprint
     from znnpy.run.trace import Trace
 
@@ -48,7 +48,7 @@ FLOAT16_END = 65520.0  # what is larger, or as large, rounds to infinity
 class _Ticket:
     """A step under way, and the arrays of the host that it reads and writes."""
 
-    raw: Voxels
+    raw: Voxels | None  # None: what it reads is handed over
     out: Voxels | None  # as it was given
     landing: Voxels | None  # `out`, or an array in C order in its stead
     done: Any  # event: everything is downloaded
@@ -58,7 +58,7 @@ class _Ticket:
 class _Lent:
     """What a step has of the device until its wait. Tickets do not refer to it: they may outlive the session."""
 
-    raw: Any  # slot
+    raw: Any | None  # slot
     out: Any | None
     words: Any  # peaks
     address: int  # of the first of them
@@ -75,8 +75,17 @@ class _Layer:
     looked_at: int | None  # that is raised for it
 
 
+class Checks(Protocol):
+    """What a workshop asks of a crew."""
+
+    def check(self) -> None: ...
+
+
 class GpuWorkshop:
     """See `Workshop`. It opens a device of its own where it is given none.
+
+    Of a plan with hosted choices it runs the others. One thread may `take`, `give` and what is between while another
+    waits.
 
     VramError where the device has less memory than the plan says.
     """
@@ -87,15 +96,17 @@ class GpuWorkshop:
         self,
         plan: Plan,
         network: Network,
-        crew: Crew,
+        crew: Checks,
         device: Device | None = None,
         trace: Trace | None = None,
         lane: str = "GPU",
     ) -> None:
         self._plan, self._network, self._crew, self._device = plan, network, crew, device
         self._trace, self._lane = trace, lane
+        self._turn = threading.Lock()  # of what steps are lent
         self._windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
-        self._convolutions = [index for index, choice in enumerate(plan.choices) if choice.shape.kind == "conv"]
+        own = enumerate(plan.choices[plan.hosted :], plan.hosted)
+        self._convolutions = [index for index, choice in own if choice.shape.kind == "conv"]
         self._release()
 
     def _release(self) -> None:
@@ -106,6 +117,7 @@ class GpuWorkshop:
         self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and the output, for `_moves`
         self._layers: list[_Layer] = []
         self._raw_slots: list[Any] = []  # that are free
+        self._handed: deque[tuple[Any, Any]] = deque()  # slots for what is handed over, and events of their last use
         self._out_slots: list[Any] = []
         self._words: deque[tuple[Any, npt.NDArray[np.float32]]] = deque()  # free, on the device and on the host
         self._last_words: Any = None  # on the device, of the step before
@@ -137,6 +149,10 @@ class GpuWorkshop:
             with self._open:
                 self._release()
 
+    def hands_for(self, choice: Choice) -> Any:
+        del choice
+        return self.hands
+
     def abandon(self) -> None:
         """What CUDA refused may be all that is wrong: a device that still answers gives its memory back."""
         try:
@@ -155,7 +171,7 @@ class GpuWorkshop:
 
         self._arena = Arena(tensors, view)
         word = 0  # that the input of a choice has
-        for choice, footprint in zip(plan.choices, footprints, strict=True):
+        for choice, footprint in zip(plan.choices[plan.hosted :], footprints, strict=True):
             x_peak = FLOAT32 * word if footprint.reads_peak else None
             word += choice.shape.kind == "conv"
             peak = FLOAT32 * word if choice.shape.kind == "conv" else None
@@ -165,7 +181,12 @@ class GpuWorkshop:
         reads, writes = min(STAGED, cover.steps(cover.margin)), min(STAGED, cover.steps(0))
         raw_bytes = network.input_channels * prod(plan.patch_in) * plan.itemsize_in
         out_bytes = network.output_channels * prod(plan.patch_out) * plan.itemsize_out
-        self._raw_slots = [device.allocate(raw_bytes, "patches on their way in") for _ in range(reads)]
+        if plan.hosted:
+            part = plan.handover_bytes // plan.parts[plan.hosted]
+            slots = [device.allocate(part, "what is handed over") for _ in range(STAGED)]
+            self._handed.extend((slot, device.event()) for slot in slots)
+        else:
+            self._raw_slots = [device.allocate(raw_bytes, "patches on their way in") for _ in range(reads)]
         self._out_slots = [device.allocate(out_bytes, "patches on their way out") for _ in range(writes)]
         count = len(self._convolutions) + 2  # one for the input, the last for the output
         for _ in range(STAGED):
@@ -191,31 +212,62 @@ class GpuWorkshop:
         raws = (pinned(raw_shape, raw.newbyteorder("=")) for _ in range(min(PINNED, reads)))
         return raws, (pinned(out_shape, out) for _ in range(min(PINNED, writes)))
 
-    def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
-        if len(self._lent) > self.under_way:
-            raise RuntimeError(f"{len(self._lent)} steps are under way: wait for the first before another is submitted")
+    def take(self, raw: Voxels | None, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
+        """raw  None: what the step reads is handed over, part by part (`fetch`)."""
         self._crew.check()
         device = self.hands
-        raw = np.ascontiguousarray(raw, raw.dtype.newbyteorder("="))
-        self._compile(raw.dtype, None if out is None else out.dtype)
+        if raw is not None:
+            raw = np.ascontiguousarray(raw, raw.dtype.newbyteorder("="))
+        self._compile(np.dtype(np.float32) if raw is None else raw.dtype, None if out is None else out.dtype)
         landing = out if out is None or out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        raw_slot = self._slot(self._raw_slots, raw.nbytes, "patches on their way in")
-        out_slot = None if out is None else self._slot(self._out_slots, out.nbytes, "patches on their way out")
-        before = self._lent[-1].words if self._lent else self._last_words
-        words, peaks = self._words.popleft()
-        self._lent.append(_Lent(raw_slot, out_slot, words, device.address(words), peaks))
+        with self._turn:
+            before, lent = self._lend(raw, out)
+        words = lent.words
         self._step = _Ticket(raw, out, landing, device.event())
-        staged = device.view(raw_slot, raw.shape, raw.dtype)
         if self._traced is not None:
             self._traced.begin()
-        with self._span("upload", device.uploads, "upload"):
-            device.copy_async(staged, raw, device.uploads)
-        device.stream.wait_event(self._mark(device.uploads))
+        staged = None
+        if raw is not None:
+            staged = device.view(lent.raw, raw.shape, raw.dtype)
+            with self._span("upload", device.uploads, "upload"):
+                device.copy_async(staged, raw, device.uploads)
+            device.stream.wait_event(self._mark(device.uploads))
         if begins:
             device.clear(words)
         else:
             device.copy_async(words, before, device.stream)
-        return staged, None if out is None else device.view(out_slot, out.shape, out.dtype)
+        return staged, None if out is None else device.view(lent.out, out.shape, out.dtype)
+
+    def _lend(self, raw: Voxels | None, out: Voxels | None) -> tuple[Any, _Lent]:
+        """What one more step has of the device, and the words of the step before."""
+        if len(self._lent) > self.under_way:
+            raise RuntimeError(f"{len(self._lent)} steps are under way: wait for the first before another is submitted")
+        raw_slot = None if raw is None else self._slot(self._raw_slots, raw.nbytes, "patches on their way in")
+        out_slot = None if out is None else self._slot(self._out_slots, out.nbytes, "patches on their way out")
+        before = self._lent[-1].words if self._lent else self._last_words
+        words, peaks = self._words.popleft()
+        lent = _Lent(raw_slot, out_slot, words, self.hands.address(words), peaks)
+        self._lent.append(lent)
+        return before, lent
+
+    def fetch(self, handed: npt.NDArray[np.float32], x: Any) -> None:
+        """Queue the upload of what is handed over, (S, new, y, x, f), for x of the same shape, C order within an image.
+
+        handed  pinned, C order; read until the step is done.
+        """
+        device = self.hands
+        slot, read = self._handed.popleft()
+        staged = device.view(slot, handed.shape, handed.dtype)
+        device.uploads.wait_event(read)
+        with self._span("upload", device.uploads, "upload"):
+            device.copy_async(staged, handed, device.uploads)
+        device.stream.wait_event(self._mark(device.uploads))
+        with self.span("load"):
+            device.copy_async(x, staged, device.stream)
+            self._moving.peak(x, self._lent[-1].address)
+        with device.calling("cudaEventRecord"):
+            device.stream.record(read)
+        self._handed.append((slot, read))
 
     def give(self) -> _Ticket:
         device, lent = self.hands, self._lent[-1]
@@ -238,13 +290,15 @@ class GpuWorkshop:
         self._await(ticket.done, self._crew)
         if self._traced is not None:
             self._traced.end()
-        lent = self._lent.popleft()
-        peaks = lent.peaks.tolist()
-        self._raw_slots.append(lent.raw)
-        if lent.out is not None:
-            self._out_slots.append(lent.out)
-        self._words.append((lent.words, lent.peaks))
-        self._last_words = lent.words
+        with self._turn:
+            lent = self._lent.popleft()
+            peaks = lent.peaks.tolist()
+            if lent.raw is not None:
+                self._raw_slots.append(lent.raw)
+            if lent.out is not None:
+                self._out_slots.append(lent.out)
+            self._words.append((lent.words, lent.peaks))
+            self._last_words = lent.words
         self._check(ticket, *peaks)
         if ticket.out is not None and ticket.landing is not None and ticket.landing is not ticket.out:
             ticket.out[...] = ticket.landing
@@ -274,7 +328,7 @@ class GpuWorkshop:
             event, seconds = self._queued.popleft()
             self._await(event, self._crew)
             self._queued_seconds -= seconds
-        layer, words = self._layers[index], self._lent[-1].address
+        layer, words = self._layers[index - self._plan.hosted], self._lent[-1].address
         x_peak, out_peak = (0 if at is None else words + at for at in (layer.x_peak, layer.out_peak))
         step.run(x, out, scratch, before, x_peak=x_peak, out_peak=out_peak)
         if layer.looked_at is not None:
@@ -293,7 +347,7 @@ class GpuWorkshop:
         known = self._types
         wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
         if wanted != known:
-            values = dtype_of(self._plan.choices[0].shape)
+            values = dtype_of(self._plan.choices[-1].shape)
             self._moves = Moves(
                 self.hands,
                 raw=wanted[0],
@@ -316,7 +370,7 @@ class GpuWorkshop:
             stream.record(event)
         return event
 
-    def _await(self, event: Any, crew: Crew | None = None) -> None:
+    def _await(self, event: Any, crew: Checks | None = None) -> None:
         """Until an event has happened, and no longer than until the crew is stopped."""
         with self.hands.calling("a step of the run"):
             while not event.done:
@@ -327,10 +381,12 @@ class GpuWorkshop:
     def _check(self, ticket: _Ticket, entering: float, *peaks: float) -> None:
         """ValuesOverflowError if a peak of the column so far is beyond what its values are stored in."""
         plan, network = self._plan, self._network
-        kept = dtype_of(plan.choices[0].shape)
+        kept = dtype_of(plan.choices[-1].shape)
         end = FLOAT16_END if kept == np.float16 else np.inf
         *layers, leaving = peaks
         if not entering < end:
+            if ticket.raw is None:
+                raise _layer_overflow(entering, kept).with_context(layer_of(plan, network, plan.hosted - 1))
             raise input_overflow(ticket.raw, kept)
         for index, peak in zip(self._convolutions, layers, strict=True):
             if not peak < end:

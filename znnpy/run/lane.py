@@ -199,7 +199,7 @@ class Computing:
         trace: Traces | None = None,
     ) -> None:
         session = lane.session
-        self.name, self.shares, self.crew = lane.name, lane.shares, lane.crew
+        self.name, self.plan, self.shares, self.crew = lane.name, session.plan, lane.shares, lane.crew
         self.seconds = dict.fromkeys(("reading", "computing", "waiting"), 0.0)
         self.out: list[Voxels] = []  # buffers for outputs
         self.voxels = 0  # written

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from znnpy.errors import DeviceError, DeviceLostError, Stopped
+from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError
 from znnpy.patches import Box, Column
 from znnpy.run.lane import END, Computes, Computing, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside
 from znnpy.run.shares import Queue, Shares
@@ -192,6 +192,8 @@ class _Run:
         try:
             lane.compute()
         except (DeviceError, DeviceLostError) as error:
+            if isinstance(error, VramError) and not self._alike(lane):
+                raise  # it may be planned anew
             lane.lose(error)
             with self._turn:
                 begun = lane.shares.lose(lane)
@@ -202,6 +204,10 @@ class _Run:
                     self._now.work -= lease.work
                     self._now.voxels -= lease.voxels
                     lane.voxels -= lease.voxels
+
+    def _alike(self, lane: Computing) -> bool:
+        """Others with the same plan are left."""
+        return any(other.plan is lane.plan and not other.lost for other in self._lanes if other is not lane)
 
     def _land(self, turn: Turn, landed: Landed | None) -> None:
         """A step was computed."""

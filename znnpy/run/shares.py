@@ -28,6 +28,7 @@ from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.memory import PINNED
 
+LOOK_SECONDS = 0.5
 LOST_SECONDS = 480.0  # of one lease, as far as known: what a run that is killed computes again, in ten minutes at most
 
 
@@ -87,7 +88,7 @@ class Queue(ABC):
                     return lease
                 if not self._left() and all(held.lane == lane for held in self._held):
                     return None
-                self._turn.wait()
+                self._turn.wait(LOOK_SECONDS)  # whether it still pays to wait changes with time
 
     def finish(self, lease: Lease) -> None:
         """All of it was computed, and lies in the host's memory."""
@@ -118,7 +119,7 @@ class Queue(ABC):
 
     @abstractmethod
     def moves(self) -> tuple[int, int]:
-        """Steps that there are at least for each lane if it takes all: that read, and that write."""
+        """Steps that a lane has if it takes all, those that read and those that write; PINNED stands for many."""
 
     @abstractmethod
     def _left(self) -> bool:
@@ -219,11 +220,13 @@ class Cells(Queue):
         hand, seconds = self._hands[lane.name], self._seconds(lane.name)
         if hand.runs:
             most = min(self._fair(lane, free), max(1, int(LOST_SECONDS / seconds)))
+            if len(self._lanes) > 1 and not self._spent[lane.name][1]:
+                most = max(1, most // 2)  # what is left is dealt by what was measured
             stack = next(filter(None, self._stacks.values()))
             gaps = (count for count, (a, b) in enumerate(pairwise(stack), 1) if b != a + self._stride)
             taken = tuple(stack[: min(most, next(gaps, len(stack)))])
             del stack[: len(taken)]
-        elif self._others(lane, seconds) >= free:
+        elif self._others(lane, self._busy(lane) + seconds) >= free:
             return None
         else:
             taken = (next(filter(None, reversed(self._stacks.values()))).pop(),)
@@ -246,8 +249,9 @@ class Cells(Queue):
 
     def _fair(self, lane: Takes, free: int) -> int:
         """Cells after which `lane` is done no sooner than the others are with the rest; one at least."""
-        seconds = self._seconds(lane.name)
-        return 1 + bisect_left(range(1, free), free, key=lambda count: count + self._others(lane, count * seconds))
+        busy, seconds = self._busy(lane), self._seconds(lane.name)
+        ends = range(1, free)
+        return 1 + bisect_left(ends, free, key=lambda count: count + self._others(lane, busy + count * seconds))
 
     def _others(self, lane: Takes, seconds: float) -> int:
         """Cells that the other lanes are likely to begin and end within `seconds`."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.network import Network
-from znnpy.planner.plan import Plan, Tensor
+from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.shapes import LayerShape, Vec3
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ class Workshop(Protocol):
     On a GPU everything but `wait` and `buffers` is queued: a call returns before the work is done.
     """
 
-    @property
-    def hands(self) -> Any:
-        """Whom primitives prepare and bind for: a Crew, or a Device."""
+    def hands_for(self, choice: Choice) -> Any:
+        """Whom its primitive prepares and binds for: a Crew, or a Device."""
 
     @property
     def under_way(self) -> int:

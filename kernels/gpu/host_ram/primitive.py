@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
-from znnpy.kernels.gpu.host_ram.search import Found, divide
+from znnpy.kernels.gpu.host_ram.search import TOGETHER, Found, Space, divide
 from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
 from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
 from znnpy.kernels.gpu.modules import Instance
@@ -68,7 +68,7 @@ class ConvHostRam:
     name: str = "gpu.conv.host_ram"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "tensors that a GPU has no room for: they stay with the host, sub-layers go up; not in plans yet"
+    summary: str = "tensors that a GPU has no room for: they stay with the host, sub-layers go up; mode gpu-host"
     source: str = "ZNNi VII-A"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -95,13 +95,21 @@ class ConvHostRam:
         return tuple(found)
 
     def fastest(
-        self, shape: ConvShape, machine: Machine, vram_bytes: int, speeds: Speeds, seconds: Seconds
+        self,
+        shape: ConvShape,
+        machine: Machine,
+        vram_bytes: int,
+        speeds: Speeds,
+        seconds: Seconds,
+        *,
+        within: float = WITHIN,
+        few: bool = False,
     ) -> Choice | None:
         """The inner primitive, its variant and the division that take the least time in `vram_bytes` of the device.
 
-        Of each inner primitive and variant it is found but for WITHIN of the time.
-
         seconds  of one run of an inner primitive on the device.
+        within   a part of the time: of each inner primitive and variant the division is found but for that.
+        few      of each axis only parts that are all of it, a half, a quarter, ..: planners ask for many shapes.
 
         None where nothing fits.
         """
@@ -111,11 +119,12 @@ class ConvHostRam:
             whole = of(shape)
             ways.append((0.0 if whole is None else whole.seconds, inner, variant, of))
         best: Choice | None = None
+        space = _few(shape) if few else None
         for whole_seconds, inner, variant, of in sorted(ways, key=lambda way: way[0]):
             below = inf if best is None else best.found.seconds
             if whole_seconds >= PADDED * below:
                 break
-            found = divide(shape, vram_bytes, speeds, of, below=below, within=WITHIN)
+            found = divide(shape, vram_bytes, speeds, of, below=below, within=within, space=space)
             if found is not None:
                 best = Choice(_variant(found.division, inner, variant), found)
         return best
@@ -200,6 +209,22 @@ class ConvHostRam:
 def instances() -> list[Instance]:
     """All kernels that may be compiled, but for those of moves.cu."""
     return [Instance(SOURCE, f"add_part<{value}>", 40) for value in ("float", "half")]
+
+
+def _few(shape: ConvShape) -> Space:
+    """Halves of halves of every axis, of maps no fewer than primitives take at a time."""
+    planes, soft = shape.out[0], shape.activation == "softmax"
+    images = [(count, planes) for count in _halves(shape.batch)]
+    return Space(
+        [*images, *((1, count) for count in _halves(planes) if count < planes)],
+        [shape.fin] if soft else _halves(shape.fin, TOGETHER),
+        [shape.fout] if soft else _halves(shape.fout, TOGETHER),
+    )
+
+
+def _halves(length: int, least: int = 1) -> list[int]:
+    parts = (-(-length // 2**times) for times in range(length.bit_length()))
+    return sorted({part for part in parts if part >= least} | {length})
 
 
 def _sublayers(inner: Primitive, variant: Variant, machine: Machine, seconds: Seconds) -> Inner:

@@ -1,0 +1,453 @@
+"""Plans whose first layers run with tensors in the memory of the host, and all others on the GPU (ZNNi VII-B and C).
+
+cpu-to-gpu  The processor computes the first layers of a step while the GPU computes the others of the step before.
+gpu-host    One after the other: convolutions of the first layers run on the GPU, in sub-layers, or on the processor,
+            whichever is faster; all else of them on the processor.
+
+Method  For every number of first layers (theta), and every number of images that the GPU takes at a time of what is
+        handed over, the fastest primitives are found for both sides apart, each exactly within its memory (`trade`):
+        the seconds of both grow with those of each. First layers take all images at a time.
+Shapes  Those of the best plans of the processor alone and of the GPU alone within the same limits; where axes have few
+        sizes, all combinations, else as many steps along all axes together as FEW, of columns also in thickness; and
+        then the next sizes along each axis of the best shape, for as long as one of them is better. Another shape may
+        be better still.
+GPU     A hosted convolution may take a part of its memory, LENT of what CUDA leaves: its arena is that of the others
+        too, and what it keeps there is taken from theirs. How it is divided does not depend on what they take.
+Sizes   Of the images at a time: all that divide what there are; a part of them behind later poolings only where they
+        go one by one, or all at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+from typing import Any, Literal
+
+import znnpy
+from znnpy.errors import NoPlanError
+from znnpy.kernels.primitive import Work
+from znnpy.machine import Limits, Machine
+from znnpy.network import Network, Pool
+from znnpy.planner.candidates import Candidate, Space, all_sizes, candidate, splits, thinned
+from znnpy.planner.cost import Rates, edge_seconds, seconds
+from znnpy.planner.layout import Tensor, place
+from znnpy.planner.memory import Memory
+from znnpy.planner.options import Options
+from znnpy.planner.part_search import Part, PartSearch, PartSpace
+from znnpy.planner.plan import FORMAT, Choice, Plan, both_sides, device_of, handovers
+from znnpy.planner.shape_search import LOST_SECONDS, Found
+from znnpy.planner.sides import lives_with_host, sides
+from znnpy.planner.trade import Way, total_seconds
+from znnpy.planner.with_host import Divided, WithHost
+from znnpy.shapes import LayerShape, Precision, Vec3, text, turned, turned_back
+
+HostedMode = Literal["gpu-host", "cpu-to-gpu"]
+
+FEW = 6  # sizes of an axis, or of all axes together
+LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
+COMBINED = 100  # combinations of sizes that are all looked at
+NEARER = 16  # times that shapes next to the best one are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The best of one shape, one theta and one number of images at a time."""
+
+    whole: Candidate
+    theta: int
+    front: Found
+    back: Found
+    memory: Memory
+    tensors: tuple[Tensor, ...]  # of the GPU, all together
+    seconds: float  # for the whole output
+    handover_seconds: float  # of a step
+
+    @property
+    def column_seconds(self) -> float:
+        return self.seconds / len(self.whole.cover)
+
+
+@dataclass
+class HostedSearch:
+    """What is asked for, and what may run on either side."""
+
+    network: Network
+    output: Vec3
+    machine: Machine
+    limits: Limits
+    mode: HostedMode
+    cpu: Options
+    gpu: Options
+    itemsize_in: int
+    itemsize_out: int
+    baseline: int
+    context: int
+    masks: bool
+    precision: Precision
+    depth_first: bool
+    divided: Sequence[Divided] = ()  # compute hosted convolutions on the GPU, in mode gpu-host
+    asked: bool = False  # one of them, by name
+    with_host: WithHost | None = field(init=False)
+    _searches: dict[tuple[Space, int, bool], PartSearch] = field(default_factory=dict)
+    _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
+    _fronts: dict[Any, Found | None] = field(default_factory=dict)
+    _paces: tuple[dict[tuple[int, int], float], ...] = field(default_factory=lambda: ({}, {}))
+
+    def __post_init__(self) -> None:
+        lent = int(LENT * ((self.limits.vram_bytes or 0) - self.context))
+        self.with_host = None
+        if not self.overlaps and self.divided:
+            rates = self.cpu.rates, self.gpu.rates
+            self.with_host = WithHost(
+                self.divided, self.machine, self.limits.threads, lent, *rates, self.precision, asked=self.asked
+            )
+
+    @property
+    def overlaps(self) -> bool:
+        return self.mode == "cpu-to-gpu"
+
+    def run(self, spaces: Sequence[Space], patch: Vec3 | None, seeds: Iterable[Plan]) -> Plan:
+        """The best plan; NoPlanError with the smallest need where nothing fits.
+
+        patch  this output patch only
+        seeds  plans whose shapes are looked at first
+        """
+        if patch is None:
+            starts = [*self._of_seeds(spaces, seeds), *((space, p) for space in spaces for p in _grid(space))]
+        else:
+            starts = [(space, turned(patch, space.axis)) for space in spaces]
+        best = self._among(starts, None)
+        for _ in range(NEARER if patch is None and best is not None else 0):
+            assert best is not None
+            better = self._among([(best.whole.space, near) for near in _next_to(best.whole)], best)
+            if better is best:
+                break
+            best = better
+        if best is None:  # what bounds and estimates leave out may still fit
+            least = self._least_need(spaces, patch)
+            if least is None or least.memory.over(self.limits) != (0, 0):
+                raise self._no_plan(least)
+            best = least
+        return self._plan(best)
+
+    def _of_seeds(self, spaces: Sequence[Space], seeds: Iterable[Plan]) -> Iterator[tuple[Space, Vec3]]:
+        for seed in seeds:
+            for space in spaces:
+                if (space.walks, space.axis if space.walks else 0) == (seed.walks, seed.axis if seed.walks else 0):
+                    yield space, turned(seed.patch_out, space.axis)
+
+    def _among(self, shapes: Iterable[tuple[Space, Vec3]], best: Both | None) -> Both | None:
+        """The best of `best` and of shapes that nobody has looked at."""
+        for space, patch in shapes:
+            if (space, patch) in self._seen:
+                continue
+            self._seen.add((space, patch))
+            best = self._of_shape(candidate(space, patch), best)
+        return best
+
+    def _of_shape(self, whole: Candidate, best: Both | None) -> Both | None:
+        """The best of `best` and of one shape. Smaller parts only cost, but for the memory that they save."""
+        thetas = []
+        for theta in range(1, len(self.network.layers)):
+            one, other, front, back = self._sides(whole, theta, (0,))
+            least = self._least(back, one.expected(front), other.expected(back))
+            if least < _below(best) and one.room(front) >= front.largest:
+                thetas.append((least, theta))
+        for _, theta in sorted(thetas):
+            one, other, front, back = self._sides(whole, theta, (0,))
+            if self._least(back, one.over_link(front), other.expected(back)) >= _below(best):
+                continue
+            hosted = one.quickest(front)
+            if self._least(back, hosted, other.expected(back)) >= _below(best):
+                continue
+            undivided = other.quickest(back)
+            for at_once in self._images(whole, theta):
+                if undivided < inf and self._least(back, hosted, undivided) >= _below(best):
+                    break
+                best = self._short_enough(whole, theta, at_once, _below(best)) or best
+        return best
+
+    def _least(self, back: Part, front_seconds: float, back_seconds: float) -> float:
+        """Seconds for the whole output, without what is lost where one side begins or ends alone."""
+        handed = back.whole.steps[back.layers[0][0] - 1] * self._handover_seconds(back)
+        return both_sides(front_seconds, back_seconds + handed, (0.0, 0.0), overlaps=self.overlaps)
+
+    def _short_enough(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
+        """With columns that take at most LOST_SECONDS, as far as they are of several steps."""
+        found, pieces = self._of_theta(whole, theta, at_once, below), 1
+        while found is not None and found.column_seconds > LOST_SECONDS and whole.column > whole.patch[0]:
+            pieces = max(pieces + 1, int(found.column_seconds / LOST_SECONDS))
+            whole = whole.cut(pieces)
+            found = self._of_theta(whole, theta, at_once, below)
+        return found
+
+    def _of_theta(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
+        """The fastest of both sides that fit together; None unless below `below` seconds.
+
+        Where hosted layers that the GPU computes leave too little of it to the others, none does.
+        """
+        one, other, front, back = self._sides(whole, theta, at_once)
+        if other.quickest(back) >= below or other.room(back) < back.largest:
+            return None
+        ahead = self._ahead(one, front)
+        if ahead is None:
+            return None
+        found = self._fitted(whole, theta, one, other, ahead, back, below)
+        if not self.asked and any(lives_with_host(way.footprint) for _, way in ahead.ways):
+            most = below if found is None else found.seconds
+            if found is None or total_seconds(found.back.options) > other.quickest(back):
+                alone = replace(one, with_host=None).fastest(front, most)
+                other.taken = 0
+                found = (alone and self._fitted(whole, theta, one, other, alone, back, most)) or found
+        return found
+
+    def _fitted(
+        self, whole: Candidate, theta: int, one: PartSearch, other: PartSearch, ahead: Found, back: Part, below: float
+    ) -> Both | None:
+        """With the fastest back beside `ahead`."""
+        other.taken = sum(way.footprint.resident for _, way in ahead.ways if lives_with_host(way.footprint))
+        behind = other.fastest(back, below)
+        if behind is not None and behind.memory.pinned:
+            front = ahead.candidate
+            one.taken = behind.memory.pinned
+            again = one.fastest(front, below)
+            if again is None:
+                return None
+            ahead = again
+        if behind is None:
+            return None
+        found = self._both(whole, theta, ahead, behind)
+        return found if found.seconds < below and found.memory.over(self.limits) == (0, 0) else None
+
+    def _ahead(self, one: PartSearch, front: Part) -> Found | None:
+        """The fastest primitives for hosted layers: the same however many images the GPU takes at a time."""
+        key = front.shapes, front.column
+        if key not in self._fronts:
+            self._fronts = {key: one.fastest(front)}  # one shape after the other
+        return self._fronts[key]
+
+    def _both(self, whole: Candidate, theta: int, front: Found, back: Found) -> Both:
+        """Of a shape, side by side or one after the other."""
+        handed = self._handover_seconds(back.candidate)
+        steps = whole.steps[theta - 1]
+        once = [sum(way.seconds * way.parts for _, way in found.ways) for found in (front, back)]
+        step = once[0], once[1] + handed
+        spent = total_seconds(front.options), total_seconds(back.options) + steps * handed
+        network, patch = whole.space.network, whole.patch
+        edges = self.itemsize_in * network.input_channels * prod(whole.new)
+        edges += self.itemsize_out * network.output_channels * prod(patch)
+        whole_seconds = both_sides(*spent, step, overlaps=self.overlaps) + edge_seconds("gpu", edges)
+        ways = [way for found in (front, back) for _, way in found.ways]
+        laid = sides([(way.shape, way.footprint) for way in ways], len([*front.ways]), whole.new[0])
+        tensors, arena = place(laid.device.tensors)
+        memory = replace(
+            back.memory,
+            arena=arena,
+            carries=laid.device.carries,
+            residents=laid.device.residents,
+            allowance=laid.device.allowance,
+            pinned=laid.device.pinned,
+            host_arena=front.memory.arena,
+            host_carries=laid.host.carries,
+            host_residents=laid.host.residents,
+            host_allowance=laid.host.allowance,
+        )
+        return Both(whole, theta, front, back, memory, tensors, whole_seconds, handed)
+
+    def _handover_seconds(self, back: Candidate) -> float:
+        """Of a step: each part goes up before it is computed."""
+        shape = back.shapes[0]
+        nbytes = shape.in_bytes // shape.in_shape[1] * back.new[0]
+        return back.parts[0] * seconds((Work("gpu_upload", 0.0, float(nbytes)),), self.gpu.rates)
+
+    def _sides(
+        self, whole: Candidate, theta: int, at_once: tuple[int, ...]
+    ) -> tuple[PartSearch, PartSearch, Part, Part]:
+        """Searches and layers of both sides."""
+        front, back = self._front(whole, theta), self._back(whole, theta, at_once)
+        one, other = (self._search(whole.space, theta, on_gpu=on_gpu) for on_gpu in (False, True))
+        one.handed = other.handed = handovers(overlaps=self.overlaps) * front.shapes[-1].out_bytes
+        other.slots = back.shapes[0].in_bytes // back.shapes[0].in_shape[1] * back.fed[0]
+        one.taken = other.taken = 0
+        return one, other, front, back
+
+    def _search(self, space: Space, theta: int, *, on_gpu: bool) -> PartSearch:
+        key = space, theta, on_gpu
+        found = self._searches.get(key)
+        if found is None:
+            layers = range(theta, len(space.network.layers)) if on_gpu else range(theta)
+            part = PartSpace.of(space if on_gpu else replace(space, precision="fp32"), layers)
+            found = self._searches[key] = PartSearch(
+                space=replace(part, whole=space),
+                limits=self.limits,
+                itemsize_in=self.itemsize_in,
+                itemsize_out=self.itemsize_out,
+                options=self.gpu if on_gpu else self.cpu,
+                device="gpu" if on_gpu else "cpu",
+                baseline=self.baseline,
+                context=self.context,
+                masks=self.masks,
+                splits=(),
+                paces=self._paces[on_gpu],
+                with_host=None if on_gpu else self.with_host,
+            )
+        return found
+
+    def _front(self, whole: Candidate, theta: int) -> Part:
+        """All images at a time, in fp32."""
+        space = self._search(whole.space, theta, on_gpu=False).space
+        shapes = tuple(replace(shape, precision="fp32") for shape in whole.shapes[:theta])
+        return Part(space, whole.patch, whole.column, shapes, (1,) * theta, whole, whole.new, behind=False)
+
+    def _back(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> Part:
+        """at_once  images at a time of what is handed over, and behind each pooling of these layers; 0: all."""
+        space = self._search(whole.space, theta, on_gpu=True).space
+        given = whole.shapes[theta - 1]
+        images = given.out_shape[0]
+        batch = at_once[0] or images
+        before, wanted = images // batch, iter(at_once[1:])
+        shapes: list[LayerShape] = []
+        parts = []
+        for layer, shape in zip(space.network.layers, whole.shapes[theta:], strict=True):
+            shapes.append(replace(shape, batch=batch))
+            parts.append(before)
+            batch = made = shapes[-1].out_shape[0]
+            if isinstance(layer, Pool):
+                batch = min(next(wanted, 0) or made, made)
+            before *= made // batch
+        return Part(space, whole.patch, whole.column, tuple(shapes), tuple(parts), whole, given.out, behind=True)
+
+    def _images(self, whole: Candidate, theta: int) -> list[tuple[int, ...]]:
+        """Images at a time on the GPU, for `_back`: the most first."""
+        images = whole.shapes[theta - 1].out_shape[0]
+        if not self.depth_first:
+            return [(0,)]
+        later = splits(Network("rest", self.network.maps[theta], whole.space.network.layers[theta:]))[1:]
+        later = [at_once for at_once in later if any(at_once)]
+        some = [(count,) for count in range(images, 0, -1) if images % count == 0]
+        ends = [(images,), (1,)] if images > 1 else [(1,)]
+        return [*some, *((*end, *at_once) for end in ends for at_once in later)]
+
+    def _plan(self, best: Both) -> Plan:
+        whole, space = best.whole, best.whole.space
+        choices = tuple(
+            Choice(
+                layers=(offset + first, offset + last),
+                shape=way.shape,
+                primitive=way.primitive.name,
+                version=way.primitive.version,
+                device="gpu" if device_of(way.primitive.name) == "gpu" else "cpu",
+                variant=way.variant,
+                seconds=way.seconds,
+                runs=way.runs,
+                measured=self._rates(way).tells(way.primitive, way.shape, way.variant),
+                fitted=self._rates(way).fits(way.primitive, way.shape, way.variant),
+                resident_bytes=way.footprint.resident,
+                working_bytes=way.footprint.working(way.shape),
+            )
+            for offset, found in ((0, best.front), (best.theta, best.back))
+            for (first, last), way in found.ways
+        )
+        return Plan(
+            format=FORMAT,
+            znnpy_version=znnpy.__version__,
+            network=self.network.sha256,
+            network_name=self.network.name,
+            machine=self.machine.fingerprint,
+            limits=self.limits,
+            output=self.output,
+            patch_out=whole.patch_out,
+            patch_in=turned_back(whole.new, space.axis),
+            axis=space.axis,
+            column=whole.column,
+            choices=choices,
+            tensors=best.tensors,
+            memory=best.memory,
+            itemsize_in=self.itemsize_in,
+            itemsize_out=self.itemsize_out,
+            columns=len(whole.cover),
+            rigor="estimate",
+            other=None,
+            runners_up=(),
+            hosted=len([*best.front.ways]),
+            overlaps=self.overlaps,
+            host_tensors=best.front.tensors,
+            handover_seconds=best.handover_seconds,
+        )
+
+    def _rates(self, way: Way) -> Rates:
+        return (self.gpu if device_of(way.primitive.name) == "gpu" else self.cpu).rates
+
+    def _least_need(self, spaces: Sequence[Space], patch: Vec3 | None) -> Both | None:
+        """That of the smallest shapes; None where no theta leaves layers that both sides run."""
+        least: Both | None = None
+        for space in spaces:
+            whole = candidate(space, turned(patch, space.axis) if patch else space.network.period)
+            for theta in range(1, len(self.network.layers)):
+                for at_once in self._images(whole, theta):
+                    found = self._leanest(whole, theta, at_once)
+                    if found is not None and (least is None or self._lacks(found) < self._lacks(least)):
+                        least = found
+        return least
+
+    def _no_plan(self, least: Both | None) -> NoPlanError:
+        """What `least`, the smallest need there is, lacks."""
+        if least is None:
+            return NoPlanError(
+                f"mode {self.mode}: no primitives run the first layers of {self.network.name} with "
+                "the host and all others on the GPU; drop --mode or --only"
+            )
+        memory, limits = least.memory, self.limits
+        error = NoPlanError(
+            f"mode {self.mode}: nothing fits in {limits.ram_bytes:,} bytes of RAM and {limits.vram_bytes or 0:,} of "
+            f"VRAM: the smallest need is {memory.peak:,} and {memory.vram:,}, with patches of "
+            f"{text(least.whole.patch_out)} and {least.theta} layers on the host; allow at least "
+            f"--ram {-(-memory.peak // 2**20)}M and --vram {-(-memory.vram // 2**20)}M"
+        )
+        error.needed_bytes = memory.vram if memory.over(limits)[1] else memory.peak
+        return error
+
+    def _leanest(self, whole: Candidate, theta: int, at_once: tuple[int, ...]) -> Both | None:
+        one, other, front, back = self._sides(whole, theta, at_once)
+        ahead, behind = one.leanest(front), other.leanest(back)
+        return None if ahead is None or behind is None else self._both(whole, theta, ahead, behind)
+
+    def _lacks(self, found: Both) -> tuple[int, int]:
+        return sum(found.memory.over(self.limits)), found.memory.peak + found.memory.vram
+
+
+def _below(best: Both | None) -> float:
+    """Seconds that another has to stay below."""
+    return inf if best is None else best.seconds
+
+
+def _grid(space: Space) -> list[Vec3]:
+    """Steps to begin with."""
+    z, y, x = all_sizes(space)
+    if len(z) * len(y) * len(x) <= COMBINED:
+        return [(a, b, c) for a in z for b in y for c in x]
+    thick, across = thinned(z, FEW), [thinned(along, FEW) for along in (y, x)]
+    most = max(len(across[0]), len(across[1]), len(thick))
+    together = [(_nth(thick, i, most), _nth(across[0], i, most), _nth(across[1], i, most)) for i in range(most)]
+    if not space.walks:
+        return together
+    return [(a, b, c) for a in thick for _, b, c in together]
+
+
+def _nth(sizes: Sequence[int], index: int, of: int) -> int:
+    """The one that is as far down its axis as `index` is of `of`."""
+    return sizes[min(len(sizes) - 1, index * len(sizes) // of)]
+
+
+def _next_to(whole: Candidate) -> Iterator[Vec3]:
+    """Shapes that differ along one axis by one size; of patches whose axes are alike, along all together too."""
+    sizes = all_sizes(whole.space)
+    moved = []
+    for axis, along in enumerate(sizes):
+        here = min(range(len(along)), key=lambda i, axis=axis, along=along: abs(along[i] - whole.patch[axis]))  # type: ignore[misc]
+        moved.append([along[i] for i in (here - 1, here + 1) if 0 <= i < len(along)])
+    for axis, others in enumerate(moved):
+        for size in others:
+            z, y, x = (size if axis == i else own for i, own in enumerate(whole.patch))
+            yield z, y, x

@@ -1,0 +1,109 @@
+"""Convolutions whose tensors live with the host, which a GPU computes in sub-layers, as options of a plan.
+
+How they are divided is for the primitive to find; that takes long, so each shape is asked for once, and none whose way
+over the link alone takes longer than something else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Protocol
+
+from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.table import Speeds
+from znnpy.machine import Machine
+from znnpy.planner.candidates import kept_bytes
+from znnpy.planner.cost import Rates
+from znnpy.planner.layout import aligned
+from znnpy.planner.options import JOINING, KEEPING, Place
+from znnpy.planner.trade import Option, Way
+from znnpy.shapes import ConvShape, LayerShape, Precision
+
+WITHIN = 0.05  # of the time, by which a division may be slower than the best
+COPIED = 2.0  # bytes that the host moves for each that goes over the link: to page-locked memory or from it
+
+Seconds = Callable[[Primitive, ConvShape, Variant], float]
+
+
+class Divided(Primitive, Protocol):
+    """What is asked of a primitive for tensors of the host, beside what is asked of all."""
+
+    def fastest(
+        self,
+        shape: ConvShape,
+        machine: Machine,
+        vram_bytes: int,
+        speeds: Speeds,
+        seconds: Seconds,
+        *,
+        within: float,
+        few: bool,
+    ) -> Any:
+        """`variant` and `found`, of which `seconds`, in so many bytes of the GPU; None where nothing fits."""
+
+
+@dataclass
+class WithHost:
+    """What a GPU may compute of hosted layers.
+
+    vram_bytes  of the GPU that one such layer may take
+    host        rates of the processor, which copies; gpu: of sub-layers and of the link
+    """
+
+    table: Sequence[Divided]
+    machine: Machine
+    threads: int
+    vram_bytes: int
+    host: Rates
+    gpu: Rates
+    precision: Precision
+    asked: bool = False  # by name: where one of the table applies to a layer nothing else is considered
+    _known: dict[tuple[str, ConvShape], tuple[Variant, float] | None] = field(default_factory=dict)
+
+    @property
+    def speeds(self) -> Speeds:
+        """The link is as fast as the host fills and empties the buffers before it, at most."""
+        link = min(self.gpu.of("gpu_upload").nbytes, self.host.of("copy").nbytes / COPIED)
+        return Speeds(upload=link, download=link, memory=self.gpu.carrying)
+
+    def least(self, shape: LayerShape) -> float:
+        """Seconds of one run that the link takes; inf for what is no convolution."""
+        if shape.kind != "conv" or not self.table:
+            return inf
+        return max(shape.in_bytes / self.speeds.upload, shape.out_bytes / self.speeds.download)
+
+    def options(self, shape: LayerShape, place: Place, below: float = inf) -> Iterator[Option]:
+        """Of one layer at a place, its steps the first of the place's; none whose link takes `below` seconds in all."""
+        steps = place.steps[0]
+        if shape.kind != "conv" or self.least(shape) * steps * place.parts >= below:
+            return
+        shape = replace(shape, precision=self.precision)
+        carried = place.parts * kept_bytes(shape) if place.walks else 0
+        for primitive in self.table:
+            found = self._fastest(primitive, shape)
+            if found is None:
+                continue
+            variant, once = found
+            footprint = primitive.footprint(shape, variant, self.threads)
+            spent = once + (KEEPING + JOINING) * carried / self.host.carrying / place.parts
+            yield Option(
+                ways=(Way(shape, primitive, variant, footprint, spent, place.parts, steps * place.parts),),
+                seconds=spent * steps * place.parts,
+                resident=footprint.host + carried,
+                live=place.under + aligned(place.x) + aligned(place.out) + place.joined,
+                allowance=0,
+            )
+
+    def _fastest(self, primitive: Divided, shape: ConvShape) -> tuple[Variant, float] | None:
+        key = primitive.name, shape
+        if key not in self._known:
+            chosen = None
+            if primitive.why_not(shape, self.machine) is None:
+                seconds = self.gpu.seconds
+                chosen = primitive.fastest(
+                    shape, self.machine, self.vram_bytes, self.speeds, seconds, within=WITHIN, few=True
+                )
+            self._known[key] = None if chosen is None else (chosen.variant, chosen.found.seconds)
+        return self._known[key]
