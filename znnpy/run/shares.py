@@ -147,9 +147,12 @@ class Shares(Queue):
         self._returned: deque[int] = deque()  # and of them those that lost lanes had
 
     def moves(self) -> tuple[int, int]:
-        left = [column for index, column in enumerate(self.columns) if index not in self.done]
-        writes = sum(step.write.voxels > 0 for column in left for step in column.steps)
-        return sum(len(column.steps) for column in left), writes
+        reads = writes = 0
+        for index, column in enumerate(self.columns):  # a cover makes its columns anew: none is kept
+            if index not in self.done:
+                reads += len(column.steps)
+                writes += sum(step.write.voxels > 0 for step in column.steps)
+        return reads, writes
 
     def _left(self) -> bool:
         while self._begun < len(self.columns) and self._begun in self.done:
