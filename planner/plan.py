@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations
 from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
-from znnpy.errors import PlanFileError, ShapeError
-from znnpy.kernels.primitive import Footprint, Variant
+from znnpy.errors import PlanFileError
+from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.documents import Document
-from znnpy.planner.layout import ALIGNMENT, Count, Positive, aligned, loops
+from znnpy.planner.layout import Count, Positive, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
-from znnpy.planner.sides import lives_with_host, sides
-from znnpy.shapes import LayerShape, Precision, Vec3, fused, text, turned
+from znnpy.shapes import LayerShape, Precision, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
@@ -345,100 +343,14 @@ class Plan:
                 "the plan's layers run on a GPU, and there is none here; make one for this machine with "
                 "`znnpy plan NETWORK --device cpu`"
             )
-        self._check_shapes(network)
-        footprints = [_footprint(index, self, machine, table) for index in range(len(self.choices))]
-        self._check_memory(footprints)
+        from znnpy.planner import plan_checks  # here: it is of plans
+
+        plan_checks.check_shapes(self, network)
+        footprints = [plan_checks.footprint_of(index, self, machine, table) for index in range(len(self.choices))]
+        plan_checks.check_memory(self, footprints)
         if self.beside is not None:
-            self._check_beside(self.beside, network, machine, table)
-        self._check_limits(machine, ram_bytes, vram_bytes)
-
-    def _check_beside(
-        self, beside: Plan, network: Network, machine: Machine, table: Sequence[Primitive] | None
-    ) -> None:
-        beside.check_runs(network, machine, table=table)
-        grid = [cell % step for cell, step in zip(beside.output, self.patch_out, strict=True)]
-        if any(grid):
-            raise PlanFileError(
-                f"the plan's cells of {text(beside.output)} are no whole number of its steps of "
-                f"{text(self.patch_out)}; {AGAIN}"
-            )
-        if self.memory.beside != beside.memory.peak:
-            raise PlanFileError(
-                f"the plan promises {self.memory.beside:,} bytes for the processor, and its plan beside needs "
-                f"{beside.memory.peak:,}; {AGAIN}"
-            )
-
-    def _check_limits(self, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
-        card = None if machine.gpu is None else machine.gpu.memory_bytes
-        for limit, what, needed, kind, word in (
-            (machine.ram_bytes, "this process may use", self.memory.peak, "RAM", "ram"),
-            (ram_bytes, "the limit allows", self.memory.peak, "RAM", "ram"),
-            (card, "the GPU has", self.memory.vram, "VRAM", "vram"),
-            (vram_bytes, "the limit allows", self.memory.vram, "VRAM", "vram"),
-        ):
-            if limit is not None and needed > limit:
-                raise PlanFileError(
-                    f"the plan needs {needed:,} bytes of {kind}, {needed - limit:,} more than {what} ({limit:,}); "
-                    "make one for this network and volume with "
-                    f"`znnpy plan NETWORK --volume VOLUME --{word} {limit // 2**20}M`"
-                )
-
-    def _check_shapes(self, network: Network) -> None:
-        along = network.turned(self.axis)
-        batches = [c.shape.batch for c in self.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
-        batches += [self.choices[-1].shape.batch] * len(network.layers)  # where layers are missing: told below
-        try:
-            shapes = along.layer_shapes(
-                turned(self.patch_out, self.axis), batches=batches, walks=self.walks, precision=self.precision
-            )
-            on_cpu = [replace(shape, precision="fp32") for shape in shapes]
-        except ShapeError as error:
-            raise PlanFileError(f"the plan does not fit its network: {error}") from None
-        if self.column % self.patch_out[self.axis]:
-            raise PlanFileError(
-                f"the plan's columns of {self.column} planes are no whole number of steps of "
-                f"{self.patch_out[self.axis]}; {AGAIN}"
-            )
-        needed = patch_in(network, self.patch_out, self.axis, walks=self.walks)
-        if self.patch_in != needed:
-            raise PlanFileError(
-                f"the plan reads patches of {text(self.patch_in)}, and {text(self.patch_out)} voxels out need "
-                f"{text(needed)}; {AGAIN}"
-            )
-        begun = 0  # layers that are chosen for
-        for index, choice in enumerate(self.choices):
-            first, last = choice.layers
-            known = on_cpu if index < self.hosted and choice.device == "cpu" else shapes
-            if first != begun or choice.shape != _shape_of(known, first, last):
-                there = f"layer {begun} ({shapes[begun]}) there" if begun < len(shapes) else f"{begun} layers"
-                raise PlanFileError(
-                    f"entry {index} of the plan is {choice.where} ({choice.shape}), and the network has {there}; "
-                    f"{AGAIN}"
-                )
-            begun = last + 1
-        if begun != len(shapes):
-            raise PlanFileError(f"the plan chooses for {begun} layers, and the network has {len(shapes)}; {AGAIN}")
-
-    def _check_memory(self, footprints: Sequence[Footprint]) -> None:
-        """The tensors of each arena are those the primitives need; alive together they lie apart and inside it."""
-        steps = [(c.shape, f) for c, f in zip(self.choices, footprints, strict=True)]
-        wanted, memory = sides(steps, self.hosted, self.patch_in[self.axis]), self.memory
-        _check_tensors(self.tensors, wanted.device.tensors, memory.arena, "arena")
-        _check_tensors(self.host_tensors, wanted.host.tensors, memory.host_arena, "arena in the memory of the host")
-        for what, promised, needed in (
-            ("of weights", memory.residents, wanted.device.residents),
-            ("of weights in page-locked memory", memory.pinned, wanted.device.pinned),
-            ("for the libraries", memory.allowance, wanted.device.allowance),
-            ("for carried planes", memory.carries, wanted.device.carries),
-            ("of weights of hosted layers", memory.host_residents, wanted.host.residents),
-            ("for the libraries of hosted layers", memory.host_allowance, wanted.host.allowance),
-            ("for carried planes of hosted layers", memory.host_carries, wanted.host.carries),
-            ("for what is handed over", memory.handover, handovers(overlaps=self.overlaps) * wanted.handover),
-        ):
-            if promised != needed:
-                raise PlanFileError(
-                    f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}"
-                )
+            plan_checks.check_beside(self, self.beside, network, machine, table)
+        plan_checks.check_limits(self, machine, ram_bytes, vram_bytes)
 
 
 def handovers(*, overlaps: bool) -> int:
@@ -470,32 +382,6 @@ def check_hosted(plan: Plan) -> None:
         raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
 
 
-def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: int, arena: str) -> None:
-    """PlanFileError unless these are the tensors that are needed, laid in an arena of so many bytes."""
-    wanted, found = {t.name: t for t in needed}, {t.name: t for t in tensors}
-    if found.keys() != wanted.keys() or len(tensors) != len(found):
-        names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in tensors)
-        raise PlanFileError(f"the plan's {arena} lacks, repeats or invents tensors ({', '.join(names)}); {AGAIN}")
-    for name, need in wanted.items():
-        got = found[name]
-        if (got.nbytes, got.first, got.last) != (need.nbytes, need.first, need.last):
-            raise PlanFileError(
-                f"the plan gives {name} {got.nbytes:,} bytes in ticks {got.first} to {got.last}, and it needs "
-                f"{need.nbytes:,} in {need.first} to {need.last}; {AGAIN}"
-            )
-        if got.offset % ALIGNMENT or got.end > nbytes:
-            raise PlanFileError(
-                f"the plan lays {name} at bytes {got.offset:,} to {got.end:,}, not aligned to {ALIGNMENT} or "
-                f"outside the {arena} of {nbytes:,}; {AGAIN}"
-            )
-    for a, b in combinations(tensors, 2):
-        if a.meets(b) and a.offset < b.end and b.offset < a.end:
-            raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {AGAIN}")
-    end = aligned(max((t.end for t in tensors), default=0))
-    if nbytes != end:
-        raise PlanFileError(f"the plan's tensors end at byte {end:,} and the {arena} at {nbytes:,}; {AGAIN}")
-
-
 def waste(output: Vec3, layers: Sequence[tuple[LayerShape, float, int]]) -> float:
     """Work done over the work that no border would need: how often an average output of a layer is computed.
 
@@ -519,50 +405,6 @@ def patch_in(network: Network, out: Vec3, axis: int, *, walks: bool) -> Vec3:
 def device_of(primitive: str) -> str:
     """Where a primitive runs, `cpu` or `gpu`: the first part of its name."""
     return primitive.partition(".")[0]
-
-
-def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape | None:
-    """What one choice computes that spans layers first..last; None where no choice may."""
-    if last >= len(shapes) or last - first not in (0, 1):
-        return None
-    return shapes[first] if first == last else fused(shapes[first], shapes[last])
-
-
-def _footprint(index: int, plan: Plan, machine: Machine, table: Sequence[Primitive]) -> Footprint:
-    """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
-    choice = plan.choices[index]
-    primitive = next((p for p in table if p.name == choice.primitive), None)
-    where = f"{choice.where} of the plan"
-    if choice.device != device_of(choice.primitive) or (index >= plan.hosted and choice.device != plan.device):
-        raise PlanFileError(
-            f"{where} runs {choice.primitive} on the {choice.device.upper()}, and all layers of the plan run on the "
-            f"{plan.device.upper()}; {AGAIN}"
-        )
-    if primitive is None:
-        raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {AGAIN}")
-    if primitive.version != choice.version:
-        raise PlanFileError(
-            f"{where} runs version {choice.version} of {choice.primitive}, and version {primitive.version} is here; "
-            f"{AGAIN}"
-        )
-    if primitive.kind != choice.shape.kind:
-        raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {choice.primitive}; {AGAIN}")
-    if reason := primitive.why_not(choice.shape, machine):
-        raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {AGAIN}")
-    with_host = choice.device == "gpu" and index < plan.hosted
-    try:  # a layer that lives with the host may be divided in more ways than are offered
-        known = with_host or choice.variant in primitive.variants(choice.shape, machine)
-        footprint = primitive.footprint(choice.shape, choice.variant, plan.limits.threads) if known else None
-    except (KeyError, TypeError, ValueError):
-        footprint = None
-    if footprint is None:
-        raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {AGAIN}")
-    if lives_with_host(footprint) != with_host:
-        raise PlanFileError(
-            f"{where} runs {choice.primitive}, whose tensors live with the "
-            f"{'host' if lives_with_host(footprint) else 'GPU'}, and those of the plan do not; {AGAIN}"
-        )
-    return footprint
 
 
 @cache

@@ -1,0 +1,178 @@
+"""Whether a plan, which may have been made elsewhere or edited, runs here: PlanFileError says why it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from znnpy.errors import PlanFileError, ShapeError
+from znnpy.kernels.primitive import Footprint, Primitive
+from znnpy.machine import Machine
+from znnpy.network import Network
+from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
+from znnpy.planner.plan import AGAIN, Plan, device_of, handovers, patch_in
+from znnpy.planner.sides import lives_with_host, sides
+from znnpy.shapes import LayerShape, fused, text, turned
+
+
+def check_beside(
+    plan: Plan, beside: Plan, network: Network, machine: Machine, table: Sequence[Primitive] | None
+) -> None:
+    """The plan of the processor beside GPUs runs here too, on cells of whole steps, in the memory that is promised."""
+    beside.check_runs(network, machine, table=table)
+    grid = [cell % step for cell, step in zip(beside.output, plan.patch_out, strict=True)]
+    if any(grid):
+        raise PlanFileError(
+            f"the plan's cells of {text(beside.output)} are no whole number of its steps of "
+            f"{text(plan.patch_out)}; {AGAIN}"
+        )
+    if plan.memory.beside != beside.memory.peak:
+        raise PlanFileError(
+            f"the plan promises {plan.memory.beside:,} bytes for the processor, and its plan beside needs "
+            f"{beside.memory.peak:,}; {AGAIN}"
+        )
+
+
+def check_limits(plan: Plan, machine: Machine, ram_bytes: int | None, vram_bytes: int | None) -> None:
+    """What it takes is there, and allowed."""
+    card = None if machine.gpu is None else machine.gpu.memory_bytes
+    for limit, what, needed, kind, word in (
+        (machine.ram_bytes, "this process may use", plan.memory.peak, "RAM", "ram"),
+        (ram_bytes, "the limit allows", plan.memory.peak, "RAM", "ram"),
+        (card, "the GPU has", plan.memory.vram, "VRAM", "vram"),
+        (vram_bytes, "the limit allows", plan.memory.vram, "VRAM", "vram"),
+    ):
+        if limit is not None and needed > limit:
+            raise PlanFileError(
+                f"the plan needs {needed:,} bytes of {kind}, {needed - limit:,} more than {what} ({limit:,}); "
+                "make one for this network and volume with "
+                f"`znnpy plan NETWORK --volume VOLUME --{word} {limit // 2**20}M`"
+            )
+
+
+def check_shapes(plan: Plan, network: Network) -> None:
+    """Every layer of the network has its choice, with the sizes that it has there."""
+    along = network.turned(plan.axis)
+    batches = [c.shape.batch for c in plan.choices for _ in c.layers[: 1 + (c.layers[0] < c.layers[1])]]
+    batches += [plan.choices[-1].shape.batch] * len(network.layers)  # where layers are missing: told below
+    try:
+        shapes = along.layer_shapes(
+            turned(plan.patch_out, plan.axis), batches=batches, walks=plan.walks, precision=plan.precision
+        )
+        on_cpu = [replace(shape, precision="fp32") for shape in shapes]
+    except ShapeError as error:
+        raise PlanFileError(f"the plan does not fit its network: {error}") from None
+    if plan.column % plan.patch_out[plan.axis]:
+        raise PlanFileError(
+            f"the plan's columns of {plan.column} planes are no whole number of steps of "
+            f"{plan.patch_out[plan.axis]}; {AGAIN}"
+        )
+    needed = patch_in(network, plan.patch_out, plan.axis, walks=plan.walks)
+    if plan.patch_in != needed:
+        raise PlanFileError(
+            f"the plan reads patches of {text(plan.patch_in)}, and {text(plan.patch_out)} voxels out need "
+            f"{text(needed)}; {AGAIN}"
+        )
+    begun = 0  # layers that are chosen for
+    for index, choice in enumerate(plan.choices):
+        first, last = choice.layers
+        known = on_cpu if index < plan.hosted and choice.device == "cpu" else shapes
+        if first != begun or choice.shape != _shape_of(known, first, last):
+            there = f"layer {begun} ({shapes[begun]}) there" if begun < len(shapes) else f"{begun} layers"
+            raise PlanFileError(
+                f"entry {index} of the plan is {choice.where} ({choice.shape}), and the network has {there}; {AGAIN}"
+            )
+        begun = last + 1
+    if begun != len(shapes):
+        raise PlanFileError(f"the plan chooses for {begun} layers, and the network has {len(shapes)}; {AGAIN}")
+
+
+def check_memory(plan: Plan, footprints: Sequence[Footprint]) -> None:
+    """The tensors of each arena are those the primitives need; alive together they lie apart and inside it."""
+    steps = [(c.shape, f) for c, f in zip(plan.choices, footprints, strict=True)]
+    wanted, memory = sides(steps, plan.hosted, plan.patch_in[plan.axis]), plan.memory
+    _check_tensors(plan.tensors, wanted.device.tensors, memory.arena, "arena")
+    _check_tensors(plan.host_tensors, wanted.host.tensors, memory.host_arena, "arena in the memory of the host")
+    for what, promised, needed in (
+        ("of weights", memory.residents, wanted.device.residents),
+        ("of weights in page-locked memory", memory.pinned, wanted.device.pinned),
+        ("for the libraries", memory.allowance, wanted.device.allowance),
+        ("for carried planes", memory.carries, wanted.device.carries),
+        ("of weights of hosted layers", memory.host_residents, wanted.host.residents),
+        ("for the libraries of hosted layers", memory.host_allowance, wanted.host.allowance),
+        ("for carried planes of hosted layers", memory.host_carries, wanted.host.carries),
+        ("for what is handed over", memory.handover, handovers(overlaps=plan.overlaps) * wanted.handover),
+    ):
+        if promised != needed:
+            raise PlanFileError(f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}")
+
+
+def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: int, arena: str) -> None:
+    """PlanFileError unless these are the tensors that are needed, laid in an arena of so many bytes."""
+    wanted, found = {t.name: t for t in needed}, {t.name: t for t in tensors}
+    if found.keys() != wanted.keys() or len(tensors) != len(found):
+        names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in tensors)
+        raise PlanFileError(f"the plan's {arena} lacks, repeats or invents tensors ({', '.join(names)}); {AGAIN}")
+    for name, need in wanted.items():
+        got = found[name]
+        if (got.nbytes, got.first, got.last) != (need.nbytes, need.first, need.last):
+            raise PlanFileError(
+                f"the plan gives {name} {got.nbytes:,} bytes in ticks {got.first} to {got.last}, and it needs "
+                f"{need.nbytes:,} in {need.first} to {need.last}; {AGAIN}"
+            )
+        if got.offset % ALIGNMENT or got.end > nbytes:
+            raise PlanFileError(
+                f"the plan lays {name} at bytes {got.offset:,} to {got.end:,}, not aligned to {ALIGNMENT} or "
+                f"outside the {arena} of {nbytes:,}; {AGAIN}"
+            )
+    for a, b in combinations(tensors, 2):
+        if a.meets(b) and a.offset < b.end and b.offset < a.end:
+            raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {AGAIN}")
+    end = aligned(max((t.end for t in tensors), default=0))
+    if nbytes != end:
+        raise PlanFileError(f"the plan's tensors end at byte {end:,} and the {arena} at {nbytes:,}; {AGAIN}")
+
+
+def _shape_of(shapes: Sequence[LayerShape], first: int, last: int) -> LayerShape | None:
+    """What one choice computes that spans layers first..last; None where no choice may."""
+    if last >= len(shapes) or last - first not in (0, 1):
+        return None
+    return shapes[first] if first == last else fused(shapes[first], shapes[last])
+
+
+def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primitive]) -> Footprint:
+    """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
+    choice = plan.choices[index]
+    primitive = next((p for p in table if p.name == choice.primitive), None)
+    where = f"{choice.where} of the plan"
+    if choice.device != device_of(choice.primitive) or (index >= plan.hosted and choice.device != plan.device):
+        raise PlanFileError(
+            f"{where} runs {choice.primitive} on the {choice.device.upper()}, and all layers of the plan run on the "
+            f"{plan.device.upper()}; {AGAIN}"
+        )
+    if primitive is None:
+        raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {AGAIN}")
+    if primitive.version != choice.version:
+        raise PlanFileError(
+            f"{where} runs version {choice.version} of {choice.primitive}, and version {primitive.version} is here; "
+            f"{AGAIN}"
+        )
+    if primitive.kind != choice.shape.kind:
+        raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {choice.primitive}; {AGAIN}")
+    if reason := primitive.why_not(choice.shape, machine):
+        raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {AGAIN}")
+    with_host = choice.device == "gpu" and index < plan.hosted
+    try:  # a layer that lives with the host may be divided in more ways than are offered
+        known = with_host or choice.variant in primitive.variants(choice.shape, machine)
+        footprint = primitive.footprint(choice.shape, choice.variant, plan.limits.threads) if known else None
+    except (KeyError, TypeError, ValueError):
+        footprint = None
+    if footprint is None:
+        raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {AGAIN}")
+    if lives_with_host(footprint) != with_host:
+        raise PlanFileError(
+            f"{where} runs {choice.primitive}, whose tensors live with the "
+            f"{'host' if lives_with_host(footprint) else 'GPU'}, and those of the plan do not; {AGAIN}"
+        )
+    return footprint
