@@ -6,11 +6,12 @@ gpu-host    One after the other: convolutions of the first layers run on the GPU
 
 Method  For every number of first layers (theta), and every number of images that the GPU takes at a time of what is
         handed over, the fastest primitives are found for both sides apart, each exactly within its memory (`trade`):
-        the seconds of both grow with those of each. First layers take all images at a time.
-Shapes  Those of the best plans of the processor alone and of the GPU alone within the same limits; where axes have few
-        sizes, all combinations, else as many steps along all axes together as FEW, of columns also in thickness; and
-        then the next sizes along each axis of the best shape, for as long as one of them is better. Another shape may
-        be better still.
+        the seconds of both grow with those of each. (In the first steps of columns few layers run; there, side by side
+        and within little memory, others may be better.) First layers take all images at a time.
+Shapes  Those of the best plans of the processor alone and of the GPU alone within the same limits, or of the plan that
+        is to be beaten; where axes have few sizes, all combinations, else as many steps along all axes together as FEW,
+        of columns also in thickness; and then the next sizes along each axis of the best shape, for as long as one of
+        them is better. Another shape may be better still.
 GPU     A hosted convolution may take a part of its memory, LENT of what CUDA leaves: its arena is that of the others
         too, and what it keeps there is taken from theirs. How it is divided does not depend on what they take.
 Sizes   Of the images at a time: all that divide what there are; a part of them behind later poolings only where they
@@ -24,23 +25,23 @@ from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any, Literal
 
-import znnpy
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.planner.candidates import Candidate, Space, all_sizes, candidate, splits, thinned
 from znnpy.planner.cost import Rates, edge_seconds, seconds
+from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.memory import Memory
 from znnpy.planner.options import Options
 from znnpy.planner.part_search import Part, PartSearch, PartSpace
-from znnpy.planner.plan import FORMAT, Choice, Plan, both_sides, device_of, handovers
+from znnpy.planner.plan import Plan, both_sides, device_of, handovers
 from znnpy.planner.shape_search import LOST_SECONDS, Found
 from znnpy.planner.sides import lives_with_host, sides
 from znnpy.planner.trade import Way, total_seconds
 from znnpy.planner.with_host import Divided, WithHost
-from znnpy.shapes import LayerShape, Precision, Vec3, text, turned, turned_back
+from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
 
 HostedMode = Literal["gpu-host", "cpu-to-gpu"]
 
@@ -88,11 +89,13 @@ class HostedSearch:
     depth_first: bool
     divided: Sequence[Divided] = ()  # compute hosted convolutions on the GPU, in mode gpu-host
     asked: bool = False  # one of them, by name
+    below: float = inf  # seconds that a plan has to stay below
     with_host: WithHost | None = field(init=False)
     _searches: dict[tuple[Space, int, bool], PartSearch] = field(default_factory=dict)
     _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
     _fronts: dict[Any, Found | None] = field(default_factory=dict)
     _paces: tuple[dict[tuple[int, int], float], ...] = field(default_factory=lambda: ({}, {}))
+    _link_paces: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lent = int(LENT * ((self.limits.vram_bytes or 0) - self.context))
@@ -108,13 +111,15 @@ class HostedSearch:
         return self.mode == "cpu-to-gpu"
 
     def run(self, spaces: Sequence[Space], patch: Vec3 | None, seeds: Iterable[Plan]) -> Plan:
-        """The best plan; NoPlanError with the smallest need where nothing fits.
+        """The best plan; NoPlanError with the smallest need where nothing fits, or where nothing is as fast as asked.
 
         patch  this output patch only
         seeds  plans whose shapes are looked at first
         """
         if patch is None:
             starts = [*self._of_seeds(spaces, seeds), *((space, p) for space in spaces for p in _grid(space))]
+            if self.below < inf:  # what is expected of others is learnt where borders cost the least
+                starts.sort(key=lambda start: -prod(start[1]))
         else:
             starts = [(space, turned(patch, space.axis)) for space in spaces]
         best = self._among(starts, None)
@@ -124,6 +129,8 @@ class HostedSearch:
             if better is best:
                 break
             best = better
+        if best is None and self.below < inf:
+            raise NoPlanError(f"mode {self.mode}: no plan was found that takes less than {self.below:.3g} s")
         if best is None:  # what bounds and estimates leave out may still fit
             least = self._least_need(spaces, patch)
             if least is None or least.memory.over(self.limits) != (0, 0):
@@ -152,26 +159,30 @@ class HostedSearch:
         for theta in range(1, len(self.network.layers)):
             one, other, front, back = self._sides(whole, theta, (0,))
             least = self._least(back, one.expected(front), other.expected(back))
-            if least < _below(best) and one.room(front) >= front.largest:
+            if least < self._limit(best) and one.room(front) >= front.largest:
                 thetas.append((least, theta))
         for _, theta in sorted(thetas):
             one, other, front, back = self._sides(whole, theta, (0,))
-            if self._least(back, one.over_link(front), other.expected(back)) >= _below(best):
+            if self._least(back, one.over_link(front), other.expected(back)) >= self._limit(best):
                 continue
             hosted = one.quickest(front)
-            if self._least(back, hosted, other.expected(back)) >= _below(best):
+            if self._least(back, hosted, other.expected(back)) >= self._limit(best):
                 continue
             undivided = other.quickest(back)
             for at_once in self._images(whole, theta):
-                if undivided < inf and self._least(back, hosted, undivided) >= _below(best):
+                if undivided < inf and self._least(back, hosted, undivided) >= self._limit(best):
                     break
-                best = self._short_enough(whole, theta, at_once, _below(best)) or best
+                best = self._short_enough(whole, theta, at_once, self._limit(best)) or best
         return best
 
+    def _limit(self, best: Both | None) -> float:
+        """That another has to stay below."""
+        return self.below if best is None else best.seconds
+
     def _least(self, back: Part, front_seconds: float, back_seconds: float) -> float:
-        """Seconds for the whole output, without what is lost where one side begins or ends alone."""
-        handed = back.whole.steps[back.layers[0][0] - 1] * self._handover_seconds(back)
-        return both_sides(front_seconds, back_seconds + handed, (0.0, 0.0), overlaps=self.overlaps)
+        """Seconds for the whole output at the least: side by side neither waits for the other."""
+        behind = back_seconds + back.whole.steps[back.layers[0][0] - 1] * self._handover_seconds(back)
+        return max(front_seconds, behind) if self.overlaps else front_seconds + behind
 
     def _short_enough(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
         """With columns that take at most LOST_SECONDS, as far as they are of several steps."""
@@ -197,9 +208,9 @@ class HostedSearch:
         if not self.asked and any(lives_with_host(way.footprint) for _, way in ahead.ways):
             most = below if found is None else found.seconds
             if found is None or total_seconds(found.back.options) > other.quickest(back):
-                alone = replace(one, with_host=None).fastest(front, most)
-                other.taken = 0
-                found = (alone and self._fitted(whole, theta, one, other, alone, back, most)) or found
+                by_host = replace(one, with_host=None, taken=0)
+                alone = by_host.fastest(front, most)
+                found = (alone and self._fitted(whole, theta, by_host, other, alone, back, most)) or found
         return found
 
     def _fitted(
@@ -222,7 +233,7 @@ class HostedSearch:
 
     def _ahead(self, one: PartSearch, front: Part) -> Found | None:
         """The fastest primitives for hosted layers: the same however many images the GPU takes at a time."""
-        key = front.shapes, front.column
+        key = front.whole.space, front.shapes, front.column
         if key not in self._fronts:
             self._fronts = {key: one.fastest(front)}  # one shape after the other
         return self._fronts[key]
@@ -230,14 +241,13 @@ class HostedSearch:
     def _both(self, whole: Candidate, theta: int, front: Found, back: Found) -> Both:
         """Of a shape, side by side or one after the other."""
         handed = self._handover_seconds(back.candidate)
-        steps = whole.steps[theta - 1]
-        once = [sum(way.seconds * way.parts for _, way in found.ways) for found in (front, back)]
-        step = once[0], once[1] + handed
-        spent = total_seconds(front.options), total_seconds(back.options) + steps * handed
         network, patch = whole.space.network, whole.patch
         edges = self.itemsize_in * network.input_channels * prod(whole.new)
         edges += self.itemsize_out * network.output_channels * prod(patch)
-        whole_seconds = both_sides(*spent, step, overlaps=self.overlaps) + edge_seconds("gpu", edges)
+        columns = len(whole.cover)
+        spent = both_sides(_ran(front), _ran(back), handed, columns, overlaps=self.overlaps) + edge_seconds(
+            "gpu", edges
+        )
         ways = [way for found in (front, back) for _, way in found.ways]
         laid = sides([(way.shape, way.footprint) for way in ways], len([*front.ways]), whole.new[0])
         tensors, arena = place(laid.device.tensors)
@@ -253,7 +263,7 @@ class HostedSearch:
             host_residents=laid.host.residents,
             host_allowance=laid.host.allowance,
         )
-        return Both(whole, theta, front, back, memory, tensors, whole_seconds, handed)
+        return Both(whole, theta, front, back, memory, tensors, spent, handed)
 
     def _handover_seconds(self, back: Candidate) -> float:
         """Of a step: each part goes up before it is computed."""
@@ -290,6 +300,7 @@ class HostedSearch:
                 masks=self.masks,
                 splits=(),
                 paces=self._paces[on_gpu],
+                link_paces={} if on_gpu else self._link_paces,
                 with_host=None if on_gpu else self.with_host,
             )
         return found
@@ -330,46 +341,25 @@ class HostedSearch:
         return [*some, *((*end, *at_once) for end in ends for at_once in later)]
 
     def _plan(self, best: Both) -> Plan:
-        whole, space = best.whole, best.whole.space
-        choices = tuple(
-            Choice(
-                layers=(offset + first, offset + last),
-                shape=way.shape,
-                primitive=way.primitive.name,
-                version=way.primitive.version,
-                device="gpu" if device_of(way.primitive.name) == "gpu" else "cpu",
-                variant=way.variant,
-                seconds=way.seconds,
-                runs=way.runs,
-                measured=self._rates(way).tells(way.primitive, way.shape, way.variant),
-                fitted=self._rates(way).fits(way.primitive, way.shape, way.variant),
-                resident_bytes=way.footprint.resident,
-                working_bytes=way.footprint.working(way.shape),
-            )
-            for offset, found in ((0, best.front), (best.theta, best.back))
+        sides = ((0, best.front), (best.theta, best.back))
+        choices = [
+            choice_of((offset + first, offset + last), way, self._rates(way))
+            for offset, found in sides
             for (first, last), way in found.ways
-        )
-        return Plan(
-            format=FORMAT,
-            znnpy_version=znnpy.__version__,
-            network=self.network.sha256,
-            network_name=self.network.name,
-            machine=self.machine.fingerprint,
-            limits=self.limits,
-            output=self.output,
-            patch_out=whole.patch_out,
-            patch_in=turned_back(whole.new, space.axis),
-            axis=space.axis,
-            column=whole.column,
-            choices=choices,
-            tensors=best.tensors,
-            memory=best.memory,
+        ]
+        made = plan_of(
+            self.network,
+            self.machine,
+            self.limits,
+            best.whole,
+            choices,
+            best.tensors,
+            best.memory,
             itemsize_in=self.itemsize_in,
             itemsize_out=self.itemsize_out,
-            columns=len(whole.cover),
-            rigor="estimate",
-            other=None,
-            runners_up=(),
+        )
+        return replace(
+            made,
             hosted=len([*best.front.ways]),
             overlaps=self.overlaps,
             host_tensors=best.front.tensors,
@@ -417,9 +407,9 @@ class HostedSearch:
         return sum(found.memory.over(self.limits)), found.memory.peak + found.memory.vram
 
 
-def _below(best: Both | None) -> float:
-    """Seconds that another has to stay below."""
-    return inf if best is None else best.seconds
+def _ran(found: Found) -> list[tuple[int, float]]:
+    """Steps in which each layer runs, and its seconds in one."""
+    return [(way.runs // way.parts, way.parts * way.seconds) for _, way in found.ways]
 
 
 def _grid(space: Space) -> list[Vec3]:
@@ -441,13 +431,16 @@ def _nth(sizes: Sequence[int], index: int, of: int) -> int:
 
 
 def _next_to(whole: Candidate) -> Iterator[Vec3]:
-    """Shapes that differ along one axis by one size; of patches whose axes are alike, along all together too."""
+    """Shapes that differ by one size along one axis, or along all; of columns, all across the one they walk along."""
     sizes = all_sizes(whole.space)
-    moved = []
-    for axis, along in enumerate(sizes):
-        here = min(range(len(along)), key=lambda i, axis=axis, along=along: abs(along[i] - whole.patch[axis]))  # type: ignore[misc]
-        moved.append([along[i] for i in (here - 1, here + 1) if 0 <= i < len(along)])
-    for axis, others in enumerate(moved):
-        for size in others:
-            z, y, x = (size if axis == i else own for i, own in enumerate(whole.patch))
+    here = [
+        min(range(len(along)), key=lambda i, own=own, along=along: abs(along[i] - own))  # type: ignore[misc]
+        for along, own in zip(sizes, whole.patch, strict=True)
+    ]
+    moves = [tuple(move if i == axis else 0 for i in range(3)) for axis in range(3) for move in (-1, 1)]
+    moves += [(0 if whole.space.walks else move, move, move) for move in (-1, 1)]
+    for move in moves:
+        at = [i + by for i, by in zip(here, move, strict=True)]
+        if all(0 <= i < len(along) for i, along in zip(at, sizes, strict=True)):
+            z, y, x = (along[i] for i, along in zip(at, sizes, strict=True))
             yield z, y, x

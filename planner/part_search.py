@@ -85,6 +85,7 @@ class PartSearch(ShapeSearch):
     taken: int = 0  # bytes of this side's memory that the other side takes
     slots: int = 0  # bytes of what is handed over in a part, on the GPU
     paces: dict[tuple[int, int], float] = field(default_factory=dict)  # least seconds per voxel of spans, seen so far
+    link_paces: dict[tuple[int, int], float] = field(default_factory=dict)  # the same, of bounds on them
     with_host: WithHost | None = None  # hosted convolutions that a GPU computes
 
     def front(self, shape: Candidate, span: int) -> Front:
@@ -95,7 +96,7 @@ class PartSearch(ShapeSearch):
         asked = {way.primitive.name for option in found for way in option.ways if way.shape.kind == "conv"}
         if lent is None or conv.kind != "conv" or asked & self.options.only:
             return found
-        place, below = self.place(shape, span), found[0].seconds if found and not lent.asked else inf
+        place, below = self.place(shape, span), found[-1].seconds if found and not lent.asked else inf
         if first == last:
             by_gpu = front(lent.options(conv, place, below))
             return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
@@ -171,15 +172,19 @@ class PartSearch(ShapeSearch):
     def expected(self, shape: Part) -> float:
         """The same at least, as far as shapes that were seen tell."""
         spans = zip(shape.layers, shape.voxels, strict=True)
-        return FASTER * sum(self.paces.get(span, 0.0) * voxels for span, voxels in spans)
+        seen = ((max(self.paces.get(span, 0.0), self.link_paces.get(span, 0.0)), voxels) for span, voxels in spans)
+        return FASTER * sum(pace * voxels for pace, voxels in seen)
 
     def over_link(self, shape: Part) -> float:
         """The same at least, as the processor or the link has it."""
         least, lent = 0.0, self.with_host
-        for index, (first, _) in enumerate(self.space.spans):
+        for index, (span, voxels) in enumerate(zip(shape.layers, shape.voxels, strict=True)):
+            first, _ = self.space.spans[index]
             options = super().front(shape, index)
             link = inf if lent is None else lent.least(shape.shapes[first]) * shape.steps[first]
-            least += min(options[0].seconds if options else inf, link)
+            spent = min(options[0].seconds if options else inf, link)
+            self.link_paces[span] = min(spent / voxels, self.link_paces.get(span, inf))
+            least += spent
         return least
 
     def leanest(self, shape: Candidate) -> Found | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 FORMAT = 7  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
+Ran = Sequence[tuple[int, float]]  # of choices: steps, and seconds of one
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
 Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]
@@ -253,13 +255,14 @@ class Plan:
         voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]
         images = self.choices[0].shape.batch
-        edges = images * (self.itemsize_in * maps_in * voxels_in + self.itemsize_out * maps_out * voxels_out)
-        spent = [choice.runs * choice.seconds for choice in self.choices]
+        last = min(self.devices, self.columns) * self.itemsize_out * maps_out * voxels_out  # one thread writes them all
+        edges = images * (self.itemsize_in * maps_in * voxels_in + last)
         if not self.hosted:
-            return share * sum(spent) + edge_seconds(self.device, edges)
-        handed = self.choices[self.hosted - 1].runs * self.handover_seconds  # hosted choices run once a step
-        front, back = sum(spent[: self.hosted]), sum(spent[self.hosted :]) + handed
-        return both_sides(front, back, self.seconds_of_sides, overlaps=self.overlaps) + edge_seconds("gpu", edges)
+            return share * sum(c.runs * c.seconds for c in self.choices) + edge_seconds(self.device, edges)
+        ran = [(c.runs // times, times * c.seconds) for times, c in zip(self.parts, self.choices, strict=True)]
+        front, back = ran[: self.hosted], ran[self.hosted :]
+        both = both_sides(front, back, self.handover_seconds, self.columns, overlaps=self.overlaps)
+        return both + edge_seconds("gpu", edges)
 
     @property
     def waste(self) -> float:
@@ -358,12 +361,34 @@ def handovers(*, overlaps: bool) -> int:
     return 2 if overlaps else 1
 
 
-def both_sides(front: float, back: float, step: tuple[float, float], *, overlaps: bool) -> float:
-    """Seconds for the whole output of hosted choices and of the others: one after the other, or side by side.
+def both_sides(front: Ran, back: Ran, handover_seconds: float, columns: int, *, overlaps: bool) -> float:
+    """Seconds for the whole output of hosted choices and of the others, one after the other, or side by side.
 
-    step  the same of one step: side by side one of them begins, or ends, alone.
+    front, back       of each choice in how many steps it runs, those of all columns, and its seconds in one
+    handover_seconds  in each step that the last hosted choice runs in
+    columns           in whose first steps few choices run
+
+    Side by side the back of a step runs beside the front of the next, which may be of the next column, and each waits
+    for the other; the first front and the last back run alone.
     """
-    return max(front, back) + min(step) if overlaps else front + back
+    back = [(front[-1][0], handover_seconds), *back]
+    if not overlaps:
+        return sum(steps * seconds for steps, seconds in (*front, *back))
+    output = back[-1][0]
+    one, other = ([((steps - output) // columns, seconds) for steps, seconds in side] for side in (front, back))
+    first = max(0, *(ahead for ahead, _ in (*one, *other)))  # step of a column that gives output
+
+    def once(side: Ran, step: int) -> float:
+        return sum(seconds for ahead, seconds in side if ahead >= first - step)
+
+    turns = {1, 1 + first, *(first - ahead for ahead, _ in one), *(1 + first - ahead for ahead, _ in other)}
+    later = sum(
+        (until - step) * max(once(one, step), once(other, step - 1))
+        for step, until in pairwise(sorted(turn for turn in turns if 1 <= turn <= 1 + first))
+    )
+    begin, front_seconds, back_seconds = once(one, 0), once(one, first), once(other, first)
+    alike = (output - columns) * max(front_seconds, back_seconds)
+    return columns * (max(begin, back_seconds) + later) + alike + min(begin, back_seconds)
 
 
 def check_hosted(plan: Plan) -> None:

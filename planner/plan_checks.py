@@ -163,10 +163,12 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
     if reason := primitive.why_not(choice.shape, machine):
         raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {AGAIN}")
     with_host = choice.device == "gpu" and index < plan.hosted
-    try:  # a layer that lives with the host may be divided in more ways than are offered
-        known = with_host or choice.variant in primitive.variants(choice.shape, machine)
+    known = with_host or choice.variant in primitive.variants(choice.shape, machine)
+    try:
         footprint = primitive.footprint(choice.shape, choice.variant, plan.limits.threads) if known else None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):  # a layer that lives with the host may be divided in ways of any kind
+        if not with_host:
+            raise
         footprint = None
     if footprint is None:
         raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {AGAIN}")

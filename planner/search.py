@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import Any
 
-import znnpy
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
@@ -18,18 +18,19 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import Space, all_spaces, candidate, splits
 from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.hosted import HostedMode, HostedSearch
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.options import Options
-from znnpy.planner.plan import FORMAT, Choice, Kind, Plan, device_of
+from znnpy.planner.plan import Kind, Plan, device_of
 from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
 from znnpy.planner.with_host import Divided
-from znnpy.shapes import Precision, Vec3, text, turned, turned_back
+from znnpy.shapes import Precision, Vec3, text, turned
 
 
 def make_plan(
@@ -57,6 +58,7 @@ def make_plan(
     options: Options | None = None,
     mode: HostedMode | None = None,
     host_rates: Rates | None = None,
+    than: Plan | None = None,
     in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
@@ -79,6 +81,7 @@ def make_plan(
     mode          the first layers with tensors in the memory of the process, the others on the GPU (`hosted`), whatever
                   `device` says; TypeError with baselines, scheme or options. Kinds are then those of one device alone
     host_rates    speeds of the processor, where `rates` are the GPU's
+    than          with a mode: the plan of the GPU alone, and one that is faster is wanted, else NoPlanError
     in_host_ram   primitives of the GPU for hosted convolutions, in mode gpu-host
 
     NoPlanError names the nearest miss in bytes when nothing fits.
@@ -100,10 +103,10 @@ def make_plan(
         return _hosted(
             network, output, machine, limits, mode,
             only=only, table=table, in_host_ram=in_host_ram, rates=rates, host_rates=host_rates, precision=precision,
-            context=context, kinds=kinds, words=words,
+            context=context, kinds=kinds, than=than, words=words,
         )  # fmt: skip
-    if host_rates is not None:
-        raise TypeError("rates of the host are for modes in which it computes beside a GPU: give a mode")
+    if host_rates is not None or than is not None:
+        raise TypeError("host_rates and than are for modes in which layers run on two devices: give a mode")
     _check_device(machine, limits, device, only)
     if options is not None and rates is not None:
         raise TypeError("options were worked out for rates of their own: give options or rates")
@@ -144,6 +147,7 @@ def _hosted(
     precision: Precision,
     context: int,
     kinds: bool,
+    than: Plan | None,
     words: dict[str, Any],
 ) -> Plan:
     """The fastest plan of two devices; `words` are those of `make_plan` that it shares with plans of one."""
@@ -159,14 +163,14 @@ def _hosted(
         raise NoPlanError(f"mode {mode} hands float32 from the host to the GPU: choose --precision tf32 or fp32")
     if len(network.layers) < 2:
         raise NoPlanError(f"{network.name} has one layer, and mode {mode} needs one for each device; drop --mode")
-    alone: list[Plan] = []
+    alone = [] if than is None else [than]
     cpu = options_for(machine, limits, only=own["cpu"], table=table, rates=host_rates, device="cpu")
     gpu = options_for(machine, limits, only=own["gpu"], table=table, rates=rates, device="gpu")
-    for options, device in ((cpu, "cpu"), (gpu, "gpu")):
+    for options, device in ((cpu, "cpu"), (gpu, "gpu")) if than is None and (kinds or words["patch"] is None) else ():
         more: dict[str, Any] = {"device": device, "only": own[device], "precision": precision, "context": context}
         with suppress(NoPlanError):
             alone.append(make_plan(network, output, machine, limits, table=table, options=options, **more, **words))
-    spaces = [space for space in all_spaces(network, output, precision) if words["columns"] in (None, space.walks)]
+    spaces = _allowed(all_spaces(network, output, precision), words["columns"])
     search = HostedSearch(
         network=network,
         output=output,
@@ -184,6 +188,7 @@ def _hosted(
         divided=[primitive for primitive in in_host_ram if primitive.name in only or not asked],
         asked=bool(asked),
         depth_first=words["depth_first"],
+        below=inf if than is None else than.seconds,
     )
     plan = search.run(spaces, words["patch"], alone)
     return replace(plan, kinds=tuple(kind_of(network, plan, other) for other in alone)) if kinds else plan
@@ -199,12 +204,6 @@ def _searches(
     **asked: Any,
 ) -> Sequence[SpaceSearch]:
     """In all spaces that are allowed; `asked` is the same in each."""
-    allowed = [space for space in spaces if columns is None or space.walks == columns]
-    if not allowed:
-        name = spaces[0].network.name
-        raise NoPlanError(
-            f"{name} sees one voxel along every axis, so that columns have nothing to carry; drop --cover"
-        )
     found = [
         SpaceSearch(
             space=space,
@@ -212,11 +211,22 @@ def _searches(
             splits=splits(space.network) if depth_first else splits(space.network)[:1],
             **asked,
         )
-        for space in allowed
+        for space in _allowed(spaces, columns)
     ]
     if scheme is None:
         return found
     return [SchemeSearch.beside(patches, scheme) for patches in found if not patches.space.walks]
+
+
+def _allowed(spaces: Sequence[Space], columns: bool | None) -> list[Space]:
+    """Of columns only, or of patches; NoPlanError where there is none of them."""
+    allowed = [space for space in spaces if columns is None or space.walks == columns]
+    if not allowed:
+        raise NoPlanError(
+            f"{spaces[0].network.name} sees one voxel along every axis, so that columns have nothing to carry; drop "
+            "--cover"
+        )
+    return allowed
 
 
 def options_for(
@@ -340,45 +350,16 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
 
 def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Found) -> Plan:
     """What was found as a plan without runners-up."""
-    space, shape, axis = search.space, best.candidate, search.space.axis
-    choices = tuple(
-        Choice(
-            layers=layers,
-            shape=way.shape,
-            primitive=way.primitive.name,
-            version=way.primitive.version,
-            device=search.device,
-            variant=way.variant,
-            seconds=way.seconds,
-            runs=way.runs,
-            measured=search.options.rates.tells(way.primitive, way.shape, way.variant),
-            fitted=search.options.rates.fits(way.primitive, way.shape, way.variant),
-            resident_bytes=way.footprint.resident,
-            working_bytes=way.footprint.working(way.shape),
-        )
-        for layers, way in best.ways
-    )
-    return Plan(
-        format=FORMAT,
-        znnpy_version=znnpy.__version__,
-        network=network.sha256,
-        network_name=network.name,
-        machine=machine.fingerprint,
-        limits=search.limits,
-        output=turned_back(space.output, axis),
-        patch_out=shape.patch_out,
-        patch_in=turned_back(shape.new, axis),
-        axis=axis,
-        column=shape.column,
-        choices=choices,
-        tensors=best.tensors,
-        memory=best.memory,
+    return plan_of(
+        network,
+        machine,
+        search.limits,
+        best.candidate,
+        [choice_of(layers, way, search.options.rates) for layers, way in best.ways],
+        best.tensors,
+        best.memory,
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,
-        columns=len(shape.cover),
-        rigor="estimate",
-        other=None,
-        runners_up=(),
     )
 
 

@@ -194,8 +194,8 @@ class ShapeSearch:
             found = self.laid_out(shape, options)
             yield found
             over = found.memory.over(self.limits)
-            if found.memory.pinned and over[0]:  # the process has no room for so much
-                most_pinned = max(option.pinned for option in options)
+            most_pinned = max(option.pinned for option in options)
+            if most_pinned and over[0]:  # the process has no room for so much
                 fronts = [tuple(option for option in front if option.pinned < most_pinned) for front in fronts]
             elif lossy:
                 room -= max(found.memory.arena - max(option.live for option in options), *over)

@@ -101,9 +101,12 @@ class WithHost:
         if key not in self._known:
             chosen = None
             if primitive.why_not(shape, self.machine) is None:
-                seconds = self.gpu.seconds
                 chosen = primitive.fastest(
-                    shape, self.machine, self.vram_bytes, self.speeds, seconds, within=WITHIN, few=True
+                    shape, self.machine, self.vram_bytes, self.speeds, self._seconds, within=WITHIN, few=True
                 )
             self._known[key] = None if chosen is None else (chosen.variant, chosen.found.seconds)
         return self._known[key]
+
+    def _seconds(self, primitive: Primitive, shape: ConvShape, variant: Variant) -> float:
+        """Of a sub-layer; inf where the GPU refused it when it was measured."""
+        return self.gpu.seconds(primitive, shape, variant) if self.gpu.why_not(primitive, shape) is None else inf

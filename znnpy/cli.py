@@ -341,18 +341,18 @@ def primitives(as_json: bool) -> None:
 
 def _check_primitives(words: dict[str, Any]) -> None:
     """A name that is no primitive's is a usage error, and so are names and limits of a device that is not wanted."""
-    from znnpy.kernels.table import find
+    from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
     from znnpy.run.devices import check_device_words, gpus_of
-    from znnpy.run.modes import device_meant, names_on
+    from znnpy.run.modes import device_meant, names_of_gpu
 
     for name in words["only"]:
         try:
-            find(name)
+            find(name, (*TABLE, *IN_HOST_RAM))
         except KeyError as error:
             raise click.BadParameter(f"{error.args[0]} (`znnpy primitives` lists them)", param_hint="--only") from None
     try:
         meant = device_meant(words["mode"], words["device"])
-        check_device_words(meant, words["vram"], words["precision"], names_on("gpu", words["only"], words["mode"]))
+        check_device_words(meant, words["vram"], words["precision"], names_of_gpu(words["only"], words["mode"]))
         gpus_of(words.get("gpus"), meant)
     except ValueError as error:
         raise click.UsageError(str(error)) from None

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from traceback import clear_frames
@@ -26,7 +25,6 @@ from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.kernels.cpu.native.library import why_not
-from znnpy.kernels.crew import Crew
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Network
 from znnpy.paranoid import Watched
@@ -37,11 +35,9 @@ from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.choice import Wishes, check_wishes, check_words, choose, device_begun, plan_begun, plan_finished
 from znnpy.run.devices import Site, check_device_words, check_here, gpus_of, site_for
-from znnpy.run.hosted import HostedSession, session_of
-from znnpy.run.lane import Lane
-from znnpy.run.modes import check_hosted, device_meant, names_on
-from znnpy.run.session import Session
-from znnpy.run.shares import Cells, Hand, Queue, Shares
+from znnpy.run.hosted import HostedSession
+from znnpy.run.modes import check_hosted, device_meant, names_of_gpu
+from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
@@ -106,7 +102,7 @@ def infer(
         )
     shelf = Shelf(costs)
     wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision, shelf.file, mode)
-    meant = shelf.meant(check_device_words(device_meant(mode, device), vram, precision, names_on("gpu", only, mode)))
+    meant = shelf.meant(check_device_words(device_meant(mode, device), vram, precision, names_of_gpu(only, mode)))
     count = gpus_of(gpus, meant)
     check_hosted(mode, count)
     trained = load_trained(read_network(network), weights)
@@ -210,8 +206,7 @@ class _Run:
                 settings, count = _settings(self.wishes.only, site.machine), len(plan.parts_of(network))
                 header = JournalHeader(self.job, settings, plan.to_json(), site.machine.blas, count, wisdom=wisdom.used)
                 self.output.begin(header, _attributes(network, self.source, self.job, plan))
-            shares = self._shares(plan, sessions)
-            lanes = [Lane(name, session, session.crew, shares) for name, session in sessions.items()]
+            lanes = lanes_of(plan, sessions, network, self.output.done)
             timings = pipeline.run_lanes(lanes, self.source, self._writes(plan), self.progress, self.trace)
             lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
             hosted = (session for session in sessions.values() if isinstance(session, HostedSession))
@@ -223,38 +218,12 @@ class _Run:
             return self.output
         return Watched(self.output, self.trained, self.watched, self.source.offset, plan.precision)
 
-    def _shares(self, plan: Plan, sessions: Mapping[str, Session | HostedSession]) -> Queue:
-        """Columns for devices that are alike, cells for a GPU and the processor."""
-        network, done = self.trained.network, self.output.done
-        if plan.beside is None:
-            return Shares(plan.cover(network), done)
-        cell = plan.seconds_per_cell
-        hands = {
-            name: Hand(partial(session.plan.within, network=network), cell[session.plan.device], session.plan is plan)
-            for name, session in sessions.items()
-        }
-        return Cells(plan.cells, plan.axis, hands, done)
-
     @contextmanager
-    def _awake(self, site: Site, plan: Plan) -> Iterator[tuple[dict[str, Session | HostedSession], Wisdom]]:
-        """A session for each device, by its name."""
+    def _awake(self, site: Site, plan: Plan) -> Iterator[tuple[Sessions, Wisdom]]:
         network, weights, begun = self.trained.network, self.trained.weights, self.output.header
-        numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
-        devices = numbered if site.others else {plan.device.upper(): site.gpu}
-        plans = {name: (plan, device) for name, device in devices.items()}
-        if plan.beside is not None:
-            plans["CPU"] = plan.beside, None
         with ExitStack() as stack:
             with wisdom_begun(begun.wisdom) if begun else wisdom_kept(site.machine, plan.seconds) as wisdom:
-                crews = {
-                    its.device: stack.enter_context(Crew(its.limits.threads)) for its in (plan, plan.beside) if its
-                }
-                sessions: dict[str, Session | HostedSession] = {}
-                for name, (its, device) in plans.items():
-                    crew = crews[its.device]
-                    session = session_of(its, network, weights, crew, device=device, trace=self.trace, lane=name)
-                    stack.enter_context(session)
-                    sessions[name] = session
+                sessions = stack.enter_context(sessions_of(plan, site, network, weights, self.trace))
             yield sessions, wisdom
 
     def _leaner(self, site: Site, plan: Plan, refused: VramError) -> Plan:

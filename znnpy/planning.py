@@ -24,18 +24,19 @@ from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan, options_for
-from znnpy.planner.several import Make, plan_for
+from znnpy.planner.several import Make
 from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
 from znnpy.run.choice import check_words, columns_only
 from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
 from znnpy.run.modes import (
+    Task,
     check_hosted,
     device_meant,
-    hosted_words,
+    names_of_gpu,
     names_on,
     processor_plans,
-    with_processor,
+    scheme_of,
 )
 from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
@@ -47,7 +48,6 @@ from znnpy.volume.source import Source, parse_roi
 _log = logging.getLogger(__name__)
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
-BESIDE = "with the processor beside it"  # of a kind of plans
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
 
 
@@ -99,15 +99,16 @@ def plan(
     """
     check_words(border, output_dtype, cover)
     names = (only,) if isinstance(only, str) else tuple(only)
-    meant = check_device_words(device_meant(mode, device), vram, precision, names_on("gpu", names, mode))
+    meant = check_device_words(device_meant(mode, device), vram, precision, names_of_gpu(names, mode))
     if machine is not None and mode not in ("auto", "cpu", "gpu"):
         raise ValueError("a file of a machine holds the costs of one device: leave out machine, or mode")
     study = Study(*rigor_of(rigor, time_limit), tell_progress)
-    shelf = _shelf(costs, machine, runs=rigor != "estimate" or paranoid)
+    runs = rigor != "estimate" or paranoid
+    shelf = _shelf(costs, machine, runs=runs)
     job = _job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize)
     count = gpus_of(gpus, meant)
-    check_hosted(mode, count, measures=rigor != "estimate" or paranoid)
-    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode)
+    check_hosted(mode, count, runs=runs)
+    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode, runs)
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
         there = elsewhere(shelf, shelf.meant(meant), precision, count)
@@ -204,6 +205,7 @@ class _Wanted:
     depth_first: bool
     study: Study
     mode: str
+    runs: bool  # layers, before there is a plan, or as it was made
 
     def limits(self, site: Site) -> Limits:
         return site.limits(self.ram, self.threads, self.vram, beyond=True)
@@ -214,22 +216,27 @@ class _Wanted:
         words: dict[str, Any] = {"columns": columns_only(self.cover)}
         known = site.rates(self.job.network, limits)
         rates = self.study.rates(site, limits, known, lambda rates: self.within(site, limits, rates=rates, **words))
-        hosted = hosted_words(self.mode, site, limits)
-        words |= {"kinds": kinds, "baselines": baselines and not hosted, "rates": rates, **hosted}
+        words |= {"kinds": kinds, "baselines": baselines, "rates": rates}
 
-        def make(output: Vec3, limits: Limits) -> Plan:
-            return self.within(site, limits, output=output, **words)
+        def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
+            return self.within(site, limits, output=output, **{**words, **more})
 
-        job, held = self.job, self.held(site)
-        made = plan_for(site.devices, make, job.network, job.output, limits, held, masks=False)
-        made = replace(made, rigor=self.study.done)
-        chosen, lost = with_processor(
-            made, self.mode, make, self.beside(site), job.network, self.only, masks=False, show=kinds
+        task = Task(
+            self.mode,
+            site,
+            self.job.network,
+            self.job.output,
+            limits,
+            self.held(site),
+            self.only,
+            masks=False,
+            runs=self.runs,
+            make=make,
+            processor=self.beside(site),
         )
-        if lost is None or not kinds:
-            return chosen
-        scheme = BESIDE if lost.beside is not None else ""
-        return replace(chosen, kinds=(*chosen.kinds, kind_of(job.network, chosen, lost, scheme)))
+        made, lost = task.best(show=kinds)
+        others = [kind_of(task.network, made, other, scheme_of(other)) for other in lost if kinds]
+        return replace(made, kinds=(*made.kinds, *others), rigor=self.study.done)
 
     def beside(self, site: Site) -> Make:
         """Plans for the processor of a site with GPUs."""
@@ -258,18 +265,15 @@ class _Wanted:
     def within(self, site: Site, limits: Limits, output: Vec3 | None = None, **more: Any) -> Plan:
         """The fastest of one device within other limits, of another output; `more` are words of `make_plan`."""
         job = self.job
-        return make_plan(
-            job.network,
-            output or job.output,
-            site.machine,
-            limits,
-            itemsize_in=job.itemsize_in,
-            itemsize_out=job.itemsize_out,
-            patch=self.patch,
-            only=names_on(site.device, self.only, self.mode),
-            depth_first=self.depth_first,
-            **{"baseline": self.held(site), **site.words(), **more},
-        )
+        words: dict[str, Any] = {
+            "itemsize_in": job.itemsize_in,
+            "itemsize_out": job.itemsize_out,
+            "patch": self.patch,
+            "only": names_on(site.device, self.only, self.mode),
+            "depth_first": self.depth_first,
+            "baseline": self.held(site),
+        }
+        return make_plan(job.network, output or job.output, site.machine, limits, **{**words, **site.words(), **more})
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Report:
             *self._vram(),
             f"stages     {stages} (side by side)",
             *self._lanes(),
-            *self._idle(),
+            *self._mode(),
             f"{self._cover()}, {self.plan.limits.threads} threads",
             f"methods    {self._methods()}",
             f"device     {'; '.join((self.gpu or 'CPU', *self.notes))}",
@@ -91,10 +91,14 @@ class Report:
         )
         return [f"devices    {'; '.join(shares)}"]
 
-    def _idle(self) -> list[str]:
-        """How long the processor and the GPU stood still that a step goes through one after the other."""
+    def _mode(self) -> list[str]:
+        """Where layers ran that had their tensors in the memory of the host, and how long both sides stood still."""
+        if not self.plan.hosted:
+            return []
+        count = 1 + self.plan.choices[self.plan.hosted - 1].layers[1]
+        layers = f"{count} layer{'s' if count > 1 else ''} in the memory of the host"
         idle = ", ".join(f"{side} {human_seconds(seconds)}" for side, seconds in self.idle_seconds.items())
-        return [f"idle       {idle}"] if idle else []
+        return [f"mode       {self.plan.mode}, {layers}{f'; idle: {idle}' if idle else ''}"]
 
     def _vram(self) -> list[str]:
         limit = self.plan.limits.vram_bytes
@@ -104,10 +108,11 @@ class Report:
         return [f"VRAM       {human_bytes(self.vram_bytes)} (plan: {promised}, limit: {human_bytes(limit)})"]
 
     def _methods(self) -> str:
-        """Primitives in the order in which they first run, and how many layers each ran."""
+        """Primitives in the order in which they first run, and how many layers each ran; last those beside GPUs."""
         layers = Counter[str]()
-        for choice in self.plan.choices:
-            layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]
+        for plan in filter(None, (self.plan, self.plan.beside)):
+            for choice in plan.choices:
+                layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]
         return ", ".join(f"{name} ({count})" for name, count in layers.items())
 
     def _cover(self) -> str:

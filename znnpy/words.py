@@ -159,7 +159,7 @@ devices_words = _together(
         default="auto",
         show_default=True,
         help="gpu: GPUs alone; gpu-host, cpu-to-gpu: the first layers in the memory of the host; side-by-side: the "
-        "processor computes beside GPUs; auto: cpu, gpu or side-by-side.",
+        "processor computes beside GPUs; auto: cpu, gpu, or both where that is faster in a long run.",
     ),
     click.option(
         "--gpus",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import h5py
@@ -10,14 +11,16 @@ import pytest
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from place import Place
 
-from znnpy.errors import NoPlanError, ResumeError
+from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine
 from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.memory import staging_bytes
 from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices, pipeline
+from znnpy.run import choice, devices, modes, pipeline
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -33,6 +36,7 @@ def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> R
 def _card(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (devices, choice):
         monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(2), EMULATED_GPU))
     monkeypatch.setattr(devices, "Device", EmulatedDevice)
     monkeypatch.setattr(devices, "measured_rates", assumed)
 
@@ -59,9 +63,10 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
     assert made.walks == (cover == "columns")
     assert made.memory.peak <= made.limits.ram_bytes
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
-    idle = [line for line in report.lines() if line.startswith("idle")]
-    assert len(idle) == (mode == "cpu-to-gpu")
-    assert set(report.as_json()["idle_seconds"]) == ({"CPU", "GPU"} if idle else set())
+    (line,) = (line for line in report.lines() if line.startswith("mode "))
+    assert mode in line
+    assert ("idle: CPU" in line) == (mode == "cpu-to-gpu")
+    assert set(report.as_json()["idle_seconds"]) == ({"CPU", "GPU"} if mode == "cpu-to-gpu" else set())
     assert "gpu" in {choice.device for choice in made.choices[made.hosted :]}
     assert Plan.from_json(made.to_json()) == made
 
@@ -77,6 +82,8 @@ def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
     words = {"overwrite": False, "resume": True, "threads": None, "precision": None}
     with pytest.raises(ResumeError, match=f"the run began with --mode {mode}, and now it is gpu"):
         go(place, "gpu", **words)
+    with pytest.raises(ResumeError, match=f"the run began with --mode {mode}, which runs on one GPU: leave out --gpus"):
+        go(place, "auto", gpus=2, **words)
     report = go(place, "auto", **words)
     assert 0 < report.computed < report.voxels
     assert report.plan.mode == mode
@@ -94,6 +101,82 @@ def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("output_dtype", ["float16", "uint8"])
+def test_other_outputs(place: Place, mode: str, output_dtype: str) -> None:
+    made = go(place, mode, output_dtype=output_dtype).plan
+    assert made.itemsize_out == np.dtype(output_dtype).itemsize
+    found = place.prediction()
+    out = place.folder / "cpu.h5"
+    go(place, "cpu", out=out, precision=None, output_dtype=output_dtype)
+    with h5py.File(out) as file:
+        exact = np.array(file["prediction"])
+    assert found.dtype == exact.dtype == output_dtype
+    assert np.abs(found.astype(np.float32) - exact.astype(np.float32)).max() <= (1 if output_dtype == "uint8" else 1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> None:
+    """What is handed over does not change; outputs on their way are larger, and what is not finite is masked."""
+    made = go(place, mode, output_dtype="uint8").plan
+    file = place.folder / "plan.json"
+    file.write_text(made.to_json())
+    voxels = np.random.default_rng(7).integers(0, 256, (20, 23, 25)).astype(np.float64)
+    voxels[3, 4, 5] = np.nan
+    place.write_volume(voxels)
+    words = {"threads": None, "precision": None, "allow_nan": True}
+    again = go(place, "auto", plan=file, **words).plan
+    assert again.mode == mode
+    part = made.handover_bytes // made.parts[made.hosted]
+    writes = made.cover(place.network).steps(0)
+    out_bytes = 4 * place.network.output_channels * prod(made.patch_out)
+    assert again.memory.staging == staging_bytes(part, out_bytes, writes=writes)
+    assert again.memory.reading > made.memory.reading
+    found = place.prediction()
+    assert np.isnan(found).any()
+    out = place.folder / "cpu.h5"
+    go(place, "cpu", out=out, precision=None, allow_nan=True)
+    with h5py.File(out) as exact:
+        np.testing.assert_allclose(found, exact["prediction"], atol=TOLERANCES["fp32"])
+    with pytest.raises(PlanFileError, match=f"the plan is of --mode {mode}, which runs on one GPU: leave out --gpus"):
+        go(place, "auto", plan=file, gpus=2, **words)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_primitives_of_either_device(place: Place, mode: str) -> None:
+    """From the command line too, where `gpu.conv.host_ram` is one as others are."""
+    made = go(place, mode, only=("cpu.conv.direct",)).plan
+    of_host = [choice for choice in made.choices[: made.hosted] if choice.shape.kind == "conv"]
+    assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
+    result = place.infer("--mode", mode, "--only", "gpu.conv.host_ram", "--overwrite", "--threads", 2)
+    if mode == "cpu-to-gpu":
+        assert result.exit_code == 1
+        assert "runs in mode gpu-host alone" in result.stderr
+    else:
+        assert result.exit_code == 0, result.stderr
+        assert "gpu.conv.host_ram" in result.stdout
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """It is planned anew in the same mode, and what was finished stays."""
+
+    class Refusing(EmulatedDevice):
+        copies = 0
+
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            Refusing.copies += 1
+            if Refusing.copies == 6:
+                raise VramError("cudaErrorMemoryAllocation: out of memory")
+            super().copy_async(target, source, stream)
+
+    monkeypatch.setattr(devices, "Device", Refusing)
+    report = go(place, mode, patch=(4, 8, 4), cover="patches")
+    assert any("planned anew" in sentence for sentence in report.warnings)
+    assert report.plan.mode == mode
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_plan_says_where_layers_run(place: Place, mode: str) -> None:
     told: list[str] = []
     why: list[Any] = []
@@ -102,3 +185,56 @@ def test_the_plan_says_where_layers_run(place: Place, mode: str) -> None:
     assert not why
     assert any("not of mode" in sentence for sentence in told)
     assert "runs on" in made.explain()
+
+
+def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """A GPU that is slower than the processor, and a link as fast as ever."""
+    rates = assumed_rates(machine, 1, "gpu")
+    return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"))
+
+
+def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "measured_rates", slow)
+    monkeypatch.setattr(modes, "plan_beside", _none_fits)
+    assert go(place, "auto").plan.mode == "gpu", "so short a run is not looked at"
+    monkeypatch.setattr(modes, "LONG_SECONDS", 0.0)
+    made = {mode: go(place, mode).plan for mode in ("gpu", *MODES)}
+    taken = go(place, "auto").plan
+    assert taken.mode in MODES
+    assert taken.seconds <= 1.01 * min(plan.seconds for plan in made.values())
+    assert taken.seconds < modes.GAIN * made["gpu"].seconds
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def _none_fits(*asked: object, **words: object) -> Plan:
+    raise NoPlanError("not now")
+
+
+def test_auto_takes_another_mode_where_the_gpu_alone_has_too_little_memory(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*asked: Any, **words: Any) -> Plan:
+        if "mode" not in words:
+            raise NoPlanError("not so little")
+        return make_plan(*asked, **words)
+
+    monkeypatch.setattr(choice, "make_plan", refused)
+    assert go(place, "auto", vram="900M").plan.mode in MODES
+    with pytest.raises(NoPlanError, match="not so little"):
+        go(place, "gpu", vram="900M")
+    with pytest.raises(NoPlanError, match="not so little"):
+        go(place, "auto", vram="900M", precision="fp16")
+    with pytest.raises(NoPlanError, match="not so little"):
+        go(place, "auto", vram="900M", only="gpu.conv.direct")
+
+
+def test_plan_tells_of_both_modes(place: Place) -> None:
+    made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu")
+    assert made.mode == "gpu"
+    told = {kind.scheme: kind for kind in made.kinds}
+    for mode in MODES:
+        (kind,) = (kind for scheme, kind in told.items() if scheme.startswith(f"{mode} with"))
+        assert kind.best.voxels_per_second <= made.voxels_per_second
+        assert kind.best.patch_out == made.patch_out
+        assert "times as long" in kind.why
+        assert f"{mode} with" in made.explain()

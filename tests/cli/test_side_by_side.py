@@ -65,6 +65,8 @@ def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, 
     assert sum(lane.voxels for lane in report.lanes) == report.computed == report.voxels
     (line,) = (line for line in report.lines() if line.startswith("devices"))
     assert "CPU" in line
+    (methods,) = (line for line in report.lines() if line.startswith("methods"))
+    assert all(choice.primitive in methods for choice in (*made.choices, *made.beside.choices))
     together = place.prediction().astype(np.float32)
     most = 1e-3 if "output_dtype" in words else TOLERANCES["fp32"]
     assert np.abs(together - expected(place)).max() <= most

@@ -26,7 +26,7 @@ from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rate, Rates, seconds
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.plan import Plan
+from znnpy.planner.plan import Plan, both_sides
 from znnpy.planner.search import make_plan
 from znnpy.planner.sides import device_side, host_side
 from znnpy.planner.with_host import WITHIN
@@ -97,9 +97,13 @@ class Half:
     """One way to run one side."""
 
     peak: int  # bytes
-    seconds: float  # for the whole output
-    step: float  # of one step
+    ran: tuple[tuple[int, float], ...]  # steps in which each layer runs, and its seconds in one
     lent: int = 0  # bytes of the GPU's
+
+    @property
+    def seconds(self) -> float:
+        """For the whole output."""
+        return sum(steps * once for steps, once in self.ran)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +112,25 @@ class Cut:
 
     front: tuple[Half, ...]
     back: tuple[Half, ...]
+    upload: float  # of a step
+    columns: int
     edges: float
 
 
-def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, around: int, more: tuple[float, float],
-         *, on_gpu: bool) -> Half:  # fmt: skip
+def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, around: int, *, on_gpu: bool) -> Half:
     steps = [(run.shape, run.footprint) for run in runs]
     side = device_side(steps, 0, new) if on_gpu else host_side(steps, new)
     lent = [run.footprint for run in runs if not on_gpu and run.primitive is IN_HOST]
     around += sum(footprint.host for footprint in lent)
-    spent = once = 0.0
+    ran = []
     for run, parts, kept in zip(runs, times, carried_planes([run.shape for run in runs], new), strict=True):
         own = GPU_RATES if run.primitive is IN_HOST else rates
         moved = (2 if run.footprint.reads_carried else 4) * kept * run.shape.in_bytes / run.shape.in_shape[1]
         each = seconds(run.primitive.work(run.shape, run.variant), own) + moved / rates.carrying
         each += link(run.shape) if run.primitive is IN_HOST else 0.0
-        spent += run.steps * parts * each
-        once += parts * each
+        ran.append((run.steps, parts * each))
     peak = around + place(side.tensors)[1] + times[0] * side.carries + side.residents + side.allowance
-    return Half(peak, spent + more[0], once + more[1], sum(footprint.resident for footprint in lent))
+    return Half(peak, tuple(ran), sum(footprint.resident for footprint in lent))
 
 
 def divided(network: Network, shapes: Sequence[LayerShape], theta: int) -> Iterator[list[LayerShape]]:
@@ -169,19 +173,18 @@ def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps:
     vram = CONTEXT + staging_bytes(part, out_bytes, writes=writes)
     upload = whole.shapes[theta - 1].out_shape[0] // behind[0].batch * part / UPLOAD
     back, front = [], tuple(
-        half(runs, new[0], [1] * len(runs), HOST_RATES, ram, (0.0, 0.0), on_gpu=False)
+        half(runs, new[0], [1] * len(runs), HOST_RATES, ram, on_gpu=False)
         for runs in ways(whole.shapes[:theta], steps[:theta], ON_CPU if overlaps else (*ON_CPU, IN_HOST))
     )  # fmt: skip
     for runs in ways(behind, steps[theta:], ON_GPU):
         times = loops([*whole.shapes[:theta], *(run.shape for run in runs)])[theta:]
         fed = whole.shapes[theta - 1].out[0]
-        more = steps[theta - 1] * upload, upload
-        back.append(half(runs, fed, times, GPU_RATES, vram, more, on_gpu=True))
-    return Cut(front, tuple(back), (raw_bytes + out_bytes) / EDGE_BYTES)
+        back.append(half(runs, fed, times, GPU_RATES, vram, on_gpu=True))
+    return Cut(front, tuple(back), upload, len(whole.cover), (raw_bytes + out_bytes) / EDGE_BYTES)
 
 
 def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bool) -> float:
-    """Seconds of the best there is."""
+    """Seconds of the best there is, either side chosen for itself."""
     best = inf
     for each in found:
         fitting = [half for half in each.front if half.peak <= ram_bytes]
@@ -190,9 +193,7 @@ def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bo
             backs = [half for half in each.back if half.peak + lent <= vram_bytes]
             if fronts and backs:
                 front, back = (min(halves, key=lambda half: half.seconds) for halves in (fronts, backs))
-                spent = front.seconds + back.seconds
-                if overlaps:
-                    spent = max(front.seconds, back.seconds) + min(front.step, back.step)
+                spent = both_sides(front.ran, back.ran, each.upload, each.columns, overlaps=overlaps)
                 best = min(best, spent + each.edges)
     return best
 
@@ -230,9 +231,26 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
     assert missed <= 0.3 * planned, f"{missed} of {planned} plans are not the best"
 
 
+@pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
+def test_one_that_is_faster_is_found_or_there_is_none(network: Network, mode: str) -> None:
+    best = hosted(network, SMALL, PLENTY, PLENTY, mode=mode)
+    slower = replace(best, choices=tuple(replace(choice, seconds=1.001 * choice.seconds) for choice in best.choices))
+    assert slower.seconds > best.seconds
+    found = hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=slower)
+    assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
+    with pytest.raises(NoPlanError, match=f"mode {mode}: no plan was found that takes less than"):
+        hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=best)
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return hosted(MIXED, (20, 11, 8), PLENTY, PLENTY)
+
+
+def test_than_is_a_word_of_modes(plan: Plan) -> None:
+    with pytest.raises(TypeError, match="give a mode"):
+        hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, mode=None, device="gpu", host_rates=None, than=plan)
 
 
 def test_what_is_promised_where(plan: Plan) -> None:

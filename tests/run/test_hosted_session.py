@@ -287,6 +287,28 @@ def test_delays_and_failures_anywhere(device: EmulatedDevice, seed: int) -> None
     assert (written.times <= 1).all()
 
 
+def test_what_fails_in_the_back_stops_the_front(device: EmulatedDevice) -> None:
+    """At its next look at the stop flag, though its step is a later one."""
+    plan, net, volume = a_plan()
+
+    def hook(stage: str, number: int) -> None:
+        if (stage, number) == ("back", 0):
+            raise Fault
+        for _ in range(1000 if (stage, number) == ("front", 1) else 0):
+            session.crew.check()
+            time.sleep(0.01)
+
+    source = Source(ArrayVolume(volume), roi=None, border="valid", network=SMALL, allow_nan=False)
+    began = time.perf_counter()
+    with session_for(plan, net, device) as session:
+        stages(session, hook)
+        with pytest.raises(Fault) as caught:
+            pipeline.run(session, session.crew, source, Poisoned.of((1, *plan.output), np.float32), plan.cover(SMALL))
+    assert time.perf_counter() - began < 5
+    assert "step 0 of column 0" in "; ".join(caught.value.__notes__)
+    assert no_feeder_is_left()
+
+
 def steps_of(plan: Plan, volume: Any, network: Network) -> Iterator[tuple[Any, Any, bool]]:
     """Raw patch, array for the output and `begins` of every step."""
     source = Source(ArrayVolume(volume), roi=None, border="valid", network=network, allow_nan=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from znnpy.kernels.gpu.device import find_gpu
 from znnpy.machine import Limits, Machine, parse_bytes
 from znnpy.network import Network
 from znnpy.planner.beside import moving_whole
-from znnpy.planner.memory import MARGIN_BYTES, DeviceKind, baseline_bytes, context_bytes, moving_bytes
+from znnpy.planner.memory import (
+    MARGIN_BYTES,
+    DeviceKind,
+    baseline_bytes,
+    context_bytes,
+    moving_bytes,
+    staging_bytes,
+)
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
-from znnpy.planner.several import plan_for
 from znnpy.run.devices import Site
-from znnpy.run.modes import hosted_words, names_on, processor_plans, with_processor
+from znnpy.run.modes import Task, names_on, processor_plans
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.source import Source
@@ -86,25 +93,31 @@ def choose(
         "masks": masks,
     }
 
-    def make(output: Vec3, limits: Limits) -> Plan:
-        return make_plan(
-            network,
-            output,
-            site.machine,
-            limits,
-            patch=wishes.patch,
-            only=names_on(site.device, wishes.only, wishes.mode),
-            baseline=baseline,
-            rates=rates,
-            **alike,
-            **site.words(),
-            **hosted_words(wishes.mode, site, limits),
-        )
+    def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
+        words: dict[str, Any] = {
+            "patch": wishes.patch,
+            "only": names_on(site.device, wishes.only, wishes.mode),
+            "baseline": baseline,
+            "rates": rates,
+        }
+        return make_plan(network, output, site.machine, limits, **{**words, **alike, **site.words(), **more})
 
+    beside = processor_plans(site, network, wishes.only, **alike)
+    task = Task(
+        wishes.mode,
+        site,
+        network,
+        source.output,
+        limits,
+        baseline,
+        wishes.only,
+        masks,
+        runs=False,
+        make=make,
+        processor=beside,
+    )
     try:
-        made = plan_for(site.devices, make, network, source.output, limits, baseline, masks=masks)
-        beside = processor_plans(site, network, wishes.only, **alike)
-        return with_processor(made, wishes.mode, make, beside, network, wishes.only, masks=masks)[0]
+        return task.best()[0]
     except NoPlanError as error:
         if not unpacking:
             raise
@@ -141,11 +154,16 @@ def _known_to_run(
             "a plan fixes device, precision, threads, primitives, and patches or columns already; "
             f"leave out {' and '.join(given)}, or leave out --plan"
         )
+    if site.devices > 1 and plan.hosted:
+        raise PlanFileError(f"the plan is of --mode {plan.mode}, which runs on one GPU: leave out --gpus")
     plan.check_runs(network, site.machine)  # before its layers and columns are counted for this output
     held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes
     cover = replace(plan, output=source.output).cover(network)
     itemsizes = source.dtype.itemsize, output_dtype.itemsize
     reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
+    if plan.hosted:  # no patch goes to the GPU, but what is handed over
+        out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
+        staging = staging_bytes(plan.handover_bytes // plan.parts[plan.hosted], out_bytes, writes=cover.steps(0))
     context = context_bytes(site.context_bytes) if plan.device == "gpu" else 0
     memory = replace(
         plan.memory,
@@ -192,6 +210,8 @@ def plan_begun(
         )
     try:
         plan = Plan.from_json(begun.plan)
+        if devices > 1 and plan.hosted:
+            raise ResumeError(f"the run began with --mode {plan.mode}, which runs on one GPU: leave out --gpus")
         plan = replace(plan, memory=replace(plan.memory, devices=devices), alone=None)
         plan.check_runs(network, machine, ram_bytes=plan.limits.ram_bytes)
     except PlanFileError as error:

@@ -6,7 +6,8 @@ Back   All other choices, on the GPU, on a part of what is handed over at a time
 Queue  Where the plan overlaps, a feeder thread queues the back of a step while the next step's front runs: of the two
        buffers for what is handed over one is filled while the other goes up. As no more than one step may be submitted
        and not waited for, nothing else is in between. Where it does not overlap the submitting thread queues the back.
-       Who waits looks whether the device is done, so the feeder, which the device may hold up, tells it nothing.
+       Who waits looks whether the device is done, so the feeder, which the device may hold up, tells it nothing. What
+       fails there stops the front that runs meanwhile, and is told by the wait for its step.
 
 Source  ZNNi VII-B (one after the other) and VII-C (a producer and a consumer, with a queue of one).
 """
@@ -92,19 +93,28 @@ class _Front(HostWorkshop):
 
 
 class _Stops:
-    """A crew's stop flag, or that of a session that ends before what it began."""
+    """A crew's stop flag, or that of a session that ends before what it began.
+
+    failed  the back of a step: its crew computes no further front, and steps before are waited for all the same
+    """
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._ending = threading.Event()
+        self.failed = False
 
     def end(self) -> None:
         self._ending.set()
 
+    def fail(self) -> None:
+        self.failed = True
+        self._crew.stop()
+
     def check(self) -> None:
         if self._ending.is_set():
             raise Stopped
-        self._crew.check()
+        if not self.failed:
+            self._crew.check()
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +130,8 @@ class _Job:
     queued: threading.Event = field(default_factory=threading.Event)  # to the end, or failed
 
     def forget(self) -> None:
-        """No circle: what the frames of its error refer to, memory of the device, goes when the error does."""
+        """No circle: what its error's frames refer to, memory of the device, goes with the error; so do its arrays."""
+        self.handed = self.out = None
         if self.error is not None:
             self.error = Stopped()
 
@@ -162,7 +173,6 @@ class HostedSession:
         self._submitted: deque[_Job] = deque()  # and not waited for
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._feeder: threading.Thread | None = None
-        self._failed = False  # the back of a step: none is begun any more
         self._began: float | None = None  # the first step
         self._busy = [0.0, 0.0]  # seconds of the front and of the back
         self._ended = 0.0  # the last step that was waited for
@@ -175,10 +185,15 @@ class HostedSession:
     @property
     def idle_seconds(self) -> dict[str, float]:
         """How long each side stood still from the first step's begin to the last one's end; of plans that overlap."""
-        if self._began is None or not self.plan.overlaps:
+        if self._began is None:
             return {}
         whole = max(0.0, self._ended - self._began)
-        return {name: max(0.0, whole - busy) for name, busy in zip(("CPU", "GPU"), self._busy, strict=True)}
+        return {name: max(0.0, whole - busy) for name, busy in self.busy_seconds.items()}
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """How long each side computed in all steps; of plans that overlap."""
+        return dict(zip(("CPU", "GPU"), self._busy, strict=True)) if self.plan.overlaps else {}
 
     def __enter__(self) -> Self:
         plan = self.plan
@@ -196,10 +211,11 @@ class HostedSession:
                 clear_frames(error.__traceback__)  # who plans again with less needs what they refer to
                 raise
             stack.callback(self._stop_feeding)
+            if plan.overlaps:
+                feeder = threading.Thread(target=self._feed_all, name="znnpy-feeder", daemon=True)
+                feeder.start()
+                self._feeder = feeder
             self._open = stack.pop_all()
-        if plan.overlaps:
-            self._feeder = threading.Thread(target=self._feed_all, name="znnpy-feeder", daemon=True)
-            self._feeder.start()
         return self
 
     def __exit__(self, *cause: Any) -> None:
@@ -237,7 +253,15 @@ class HostedSession:
         self._began = began if self._began is None else self._began
         handed = self._handed[self._steps % len(self._handed)]
         self._steps += 1
-        gives = self._run_front(raw, handed, begins=begins)
+        try:
+            gives = self._run_front(raw, handed, begins=begins)
+        except Stopped as stopped:
+            if not self._stops.failed:
+                raise
+            job = _Job(None, None, begins, error=stopped)  # a step before failed, and is waited for before this one
+            job.queued.set()
+            self._submitted.append(job)
+            return job
         self._busy[0] += time.perf_counter() - began
         job = _Job(handed if gives else None, out, begins)
         self._submitted.append(job)
@@ -297,12 +321,12 @@ class HostedSession:
     def _feed(self, job: _Job) -> None:
         """Queue the back of a step; what fails is told by the wait for it."""
         try:
-            if self._failed:
+            if self._stops.failed:
                 raise Stopped  # the step that failed is waited for before this one
             self._run_back(job)
         except BaseException as error:  # whatever it is, `wait` raises it
             job.error = error
-            self._failed = True
+            self._stops.fail()
         finally:
             job.queued.set()
 

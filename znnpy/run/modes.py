@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from znnpy.errors import NoPlanError
@@ -13,14 +14,14 @@ from znnpy.planner.beside import idle, plan_beside
 from znnpy.planner.cost import Rates
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.search import make_plan
-from znnpy.planner.several import Make
+from znnpy.planner.several import Make, plan_for
 from znnpy.run.devices import Site
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import Vec3
 
 HOSTED = ("gpu-host", "cpu-to-gpu")  # of one GPU: the first layers have their tensors in the memory of the host
 MODES = ("auto", "cpu", "gpu", *HOSTED, "side-by-side")
-LONG_SECONDS = 60.0  # of a run, from which on the processor is asked for help where nobody said so
+LONG_SECONDS = 60.0  # of a run, from which on it pays to look at what the processor may do of it
 GAIN = 0.97  # of a GPU's time alone: what takes longer is not worth an output that differs in its last bits
 
 
@@ -36,22 +37,17 @@ def device_meant(mode: str, device: str) -> str:
     return meant
 
 
-def check_hosted(mode: str, gpus: int | None, *, measures: bool = False) -> None:
+def check_hosted(mode: str, gpus: int | None, *, runs: bool = False) -> None:
     """ValueError for words that do not go with a mode in which layers run on two devices.
 
-    measures  layers are to be measured, or checked, before there is a plan
+    runs  layers do, to be measured or checked before the plan is there
     """
     if mode in HOSTED and gpus != 1:
         raise ValueError(f"--mode {mode} runs on one GPU: leave out --gpus, or choose --mode gpu")
-    if mode in HOSTED and measures:
+    if mode in HOSTED and runs:
         raise ValueError(
             f"layers of --mode {mode} are not run before there is a plan: leave out --rigor and --paranoid"
         )
-
-
-def hosted_words(mode: str, site: Site, limits: Limits) -> dict[str, Any]:
-    """What `make_plan` is told of a mode in which layers run on two devices; nothing of others."""
-    return {"mode": mode, "host_rates": processor_rates(site.machine, limits)} if mode in HOSTED else {}
 
 
 def processor_rates(machine: Machine, limits: Limits) -> Rates | None:
@@ -63,6 +59,12 @@ def processor_rates(machine: Machine, limits: Limits) -> Rates | None:
 def names_on(device: str, only: Sequence[str], mode: str) -> tuple[str, ...]:
     """Of primitives that alone are to be taken, those for a device; all of them where only one may be meant."""
     return tuple(name for name in only if mode != "side-by-side" or device_of(name) == device)
+
+
+def names_of_gpu(only: Sequence[str], mode: str) -> tuple[str, ...]:
+    """The same that say which device is meant: in modes of two devices those of the GPU."""
+    two = mode in (*HOSTED, "side-by-side")
+    return tuple(name for name in only if not two or device_of(name) == "gpu")
 
 
 def processor_plans(site: Site, network: Network, only: Sequence[str], **words: Any) -> Make:
@@ -77,38 +79,112 @@ def processor_plans(site: Site, network: Network, only: Sequence[str], **words: 
     return make
 
 
-def with_processor(
-    made: Plan,
-    mode: str,
-    make: Make,
-    processor: Make,
-    network: Network,
-    only: Sequence[str],
-    *,
-    masks: bool,
-    show: bool = False,
-) -> tuple[Plan, Plan | None]:
-    """The plan for a mode, and the one of another mode that lost, if that was worked out.
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be planned.
 
-    made       the best plan of GPUs alone, or of the processor
-    make       plans as `made` is for one GPU; processor: such as the processor has beside GPUs
+    limits     of the whole process, and of each GPU
+    held       bytes of the process without the run
     only       names of primitives that alone are to be taken
-    show       work it out for short runs too, which do not take it
-
-    NoPlanError where it cannot, and has to.
+    masks      are counted, of the input voxels that are not finite
+    runs       layers do, to be measured or checked: none of a plan whose tensors are in two memories can be
+    make       the best plan for one of the site's devices, of an output and within limits; more words of `make_plan`
+    processor  such as the processor has beside GPUs
     """
-    if mode not in ("auto", "side-by-side") or made.device == "cpu":
-        return made, None
-    if mode == "side-by-side":
-        both = plan_beside(made, make, processor, network, masks=masks)
-        if not both.dealt:
-            raise NoPlanError(f"{idle(both)}: choose --mode gpu, or a larger volume")
-        return both, made
-    if not (show or made.seconds >= LONG_SECONDS) or (only and not names_on("cpu", only, "side-by-side")):
-        return made, None
-    try:
-        both = plan_beside(made, make, processor, network, masks=masks)
-    except NoPlanError:  # the memory of the process does not suffice for two
-        return made, None
-    gains = both.dealt > 0 and both.seconds < GAIN * made.seconds and made.seconds >= LONG_SECONDS
-    return (both, made) if gains else (made, both)
+
+    mode: str
+    site: Site
+    network: Network
+    output: Vec3
+    limits: Limits
+    held: int
+    only: Sequence[str]
+    masks: bool
+    runs: bool
+    make: Callable[..., Plan]
+    processor: Make
+
+    def best(self, *, show: bool = False) -> tuple[Plan, list[Plan]]:
+        """The best plan of the mode, or of all modes where none is forced, and those of others that lost.
+
+        show  work these out for short runs too, which do not take them, and where they are known to be slower
+
+        NoPlanError where nothing fits, or the mode gains nothing.
+        """
+        if self.mode in HOSTED:
+            return self._hosted(self.mode), []
+        try:
+            alone = plan_for(
+                self.site.devices, self.make, self.network, self.output, self.limits, self.held, masks=self.masks
+            )
+        except NoPlanError:
+            if self.mode != "auto" or not (found := list(self._hosted_instead())):
+                raise
+            return _fastest(found), []
+        if alone.device == "cpu" or self.mode == "gpu":
+            return alone, []
+        if self.mode == "side-by-side":
+            both = self._beside(alone)
+            if not both.dealt:
+                raise NoPlanError(f"{idle(both)}: choose --mode gpu, or a larger volume")
+            return both, [alone]
+        is_long = alone.seconds >= LONG_SECONDS
+        if not (is_long or show):
+            return alone, []
+        others = [*self._beside_if_any(alone), *self._hosted_beside(alone, show=show)]
+        best = _fastest([alone, *(plan for plan in others if is_long and _gains(plan, alone))])
+        return best, [plan for plan in (alone, *others) if plan is not best]
+
+    def _beside(self, alone: Plan) -> Plan:
+        return plan_beside(alone, self.make, self.processor, self.network, masks=self.masks)
+
+    def _beside_if_any(self, alone: Plan) -> Iterator[Plan]:
+        """None where the memory of the process does not suffice for two."""
+        if not self.only or names_on("cpu", self.only, "side-by-side"):
+            with suppress(NoPlanError):
+                yield self._beside(alone)
+
+    def _hosted(self, mode: str, **words: Any) -> Plan:
+        rates = processor_rates(self.site.machine, self.limits)
+        return self.make(self.output, self.limits, mode=mode, host_rates=rates, baselines=False, **words)
+
+    @property
+    def _may_be_hosted(self) -> bool:
+        site, free = self.site, not self.only and not self.runs
+        one_gpu = site.device == "gpu" and site.devices == 1
+        return free and one_gpu and site.precision != "fp16" and len(self.network.layers) > 1
+
+    def _hosted_instead(self) -> Iterator[Plan]:
+        """Plans that fit where none does of the GPU alone."""
+        for mode in HOSTED if self._may_be_hosted else ():
+            with suppress(NoPlanError):
+                yield self._hosted(mode, kinds=False)
+
+    def _hosted_beside(self, alone: Plan, *, show: bool) -> Iterator[Plan]:
+        """Those that are faster than `alone`; of modes where none is, to be shown, the best with its patches."""
+        for mode in HOSTED if self._may_be_hosted else ():
+            try:
+                yield self._hosted(mode, than=alone, kinds=False)
+            except NoPlanError:
+                if show:
+                    with suppress(NoPlanError):
+                        yield self._hosted(mode, patch=alone.patch_out, columns=alone.walks, kinds=False)
+
+
+def scheme_of(plan: Plan) -> str:
+    """Words on a plan that is not of one device alone; empty where it is."""
+    if plan.beside is not None:
+        return "with the processor beside it"
+    if not plan.hosted:
+        return ""
+    count = 1 + plan.choices[plan.hosted - 1].layers[1]
+    return f"{plan.mode} with {count} layer{'s' if count > 1 else ''} in the memory of the host"
+
+
+def _gains(plan: Plan, alone: Plan) -> bool:
+    """Enough to be taken where nobody asked for it."""
+    return plan.seconds < GAIN * alone.seconds and (plan.beside is None or plan.dealt > 0)
+
+
+def _fastest(plans: Sequence[Plan]) -> Plan:
+    return min(plans, key=lambda plan: plan.seconds)

@@ -1,0 +1,240 @@
+"""What do the memory of the host and the processor add to a GPU? Table V of ZNNi (SC16) for the modes there are now.
+
+    python benchmarks/modes.py [--networks n337 n537 n726 n926] [--modes cpu gpu gpu-host cpu-to-gpu side-by-side]
+                               [--vram 2G 4G 8G 12G 24G] [--precision fp32] [--side 512] [--run-seconds 4]
+                               [--minutes 9] [--resume] [--quick] [--out RESULT.json]
+
+First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
+within every limit of the GPU's memory, and the plans run, from the host's memory into the host's memory, through the
+pipeline that a run goes through. What takes longer than `--run-seconds` runs in part, whole steps of one column; what
+it says of the whole output is the plan's prediction times how far the part was off its own. Side by side runs whole. A
+first run does not count: in it kernels are compiled and buffers pinned. `--resume` takes up what `--out` holds.
+
+Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
+a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
+devices the row says for how much of the run each was busy; of side by side how much of what the processor does alone
+was gained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_card import gpu_header
+from header import machine_header
+from modes_runs import Corner, ran
+from planning_plans import Ground
+from planning_points import apart, grounds, measured, own_cache, spread
+
+from znnpy.errors import NoPlanError, ShapeError, ZnnpyError
+from znnpy.formats.networks import read_network
+from znnpy.kernels.gpu import device
+from znnpy.machine import Limits, limits_of, this_machine
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.run.devices import Site, opened
+from znnpy.run.modes import Task, processor_plans
+from znnpy.shapes import PRECISIONS, Vec3
+
+NETWORKS = ("n337", "n537", "n726", "n926")
+MODES = ("gpu", "cpu", "side-by-side", "gpu-host", "cpu-to-gpu")  # in the order in which they are planned and run
+SIDES = {"n337": 1024, "n537": 512, "n726": 768, "n926": 512}  # of volumes: a GPU takes seconds for them
+OTHER_SIDE = 256
+SPARE_SECONDS = 6.0  # of a run, beside what is predicted: a session is made, kernels are compiled
+
+Facts = dict[str, Any]
+Key = tuple[str, str, str]  # network, mode and limit of a row
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One row to be planned."""
+
+    network: str
+    mode: str
+    vram: str
+    side: int
+    ground: Ground
+
+    def plan(self) -> Plan:
+        """In a process of its own; NoPlanError where the mode has none."""
+        ground, network = self.ground, read_network(self.network).network
+        site = Site(ground.machine, ground.precision, context_bytes=ground.context)
+
+        def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
+            words: dict[str, Any] = {"baseline": ground.baseline, "rates": ground.rates, "context": ground.context}
+            words |= {"device": ground.device, "precision": ground.precision}
+            return make_plan(network, output, ground.machine, limits, **{**words, **more})
+
+        task = Task(
+            self.mode,
+            site,
+            network,
+            network.dense_size((self.side,) * 3),
+            ground.limits,
+            ground.baseline,
+            only=(),
+            masks=False,
+            runs=False,
+            make=make,
+            processor=processor_plans(site, network, ()),
+        )
+        return task.best()[0]
+
+
+def planned(want: Wanted) -> Facts:
+    """A row without a run."""
+    row: Facts = {"network": want.network, "mode": want.mode, "vram": want.vram, "side": want.side}
+    began = time.process_time()
+    try:
+        plan = want.plan()
+    except (NoPlanError, ShapeError) as error:
+        return row | {"failure": str(error)}
+    return row | {
+        "failure": None,
+        "planning_seconds": time.process_time() - began,
+        "planned_voxels_per_second": plan.voxels_per_second,
+        "plan": json.loads(plan.to_json()),
+    }
+
+
+def plan_all(name: str, known: dict[Key, Facts], options: Namespace) -> None:
+    """Every mode within every limit for one network, but for what is known."""
+    ram = str(limits_of(this_machine()).ram_bytes)
+    missing = [key for key in keys(name, options) if key not in known]
+    found: dict[tuple[str, str], Ground | str] = {}
+    for on, limits in (("gpu", options.vram), ("cpu", [ram])):
+        if any((mode == "cpu") == (on == "cpu") for _, mode, _ in missing):
+            words = vars(options) | {"device": on, "limits": limits, "networks": [name], "costs": None}
+            found |= apart(grounds, Namespace(**words), alone=on == "gpu")
+    side, wanted = options.side or SIDES.get(name, OTHER_SIDE), []
+    for _, mode, vram in missing:
+        ground = found[name, vram or ram]
+        if isinstance(ground, str):
+            known[name, mode, vram] = {"network": name, "mode": mode, "vram": vram, "side": side, "failure": ground}
+        else:
+            wanted.append(Wanted(name, mode, vram, side, ground))
+    for want, row in zip(wanted, spread(planned, wanted, options.workers), strict=True):
+        known[name, want.mode, want.vram] = row
+        print(said_of(row), flush=True)
+
+
+def keys(name: str, options: Namespace) -> list[Key]:
+    """Of all rows of a network; the processor alone has no limit of VRAM."""
+    limits = {mode: [""] if mode == "cpu" else options.vram for mode in options.modes}
+    return [(name, mode, vram) for mode in options.modes for vram in limits[mode]]
+
+
+def said_of(row: Facts) -> str:
+    """One line."""
+    what = f"{Path(row['network']).stem:5} {row['mode']:13} {row['vram']:>6}"
+    if row["failure"]:
+        return f"{what} {row['failure'][:150]}"
+    line = f"{what} planned {row['planned_voxels_per_second']:12,.0f} voxels/s"
+    if "voxels_per_second" not in row:
+        return f"{line}, in {row['planning_seconds']:.1f} s"
+    speed, apart_by = row["voxels_per_second"], row["apart"]
+    line += f", measured {speed:12,.0f} ({speed / row['planned_voxels_per_second']:.3f}), apart by {apart_by:.0e}"
+    if row["busy"]:
+        line += "; busy " + ", ".join(f"{side} {share:.0%}" for side, share in row["busy"].items())
+    return line
+
+
+def gains(rows: Sequence[Facts]) -> list[str]:
+    """Of every mode beside the GPU alone, and of side by side how much of what the processor does alone was gained."""
+    speeds = {(row["network"], row["mode"], row["vram"]): row.get("voxels_per_second") for row in rows}
+    lines = []
+    for (name, mode, vram), speed in speeds.items():
+        alone, cpu = speeds.get((name, "gpu", vram)), speeds.get((name, "cpu", ""))
+        if mode in ("cpu", "gpu") or not speed or not alone:
+            continue
+        line = f"{Path(name).stem:5} {vram:>6} {mode:13} {speed / alone:.3f} times the GPU alone"
+        if mode == "side-by-side" and cpu:
+            line += (
+                f", {(speed - alone) / cpu:.3f} of what the processor adds at most, {cpu / (cpu + alone):.1%} of all"
+            )
+        lines.append(line)
+    return lines
+
+
+def run_all(rows: Sequence[Facts], options: Namespace, end: float, keep: Callable[[], None]) -> None:
+    """Those of one network that have not run; what is not likely to fit into the time that is left is left out."""
+    waiting = [row for row in rows if not row["failure"] and "voxels_per_second" not in row]
+    if not waiting or time.monotonic() + SPARE_SECONDS > end:
+        return
+    corner = Corner.of(waiting[0]["network"], waiting[0]["side"], options.threads)
+    with opened("gpu", options.precision) as site:
+        for row in waiting:
+            plan = Plan.from_json(json.dumps(row["plan"]))
+            likely = plan.seconds if plan.beside else min(plan.seconds, 1.5 * options.run_seconds)
+            if time.monotonic() + (1 + options.rounds) * likely + SPARE_SECONDS > end:
+                continue
+            try:
+                row |= ran(plan, corner, site, options.run_seconds, options.rounds)
+            except (ZnnpyError, MemoryError) as error:
+                row["failure"] = f"{type(error).__name__}: {error}"[:500]
+            print(said_of(row), flush=True)
+            keep()
+
+
+def taken_up(options: Namespace) -> tuple[list[Facts], dict[Key, Facts]]:
+    """What `znnpy measure` said and all rows, of an earlier run in the same words; SystemExit where they differ."""
+    if not options.resume or not options.out.exists():
+        return [], {}
+    before = json.loads(options.out.read_text())
+    if (there := before["precision"]) != options.precision:
+        raise SystemExit(f"{options.out} holds runs in {there}: give another --out")
+    return before["measure"], {(row["network"], row["mode"], row["vram"]): row for row in before["rows"]}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--vram", nargs="+", default=["2G", "4G", "8G", "12G", "24G"])
+    parser.add_argument("--side", type=int, default=0, help="of all volumes; without it they differ by network")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--threads", type=int, default=limits_of(this_machine()).threads)
+    parser.add_argument("--run-seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of all")
+    parser.add_argument("--measure-minutes", type=float, default=0.8, help="of `znnpy measure`; 0: rates are assumed")
+    parser.add_argument("--workers", type=int, default=limits_of(this_machine()).threads, help="that plan")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a small volume, one limit: to see that it works")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "modes.json")
+    options = parser.parse_args(given)
+    end = time.monotonic() + 60 * options.minutes
+    if options.quick:
+        options.side, options.run_seconds, options.measure_minutes = options.side or 40, 0.2, 0.0
+        options.vram, options.workers = options.vram[-1:], 1
+    measure, known = taken_up(options)
+
+    def keep() -> None:
+        rows = list(known.values())
+        facts = {"precision": options.precision, "measure": measure, "gains": gains(rows), "rows": rows}
+        head = machine_header() | gpu_header(device.find_gpu())
+        options.out.write_text(json.dumps({"header": head} | facts) + "\n")
+
+    with own_cache(options.out.with_name(f"{options.out.stem}-cache")):
+        for on in () if measure else ("gpu", "cpu"):
+            measure += measured(Namespace(**vars(options) | {"device": on, "network_minutes": 0.0}))
+        keep()
+        for name in options.networks:
+            if time.monotonic() < end:
+                plan_all(name, known, options)
+                keep()
+                run_all([known[key] for key in keys(name, options)], options, end, keep)
+    keep()
+    print("\n".join([*gains(list(known.values())), str(options.out)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Runs of modes.py: a plan of any mode, from the host's memory into the host's memory, and a corner to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from contestants import random_network
+from contestants_gpu import Held, Kept, Warm, noise, reference_side
+from gpu_card import Lowest
+from planning_points import part_of
+from several_gpus import largest_difference
+
+from znnpy.formats.weights import random_weights
+from znnpy.kernels.crew import Crew
+from znnpy.machine import Limits, limits_of, this_machine
+from znnpy.network import ConvWeights, Network
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.run import pipeline
+from znnpy.run.devices import Site
+from znnpy.run.hosted import HostedSession
+from znnpy.run.session import Session
+from znnpy.run.sessions import Sessions, lanes_of, sessions_of
+
+
+@dataclass(frozen=True)
+class Corner:
+    """A network, its volume, and what the processor makes of the volume's first corner."""
+
+    network: Network
+    weights: tuple[ConvWeights, ...]
+    source: Held
+    voxels: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, name: str, side: int, threads: int) -> Corner:
+        network = random_network(name)
+        weights = random_weights(network)
+        source = Held(noise((side,) * 3, network.input_channels))
+        z, y, x = (min(reference_side(network), size) for size in network.dense_size((side,) * 3))
+        limits = Limits(limits_of(this_machine()).ram_bytes, threads)
+        plan = make_plan(network, (z, y, x), this_machine(), limits)
+        target = Kept(np.full((network.output_channels, z, y, x), np.nan, np.float32))
+        with Crew(threads) as crew, Session(plan, network, weights, crew) as session:
+            pipeline.run(session, crew, source, target, plan.cover(network))
+        return cls(network, weights, source, target.voxels)
+
+    def apart(self, voxels: npt.NDArray[np.float32]) -> float:
+        """By how much an output (maps, z, y, x) differs, of the size of the values, where both are; NaN counts."""
+        z, y, x = (min(a, b) for a, b in zip(voxels.shape[1:], self.voxels.shape[1:], strict=True))
+        return largest_difference(voxels[:, :z, :y, :x], self.voxels[:, :z, :y, :x])
+
+
+def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int) -> dict[str, Any]:
+    """What a plan does, or a part of it that takes about so many seconds.
+
+    gpu  an open one; plans of the processor leave it alone
+    """
+    network = corner.network
+    here = plan
+    if plan.beside is None:
+        here = plan.covering(part_of(plan, network, most_seconds), network, plan.memory)
+    site = gpu if plan.device == "gpu" else Site(this_machine())
+    target = Kept(np.full((network.output_channels, *here.output), np.nan, np.float32))
+    assert gpu.gpu is not None
+    assert gpu.free_bytes is not None
+    with sessions_of(here, site, network, corner.weights) as sessions, Lowest(gpu.gpu) as lowest:
+        warm: Any = {name: Warm(session) for name, session in sessions.items()}  # type: ignore[arg-type]
+        pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target)
+        before = _busy(sessions)
+        timings = [pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target) for _ in range(rounds)]
+        after = _busy(sessions)
+    spent = [timing.seconds for timing in timings]
+    return {
+        "output": here.output,
+        "seconds": spent,
+        "planned_seconds": here.seconds,
+        "voxels_per_second": plan.voxels_per_second * here.seconds / median(spent),
+        "part_voxels_per_second": prod(here.output) / median(spent),
+        "vram_bytes": gpu.free_bytes - lowest.free_bytes if plan.device == "gpu" else 0,
+        "promised_vram_bytes": plan.memory.vram,
+        "memory": asdict(plan.memory),
+        "not_written": int(np.isnan(target.voxels).sum()),
+        "apart": corner.apart(target.voxels),
+        "busy": {side: (after[side] - before[side]) / sum(spent) for side in after},
+        "lanes": {lane.name: {"voxels": lane.voxels, **lane.seconds} for lane in timings[-1].lanes},
+    }
+
+
+def _busy(sessions: Sessions) -> Mapping[str, float]:
+    """Seconds that each side of a step computed so far, where it goes through two."""
+    hosted = (session for session in sessions.values() if isinstance(session, HostedSession))
+    return {side: seconds for session in hosted for side, seconds in session.busy_seconds.items()}

@@ -1,0 +1,73 @@
+"""What a search found, as a plan that knows no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import znnpy
+from znnpy.machine import Limits, Machine
+from znnpy.network import Network
+from znnpy.planner.candidates import Candidate
+from znnpy.planner.cost import Rates
+from znnpy.planner.layout import Tensor
+from znnpy.planner.memory import Memory
+from znnpy.planner.plan import FORMAT, Choice, Plan, device_of
+from znnpy.planner.trade import Way
+from znnpy.shapes import turned_back
+
+
+def choice_of(layers: tuple[int, int], way: Way, rates: Rates) -> Choice:
+    """Of the first and the last layer, both counted, and how `rates` know its seconds."""
+    known = way.primitive, way.shape, way.variant
+    return Choice(
+        layers=layers,
+        shape=way.shape,
+        primitive=way.primitive.name,
+        version=way.primitive.version,
+        device="gpu" if device_of(way.primitive.name) == "gpu" else "cpu",
+        variant=way.variant,
+        seconds=way.seconds,
+        runs=way.runs,
+        measured=rates.tells(*known),
+        fitted=rates.fits(*known),
+        resident_bytes=way.footprint.resident,
+        working_bytes=way.footprint.working(way.shape),
+    )
+
+
+def plan_of(
+    network: Network,
+    machine: Machine,
+    limits: Limits,
+    shape: Candidate,
+    choices: Iterable[Choice],
+    tensors: tuple[Tensor, ...],
+    memory: Memory,
+    *,
+    itemsize_in: int,
+    itemsize_out: int,
+) -> Plan:
+    """Patches or columns of one shape."""
+    space, axis = shape.space, shape.space.axis
+    return Plan(
+        format=FORMAT,
+        znnpy_version=znnpy.__version__,
+        network=network.sha256,
+        network_name=network.name,
+        machine=machine.fingerprint,
+        limits=limits,
+        output=turned_back(space.output, axis),
+        patch_out=shape.patch_out,
+        patch_in=turned_back(shape.new, axis),
+        axis=axis,
+        column=shape.column,
+        choices=tuple(choices),
+        tensors=tensors,
+        memory=memory,
+        itemsize_in=itemsize_in,
+        itemsize_out=itemsize_out,
+        columns=len(shape.cover),
+        rigor="estimate",
+        other=None,
+        runners_up=(),
+    )

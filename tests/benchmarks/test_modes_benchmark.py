@@ -1,0 +1,85 @@
+"""benchmarks/modes.py runs, once and tiny, on an emulated GPU."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from emulated import EMULATED_GPU, EmulatedDevice, compiler
+from rivals import TINY
+
+from znnpy.kernels.gpu import device
+from znnpy.planner.cost import assumed_rates
+from znnpy.run import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MODES = ["gpu", "cpu", "side-by-side", "gpu-host", "cpu-to-gpu"]
+
+
+@pytest.fixture
+def words(imported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a call, where a GPU is about as slow as the processor."""
+    for room in (devices, device):
+        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    slow = assumed_rates
+    monkeypatch.setattr(
+        devices, "measured_rates", lambda of, machine, *_, **words: slow(machine, 1, "gpu").scaled(1e-4, 1e-4)
+    )
+    monkeypatch.setattr(imported("modes"), "apart", lambda work, asked, alone: work(asked))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    words = ["--networks", str(tmp_path / "tiny.yaml"), "--quick", "--side", "26", "--vram", "900M", "--threads", "1"]
+    return [*words, "--out", str(tmp_path / "modes.json")]
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+def test_every_mode(
+    imported: Callable[[str], Any], tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes, out = imported("modes"), tmp_path / "modes.json"
+    modes.main(words)
+    found = json.loads(out.read_text())
+    rows = {row["mode"]: row for row in found["rows"]}
+    assert list(rows) == MODES
+    for mode, row in rows.items():
+        assert row["failure"] is None, row["failure"]
+        assert row["plan"]["network_name"] == "tiny"
+        assert row["not_written"] == 0
+        assert row["apart"] < 2e-5
+        assert row["voxels_per_second"] > 0
+        assert set(row["lanes"]) == ({"GPU", "CPU"} if mode == "side-by-side" else {"CPU" if mode == "cpu" else "GPU"})
+        assert set(row["busy"]) == ({"GPU", "CPU"} if mode == "cpu-to-gpu" else set())
+        assert all(0 < share <= 1 for share in row["busy"].values())
+    assert rows["cpu"]["vram"] == ""
+    assert rows["gpu-host"]["plan"]["hosted"] > 0
+    assert len(found["gains"]) == 3
+    assert "of what the processor adds at most" in found["gains"][0]
+    assert "measured" in capsys.readouterr().out
+    modes.main([*words, "--resume"])
+    assert json.loads(out.read_text())["rows"] == found["rows"]
+    assert "measured" not in capsys.readouterr().out
+
+
+def test_gains_are_of_the_gpu_alone(imported: Callable[[str], Any]) -> None:
+    speeds = {("cpu", ""): 20.0, ("gpu", "1G"): 100.0, ("side-by-side", "1G"): 117.0, ("gpu-host", "1G"): 50.0}
+    rows: list[dict[str, Any]] = [
+        {"network": "n", "mode": mode, "vram": vram, "voxels_per_second": speed}
+        for (mode, vram), speed in speeds.items()
+    ]
+    failed = {"network": "n", "mode": "cpu-to-gpu", "vram": "1G"}
+    both, host = imported("modes").gains([*rows, failed])
+    assert both.endswith("1.170 times the GPU alone, 0.850 of what the processor adds at most, 16.7% of all")
+    assert host.endswith("0.500 times the GPU alone")
+
+
+def test_what_does_not_fit_is_said(
+    imported: Callable[[str], Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported("modes").main([*words, "--vram", "20M", "--modes", "gpu", "gpu-host"])
+    failures = [row["failure"] for row in json.loads((tmp_path / "modes.json").read_text())["rows"]]
+    assert all("fits in 20,971,520" in failure or "20,971,520 of VRAM" in failure for failure in failures)
+    assert "fits" in capsys.readouterr().out

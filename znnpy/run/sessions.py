@@ -1,0 +1,59 @@
+"""Sessions of a plan, one for each device that computes, and the queue that they take their work from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from znnpy.kernels.crew import Crew
+from znnpy.network import ConvWeights, Network
+from znnpy.planner.plan import Plan
+from znnpy.run.devices import Site
+from znnpy.run.hosted import HostedSession, session_of
+from znnpy.run.lane import Lane
+from znnpy.run.session import Session
+from znnpy.run.shares import Cells, Hand, Queue, Shares
+
+if TYPE_CHECKING:
+    from znnpy.run.trace import Trace
+
+Sessions = Mapping[str, Session | HostedSession]  # by names of lanes
+
+
+@contextmanager
+def sessions_of(
+    plan: Plan, site: Site, network: Network, weights: Sequence[ConvWeights], trace: Trace | None = None
+) -> Iterator[Sessions]:
+    """Of every GPU of a site, or of its processor; and of the processor beside GPUs, where the plan has one for it."""
+    numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
+    devices = numbered if site.others else {plan.device.upper(): site.gpu}
+    plans = {name: (plan, device) for name, device in devices.items()}
+    if plan.beside is not None:
+        plans["CPU"] = plan.beside, None
+    with ExitStack() as stack:
+        crews = {its.device: stack.enter_context(Crew(its.limits.threads)) for its in (plan, plan.beside) if its}
+        sessions: dict[str, Session | HostedSession] = {}
+        for name, (its, device) in plans.items():
+            session = session_of(its, network, weights, crews[its.device], device=device, trace=trace, lane=name)
+            stack.enter_context(session)
+            sessions[name] = session
+        yield sessions
+
+
+def lanes_of(plan: Plan, sessions: Sessions, network: Network, done: Set[int] = frozenset()) -> list[Lane]:
+    """All that compute, with one queue of what is not done: columns for devices that are alike, else cells."""
+    shares = _shares(plan, sessions, network, done)
+    return [Lane(name, session, session.crew, shares) for name, session in sessions.items()]
+
+
+def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) -> Queue:
+    if plan.beside is None:
+        return Shares(plan.cover(network), done)
+    cell = plan.seconds_per_cell
+    hands = {
+        name: Hand(partial(session.plan.within, network=network), cell[session.plan.device], session.plan is plan)
+        for name, session in sessions.items()
+    }
+    return Cells(plan.cells, plan.axis, hands, done)
