@@ -5,7 +5,8 @@ Method  A volume that is one column for one GPU has to be cut. Cut into as many 
         as many for each. The best plan for the whole is tried too: it may have columns enough. What is lost to the new
         borders is told by `Plan.alone`.
 Bound   No cut saves work, so no more than `devices` times the speed of one; what the plan says is this, less the
-        borders, less what the last round of columns leaves idle.
+        borders, less what the last round of columns leaves idle, less what it takes to write the last patches of all,
+        which one thread does when nothing is computed any more.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import ceil, prod
 from typing import Any
 
 import pytest
-from brute_force import BASELINE
+from brute_force import BASELINE, EDGE_BYTES
 from fakes import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
 from plans import MIXED
 
@@ -45,6 +46,17 @@ def test_one_is_as_ever() -> None:
     plan = several(1)
     assert plan == make(MIXED, OUTPUT, PLENTY)
     assert (plan.devices, plan.alone) == (1, None)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None:
+    plan = several(devices)
+    computing = sum(choice.runs * choice.seconds for choice in plan.choices) / plan.columns
+    edges = plan.seconds - computing * ceil(plan.columns / devices)
+    nbytes = MIXED.input_channels * prod(plan.patch_in) + min(devices, plan.columns) * 4 * MIXED.output_channels * prod(
+        plan.patch_out
+    )
+    assert edges == pytest.approx(nbytes / EDGE_BYTES, rel=1e-3)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
