@@ -3,10 +3,10 @@
 Method  Every unit has a factor on its arithmetic and one on its traffic, and what a stage takes to begin has one. Those
         that predict the runs best are searched for along one direction after the other, with steps that halve where
         none is an improvement. What is left is fitted by the own runs of each method: a factor at every one of SIZES,
-        in between interpolated, by least squares. Errors are relative; large ones count by their size, not by its
-        square (Huber, 1964): a run that was disturbed shall not move what the others agree on. Rates are of runs that
-        are long enough for a device to be busy: short ones, which mostly start, count less, and tell what a method's
-        factors at small sizes are.
+        in between interpolated, by least squares, and beyond the shortest and the longest run as there. Errors are
+        relative; large ones count by their size, not by its square (Huber, 1964): a run that was disturbed shall not
+        move what the others agree on. Rates are of runs that are long enough for a device to be busy: short ones, which
+        mostly start, count less, and tell what a method's factors at small sizes are.
 Prior   What no run depends on keeps its assumed rate: a factor costs a little more the further it is from 1. So does
         a method's at one size the further it is from those at the next.
 """
@@ -164,6 +164,9 @@ def _factors(working: Floats, beginning: Floats, measured: Floats) -> tuple[floa
         weighted = moving.T * np.minimum(1.0, LARGE_ERROR / np.maximum(np.abs(errors), 1e-9))
         logs = logs + np.linalg.solve(prior + weighted @ moving, weighted @ errors - prior @ logs)
         logs = np.clip(logs, -MOST_OF_A_SIZE, MOST_OF_A_SIZE)
+    shortest, longest = (hats[index] @ logs for index in (working.argmin(), working.argmax()))
+    logs = np.where(np.array(SIZES) < working.min(), shortest, logs)
+    logs = np.where(np.array(SIZES) > working.max(), longest, logs)  # a slope between two runs says nothing of others
     for index in range(len(SIZES) - 1, 0, -1):
         logs[index - 1] = min(logs[index - 1], logs[index] + MOST_OF_A_SIZE)
     return tuple(float(factor) for factor in np.exp(logs))
