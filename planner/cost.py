@@ -139,9 +139,11 @@ class Case:
         return replace(self, variant=Variant(kept))
 
     @property
-    def layer(self) -> Case:
-        """The same without its variant."""
-        return replace(self, variant=Variant(()))
+    def layer(self) -> tuple[object, ...]:
+        """All but the variant."""
+        return (
+            self.primitive, self.version, self.precision, self.kind, self.maps, self.window, self.pool, self.activation
+        )  # fmt: skip
 
     def likeness(self, other: Case) -> tuple[int, float, int] | None:
         """How much a measurement of one says of the other; None: nothing.
