@@ -20,7 +20,7 @@ machine, the most important figures first, each of them over all points before t
               same way, those that are predicted to be the fastest first, for `--rival-seconds` a point; a rival whose
               layers take more than `--give-up` times as long as the pick is not timed further.
     finals    the pick and its three fastest rivals from end to end, `--rounds` times, on a GPU five times at least; in
-              turn on a CPU. A rival that walks in the steps of the pick runs the same part of the volume
+              turn on a CPU, there and back. A rival that walks in the steps of the pick runs the same part
     findings  section VI-A of the paper: one image at a time, and all poolings as fragments (planning_findings.py)
     peers     Table V today: PyTorch with all subsamplings recomputed, dilated and as fragments, with the best of the
               patches that fit the limit (planning_peers.py)
