@@ -53,9 +53,8 @@ def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None
     plan = several(devices)
     computing = sum(choice.runs * choice.seconds for choice in plan.choices) / plan.columns
     edges = plan.seconds - computing * ceil(plan.columns / devices)
-    nbytes = MIXED.input_channels * prod(plan.patch_in) + min(devices, plan.columns) * 4 * MIXED.output_channels * prod(
-        plan.patch_out
-    )
+    last = min(devices, plan.columns) * 4 * MIXED.output_channels * prod(plan.patch_out)
+    nbytes = MIXED.input_channels * prod(plan.patch_in) + last
     assert edges == pytest.approx(nbytes / EDGE_BYTES, rel=1e-3)
 
 
