@@ -210,6 +210,12 @@ def _hosted_memory(plan: Plan) -> list[tuple[str, int]]:
     return [(row, nbytes) for row, nbytes in rows if nbytes]
 
 
+def hosted_layers(plan: Plan) -> str:
+    """How many layers have their tensors with the host, in words."""
+    count = 1 + plan.choices[plan.hosted - 1].layers[1]
+    return f"{count} layer{'s' if count > 1 else ''} in the memory of the host"
+
+
 def _sides(plan: Plan) -> str:
     """What hosted layers take beside the others, and which of them waits."""
     front, back = plan.seconds_of_sides

@@ -126,9 +126,7 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     kinds: tuple[Kind, ...] = ()  # as far as they were asked for
     elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
-    alone: Seconds | None = (
-        None  # of several GPUs: what one would take; side by side: what GPUs would without the processor
-    )
+    alone: Seconds | None = None  # of several devices: that of one GPU, or of all GPUs without the processor
     beside: Plan | None = None  # the processor's, for one of the cells that it and the GPUs take in turn
     hosted: Count = 0  # leading choices with tensors in the memory of the host; all others run on the GPU
     overlaps: bool = False  # the hosted choices of a step run while the GPU is at the step before

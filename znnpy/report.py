@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from znnpy.planner.explain import AXES, human_bytes, human_seconds
+from znnpy.planner.explain import AXES, hosted_layers, human_bytes, human_seconds
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
 
@@ -95,10 +95,8 @@ class Report:
         """Where layers ran that had their tensors in the memory of the host, and how long both sides stood still."""
         if not self.plan.hosted:
             return []
-        count = 1 + self.plan.choices[self.plan.hosted - 1].layers[1]
-        layers = f"{count} layer{'s' if count > 1 else ''} in the memory of the host"
         idle = ", ".join(f"{side} {human_seconds(seconds)}" for side, seconds in self.idle_seconds.items())
-        return [f"mode       {self.plan.mode}, {layers}{f'; idle: {idle}' if idle else ''}"]
+        return [f"mode       {self.plan.mode}, {hosted_layers(self.plan)}{f'; idle: {idle}' if idle else ''}"]
 
     def _vram(self) -> list[str]:
         limit = self.plan.limits.vram_bytes

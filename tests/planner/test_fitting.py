@@ -125,3 +125,13 @@ def test_rates_are_of_runs_that_are_long_enough() -> None:
     found = fitted(Rates(), runs, begins=False)
     assert found.of("copy").nbytes == pytest.approx(TRUE.of("copy").nbytes, rel=0.2)
     assert found.by_size["m"][0] > 2 * found.by_size["m"][-1]
+
+
+def test_beyond_its_longest_run_a_primitive_goes_on_as_there() -> None:
+    """Runs end between two sizes, and the last are quicker: that slope is not carried on to where nothing ran."""
+    runs = sized(1.0, 1.0, "other")
+    for size, factor in ((5e-4, 1.0), (2.5e-3, 1.0), (0.012, 1.0), (0.013, 1.0), (0.02, 0.8), (0.021, 0.8)):
+        runs.append(Run((Work("product", CPU_RATES["product"].flops * size, 0.0),), factor * size, "one"))
+    found = fitted(Rates(stage_seconds=0.0), runs).by_size["one"]
+    assert found[-1] == pytest.approx(found[-2])
+    assert 0.75 < found[-1] < 1.0

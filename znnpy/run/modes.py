@@ -12,6 +12,7 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.beside import idle, plan_beside
 from znnpy.planner.cost import Rates
+from znnpy.planner.explain import hosted_layers
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import Make, plan_for
@@ -175,10 +176,7 @@ def scheme_of(plan: Plan) -> str:
     """Words on a plan that is not of one device alone; empty where it is."""
     if plan.beside is not None:
         return "with the processor beside it"
-    if not plan.hosted:
-        return ""
-    count = 1 + plan.choices[plan.hosted - 1].layers[1]
-    return f"{plan.mode} with {count} layer{'s' if count > 1 else ''} in the memory of the host"
+    return f"{plan.mode} with {hosted_layers(plan)}" if plan.hosted else ""
 
 
 def _gains(plan: Plan, alone: Plan) -> bool:
