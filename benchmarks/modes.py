@@ -1,8 +1,8 @@
 """What do the memory of the host and the processor add to a GPU? Table V of ZNNi (SC16) for the modes there are now.
 
     python benchmarks/modes.py [--networks n337 n537 n726 n926] [--modes cpu gpu gpu-host cpu-to-gpu side-by-side]
-                               [--vram 2G 4G 8G 12G 24G] [--precision fp32] [--side 512] [--run-seconds 4]
-                               [--minutes 9] [--resume] [--quick] [--out RESULT.json]
+                               [--vram 2G 4G 8G 12G 24G] [--ram 96G] [--precision fp32] [--side 512]
+                               [--run-seconds 4] [--minutes 9] [--resume] [--quick] [--out RESULT.json]
 
 First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
 within every limit of the GPU's memory, and the plans run, from the host's memory into the host's memory, through the
@@ -23,7 +23,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from planning_points import apart, grounds, measured, own_cache, spread
 from znnpy.errors import NoPlanError, ShapeError, ZnnpyError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.gpu import device
-from znnpy.machine import Limits, limits_of, this_machine
+from znnpy.machine import Limits, limits_of, parse_bytes, this_machine
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run.devices import Site, opened
@@ -107,7 +107,7 @@ def planned(want: Wanted) -> Facts:
 
 def plan_all(name: str, known: dict[Key, Facts], options: Namespace) -> None:
     """Every mode within every limit for one network, but for what is known."""
-    ram = str(limits_of(this_machine()).ram_bytes)
+    ram = str(options.ram)
     missing = [key for key in keys(name, options) if key not in known]
     found: dict[tuple[str, str], Ground | str] = {}
     for on, limits in (("gpu", options.vram), ("cpu", [ram])):
@@ -120,7 +120,8 @@ def plan_all(name: str, known: dict[Key, Facts], options: Namespace) -> None:
         if isinstance(ground, str):
             known[name, mode, vram] = {"network": name, "mode": mode, "vram": vram, "side": side, "failure": ground}
         else:
-            wanted.append(Wanted(name, mode, vram, side, ground))
+            limits = replace(ground.limits, ram_bytes=options.ram)
+            wanted.append(Wanted(name, mode, vram, side, replace(ground, limits=limits)))
     for want, row in zip(wanted, spread(planned, wanted, options.workers), strict=True):
         known[name, want.mode, want.vram] = row
         print(said_of(row), flush=True)
@@ -199,6 +200,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--vram", nargs="+", default=["2G", "4G", "8G", "12G", "24G"])
+    parser.add_argument("--ram", type=parse_bytes, default=limits_of(this_machine()).ram_bytes, help="of the process")
     parser.add_argument("--side", type=int, default=0, help="of all volumes; without it they differ by network")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--threads", type=int, default=limits_of(this_machine()).threads)
