@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -77,14 +79,24 @@ class Held:
 
 @dataclass
 class Kept:
-    """An output in memory."""
+    """An output in memory, written by so many threads at a time: one copies 3 GB/s, and several GPUs make more."""
 
     voxels: npt.NDArray[np.float32]  # (maps, z, y, x)
+    threads: int = 1
     done: frozenset[int] = frozenset()
     dtype: np.dtype[np.float32] = field(default_factory=lambda: np.dtype(np.float32))
 
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.threads)
+
     def write(self, box: Box, voxels: Voxels) -> None:
-        self.voxels[(slice(None), *box.slices)] = voxels
+        target = self.voxels[(slice(None), *box.slices)]
+        planes = [(channel, plane) for plane in range(target.shape[1]) for channel in range(len(target))]
+
+        def copy(at: tuple[int, int]) -> None:
+            target[at] = voxels[at]
+
+        deque(self._pool.map(copy, planes), maxlen=0)
 
     def finish_column(self, index: int) -> None:
         """Nothing to record."""

@@ -14,7 +14,7 @@ from contestants import random_network
 from contestants_gpu import Held, Kept, Warm, noise, reference_side
 from gpu_card import Lowest
 from planning_points import part_of
-from several_gpus import largest_difference
+from several_gpus import apart
 
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.crew import Crew
@@ -54,7 +54,7 @@ class Corner:
     def apart(self, voxels: npt.NDArray[np.float32]) -> float:
         """By how much an output (maps, z, y, x) differs, of the size of the values, where both are; NaN counts."""
         z, y, x = (min(a, b) for a, b in zip(voxels.shape[1:], self.voxels.shape[1:], strict=True))
-        return largest_difference(voxels[:, :z, :y, :x], self.voxels[:, :z, :y, :x])
+        return apart(voxels[:, :z, :y, :x], self.voxels[:, :z, :y, :x]).most
 
 
 def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int) -> dict[str, Any]:

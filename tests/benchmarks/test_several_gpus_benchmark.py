@@ -32,31 +32,35 @@ def test_one_and_two_in_turn(
     network = tmp_path / "tiny.yaml"
     network.write_text(TINY)
     words = ["--networks", str(network), "--quick", "--side", "20", "--precision", "fp32", "--vram", "900M"]
-    benchmark.main([*words, "--out", str(out)])
+    benchmark.main([*words, "--gpus", "2", "--writers", "3", "--out", str(out)])
     (row,) = json.loads(out.read_text())["rows"]
-    assert [made["memory"]["devices"] for made in row["plans"]] == [1, 2]
+    assert row["gpus"] == [made["memory"]["devices"] for made in row["plans"]] == [1, 2]
     assert [len(found) for found in row["seconds"]] == [1, 1]
-    (lanes,) = row["lanes"]
-    assert sum(lane["voxels"] for lane in lanes.values()) == row["output"][0] * row["output"][1] * row["output"][2]
-    assert set(lanes) == {"GPU 0", "GPU 1"}
+    for (lanes,), names in zip(row["lanes"], ({"GPU 0"}, {"GPU 0", "GPU 1"}), strict=True):
+        assert sum(lane["voxels"] for lane in lanes.values()) == row["output"][0] * row["output"][1] * row["output"][2]
+        assert set(lanes) == names
     assert (row["precision"], row["side"]) == ("fp32", 20)
-    assert row["apart"] <= row["allowed"] == 2e-5
-    assert 0.5 < row["bound"] <= 2
+    assert row["apart"][0] == row["apart_rms"][0] == 0
+    assert row["apart_rms"][1] <= row["apart"][1] <= row["allowed"] == 2e-5
+    assert row["gain"][0] == row["bound"][0] == 1
+    assert 0.5 < row["bound"][1] <= 2
     said = capsys.readouterr().out
-    assert f"of it; apart by {row['apart']:.1e} of the values, 2e-05 allowed\n" in said
-    far = row | {"apart": 3e-5}
+    assert (
+        f"of it; apart by {row['apart'][1]:.1e} of the values, rms {row['apart_rms'][1]:.1e}, 2e-05 allowed\n" in said
+    )
+    far = row | {"apart": [0.0, 3e-5]}
     monkeypatch.setattr(benchmark, "compared", lambda name, options: far if name == "far" else row)
-    with pytest.raises(
-        SystemExit, match=r"do not write what one does:\n.* 3\.0e-05 of the values, 2e-05 allowed: TOO FAR$"
-    ):
+    with pytest.raises(SystemExit, match="do not write what one does"):
         benchmark.main(["--networks", "far", "near", "--out", str(out)])
     assert json.loads(out.read_text())["rows"] == [far, row]
-    assert capsys.readouterr().out.count("TOO FAR") == 1
+    assert capsys.readouterr().out.count(f"rms {row['apart_rms'][1]:.1e}, 2e-05 allowed: TOO FAR\n") == 1
+    assert benchmark.too_far(far | {"precision": "tf32"}) == []
+    assert benchmark.too_far(row | {"precision": "tf32", "apart_rms": [0.0, 3e-5]}) == [2]
 
 
 def test_differences_are_shares_of_the_values(imported: Callable[[str], Any]) -> None:
     """By hand: of 1 where values are small, of the rms of the map, and of the value itself where that is larger."""
-    apart = imported("several_gpus").largest_difference
+    apart = imported("several_gpus").apart
     one = np.zeros((2, 3, 4, 5), np.float32)
     one[1] = 10
     for at, value, other, expected in (
@@ -69,7 +73,9 @@ def test_differences_are_shares_of_the_values(imported: Callable[[str], Any]) ->
         first[at] = value
         second = first.copy()
         second[at] = other
-        assert apart(first, second) == pytest.approx(expected)
+        for threads in (1, 3):
+            assert apart(first, second, threads) == pytest.approx((expected, expected / np.sqrt(120)))
     second[0, 0, 0, 0] = np.nan
-    assert np.isnan(apart(first, second))
-    assert imported("several_gpus").too_far({"apart": np.nan, "allowed": 1.0})
+    assert np.isnan(apart(first, second)).all()
+    facts = {"precision": "fp32", "gpus": [1, 2], "apart": [0.0, np.nan], "allowed": 1.0}
+    assert imported("several_gpus").too_far(facts) == [2]

@@ -278,12 +278,16 @@ class HostRamStep:
 
 
 def _copy(target: Values, source: Values, crew: Crew) -> None:
-    """By all threads of the crew, plane by plane."""
-    planes = source.shape[1]
+    """By all threads of the crew, row by row: (images, planes, rows, ...) of any strides; few planes keep all busy."""
+    _, planes, rows = source.shape[:3]
 
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
-        for at in range(lo, hi):
-            target[divmod(at, planes)] = source[divmod(at, planes)]
+        while lo < hi:
+            plane, row = divmod(lo, rows)
+            end = min(rows, row + hi - lo)
+            at = (*divmod(plane, planes), slice(row, end))
+            target[at] = source[at]
+            lo += end - row
 
-    crew.each(piece, len(source) * planes)
+    crew.each(piece, len(source) * planes * rows)
