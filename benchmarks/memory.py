@@ -75,8 +75,8 @@ class EvenCrew(Crew):
     would have touched would not be counted.
     """
 
-    def each(self, piece: Callable[[int, int, int], None], count: int) -> None:
-        todo = shares(count, SHARES * self.threads)
+    def each(self, piece: Callable[[int, int, int], None], count: int, *, least: int = 1) -> None:
+        todo = shares(count, min(SHARES * self.threads, count // least))
         workers = min(self.threads, len(todo))
         together = threading.Barrier(workers)
 

@@ -7,8 +7,9 @@
 First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
 within every limit of the GPU's memory, and the plans run, from the host's memory into the host's memory, through the
 pipeline that a run goes through. What takes longer than `--run-seconds` runs in part, whole steps of one column; what
-it says of the whole output is the plan's prediction times how far the part was off its own. Side by side runs whole. A
-first run does not count: in it kernels are compiled and buffers pinned. `--resume` takes up what `--out` holds.
+it says of the whole output is the plan's prediction times how far the part was off its own. Side by side runs whole. Of
+what takes less than ten seconds a first run does not count: in it kernels are compiled and buffers pinned. `--resume`
+takes up what `--out` holds.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
 a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
@@ -29,7 +30,7 @@ from typing import Any
 
 from gpu_card import gpu_header
 from header import machine_header
-from modes_runs import Corner, ran
+from modes_runs import WARM_SECONDS, Corner, ran
 from planning_plans import Ground
 from planning_points import apart, grounds, measured, own_cache, spread
 
@@ -44,10 +45,11 @@ from znnpy.run.modes import Task, processor_plans
 from znnpy.shapes import PRECISIONS, Vec3
 
 NETWORKS = ("n337", "n537", "n726", "n926")
-MODES = ("gpu", "cpu", "side-by-side", "gpu-host", "cpu-to-gpu")  # in the order in which they are planned and run
-SIDES = {"n337": 1024, "n537": 512, "n726": 768, "n926": 512}  # of volumes: a GPU takes seconds for them
+MODES = ("gpu", "cpu", "gpu-host", "cpu-to-gpu", "side-by-side")  # in the order in which they are planned and run
+SIDES = {"n337": 1024, "n537": 768, "n726": 768, "n926": 512}  # of volumes: a GPU takes seconds for them
 OTHER_SIDE = 256
-SPARE_SECONDS = 6.0  # of a run, beside what is predicted: a session is made, kernels are compiled
+SPARE_SECONDS = 5.0  # of a run, beside what is predicted: a session is made, kernels are compiled
+TOUCHED = 2.5e9  # assumed, bytes per second: memory of the host is taken, touched and pinned
 
 Facts = dict[str, Any]
 Key = tuple[str, str, str]  # network, mode and limit of a row
@@ -175,7 +177,9 @@ def run_all(rows: Sequence[Facts], options: Namespace, end: float, keep: Callabl
         for row in waiting:
             plan = Plan.from_json(json.dumps(row["plan"]))
             likely = plan.seconds if plan.beside else min(plan.seconds, 1.5 * options.run_seconds)
-            if time.monotonic() + (1 + options.rounds) * likely + SPARE_SECONDS > end:
+            runs = options.rounds + (likely < WARM_SECONDS)
+            if time.monotonic() + runs * likely + plan.memory.peak / TOUCHED + SPARE_SECONDS > end:
+                print(f"{said_of(row)}: there is no time for it", flush=True)
                 continue
             try:
                 row |= ran(plan, corner, site, options.run_seconds, options.rounds)

@@ -28,6 +28,8 @@ from znnpy.run.hosted import HostedSession
 from znnpy.run.session import Session
 from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 
+WARM_SECONDS = 10.0  # what is predicted to take as long runs without a first one that does not count
+
 
 @dataclass(frozen=True)
 class Corner:
@@ -72,7 +74,8 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
     assert gpu.free_bytes is not None
     with sessions_of(here, site, network, corner.weights) as sessions, Lowest(gpu.gpu) as lowest:
         warm: Any = {name: Warm(session) for name, session in sessions.items()}  # type: ignore[arg-type]
-        pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target)
+        if here.seconds < WARM_SECONDS:
+            pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target)
         before = _busy(sessions)
         timings = [pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target) for _ in range(rounds)]
         after = _busy(sessions)

@@ -22,6 +22,7 @@ from znnpy.planner.trade import Option, Way
 from znnpy.shapes import ConvShape, LayerShape, Precision
 
 WITHIN = 0.05  # of the time, by which a division may be slower than the best
+SUBLAYER_SECONDS = 1e-3  # the host needs for one, beside copies: it launches, waits, and hands out its copies
 COPIED = 2.0  # bytes that the host moves for each that goes over the link: to page-locked memory or from it
 
 Seconds = Callable[[Primitive, ConvShape, Variant], float]
@@ -64,8 +65,8 @@ class WithHost:
 
     @property
     def speeds(self) -> Speeds:
-        """The link is as fast as the host fills and empties the buffers before it, at most."""
-        link = min(self.gpu.of("gpu_upload").nbytes, self.host.of("copy").nbytes / COPIED)
+        """As if the link waited for all copies of the host, which makes them one after the other, up and down."""
+        link = 1 / (1 / self.gpu.of("gpu_upload").nbytes + COPIED / self.host.of("copy").nbytes)
         return Speeds(upload=link, download=link, memory=self.gpu.carrying)
 
     def least(self, shape: LayerShape) -> float:
@@ -108,5 +109,7 @@ class WithHost:
         return self._known[key]
 
     def _seconds(self, primitive: Primitive, shape: ConvShape, variant: Variant) -> float:
-        """Of a sub-layer; inf where the GPU refused it when it was measured."""
-        return self.gpu.seconds(primitive, shape, variant) if self.gpu.why_not(primitive, shape) is None else inf
+        """Of a sub-layer, with what the host does for it; inf where the GPU refused it when it was measured."""
+        if self.gpu.why_not(primitive, shape) is not None:
+            return inf
+        return self.gpu.seconds(primitive, shape, variant) + SUBLAYER_SECONDS

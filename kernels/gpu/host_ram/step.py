@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.errors import ValuesOverflowError
+from znnpy.kernels.crew import least_share
 from znnpy.kernels.gpu.host_ram.division import Divided, Visit
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 
@@ -278,7 +279,7 @@ class HostRamStep:
 
 
 def _copy(target: Values, source: Values, crew: Crew) -> None:
-    """By all threads of the crew, row by row: (images, planes, rows, ...) of any strides; few planes keep all busy."""
+    """By all threads of the crew, row by row: (images, planes, rows, ...) of any strides."""
     _, planes, rows = source.shape[:3]
 
     def piece(lo: int, hi: int, worker: int) -> None:
@@ -290,4 +291,5 @@ def _copy(target: Values, source: Values, crew: Crew) -> None:
             target[at] = source[at]
             lo += end - row
 
-    crew.each(piece, len(source) * planes * rows)
+    count = len(source) * planes * rows
+    crew.each(piece, count, least=least_share(source.nbytes, count))
