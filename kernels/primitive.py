@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from znnpy.network import ConvWeights as ConvWeights
 from znnpy.shapes import ConvShape, LayerShape
@@ -103,8 +103,7 @@ class Variant:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Scratch:
+class Scratch(NamedTuple):
     """One buffer a step needs beside input and output, alive in stages `first`..`last`, both included."""
 
     name: str
@@ -146,8 +145,7 @@ class Footprint:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What one stage does: arithmetic and bytes moved through memory, of one kind of unit."""
 
     unit: Unit

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -39,10 +40,12 @@ class Bounds:
 
     def __init__(self, space: Space) -> None:
         self._learnt = [_Learnt() for _ in space.spans]
+        self._best: dict[int, list[float]] = {}  # least seconds per voxel, by planes of a step, as known now
 
     def learn(self, shape: Candidate, span: int, options: Front) -> None:
         """Remember what the options of one span reach; where there are none, that nothing does."""
         learnt = self._learnt[span]
+        self._best.clear()
         if not options:
             learnt.paces[shape.patch[0]] = [(inf, 0, 0.0)]
             return
@@ -57,7 +60,10 @@ class Bounds:
         split; the others at the best pace seen so far, less what FASTER and LEANER allow. What finds no room for its
         arena and weights beside the least weights of the others does not count. Infinite when nothing fits.
         """
-        spans = [self._needs(shape, index, known, whole) for index in range(len(self._learnt))]
+        fastest = [next(self._needs(shape, index, known, whole)) for index in range(len(self._learnt))]
+        if sum(resident for _, resident, _ in fastest) + max(arena for _, _, arena in fastest) <= room:
+            return sum(seconds for seconds, _, _ in fastest)
+        spans = [list(self._needs(shape, index, known, whole)) for index in range(len(self._learnt))]
         least = [min(resident for _, resident, _ in needs) for needs in spans]
         spare = room - sum(least)  # for the arena, and for weights beyond the least
         pairs, live = [], 0
@@ -74,27 +80,26 @@ class Bounds:
             live = max(live, int(leanest))
         return relaxed(pairs, room - live)
 
-    def _needs(self, shape: Candidate, index: int, known: Fronts, whole: Reached) -> list[tuple[float, int, int]]:
+    def _needs(self, shape: Candidate, index: int, known: Fronts, whole: Reached) -> Iterator[tuple[float, int, int]]:
         """Seconds, bytes that stay and bytes of the arena of the options of one span, or at least; fastest first."""
         if index in known:
-            return [(o.seconds, o.resident, o.live) for o in known[index]]
+            yield from ((o.seconds, o.resident, o.live) for o in known[index])
+            return
         voxels, carried, under = shape.voxels[index], shape.carries[index], shape.under[index]
         moved = LEANER * shape.moved(index)
         faster, paces = (1.0, whole[index]) if index in whole else (FASTER, self._learnt[index].at(shape.patch[0]))
-        return [
-            (faster * pace * voxels, carried + int(LEANER * resident), under + int(lean * moved))
-            for pace, resident, lean in paces
-        ]
+        for pace, resident, lean in paces:
+            yield faster * pace * voxels, carried + int(LEANER * resident), under + int(lean * moved)
 
-    def at_best(self, planes: int, voxels: Sequence[int], paces: Mapping[int, float]) -> float:
+    def at_best(self, planes: int, voxels: Sequence[int], paces: Mapping[int, float] = NOTHING) -> float:
         """The least seconds for so many voxels of each span in steps of so many planes, however much memory there is.
 
         As far as FASTER is right; spans in `paces` take so many seconds per voxel.
         """
-        return sum(
-            count * (paces[index] if index in paces else FASTER * learnt.at(planes)[0][0])
-            for index, (learnt, count) in enumerate(zip(self._learnt, voxels, strict=True))
-        )
+        best = self._best.get(planes)
+        if best is None:
+            best = self._best[planes] = [FASTER * learnt.at(planes)[0][0] for learnt in self._learnt]
+        return sum(count * paces.get(index, pace) for index, (pace, count) in enumerate(zip(best, voxels, strict=True)))
 
     def unknown(self, planes: int) -> list[int]:
         """Spans of which no step as thick was learnt from."""
@@ -120,7 +125,11 @@ def reached(shape: Candidate, span: int, options: Front) -> Paces:
 def _unbeaten(paces: Paces) -> Paces:
     """Those that no other beats, fastest first."""
     kept: Paces = []
+    steps: list[tuple[int, float]] = []  # of those, what no other beats in memory: the more stays, the leaner the arena
     for pace, resident, lean in sorted(paces):
-        if not any(other <= resident and leaner <= lean for _, other, leaner in kept):
+        at = bisect_right(steps, (resident, inf))
+        if not at or steps[at - 1][1] > lean:
             kept.append((pace, resident, lean))
+            beaten = sum(other >= lean for _, other in steps[at:])  # the next ones
+            steps[at : at + beaten] = [(resident, lean)]
     return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, product
@@ -97,25 +97,30 @@ class Candidate:
     @cached_property
     def steps(self) -> tuple[int, ...]:
         """Steps of all columns in which every layer runs."""
-        return tuple(self.steps_of(ahead) for ahead in self.space.ahead)
+        return self._per_layer(self.steps_of)
 
     def steps_of(self, ahead: int) -> int:
         """Steps of all columns in which something is computed that begins `ahead` planes before the output does."""
         return self.cover.steps(ahead)
 
+    def _per_layer(self, steps_of: Callable[[int], int]) -> tuple[int, ...]:
+        """What `steps_of` gives for every layer, asked once for those that begin in the same step of a column."""
+        thick = self.patch[0]
+        whole = [-(-ahead // thick) for ahead in self.space.ahead]
+        steps = {count: steps_of(count * thick) for count in set(whole)}
+        return tuple(steps[count] for count in whole)
+
     @cached_property
     def voxels(self) -> tuple[int, ...]:
         """Of the last output of every span, one map, that are computed for the whole output."""
-        return tuple(self.steps[last] * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True))
+        steps = self.steps
+        return tuple(steps[last] * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True))
 
-    @property
+    @cached_property
     def column_voxels(self) -> tuple[int, ...]:
         """The same of one whole column, or of one patch where no column walks."""
-        one = replace(self.cover, size=self.cover.grid)
-        ahead = self.space.ahead
-        return tuple(
-            one.steps(ahead[last]) * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True)
-        )
+        steps = self._per_layer(replace(self.cover, size=self.cover.grid).steps)
+        return tuple(steps[last] * once for (_, last), once in zip(self.space.spans, self._in_step, strict=True))
 
     @cached_property
     def _in_step(self) -> tuple[int, ...]:
@@ -191,7 +196,7 @@ class Candidate:
         for layer, shape in zip(self.space.network.layers, self.shapes, strict=True):
             batch = min(some or images, images)
             before *= images // batch
-            shapes.append(replace(shape, batch=batch))
+            shapes.append(shape if shape.batch == batch else replace(shape, batch=batch))
             parts.append(before)
             images = shapes[-1].out_shape[0]
             some = next(wanted) if isinstance(layer, Pool) else 0

@@ -350,8 +350,8 @@ def edge_seconds(device: DeviceKind, nbytes: int) -> float:
 
 def seconds(work: Sequence[Work], rates: Rates) -> float:
     """Time of all stages, one after the other; each takes as long as its arithmetic or its traffic, the longer one."""
-    total = 0.0
+    total, units, begin = 0.0, rates.units, rates.stage_seconds
     for stage in work:
-        rate = rates.of(stage.unit)
-        total += max(stage.flops / rate.flops, stage.nbytes / rate.nbytes) + rates.stage_seconds
+        rate = units[stage.unit]
+        total += max(stage.flops / rate.flops, stage.nbytes / rate.nbytes) + begin
     return total

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -105,8 +105,7 @@ def carried_bytes(shapes: Sequence[LayerShape], new: int) -> int:
     return sum(times * shape.in_bytes // shape.in_shape[1] * planes for times, shape, planes in carried)
 
 
-@dataclass(frozen=True, slots=True)
-class Fullest:
+class Fullest(NamedTuple):
     """The most scratch that a layer has at a time: in any stage, with its input there, with its output, with both."""
 
     alone: int
@@ -122,6 +121,9 @@ class Fullest:
 
 def fullest(footprint: Footprint) -> Fullest:
     """What `footprint` says of the arena; less than nothing where there is no such stage."""
+    if footprint.stages == 1:
+        alone = sum([aligned(scratch.nbytes) for scratch in footprint.scratch])
+        return Fullest(alone, alone, alone, alone)
     stages = [0] * footprint.stages
     for scratch in footprint.scratch:
         nbytes = aligned(scratch.nbytes)

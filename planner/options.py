@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.machine import Machine
 from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates
@@ -32,36 +33,29 @@ class Place:
     joined: int = 0  # bytes that its input is larger by where that part is put in front of what is new
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
+class _Alone(NamedTuple):
     """A primitive for one shape, wherever that stands."""
 
-    way: Way
+    primitive: Primitive
+    variant: Variant
+    footprint: Footprint
     most: Fullest
+    seconds: float  # of one run
 
     @property
     def needs(self) -> tuple[int, ...]:
         """Bytes of every kind that weigh somewhere."""
-        footprint, most = self.way.footprint, self.most
-        return (
-            footprint.resident,
-            footprint.host,
-            footprint.allowance,
-            most.alone,
-            most.with_input,
-            most.with_output,
-            most.with_both,
-        )
+        return self.footprint.resident, self.footprint.host, self.footprint.allowance, *self.most
 
 
 def _unbeaten(found: Sequence[_Alone]) -> tuple[_Alone, ...]:
     """Those than which no other is as good or better in everything, whatever the place; of equal ones the first."""
-    ranked = sorted(found, key=lambda alone: (alone.way.seconds, alone.needs))
-    no_more = np.triu(np.ones((len(ranked), len(ranked)), np.bool_), 1)  # than every other, of those that are faster
-    for need in np.array([alone.needs for alone in ranked], np.int64).T:
+    needs = np.array([alone.needs for alone in found], np.int64)
+    ranked = np.lexsort((*needs.T[::-1], [alone.seconds for alone in found]))
+    no_more = np.triu(np.ones((len(found), len(found)), np.bool_), 1)  # than every other, of those that are faster
+    for need in needs[ranked].T:
         no_more &= need[:, np.newaxis] <= need
-    beaten = np.logical_or.reduce(no_more, axis=0)
-    return tuple(alone for alone, is_beaten in zip(ranked, beaten, strict=True) if not is_beaten)
+    return tuple(found[index] for index in ranked[~no_more.any(axis=0)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +88,7 @@ class Options:
     def reads_carried(self, shape: LayerShape) -> bool:
         """A primitive for this layer reads planes that a column carries where they are kept."""
         names = self._names(shape)
-        return any(alone.way.footprint.reads_carried for alone in self._variants(shape, names))
+        return any(alone.footprint.reads_carried for alone in self._variants(shape, names))
 
     def why_none(self, layer: LayerShape) -> str:
         """Every primitive's reason not to run a layer."""
@@ -126,16 +120,15 @@ class Options:
         """Every way to run a shape by the primitives of these names, at a place."""
         carried = place.parts * kept_bytes(shape) if place.walks else 0
         once = carried / self.rates.carrying / place.parts
-        for alone in self._variants(shape, names):
-            way = alone.way
-            apart = way.footprint.reads_carried
-            spent = way.seconds + (KEEPING if apart else KEEPING + JOINING) * once
+        for primitive, variant, footprint, most, seconds in self._variants(shape, names):
+            apart = footprint.reads_carried
+            spent = seconds + (KEEPING if apart else KEEPING + JOINING) * once
             yield Option(
-                ways=(Way(shape, way.primitive, way.variant, way.footprint, spent, place.parts, steps * place.parts),),
+                ways=(Way(shape, primitive, variant, footprint, spent, place.parts, steps * place.parts),),
                 seconds=spent * steps * place.parts,
-                resident=way.footprint.resident + carried,
-                live=place.under + alone.most.live(place.x, place.out) + (0 if apart else place.joined),
-                allowance=way.footprint.allowance,
+                resident=footprint.resident + carried,
+                live=place.under + most.live(place.x, place.out) + (0 if apart else place.joined),
+                allowance=footprint.allowance,
             )
 
     def _variants(self, shape: LayerShape, names: frozenset[str]) -> tuple[_Alone, ...]:
@@ -149,6 +142,6 @@ class Options:
                 for variant in primitive.variants(shape, self.machine):
                     footprint = primitive.footprint(shape, variant, self.threads)
                     spent = self.rates.seconds(primitive, shape, variant)
-                    found.append(_Alone(Way(shape, primitive, variant, footprint, spent), fullest(footprint)))
+                    found.append(_Alone(primitive, variant, footprint, fullest(footprint), spent))
             known = self._alone[shape, names] = _unbeaten(found)
         return known

@@ -108,8 +108,12 @@ class ShapeSearch:
 
     def least_within(self, shape: Candidate) -> float:
         """The least seconds for the whole output in the memory that there is, as far as is known; inf: nothing fits."""
-        room = self.room(shape)
-        return self.edges(shape) + min(self.bounds.seconds(shape.split(at_once), room) for at_once in self.splits)
+        room, least, ideal = self.room(shape), inf, self.bounds.at_best(shape.patch[0], shape.voxels)
+        for at_once in self.splits:
+            least = min(least, self.bounds.seconds(shape.split(at_once), room))
+            if least <= ideal:
+                break  # no split is faster
+        return self.edges(shape) + least
 
     def best_split(self, shape: Candidate, below: float) -> Found | None:
         """The fastest way to split one shape; None unless one of them stays below `below` seconds for the output.

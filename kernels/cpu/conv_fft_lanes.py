@@ -73,38 +73,26 @@ class _Tiling(ctypes.Structure):
 GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # of a run: what its workers are told of a group, and count
 
 
+def _panels(count: int) -> int:
+    """Panels that `count` blocks of output channels are multiplied in: tiled.cpp, panel()."""
+    return 2 if count == 4 else -(-count // 3)
+
+
 class _Sizes(NamedTuple):
-    """Where the tiles of one shape lie, and what their spectra take."""
+    """Where the tiles of one shape lie, and what they take in groups of any size."""
 
     tile: Vec3
     span: Vec3  # results of a whole tile: tile - k + 1
     step: Vec3  # outputs of a whole tile: span - p + 1
     counts: Vec3  # tiles along each axis
     tiles: int  # in all images
-    group: int  # tiles of the largest group
-    groups: int
-    chunk: int  # tiles whose columns are multiplied at once
     columns: int  # frequencies (x, y)
     kernel_bytes: int  # of the spectra of one column
     tile_pitch: int  # bytes from tile to tile of a column
-    column_pitch: int
+    point_blocks: int  # of a worker that multiplies a point of a column: of its input, and of a panel of results
     plane_bytes: int  # of a worker, forward and inverse
     pool_bytes: int  # of a worker, pooling
-    column_bytes: int  # of a worker, multiplying
-
-
-def _panels(count: int) -> int:
-    """Panels that `count` blocks of output channels are multiplied in: tiled.cpp, panel()."""
-    return 2 if count == 4 else -(-count // 3)
-
-
-class _Tiles(NamedTuple):
-    """Of one shape and tile, what holds for groups of any size."""
-
-    span: Vec3
-    step: Vec3
-    counts: Vec3
-    tiles: int
+    bias_bytes: int
     along_x_bytes: int  # of kernels that are transformed along x alone
     forward: Work
     inverse: Work
@@ -115,14 +103,15 @@ class _Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=1)  # groups of several sizes are asked for one after the other
-def _tiles(shape: ConvShape, tile: Vec3) -> _Tiles:
+def _sizes(shape: ConvShape, tile: Vec3) -> _Sizes:
     tz, ty, tx = tile
     span = valid(tile, shape.k)
     mz, my, mx = span
     step = valid(span, shape.pool)
     counts = ceil_divide(valid(shape.unpooled, shape.pool), step)
     tiles = shape.batch * prod(counts)
-    half, lanes_in, lanes_out = tx // 2 + 1, LANES * blocks(shape.fin), LANES * blocks(shape.fout)
+    fin, fout = blocks(shape.fin), blocks(shape.fout)
+    half, lanes_in, lanes_out = tx // 2 + 1, LANES * fin, LANES * fout
     columns = ty * half
     spectra = 2.0 * FLOAT32 * columns * tiles  # bytes of one plane of one channel
     forward = lanes_in * tz * (2.5 * ty * tx * log2(tx) + 5.0 * half * ty * log2(ty)) * tiles
@@ -130,11 +119,20 @@ def _tiles(shape: ConvShape, tile: Vec3) -> _Tiles:
     along_z = 5.0 * columns * tz * log2(tz) * tiles * (lanes_in + lanes_out)
     maxima = lanes_out * mz * my * mx * tiles * MAXIMA_FLOPS if shape.pools else 0.0
     per_kernel = 8.0 * shape.k[0] * shape.k[1] + 5.0 * tz * log2(tz)
-    return _Tiles(
+    pooling = my * mx + shape.pool[0] * step[1] * step[2]
+    return _Sizes(
+        tile=tile,
         span=span,
         step=step,
         counts=counts,
         tiles=tiles,
+        columns=columns,
+        kernel_bytes=tz * (shape.fin * fout + _panels(fout)) * BLOCK,
+        tile_pitch=max(tz * fin, mz * fout) * BLOCK,
+        point_blocks=fin + min(fout, 3),
+        plane_bytes=columns * BLOCK,
+        pool_bytes=columns * BLOCK + pooling * LANES * FLOAT32 if shape.pools else 0,
+        bias_bytes=FLOAT32 * lanes_out,
         along_x_bytes=_along_x_bytes(shape.fin, shape.fout, shape.k, tile),
         forward=Work("lane_fft", forward, FLOAT32 * shape.fin * prod(tile) * tiles + spectra * tz * lanes_in),
         inverse=Work("lane_fft", inverse, spectra * mz * lanes_out + 2.0 * shape.out_bytes),
@@ -145,36 +143,33 @@ def _tiles(shape: ConvShape, tile: Vec3) -> _Tiles:
     )
 
 
+class _Groups(NamedTuple):
+    """Groups of the tiles of one shape, and what their spectra take."""
+
+    sizes: _Sizes
+    kept: bool  # the spectra of all kernels
+    group: int  # tiles of the largest
+    groups: int
+    chunk: int  # tiles whose columns are multiplied at once
+    column_pitch: int  # bytes
+    column_bytes: int  # of a worker, multiplying
+
+
 @lru_cache(maxsize=1)  # footprint and work of a variant are asked for one after the other
-def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
-    tile = tz, ty, tx = variant.size("tile")
-    t = _tiles(shape, tile)
-    span, step, tiles = t.span, t.step, t.tiles
-    groups = -(-tiles // variant.count("group"))
-    group = -(-tiles // groups)
-    half = tx // 2 + 1
-    fin, fout = blocks(shape.fin), blocks(shape.fout)
-    kernel_bytes = tz * (shape.fin * fout + _panels(fout)) * BLOCK
-    tile_pitch = max(tz * fin, span[0] * fout) * BLOCK
+def _grouped(shape: ConvShape, variant: Variant) -> _Groups:
+    s = _sizes(shape, variant.size("tile"))
+    kept, tz = variant.count("kept") > 0, s.tile[0]
+    groups = -(-s.tiles // variant.count("group"))
+    group = -(-s.tiles // groups)
     chunk = min(max(8, CHUNK // tz), group)
-    pooling = span[1] * span[2] + shape.pool[0] * step[1] * step[2]
-    before, after = tz * (chunk * fin + 1) * BLOCK, tz * (chunk * min(fout, 3) + 1) * BLOCK
-    return _Sizes(
-        tile=tile,
-        span=span,
-        step=step,
-        counts=t.counts,
-        tiles=tiles,
+    return _Groups(
+        sizes=s,
+        kept=kept,
         group=group,
         groups=groups,
         chunk=chunk,
-        columns=ty * half,
-        kernel_bytes=kernel_bytes,
-        tile_pitch=tile_pitch,
-        column_pitch=group * tile_pitch + BLOCK,  # an odd number of blocks: columns spread over the sets of a cache
-        plane_bytes=ty * half * BLOCK,
-        pool_bytes=ty * half * BLOCK + pooling * LANES * FLOAT32 if shape.pools else 0,
-        column_bytes=before + after + (0 if variant.count("kept") else kernel_bytes),
+        column_pitch=group * s.tile_pitch + BLOCK,  # an odd number of blocks: columns spread over the sets of a cache
+        column_bytes=tz * (chunk * s.point_blocks + 2) * BLOCK + (0 if kept else s.kernel_bytes),
     )
 
 
@@ -221,31 +216,30 @@ class ConvFftLanes:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         shape = as_conv(shape)
-        s = _sizes(shape, variant)
-        kept, along_x = variant.count("kept"), _tiles(shape, s.tile).along_x_bytes
+        g = _grouped(shape, variant)
+        s = g.sizes
         sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # of the maps of a voxel
+        preparing = s.along_x_bytes if g.kept else 0
         return Footprint(
-            resident=(s.columns * s.kernel_bytes if kept else along_x) + FLOAT32 * LANES * blocks(shape.fout),
+            resident=(s.columns * s.kernel_bytes if g.kept else s.along_x_bytes) + s.bias_bytes,
             scratch=(
-                Scratch("spectra", s.columns * s.column_pitch),
-                Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, s.column_bytes)),
+                Scratch("spectra", s.columns * g.column_pitch),
+                Scratch("blocks", threads * max(s.plane_bytes, s.pool_bytes, g.column_bytes)),
             ),
             reads_carried=True,
-            allowance=ALIGNMENT + threads * (CALL_BYTES + sums) + TOGETHER * GROUP_BYTES + (along_x if kept else 0),
+            allowance=ALIGNMENT + threads * (CALL_BYTES + sums) + TOGETHER * GROUP_BYTES + preparing,
         )
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        shape = as_conv(shape)
-        s = _sizes(shape, variant)
-        t = _tiles(shape, s.tile)
-        kept = variant.count("kept")
-        kernels = 0.0 if kept else s.groups * t.kernels
-        read = float(s.groups * s.columns * s.kernel_bytes) if kept else 0.0
+        g = _grouped(as_conv(shape), variant)
+        s = g.sizes
+        kernels = 0.0 if g.kept else g.groups * s.kernels
+        read = float(g.groups * s.columns * s.kernel_bytes) if g.kept else 0.0
         return (
-            t.forward,
-            Work("lane_fft", t.along_z + kernels, 0.0),
-            Work("lane_product", t.products, t.moved + read),
-            t.inverse,
+            s.forward,
+            Work("lane_fft", s.along_z + kernels, 0.0),
+            Work("lane_product", s.products, s.moved + read),
+            s.inverse,
         )
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
@@ -253,7 +247,7 @@ class ConvFftLanes:
         fout, fin, kz, ky, kx = weights.weight.shape
         tile = variant.size("tile")
         # An image of one tile: the kernels know nothing of the images.
-        sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), variant)
+        sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile)
         weight = np.ascontiguousarray(weights.weight)
         lib = library(this_machine().simd)
         tiling = _Tiling(fin=fin, fout=fout)
@@ -319,18 +313,19 @@ class _Step:
 
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
         self._shape, self._crew, self._resident = shape, crew, resident
-        self._sizes = s = _sizes(shape, variant)
+        g = _grouped(shape, variant)
+        self._sizes = s = g.sizes
         self._library = library(this_machine().simd)
-        self._groups = [(lo, hi - lo) for lo, hi in pairwise(s.tiles * i // s.groups for i in range(s.groups + 1))]
+        self._groups = [(lo, hi - lo) for lo, hi in pairwise(s.tiles * i // g.groups for i in range(g.groups + 1))]
         self._tiling = t = _Tiling(
             fin=shape.fin,
             fout=shape.fout,
-            chunk=s.chunk,
-            column_pitch=s.column_pitch // FLOAT32,
+            chunk=g.chunk,
+            column_pitch=g.column_pitch // FLOAT32,
             tile_pitch=s.tile_pitch // FLOAT32,
             relu=shape.activation == "relu",
-            kept=variant.count("kept"),
-            stream=s.columns * s.column_pitch > STREAM_BYTES,
+            kept=g.kept,
+            stream=s.columns * g.column_pitch > STREAM_BYTES,
             kernels=resident.kernels.ctypes.data,
             bias=resident.bias.ctypes.data,
         )
@@ -340,10 +335,10 @@ class _Step:
         lanes = LANES * blocks(shape.fin) * LANES * blocks(shape.fout)
         unit_flops = (
             100.0 * s.columns * LANES * blocks(shape.fin),  # a plane
-            8.0 * tz * s.group * lanes,  # a column
+            8.0 * tz * g.group * lanes,  # a column
             100.0 * s.columns * LANES * (s.span[0] if shape.pools else blocks(shape.fout)),  # a tile's block; a plane
         )
-        units = (s.group * tz, s.columns, s.group * (blocks(shape.fout) if shape.pools else s.step[0]))
+        units = (g.group * tz, s.columns, g.group * (blocks(shape.fout) if shape.pools else s.step[0]))
         most = [max(1, int(CALL_FLOPS // flops)) for flops in unit_flops]
         grain = [max(1, min(n // (PARTS * crew.threads), m)) for n, m in zip(units, most, strict=True)]
         self._most, self._grain = (ctypes.c_int64 * 3)(*most), (ctypes.c_int64 * 3)(*grain)
@@ -357,7 +352,7 @@ class _Step:
             t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
         rooms = scratch["blocks"].reshape(crew.threads, -1)
         bad = (ctypes.c_int64 * crew.threads)()
-        for start in range(0, s.groups, TOGETHER):
+        for start in range(0, len(self._groups), TOGETHER):
             some = self._groups[start : start + TOGETHER]
             groups = (_Tiling * len(some))()
             for index, (t.first, t.tiles) in enumerate(some):

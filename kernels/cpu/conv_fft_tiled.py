@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
 from math import gcd, log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,6 +88,7 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+@lru_cache(maxsize=1)  # footprint and work of a variant are asked for one after the other
 def _tiling(shape: ConvShape, tile: Vec3, tiles_per_group: int) -> _Tiling:
     (tz, ty, tx), (kz, ky, kx), (nz, ny, nx) = tile, shape.k, shape.n
     fin, fout = shape.fin, shape.fout

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
-from znnpy.planner.bounds import Bounds
+from znnpy.planner.bounds import FASTER, Bounds
 from znnpy.planner.candidates import Space, candidate
 from znnpy.planner.trade import (
     Front,
@@ -118,3 +118,18 @@ def test_what_finds_no_room_does_not_count(tiny_network: Callable[..., Network])
     assert bounds.seconds(shape, 1000, spans) >= 9.0
     assert bounds.seconds(shape, 700, spans) == 13.0
     assert bounds.seconds(shape, 699, spans) == inf
+
+
+@given(seen=st.lists(OPTIONS, min_size=1, max_size=6))
+def test_a_bound_is_no_more_than_what_was_learnt(seen: list[list[Option]]) -> None:
+    """Whatever options the same layer had in shapes seen before: each bounds the time in the memory that it takes."""
+    space = Space(Network("one", 1, (Conv((2, 2, 2), 2),)), (4, 4, 3))
+    bounds, shape = Bounds(space), candidate(space, (4, 4, 3))
+    for options in seen:
+        bounds.learn(shape, 0, front(options))
+    known = [o for options in seen for o in options]
+    for o in known:
+        assert bounds.seconds(shape, o.resident + o.live) <= o.seconds
+    least = FASTER * min(o.seconds for o in known)
+    assert bounds.seconds(shape, 2**40) == pytest.approx(least)
+    assert bounds.at_best(4, shape.voxels) == pytest.approx(least)
