@@ -1,16 +1,21 @@
 """Where an output's voxels go. The HDF5 file is made once by the library, then written chunk by chunk beside it.
 
 HDF5 lays out every chunk when the file is created (early allocation, no compression, no fill) and closes it; from then
-on the file's structure never changes, and chunks go to their addresses with plain writes. So there is no moment at
+on the file's structure never changes, and voxels go to their addresses with plain writes. So there is no moment at
 which a killed process, a full disk or a power cut leaves a file that does not open, no cache whose bytes are neither
 here nor there, and other programs may open the file and look at what is finished.
+
+The planes of a chunk lie one behind the other, so only those that a box touches are written; they are read before only
+where the box covers them in part. A few threads write the chunks of one box, each with a buffer of its own.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -28,6 +33,8 @@ HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 DATASET = "prediction"
 CHUNK = 64  # most voxels along each axis: 1 MiB of float32
 PAGE = 4096  # bytes: chunks stand on pages
+THREADS = 4  # that write; a chunk of memory each is part of what plans set aside, WRITER_BYTES
+THREAD_BYTES = 2**20  # of a box for each of them: with less they wait for each other longer than they write
 
 
 class Store(ABC):
@@ -96,8 +103,9 @@ class Hdf5Store(Store):
         self._size: Vec3 = (shape[1], shape[2], shape[3])
         self._chunk = chunk_of(self._size)
         self._addresses = _addresses(path, shape, dtype)
-        self._buffer = np.empty(self._chunk, dtype)
+        self._buffers = [np.empty(self._chunk, dtype) for _ in range(THREADS)]  # untouched, they take no memory
         self._file = path.open("r+b", buffering=0)
+        self._pool = ThreadPoolExecutor(THREADS, "znnpy-chunks")  # of threads that begin when they are needed
 
     @staticmethod
     def create(
@@ -126,42 +134,68 @@ class Hdf5Store(Store):
             return dict(file[DATASET].attrs) if isinstance(file.get(DATASET), h5py.Dataset) else {}
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        if voxels.shape[1:] != box.size or voxels.dtype != self._buffer.dtype:
-            raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._buffer.dtype}")
-        for index in chunks_of(box, self._chunk):
-            lo = multiply(index, self._chunk)
-            chunk = Box(lo, add(lo, self._chunk))
-            used = chunk.clipped(Box((0, 0, 0), self._size))
-            part = box.clipped(chunk)
-            for channel, maps in enumerate(voxels):
-                address = int(self._addresses[(channel, *index)])
-                if part != used:
-                    self._read(address)
-                here = part.shifted(subtract((0, 0, 0), lo))
-                there = part.shifted(subtract((0, 0, 0), box.lo))
-                self._buffer[here.slices] = maps[there.slices]
-                self._write(address)
+        dtype = self._buffers[0].dtype
+        if voxels.shape[1:] != box.size or voxels.dtype != dtype:
+            raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {dtype}")
+        left = deque(product(chunks_of(box, self._chunk), range(len(voxels))))
+        writers: list[Future[None]] = []
+        try:
+            buffers = self._buffers[: -(-voxels.nbytes // THREAD_BYTES)]  # none for an empty box
+            writers.extend(self._pool.submit(self._write_chunks, left, box, voxels, buffer) for buffer in buffers)
+            wait(writers, return_when=FIRST_EXCEPTION)
+        finally:
+            left.clear()  # after a failure, or an interrupt: nobody writes on
+            wait(writers)
+        for writer in writers:
+            writer.result()
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        self._pool.shutdown()
         self._file.close()
 
-    def _read(self, address: int) -> None:
-        self._file.seek(address)
-        room = self._buffer.data.cast("B")
-        while room:
-            count = self._file.readinto(room)
-            if not count:
-                raise OSError(f"{self._file.name} ends at byte {self._file.tell()}: something else cut it short")
-            room = room[count:]
+    def _write_chunks(
+        self, left: deque[tuple[Vec3, int]], box: Box, voxels: npt.NDArray[Any], buffer: npt.NDArray[Any]
+    ) -> None:
+        """Take chunks until none is left, and write what `box` covers of each."""
+        for index, channel in _taken(left):
+            lo = multiply(index, self._chunk)
+            chunk = Box(lo, add(lo, self._chunk))
+            used = chunk.clipped(Box((0, 0, 0), self._size))
+            part = box.clipped(chunk)
+            here = part.shifted(subtract((0, 0, 0), lo))
+            there = part.shifted(subtract((0, 0, 0), box.lo))
+            planes = buffer[here.slices[0]]
+            address = int(self._addresses[(channel, *index)]) + here.lo[0] * buffer[0].nbytes
+            if part.size[1:] != used.size[1:]:
+                self._read(planes, address)
+            buffer[here.slices] = voxels[channel][there.slices]
+            self._write(planes, address)
 
-    def _write(self, address: int) -> None:
-        self._file.seek(address)
-        rest = self._buffer.data.cast("B")
+    def _read(self, planes: npt.NDArray[Any], address: int) -> None:
+        room = planes.data.cast("B")
+        while room:
+            count = os.preadv(self._file.fileno(), [room], address)
+            if not count:
+                raise OSError(f"{self._file.name} ends at byte {address}: something else cut it short")
+            room, address = room[count:], address + count
+
+    def _write(self, planes: npt.NDArray[Any], address: int) -> None:
+        rest = planes.data.cast("B")
         while rest:
-            rest = rest[self._file.write(rest) :]
+            count = os.pwrite(self._file.fileno(), rest, address)
+            rest, address = rest[count:], address + count
+
+
+def _taken(left: deque[tuple[Vec3, int]]) -> Iterator[tuple[Vec3, int]]:
+    """What is left, one by one; other threads may take from it too."""
+    while True:
+        try:
+            yield left.popleft()
+        except IndexError:
+            return
 
 
 def _addresses(path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
