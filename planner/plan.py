@@ -176,6 +176,11 @@ class Plan:
         return loops([choice.shape for choice in self.choices])
 
     @property
+    def crew(self) -> int:
+        """Threads that compute on the processor."""
+        return (self.limits.beside(self.devices) if self.overlaps else self.limits).threads
+
+    @property
     def seconds_per_step(self) -> float:
         """Predicted for one step in which every layer runs: for one patch where no column walks."""
         front, back = self.seconds_of_sides

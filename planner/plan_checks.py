@@ -165,7 +165,7 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
     with_host = choice.device == "gpu" and index < plan.hosted
     known = with_host or choice.variant in primitive.variants(choice.shape, machine)
     try:
-        footprint = primitive.footprint(choice.shape, choice.variant, plan.limits.threads) if known else None
+        footprint = primitive.footprint(choice.shape, choice.variant, plan.crew) if known else None
     except (KeyError, TypeError, ValueError):  # a layer that lives with the host may be divided in ways of any kind
         if not with_host:
             raise

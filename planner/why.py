@@ -159,4 +159,4 @@ class _Plan:
         )
 
     def _footprint(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> Footprint:
-        return primitive.footprint(shape, variant, self.plan.limits.threads)
+        return primitive.footprint(shape, variant, self.plan.crew)

@@ -47,7 +47,7 @@ def check_plan(plan: Plan, network: Network, site: Site, tell: Callable[[Progres
     """
     room = site.room(plan.limits)
     choices = list({(c.primitive, c.shape, c.variant): c for c in plan.choices}.values())
-    with Crew(plan.limits.threads) as crew, wisdom_kept(site.machine, plan.seconds):
+    with Crew(plan.crew) as crew, wisdom_kept(site.machine, plan.seconds):
         for done, choice in enumerate(choices):
             tell(Progress(done, len(choices), np.inf, f"checking {choice.primitive} on {choice.shape}"))
             where = f"{choice.where} ({network.layers[choice.layers[0]]})"

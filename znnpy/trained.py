@@ -112,7 +112,7 @@ class TrainedNetwork:
         with ExitStack() as stack:
             site, plan = stack.enter_context(site_for(make, meant, vram, precision))
             result = _Result(np.empty((self.network.output_channels, *source.output), np.float32))
-            crew = stack.enter_context(Crew(plan.limits.threads))
+            crew = stack.enter_context(Crew(plan.crew))
             with wisdom_kept(site.machine, plan.seconds) as wisdom:
                 session = stack.enter_context(Session(plan, self.network, self.weights, crew, device=site.gpu))
             for sentence in (*site.sentences, *wisdom.sentences):

@@ -19,7 +19,7 @@ from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.crew import Crew, shares
+from znnpy.kernels.crew import Crew, least_share, shares
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
 from znnpy.shapes import ACTIVATIONS, ConvShape
@@ -102,6 +102,25 @@ def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
 def test_a_crew_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="at least one thread, not 0"):
         Crew(0)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "calls"), [(0, 1), (2**21, 1), (2**22 - 1, 1), (2**22, 2), (7 * 2**21, 6), (2**30, 8)]
+)
+def test_few_bytes_are_not_handed_out(nbytes: int, calls: int) -> None:
+    """2 MiB a share, and no more than four shares a thread."""
+    seen = np.zeros(1000, np.int64)
+    found = []
+
+    def piece(lo: int, hi: int, worker: int) -> None:
+        del worker
+        found.append(hi - lo)
+        seen[lo:hi] += 1
+
+    with Crew(2) as crew:
+        crew.each(piece, 1000, least=least_share(nbytes, 1000))
+    assert (seen == 1).all()
+    assert len(found) == calls
 
 
 def test_shares_are_near_equal() -> None:

@@ -22,6 +22,7 @@ from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
+from znnpy.planner import with_host
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rate, Rates, seconds
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
@@ -29,15 +30,22 @@ from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan, both_sides
 from znnpy.planner.search import make_plan
 from znnpy.planner.sides import device_side, host_side
-from znnpy.planner.with_host import WITHIN
+from znnpy.planner.with_host import COPIED, WITHIN
 from znnpy.shapes import ConvShape, LayerShape, Vec3
 
 PLENTY = 2**40
-UPLOAD = 1e12  # bytes per second
+UPLOAD = 5e12  # bytes per second
 ON_CPU = (SLOW, replace(FAST, scale=(1, 4)), BOTH, POOL, FILTER, MAXOUT)
 ON_GPU = on_gpu(SLOW, replace(OVER, reads_carried=True), BOTH, POOL, FILTER, MAXOUT)
 HOST_RATES = CARRYING
+LINK = 1 / (1 / UPLOAD + COPIED / HOST_RATES.of("copy").nbytes)  # bytes per second, those that the host copies
 GPU_RATES = Rates({**CARRYING.scaled(1.5, 1.0).units, "gpu_upload": Rate(flops=1e12, nbytes=UPLOAD)}, stage_seconds=0.0)
+
+
+@pytest.fixture(autouse=True)
+def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does for each is longer than all that these primitives do."""
+    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class InHostRam(Fake):
         within: float,
         few: bool,
     ) -> Any:
-        assert (speeds.upload, speeds.memory, within, few) == (UPLOAD, GPU_RATES.carrying, WITHIN, True)
+        assert (speeds.upload, speeds.memory, within, few) == (LINK, GPU_RATES.carrying, WITHIN, True)
         assert shape.precision == "fp32"
         if vram_bytes < self.least_bytes:
             return None
@@ -73,7 +81,7 @@ class InHostRam(Fake):
 
 def link(shape: LayerShape) -> float:
     """Seconds."""
-    return max(shape.in_bytes, shape.out_bytes) / UPLOAD
+    return max(shape.in_bytes, shape.out_bytes) / LINK
 
 
 IN_HOST = InHostRam("gpu.conv.in_host", "conv", flops=0.5)
@@ -89,7 +97,11 @@ def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **wo
         "mode": "cpu-to-gpu",
         "in_host_ram": (IN_HOST,),
     } | words
-    return make_plan(network, output, WITH_GPU, Limits(ram_bytes, THREADS, vram_bytes), **settings)
+    threads = THREADS
+    if settings["mode"] == "cpu-to-gpu":  # one of them feeds the GPU
+        threads, most = THREADS + 1, 1 + 1 / THREADS
+        settings["host_rates"] = settings["host_rates"].scaled(most, most)
+    return make_plan(network, output, WITH_GPU, Limits(ram_bytes, threads, vram_bytes), **settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +370,34 @@ def test_layers_of_the_host_that_a_gpu_computes() -> None:
     assert plan.memory.handover == plan.handover_bytes
     plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU, IN_HOST))
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as nothing makes up for it."""
+    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 1e-3)
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
+    assert {choice.device for choice in plan.choices[: plan.hosted]} == {"cpu"}
+    named = {"only": (IN_HOST.name,), "mode": "gpu-host", "in_host_ram": (IN_HOST,)}
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **named)
+    lent = [choice for choice in plan.choices[: plan.hosted] if choice.primitive == IN_HOST.name]
+    assert lent
+    assert all(choice.seconds > 1e-3 for choice in lent)
+
+
+@pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu"])
+def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
+    limits = Limits(PLENTY, THREADS + 1, PLENTY)
+    words: dict[str, Any] = {"table": (*ON_CPU, *ON_GPU), "in_host_ram": (), "baseline": BASELINE, "context": 0}
+    words |= {"mode": mode, "rates": GPU_RATES, "host_rates": HOST_RATES}
+    plan = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, **words)
+    assert plan.limits == limits
+    assert plan.crew == THREADS + (mode == "gpu-host")
+    slower = HOST_RATES.scaled(plan.crew / limits.threads, plan.crew / limits.threads)
+    table = {primitive.name: primitive for primitive in ON_CPU}
+    for choice in plan.choices[: plan.hosted]:
+        primitive = table[choice.primitive]
+        assert choice.seconds >= seconds(primitive.work(choice.shape, choice.variant), slower)
+    plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
 
 
 def test_layers_of_the_host_that_nothing_computes_in_so_little_memory() -> None:

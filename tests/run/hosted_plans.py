@@ -155,7 +155,9 @@ def hosted_plan(
                 assert way is not None
                 chosen.append(((layer, layer), shape, *way))
     hosted = sum(last < theta for (_, last), _, _, _ in chosen)
-    footprints = [primitive.footprint(shape, of, threads) for _, shape, primitive, of in chosen]
+    limits = Limits(2**32, threads, 2**32)
+    crew = (limits.beside(1) if overlaps else limits).threads
+    footprints = [primitive.footprint(shape, of, crew) for _, shape, primitive, of in chosen]
     step = patch_in(network, patch, axis, walks=column > 0)
     both_sides = sides(
         [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)], hosted, step[axis]
@@ -189,7 +191,7 @@ def hosted_plan(
         network=network.sha256,
         network_name=network.name,
         machine=WITH_GPU.fingerprint,
-        limits=Limits(2**32, threads, 2**32),
+        limits=limits,
         output=output,
         patch_out=patch,
         patch_in=step,

@@ -256,7 +256,7 @@ def poisoned_session(
     plan: Plan, trained: TrainedNetwork, table: tuple[Primitive, ...] = TABLE, device: Any = None
 ) -> Iterator[Session]:
     """A session whose arena holds NaN before it is first written to; on a GPU that is up to `device`."""
-    with pytest.MonkeyPatch.context() as patch, Crew(plan.limits.threads) as crew:
+    with pytest.MonkeyPatch.context() as patch, Crew(plan.crew) as crew:
         patch.setattr(host, "aligned_bytes", _nan_bytes)
         with Session(plan, trained.network, trained.weights, crew, table, device=device) as session:
             yield session

@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
 @contextmanager
 def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[HostedSession]:
     """Of arenas that hold NaN."""
-    with pytest.MonkeyPatch.context() as patch, Crew(plan.limits.threads) as crew:
+    with pytest.MonkeyPatch.context() as patch, Crew(plan.crew) as crew:
         patch.setattr(host, "aligned_bytes", _nan_bytes)
         with HostedSession(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
             yield session
@@ -178,7 +178,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
         plan = hosted_plan(network, output, (4, 6, 2), 2, column=column, overlaps=overlaps)
         blocks: list[int] = []
         taken.clear()
-        with pytest.MonkeyPatch.context() as patch, Crew(2) as crew:
+        with pytest.MonkeyPatch.context() as patch, Crew(plan.crew) as crew:
             patch.setattr(host, "aligned_bytes", held)
             with HostedSession(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory

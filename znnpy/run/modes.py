@@ -74,8 +74,10 @@ def processor_plans(site: Site, network: Network, only: Sequence[str], **words: 
     names = names_on("cpu", only, "side-by-side")
 
     def make(output: Vec3, limits: Limits) -> Plan:
-        rates = processor_rates(machine, limits)
-        return make_plan(network, output, machine, limits, only=names, rates=rates, baseline=0, **words)
+        rates, here = processor_rates(machine, limits), limits.beside(site.devices)
+        share = here.threads / limits.threads
+        rates = None if rates is None else rates.scaled(share, share)
+        return make_plan(network, output, machine, here, only=names, rates=rates, baseline=0, **words)
 
     return make
 

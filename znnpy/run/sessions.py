@@ -33,7 +33,7 @@ def sessions_of(
     if plan.beside is not None:
         plans["CPU"] = plan.beside, None
     with ExitStack() as stack:
-        crews = {its.device: stack.enter_context(Crew(its.limits.threads)) for its in (plan, plan.beside) if its}
+        crews = {its.device: stack.enter_context(Crew(its.crew)) for its in (plan, plan.beside) if its}
         sessions: dict[str, Session | HostedSession] = {}
         for name, (its, device) in plans.items():
             session = session_of(its, network, weights, crews[its.device], device=device, trace=trace, lane=name)

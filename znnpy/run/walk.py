@@ -85,7 +85,7 @@ class Walk:
             resident = primitive.prepare(_turned(weights, plan.axis), choice.variant, hands)
             steps.append(primitive.bind(resident, choice.shape, choice.variant, hands))
         footprints = [
-            primitive.footprint(choice.shape, choice.variant, plan.limits.threads)
+            primitive.footprint(choice.shape, choice.variant, plan.crew)
             for primitive, choice in zip(primitives, choices, strict=True)
         ]
         shop.lay_out(arena, tensors, footprints)
