@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Gpu
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/emulator/emulated.py
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
 
@@ -72,6 +75,19 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
 def has_driver() -> bool:
     """Whether this machine has an NVIDIA driver: then tests that need a device fail without one, and never skip."""
     return any(path.exists() for path in DRIVERS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels for the emulator are compiled once in a run of the tests: its workers share a folder."""
+    if COMPILED in os.environ:
+        return
+    os.environ[COMPILED] = folder = tempfile.mkdtemp(prefix="znnpy-emulator-")
+
+    def forget() -> None:
+        del os.environ[COMPILED]
+        shutil.rmtree(folder, ignore_errors=True)
+
+    config.add_cleanup(forget)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -181,7 +181,7 @@ def test_a_child_keeps_within_memory(repository: Path, tmp_path: Path, torch: No
 def volume(tmp_path: Path) -> Path:
     path = tmp_path / "volume.h5"
     with h5py.File(path, "w") as file:
-        file["raw"] = np.random.default_rng(3).integers(0, 256, (40, 41, 43), np.uint8)
+        file["raw"] = np.random.default_rng(3).integers(0, 256, (36, 35, 37), np.uint8)
     return path
 
 

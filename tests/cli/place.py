@@ -86,6 +86,10 @@ class Place:
         save(path, **{**arrays, **changes})
         return path
 
+    def write_small_volume(self) -> None:
+        """In place of the other: to find out that nothing fits takes as long as there are shapes of patches."""
+        self.write_volume(np.random.default_rng(7).integers(0, 256, (7, 11, 9), np.uint8))
+
     def refusal(self, *words: object, code: int = 1) -> str:
         """The one sentence on stderr that these words get; the exit code is `code` and no file changes."""
         before = self.state()

@@ -208,6 +208,7 @@ def test_values_that_overflow(place: Place) -> None:
 
 
 def test_too_little_ram(place: Place) -> None:
+    place.write_small_volume()
     sentence = place.refusal(*place.words, "--ram", "1M")
     assert "bytes" in sentence or "MiB" in sentence
     assert "--ram" in sentence

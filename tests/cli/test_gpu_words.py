@@ -229,6 +229,7 @@ def plan_words(place: Place, *more: object) -> list[object]:
 
 def test_a_plan_for_a_gpu_promises_its_memory(place: Place, card: Callable[..., None]) -> None:
     card()
+    place.write_small_volume()
     result = place.run(*plan_words(place, "--precision", "tf32"))
     assert result.exit_code == 0, result.stderr
     assert "GPU: prepared weights" in result.stdout
@@ -243,6 +244,7 @@ def test_a_plan_for_a_gpu_promises_its_memory(place: Place, card: Callable[..., 
 def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callable[..., None]) -> None:
     """Its best plan, the same as with --device cpu, and that it takes longer; where one device is meant, it is not."""
     card()
+    place.write_small_volume()
     document = json.loads(place.run(*plan_words(place, "--json")).stdout)
     assert {kind["device"] for kind in document["plan"]["kinds"]} == {"cpu", "gpu"}
     kind = document["plan"]["kinds"][-1]
@@ -262,6 +264,7 @@ def test_the_cpu_is_compared_where_both_may_be_taken(place: Place, card: Callabl
 def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]) -> None:
     """By default nine tenths of what is free; more is planned for, and refused when it is to run."""
     card(taken=3 * 2**30)
+    place.write_small_volume()
     limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["limits"]["vram_bytes"]
     assert limit == int(0.9 * (2**30 + devices.MOST_CONTEXT_BYTES))
     planned = json.loads(place.run(*plan_words(place, "--json", "--vram", "3G")).stdout)
@@ -279,6 +282,7 @@ def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]
 
 def test_too_little_memory_of_a_gpu_is_the_nearest_miss(place: Place, card: Callable[..., None]) -> None:
     card()
+    place.write_small_volume()
     sentence = place.refusal(*plan_words(place, "--vram", "100M"))
     assert sentence.startswith("nothing fits in ")
     assert "VRAM" in sentence
@@ -288,6 +292,7 @@ def test_too_little_memory_of_a_gpu_is_the_nearest_miss(place: Place, card: Call
 def test_a_full_gpu_is_named_with_what_is_free(place: Place, card: Callable[..., None]) -> None:
     """Asked for, it is an error; else the run goes on with the CPU and says why."""
     card(replace(CARD, memory_bytes=2**30), taken=960 * MIB)
+    place.write_small_volume()
     sentence = place.refusal(*plan_words(place, "--device", "gpu"))
     assert sentence.endswith("; of the 1,073,741,824 bytes of the a card 738,197,504 were free when the run began")
     result = place.infer()

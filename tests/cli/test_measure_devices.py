@@ -85,6 +85,7 @@ def test_threads_are_none_of_a_gpu(place: Place) -> None:
 @pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) -> None:
     """The CPU's plan beside the GPU's is estimated without them."""
+    place.write_small_volume()
     assert place.run("measure", "--device", "cpu").exit_code == 0
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--json")
     fresh = json.loads(place.run(*words).stdout)
@@ -104,6 +105,7 @@ def test_layers_of_a_gpu_are_held_against_the_definition(
     place: Place, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "gpu", "--precision", precision)
+    place.write_small_volume()
     assert place.run(*words, "--paranoid").exit_code == 0
     right = DeviceLayer.at
 

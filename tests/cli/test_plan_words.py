@@ -35,6 +35,7 @@ def plot_words(place: Place, plot: Path) -> tuple[object, ...]:
 def test_a_picture_of_throughput_against_memory(place: Place) -> None:
     """Points of columns and of patches, the plan among them; the file is a picture, and there only when it is whole."""
     picture = place.folder / "curves.png"
+    place.write_small_volume()
     result = place.run(*plot_words(place, picture), "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -60,12 +61,14 @@ def test_pictures_that_cannot_be_written(place: Place) -> None:
 
 def test_no_plan_no_picture(place: Place) -> None:
     words = plot_words(place, place.folder / "curves.png")
+    place.write_small_volume()
     assert "nothing fits" in place.refusal(*words, "--ram", "1M")
 
 
 def test_a_disk_that_fills_leaves_the_old_picture(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = place.folder / "curves.png"
     picture.write_bytes(b"old")
+    place.write_small_volume()
 
     def full(self: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -93,7 +96,7 @@ def test_time_left_of_the_curves(place: Place, capsys: pytest.CaptureFixture[str
 def test_limits_and_volumes_that_cannot_be_planned(place: Place) -> None:
     """One sentence each, with the numbers and what to do."""
     words = ("plan", place.folder / "net.yaml", "--device", "cpu")
-    small = place.refusal(*words, "--ram", "1M")
+    small = place.refusal(*words, "--shape", "7,11,9", "--ram", "1M")
     assert "nothing fits in 1,048,576 bytes of RAM: the smallest need is " in small
     assert "; allow at least --ram " in small
     assert "smaller than the field of view along z" in place.refusal(*words, "--shape", "2,30,30")

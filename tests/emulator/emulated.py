@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import hashlib
 import mmap
@@ -395,20 +396,47 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
     headers = [path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))]
     digest = hashlib.sha256("\0".join((text, *headers, *command)).encode()).hexdigest()[:24]
     library = _folder() / f"{digest}.so"
-    if not library.exists():
-        written = library.with_suffix(f".{os.getpid()}.cpp")
-        written.write_text(text)
-        built = written.with_suffix(".building")
-        done = subprocess.run(
-            [*command, "-include", str(HEADER), "-o", str(built), str(written)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        words = kernel_words(source, names, dict(defines))
-        assert done.returncode == 0, f"{words} as C++: {' '.join(command)}\n{done.stderr[:4000]}"
-        built.replace(library)
+    with _one_process(library):
+        if not library.exists():
+            written = library.with_suffix(".cpp")
+            written.write_text(text)
+            built = library.with_suffix(".building")
+            done = _ran([*command, "-include", str(_header()), "-o", str(built), str(written)])
+            words = kernel_words(source, names, dict(defines))
+            assert done.returncode == 0, f"{words} as C++: {' '.join(command)}\n{done.stderr[:4000]}"
+            built.replace(library)
     return _loaded(library)
+
+
+@functools.cache
+def _header() -> Path:
+    """The emulator's own words, read by the compiler once for all kernels; as text for one that cannot keep them."""
+    texts = {path.name: path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))}
+    command = [compiler() or "g++", *FLAGS]
+    digest = hashlib.sha256("\0".join((*texts.values(), *command)).encode()).hexdigest()[:24]
+    header = _folder() / digest / HEADER.name
+    kept = header.with_name(f"{header.name}.gch")
+    header.parent.mkdir(exist_ok=True)
+    with _one_process(header):
+        if not kept.exists():
+            for name, text in texts.items():
+                (header.parent / name).write_text(text)
+            built = header.with_suffix(".building")
+            if _ran([*command, "-x", "c++-header", "-o", str(built), str(header)]).returncode == 0:
+                built.replace(kept)
+    return header
+
+
+@contextmanager
+def _one_process(made: Path) -> Iterator[None]:
+    """The others wait, and find `made`."""
+    with open(f"{made}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _text(source: str, names: Sequence[str]) -> str:
@@ -456,7 +484,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _folder() -> Path:
-    """Where compiled kernels are: ZNNPY_EMULATOR_CACHE keeps them between runs of the tests."""
+    """Where compiled kernels are: ZNNPY_EMULATOR_CACHE keeps them between runs, conftest.py for one run's processes."""
     kept = os.environ.get("ZNNPY_EMULATOR_CACHE")
     if kept:
         Path(kept).mkdir(parents=True, exist_ok=True)

@@ -207,7 +207,7 @@ def test_pinned_memory_is_what_the_footprint_says(device: Any, monkeypatch: pyte
 
     monkeypatch.setattr(device, "pinned", noted)
     x, weights = random_input(SHAPE), random_weights(SHAPE)
-    for chosen in dict.fromkeys(divisions(SHAPE)):
+    for chosen in list(dict.fromkeys(divisions(SHAPE)))[::3]:  # of 2 orders and 5 of maps: each beside each
         taken.clear()
         run(device, SHAPE, x, weights, chosen)
         assert sum(array.nbytes for array in taken) == HOST_RAM.footprint(SHAPE, chosen, 1).host

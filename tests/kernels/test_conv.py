@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from closeness import INPUTS, MACHINE, aligned, assert_close, random_input, random_weights, run
+from closeness import INPUTS, MACHINE, aligned, assert_close, definition, random_input, random_weights, run
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
-from znnpy.kernels import reference
 from znnpy.kernels.cpu import conv_direct
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Variant
@@ -45,7 +44,7 @@ SHAPES = [
     ConvShape(8, 4, 6, (3, 4, 5), (3, 2, 1), "relu"),  # many small images
     ConvShape(1, 33, 31, (12, 13, 14), (3, 3, 3), "none"),  # maps that fill no cache line
     ConvShape(1, 3, 2, (33, 34, 12), (9, 9, 9), "relu"),
-    ConvShape(1, 2, 3, (36, 37, 38), (33, 34, 35), "none"),  # no tile is as large
+    ConvShape(1, 2, 3, (36, 37, 5), (33, 34, 3), "none"),  # no tile is as large
 ]
 PAIRS = [(p, s) for p in CONVS for s in SHAPES if p.why_not(s, MACHINE) is None]
 
@@ -90,7 +89,7 @@ def test_equals_the_definition_for_every_activation_and_input(primitive: Primiti
     if kind == "hot" and activation in ("tanh", "sigmoid", "softmax") and primitive.name.startswith("cpu.conv.fft"):
         # A transform spreads the rounding of the hot voxel over the quiet ones of its tile, and the activation hides
         # how large the hot answer was: no longer within that of plain float32, but bounded.
-        exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
+        exact = definition(x, weights, shape.activation)
         assert np.sqrt(np.mean((out - exact) ** 2)) <= 1e-2
     else:
         assert_close(out, x, weights, shape)

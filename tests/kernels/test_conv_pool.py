@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from closeness import INPUTS, MACHINE, aligned, random_input, random_weights, run, twin
+from closeness import INPUTS, MACHINE, aligned, definition, fragments, random_input, random_weights, run, twin
 
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
-from znnpy.kernels import reference
 from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.crew import Crew
@@ -51,10 +50,9 @@ def assert_equals_two_layers(out: Array, x: Array, weights: ConvWeights, shape: 
     """Within the rounding of the convolution: a maximum does not round."""
     assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} of {out.size} voxels not finite"
     alone = replace(shape, pool=(1, 1, 1))
-    exact = reference.convolve(x, weights.weight, weights.bias, shape.activation)
-    answer = reference.fragments(exact, shape.pool)
-    rounding = _rms(reference.fragments(twin(x, weights, alone), shape.pool) - answer)
-    sums = reference.convolve(x, weights.weight, weights.bias, "none")  # what rounds, though ReLU may leave little
+    answer = fragments(definition(x, weights, shape.activation), shape.pool)
+    rounding = _rms(fragments(twin(x, weights, alone), shape.pool) - answer)
+    sums = definition(x, weights, "none")  # what rounds, though ReLU may leave little
     error = _rms(out - answer)
     assert error <= max(3 * rounding, 1e-6 * _rms(sums)), f"rms error {error:.2e}"
 

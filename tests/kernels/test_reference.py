@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from closeness import random_input, random_weights
+from closeness import fragments, random_input, random_weights
 
 from znnpy.kernels import reference
 from znnpy.kernels.primitive import ConvWeights
@@ -63,6 +63,17 @@ def test_fragments_voxel_by_voxel() -> None:
         for z, y, x0, f in product(*map(range, out.shape[1:])):
             window = x[s, 2 * z + oz : 2 * z + oz + 2, 3 * y + oy : 3 * y + oy + 3, x0, f]
             assert out[(s * 2 + oz) * 3 + oy, z, y, x0, f] == window.max()
+
+
+@pytest.mark.parametrize(
+    "shape", [PoolShape(2, 2, (5, 8, 3), (2, 3, 1)), PoolShape(1, 3, (9, 1, 7), (1, 1, 4))], ids=str
+)
+def test_fragments_of_those_windows_alone_are_the_same(shape: PoolShape) -> None:
+    x = random_input(shape)
+    x[0, 2, 0, 1, 1] = np.nan
+    found = fragments(x, shape.p)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, reference.fragments(x, shape.p))
 
 
 def test_plain_pooling_is_the_fragment_of_offset_zero() -> None:
