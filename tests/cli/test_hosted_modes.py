@@ -204,6 +204,8 @@ def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.M
     assert taken.seconds <= 1.01 * min(plan.seconds for plan in made.values())
     assert taken.seconds < modes.GAIN * made["gpu"].seconds
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+    monkeypatch.setattr(modes, "GAIN", 0.99 * taken.seconds / made["gpu"].seconds)
+    assert go(place, "auto").plan.mode == "gpu", "it gains too little"
 
 
 def _none_fits(*asked: object, **words: object) -> Plan:

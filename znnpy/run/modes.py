@@ -23,7 +23,7 @@ from znnpy.shapes import Vec3
 HOSTED = ("gpu-host", "cpu-to-gpu")  # of one GPU: the first layers have their tensors in the memory of the host
 MODES = ("auto", "cpu", "gpu", *HOSTED, "side-by-side")
 LONG_SECONDS = 60.0  # of a run, from which on it pays to look at what the processor may do of it
-GAIN = 0.97  # of a GPU's time alone: what takes longer is not worth an output that differs in its last bits
+GAIN = 0.5  # of a GPU's time alone, predicted: runs on two devices took up to twice as long (`modes-nvidia-h200-..`)
 
 
 def device_meant(mode: str, device: str) -> str:
@@ -74,9 +74,8 @@ def processor_plans(site: Site, network: Network, only: Sequence[str], **words: 
     names = names_on("cpu", only, "side-by-side")
 
     def make(output: Vec3, limits: Limits) -> Plan:
-        rates, here = processor_rates(machine, limits), limits.beside(site.devices)
-        share = here.threads / limits.threads
-        rates = None if rates is None else rates.scaled(share, share)
+        rates, here = processor_rates(machine, limits), limits.less_feeders(site.devices)
+        rates = None if rates is None else replace(rates, slower=limits.threads / here.threads)
         return make_plan(network, output, machine, here, only=names, rates=rates, baseline=0, **words)
 
     return make
@@ -182,7 +181,7 @@ def scheme_of(plan: Plan) -> str:
 
 
 def _gains(plan: Plan, alone: Plan) -> bool:
-    """Enough to be taken where nobody asked for it."""
+    """Enough to be taken where nobody asked for it: predictions for two devices are not as good as for one."""
     return plan.seconds < GAIN * alone.seconds and (plan.beside is None or plan.dealt > 0)
 
 
