@@ -86,17 +86,18 @@ class Kept:
     done: frozenset[int] = frozenset()
     dtype: np.dtype[np.float32] = field(default_factory=lambda: np.dtype(np.float32))
 
-    def __post_init__(self) -> None:
-        self._pool = ThreadPoolExecutor(self.threads)
-
     def write(self, box: Box, voxels: Voxels) -> None:
         target = self.voxels[(slice(None), *box.slices)]
+        if self.threads == 1:
+            target[...] = voxels
+            return
         planes = [(channel, plane) for plane in range(target.shape[1]) for channel in range(len(target))]
 
         def copy(at: tuple[int, int]) -> None:
             target[at] = voxels[at]
 
-        deque(self._pool.map(copy, planes), maxlen=0)
+        with ThreadPoolExecutor(self.threads) as pool:
+            deque(pool.map(copy, planes), maxlen=0)
 
     def finish_column(self, index: int) -> None:
         """Nothing to record."""

@@ -9,8 +9,8 @@ one and several in turn, `--rounds` times, each once before it counts. Beside vo
 said, and the bound: so many times that of one, less the borders that cutting the volume costs and the columns that do
 not come out even. Every voxel has to be written, and what several GPUs write has to be what one does: apart by no more,
 of the size of the values, than both plans may round together. In fp32 no voxel may be further apart; in tf32 and fp16,
-whose tolerances are for samples, the root of the mean square may not. Where it is, the results say so and the command
-fails.
+whose tolerances are for samples, the root of the mean square may not, and no voxel five times as far. Where it is, the
+results say so and the command fails.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from znnpy.shapes import PRECISIONS
 from znnpy.verify import TOLERANCES
 
 NETWORKS = ("n337", "n537", "n726", "n926")
+FAR = 5  # times what two plans may round together, of the furthest of all voxels
 Facts = dict[str, Any]
 
 
@@ -132,12 +133,13 @@ def compared(name: str, options: argparse.Namespace) -> Facts:
     targets = [Kept(np.empty(size, np.float32), options.writers) for _ in range(2)]  # of one GPU, and of several
     timings: list[list[pipeline.Timings]] = [[] for _ in plans]
     with site_for(lambda site: plans[-1], "gpu", options.vram, options.precision, gpus=max(counts)) as (site, _):
+        furthest = [Apart(0.0, 0.0)] * len(plans)
         for _ in range(options.rounds):
-            found_apart = []
-            for made, found in zip(plans, timings, strict=True):
+            for place, made in enumerate(plans):
                 target = targets[made.memory.devices > 1]
-                found += runs(site, made, network, source, target, 1)
-                found_apart.append(apart(targets[0].voxels, target.voxels, options.writers))
+                timings[place] += runs(site, made, network, source, target, 1)
+                found = apart(targets[0].voxels, target.voxels, options.writers)
+                furthest[place] = Apart(*np.maximum(furthest[place], found).tolist())  # NaN stays
     seconds = [median(t.seconds for t in found) for found in timings]
     return {
         "network": name,
@@ -157,16 +159,23 @@ def compared(name: str, options: argparse.Namespace) -> Facts:
         "planned_voxels_per_second": [made.voxels_per_second for made in plans],
         "gain": [seconds[0] / spent for spent in seconds],
         "bound": [plans[0].seconds / made.seconds for made in plans],
-        "apart": [each.most for each in found_apart],
-        "apart_rms": [each.rms for each in found_apart],
+        "apart": [each.most for each in furthest],
+        "apart_rms": [each.rms for each in furthest],
         "allowed": 2 * TOLERANCES[options.precision],  # each plan rounds in its own way
     }
 
 
 def too_far(facts: Facts) -> list[int]:
     """Counts of GPUs whose output is; NaN is too."""
-    found = facts["apart" if facts["precision"] == "fp32" else "apart_rms"]
-    return [gpus for gpus, far in zip(facts["gpus"], found, strict=True) if not far <= facts["allowed"]]
+    allowed = Apart(facts["allowed"], facts["allowed"])
+    if facts["precision"] != "fp32":
+        allowed = Apart(FAR * facts["allowed"], facts["allowed"])
+    found = map(Apart, facts["apart"], facts["apart_rms"])
+    return [
+        gpus
+        for gpus, far in zip(facts["gpus"], found, strict=True)
+        if not (far.most <= allowed.most and far.rms <= allowed.rms)
+    ]
 
 
 def lines(facts: Facts) -> list[str]:

@@ -201,6 +201,7 @@ class Rates:
     measured  of each layer, sizes in seconds as the rates give them, ascending, and the factors measured there
     refused   layers, of any variant, that a primitive would not run when it was to be measured, and its words
     hope      factor on the seconds of layers that were not measured at about their size: below 1, what they may take
+    slower    factor on all seconds: fewer threads compute than did when it was measured
     """
 
     units: Mapping[Unit, Rate] = field(default_factory=lambda: CPU_RATES)
@@ -210,6 +211,7 @@ class Rates:
     measured: Mapping[Case, Sizes] = field(default_factory=dict)
     refused: Mapping[Case, str] = field(default_factory=dict)
     hope: float = 1.0
+    slower: float = 1.0
     _alike: dict[Case, list[tuple[Sizes, Trend]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _trends: dict[Case, Trend] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -236,13 +238,13 @@ class Rates:
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         """Of one run of `shape`: as measured where that was done, or something like it, else as the rates have it."""
         if not self.measured and not self.by_size and self.hope == 1:
-            return seconds(primitive.work(shape, variant), self)
+            return self.slower * seconds(primitive.work(shape, variant), self)
         between, working = self._estimate(primitive, shape, variant)
         wanted = case(primitive, shape, variant)
         hope = 1.0
         if self.hope != 1 and not self._near(wanted, working):
             hope = self.hope**AT_OTHER_SIZES if wanted in self.measured else self.hope
-        return between + hope * self._factor(wanted, working) * working
+        return self.slower * (between + hope * self._factor(wanted, working) * working)
 
     def _estimate(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> tuple[float, float]:
         """As rates and sizes have it: what its stages take to begin, and to work."""

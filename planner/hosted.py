@@ -363,6 +363,7 @@ class HostedSearch:
             hosted=len([*best.front.ways]),
             overlaps=self.overlaps,
             host_tensors=best.front.tensors,
+            feeders=self.limits.threads - self.cpu.threads,
             handover_seconds=best.handover_seconds,
         )
 

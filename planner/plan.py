@@ -131,6 +131,7 @@ class Plan:
     hosted: Count = 0  # leading choices with tensors in the memory of the host; all others run on the GPU
     overlaps: bool = False  # the hosted choices of a step run while the GPU is at the step before
     host_tensors: tuple[Tensor, ...] = ()  # in the host's arena
+    feeders: Annotated[int, Field(ge=0)] = 0  # of the threads allowed: they feed GPUs while hosted choices run
     handover_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # of a step: what they give goes to the GPU
 
     def __post_init__(self) -> None:
@@ -140,6 +141,8 @@ class Plan:
             raise ValueError("memory is promised for a plan beside it exactly where there is one")
         if self.beside is not None and (self.device, self.beside.device) != ("gpu", "cpu"):
             raise ValueError("beside a plan is one for the processor, and it is for the GPU")
+        if self.feeders >= self.limits.threads:
+            raise ValueError(f"{self.feeders} of {self.limits.threads} threads feed GPUs, and none computes")
         if self.hosted or self.overlaps:
             if self.beside is not None:
                 raise ValueError("layers are hosted, and another plan is beside them: one of both")
@@ -178,7 +181,7 @@ class Plan:
     @property
     def crew(self) -> int:
         """Threads that compute on the processor."""
-        return (self.limits.beside(self.devices) if self.overlaps else self.limits).threads
+        return self.limits.threads - self.feeders
 
     @property
     def seconds_per_step(self) -> float:

@@ -164,15 +164,16 @@ def _hosted(
     if len(network.layers) < 2:
         raise NoPlanError(f"{network.name} has one layer, and mode {mode} needs one for each device; drop --mode")
     alone = [] if than is None else [than]
-    host = limits.beside(1) if mode == "cpu-to-gpu" else limits
-    share = host.threads / limits.threads
-    host_rates = None if host_rates is None else host_rates.scaled(share, share)
-    cpu = options_for(machine, host, only=own["cpu"], table=table, rates=host_rates, device="cpu")
+    cpu = options_for(machine, limits, only=own["cpu"], table=table, rates=host_rates, device="cpu")
     gpu = options_for(machine, limits, only=own["gpu"], table=table, rates=rates, device="gpu")
     for options, device in ((cpu, "cpu"), (gpu, "gpu")) if than is None and (kinds or words["patch"] is None) else ():
         more: dict[str, Any] = {"device": device, "only": own[device], "precision": precision, "context": context}
         with suppress(NoPlanError):
             alone.append(make_plan(network, output, machine, limits, table=table, options=options, **more, **words))
+    if mode == "cpu-to-gpu":
+        host = limits.less_feeders(1)
+        host_rates = None if host_rates is None else replace(host_rates, slower=limits.threads / host.threads)
+        cpu = options_for(machine, host, only=own["cpu"], table=table, rates=host_rates, device="cpu")
     spaces = _allowed(all_spaces(network, output, precision), words["columns"])
     search = HostedSearch(
         network=network,

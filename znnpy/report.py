@@ -73,7 +73,7 @@ class Report:
             f"stages     {stages} (side by side)",
             *self._lanes(),
             *self._mode(),
-            f"{self._cover()}, {self.plan.limits.threads} threads",
+            f"{self._cover()}, {(self.plan.beside or self.plan).crew} threads",
             f"methods    {self._methods()}",
             f"device     {'; '.join((self.gpu or 'CPU', *self.notes))}",
             f"precision  {self.precision}" + ("" if self.gpu else f", BLAS kernels {self.blas}"),

@@ -77,5 +77,8 @@ def test_differences_are_shares_of_the_values(imported: Callable[[str], Any]) ->
             assert apart(first, second, threads) == pytest.approx((expected, expected / np.sqrt(120)))
     second[0, 0, 0, 0] = np.nan
     assert np.isnan(apart(first, second)).all()
-    facts = {"precision": "fp32", "gpus": [1, 2], "apart": [0.0, np.nan], "allowed": 1.0}
+    facts = {"precision": "fp32", "gpus": [1, 2], "apart": [0.0, np.nan], "apart_rms": [0.0, 0.0], "allowed": 1.0}
     assert imported("several_gpus").too_far(facts) == [2]
+    assert imported("several_gpus").too_far(facts | {"apart": [0.0, 4.0]}) == [2]
+    assert imported("several_gpus").too_far(facts | {"apart": [0.0, 4.0], "precision": "tf32"}) == []
+    assert imported("several_gpus").too_far(facts | {"apart": [0.0, 6.0], "precision": "tf32"}) == [2]

@@ -418,7 +418,7 @@ def _header() -> Path:
     kept = header.with_name(f"{header.name}.gch")
     header.parent.mkdir(exist_ok=True)
     with _one_process(header):
-        if not kept.exists():
+        if not header.exists():
             for name, text in texts.items():
                 (header.parent / name).write_text(text)
             built = header.with_suffix(".building")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ UPLOAD = 5e12  # bytes per second
 ON_CPU = (SLOW, replace(FAST, scale=(1, 4)), BOTH, POOL, FILTER, MAXOUT)
 ON_GPU = on_gpu(SLOW, replace(OVER, reads_carried=True), BOTH, POOL, FILTER, MAXOUT)
 HOST_RATES = CARRYING
+FEWER = replace(HOST_RATES, slower=(THREADS + 1) / THREADS)
 LINK = 1 / (1 / UPLOAD + COPIED / HOST_RATES.of("copy").nbytes)  # bytes per second, those that the host copies
 GPU_RATES = Rates({**CARRYING.scaled(1.5, 1.0).units, "gpu_upload": Rate(flops=1e12, nbytes=UPLOAD)}, stage_seconds=0.0)
 
@@ -97,10 +99,7 @@ def hosted(network: Network, output: Vec3, ram_bytes: int, vram_bytes: int, **wo
         "mode": "cpu-to-gpu",
         "in_host_ram": (IN_HOST,),
     } | words
-    threads = THREADS
-    if settings["mode"] == "cpu-to-gpu":  # one of them feeds the GPU
-        threads, most = THREADS + 1, 1 + 1 / THREADS
-        settings["host_rates"] = settings["host_rates"].scaled(most, most)
+    threads = THREADS + (settings["mode"] == "cpu-to-gpu")  # where one of them feeds the GPU
     return make_plan(network, output, WITH_GPU, Limits(ram_bytes, threads, vram_bytes), **settings)
 
 
@@ -138,7 +137,7 @@ def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, arou
     for run, parts, kept in zip(runs, times, carried_planes([run.shape for run in runs], new), strict=True):
         own = GPU_RATES if run.primitive is IN_HOST else rates
         moved = (2 if run.footprint.reads_carried else 4) * kept * run.shape.in_bytes / run.shape.in_shape[1]
-        each = seconds(run.primitive.work(run.shape, run.variant), own) + moved / rates.carrying
+        each = own.seconds(run.primitive, run.shape, run.variant) + moved / rates.carrying
         each += link(run.shape) if run.primitive is IN_HOST else 0.0
         ran.append((run.steps, parts * each))
     peak = around + place(side.tensors)[1] + times[0] * side.carries + side.residents + side.allowance
@@ -185,7 +184,7 @@ def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps:
     vram = CONTEXT + staging_bytes(part, out_bytes, writes=writes)
     upload = whole.shapes[theta - 1].out_shape[0] // behind[0].batch * part / UPLOAD
     back, front = [], tuple(
-        half(runs, new[0], [1] * len(runs), HOST_RATES, ram, on_gpu=False)
+        half(runs, new[0], [1] * len(runs), FEWER if overlaps else HOST_RATES, ram, on_gpu=False)
         for runs in ways(whole.shapes[:theta], steps[:theta], ON_CPU if overlaps else (*ON_CPU, IN_HOST))
     )  # fmt: skip
     for runs in ways(behind, steps[theta:], ON_GPU):
@@ -388,16 +387,26 @@ def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyP
 def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     limits = Limits(PLENTY, THREADS + 1, PLENTY)
     words: dict[str, Any] = {"table": (*ON_CPU, *ON_GPU), "in_host_ram": (), "baseline": BASELINE, "context": 0}
-    words |= {"mode": mode, "rates": GPU_RATES, "host_rates": HOST_RATES}
+    words |= {"mode": mode, "rates": GPU_RATES, "host_rates": HOST_RATES, "kinds": True}
     plan = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, **words)
     assert plan.limits == limits
     assert plan.crew == THREADS + (mode == "gpu-host")
-    slower = HOST_RATES.scaled(plan.crew / limits.threads, plan.crew / limits.threads)
+    slower = limits.threads / plan.crew
     table = {primitive.name: primitive for primitive in ON_CPU}
     for choice in plan.choices[: plan.hosted]:
-        primitive = table[choice.primitive]
-        assert choice.seconds >= seconds(primitive.work(choice.shape, choice.variant), slower)
+        work = table[choice.primitive].work(choice.shape, choice.variant)
+        assert choice.seconds >= (1 - 1e-9) * slower * seconds(work, HOST_RATES)
     plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
+    (alone,) = (kind.best for kind in plan.kinds if kind.device == "cpu")
+    words |= {"mode": None, "rates": HOST_RATES, "host_rates": None}
+    of_all = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, device="cpu", **words)
+    assert alone.voxels_per_second == of_all.voxels_per_second
+    said = json.loads(plan.to_json())
+    assert said.pop("feeders") == limits.threads - plan.crew
+    assert Plan.from_json(json.dumps(said)).crew == limits.threads, "as plans were before"
+    wrong = said | {"feeders": limits.threads}
+    with pytest.raises(PlanFileError, match="threads"):
+        Plan.from_json(json.dumps(wrong))
 
 
 def test_layers_of_the_host_that_nothing_computes_in_so_little_memory() -> None:

@@ -156,7 +156,7 @@ def hosted_plan(
                 chosen.append(((layer, layer), shape, *way))
     hosted = sum(last < theta for (_, last), _, _, _ in chosen)
     limits = Limits(2**32, threads, 2**32)
-    crew = (limits.beside(1) if overlaps else limits).threads
+    crew = (limits.less_feeders(1) if overlaps else limits).threads
     footprints = [primitive.footprint(shape, of, crew) for _, shape, primitive, of in chosen]
     step = patch_in(network, patch, axis, walks=column > 0)
     both_sides = sides(
@@ -192,6 +192,7 @@ def hosted_plan(
         network_name=network.name,
         machine=WITH_GPU.fingerprint,
         limits=limits,
+        feeders=threads - crew,
         output=output,
         patch_out=patch,
         patch_in=step,

@@ -133,7 +133,7 @@ class HostWorkshop:
                     later = plane + planes
                     old[plane] = old[later] if later < carried else image[later - carried]
 
-        self.hands.each(piece, x.shape[2], least=least_share(x.nbytes, x.shape[2]))
+        self.hands.each(piece, x.shape[2], least=least_share(kept.nbytes, x.shape[2]))
 
     def load(self, raw: Voxels, x: Any) -> None:
         normalise = self._network.normalise

@@ -12,10 +12,10 @@ where the box covers them in part. A few threads write the chunks of one box, ea
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -33,8 +33,8 @@ HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 DATASET = "prediction"
 CHUNK = 64  # most voxels along each axis: 1 MiB of float32
 PAGE = 4096  # bytes: chunks stand on pages
-THREADS = 4  # that write; a chunk of memory each is part of what plans set aside, WRITER_BYTES
-THREAD_BYTES = 2**20  # of a box for each of them: with less they wait for each other longer than they write
+THREADS = 2  # that write; a chunk of memory each is part of what plans set aside, WRITER_BYTES
+THREAD_BYTES = 2**20  # of a box for each of them: a thread takes as long to begin as half of that to be written
 
 
 class Store(ABC):
@@ -105,7 +105,6 @@ class Hdf5Store(Store):
         self._addresses = _addresses(path, shape, dtype)
         self._buffers = [np.empty(self._chunk, dtype) for _ in range(THREADS)]  # untouched, they take no memory
         self._file = path.open("r+b", buffering=0)
-        self._pool = ThreadPoolExecutor(THREADS, "znnpy-chunks")  # of threads that begin when they are needed
 
     @staticmethod
     def create(
@@ -137,23 +136,37 @@ class Hdf5Store(Store):
         dtype = self._buffers[0].dtype
         if voxels.shape[1:] != box.size or voxels.dtype != dtype:
             raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {dtype}")
+        if not voxels.size:
+            return
         left = deque(product(chunks_of(box, self._chunk), range(len(voxels))))
-        writers: list[Future[None]] = []
+        errors: list[BaseException] = []
+
+        def write(buffer: npt.NDArray[Any]) -> None:
+            try:
+                self._write_chunks(left, box, voxels, buffer)
+            except BaseException as error:  # whatever it is, the calling thread raises it
+                errors.append(error)
+                left.clear()
+
+        own, *others = self._buffers[: -(-voxels.nbytes // THREAD_BYTES)]
+        # Daemons: a write that never returns must not keep a process from ending.
+        threads = [threading.Thread(target=write, args=(other,), name="znnpy-chunks", daemon=True) for other in others]
         try:
-            buffers = self._buffers[: -(-voxels.nbytes // THREAD_BYTES)]  # none for an empty box
-            writers.extend(self._pool.submit(self._write_chunks, left, box, voxels, buffer) for buffer in buffers)
-            wait(writers, return_when=FIRST_EXCEPTION)
+            for thread in threads:
+                thread.start()
+            self._write_chunks(left, box, voxels, own)
         finally:
             left.clear()  # after a failure, or an interrupt: nobody writes on
-            wait(writers)
-        for writer in writers:
-            writer.result()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if errors:
+            raise errors[0]
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._pool.shutdown()
         self._file.close()
 
     def _write_chunks(
