@@ -227,9 +227,10 @@ def _sides(plan: Plan) -> str:
         return f"{layers} with tensors in RAM before the GPU runs the others: {times}"
     waiting, idle = ("CPU", back - front) if front < back else ("GPU", front - back)
     share = idle / max(front, back)
+    threads = f"{plan.crew} thread{'s' if plan.crew != 1 else ''}"
     return (
-        f"{layers} for the next patch or step while the GPU runs the others: {times}; the {waiting} waits "
-        f"{share:.0%} of the time"
+        f"{layers} with {threads} for the next patch or step while the GPU runs the others: {times}; the {waiting} "
+        f"waits {share:.0%} of the time"
     )
 
 

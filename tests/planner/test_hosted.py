@@ -454,7 +454,8 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
     assert re.search(rf"{re.escape(plan.choices[-1].primitive)} +GPU ", told), told
     last = plan.choices[plan.hosted - 1].layers[1]
     beside = (
-        rf"layers 0 to {last} run for the next patch or step while the GPU runs the others: .* waits \d+% of the time"
+        rf"layers 0 to {last} run with {plan.crew} threads for the next patch or step while the GPU runs the others: "
+        r".* waits \d+% of the time"
     )
     in_turn = rf"layers 0 to {last} run with tensors in RAM before the GPU runs the others: .* and .*"
     layers = (beside if plan.overlaps else in_turn).replace("layers 0 to 0 run", "layer 0 runs")
