@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import pickle
 import sys
+import threading
+import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +85,25 @@ def test_byte_order_array_order_and_compression_do_not_matter(arrays: Arrays, tm
     with path.open("wb") as stream:
         np.savez_compressed(stream, allow_pickle=True, **stored)
     assert_equal(read_weights(path, NETWORK), stored)
+
+
+def test_one_thread_parses_headers_at_a_time(arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 fails now and then where two do."""
+    path, literal = save_npz(tmp_path / "w.npz", arrays), ast.literal_eval
+    busy, together = threading.Semaphore(1), []
+
+    def alone(text: str) -> Any:
+        together.append(not busy.acquire(blocking=False))
+        time.sleep(0.002)
+        busy.release()
+        return literal(text)
+
+    monkeypatch.setattr(ast, "literal_eval", alone)
+    with ThreadPoolExecutor(4) as users:
+        for _ in users.map(lambda _: read_weights(path, NETWORK), range(8)):
+            pass
+    assert together
+    assert not any(together)
 
 
 @pytest.mark.parametrize("name", SAVE)

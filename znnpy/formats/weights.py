@@ -7,6 +7,7 @@ In a file convolution `i`, counted from 0 along the network, has `conv<i>_weight
 from __future__ import annotations
 
 import hashlib
+import threading
 import tokenize
 import zipfile
 import zlib
@@ -203,6 +204,11 @@ def _undamaged(name: str = "the file") -> Iterator[None]:
         ) from error
 
 
+# numpy reads headers with Python's own parser, which fails now and then where two threads are at it: "AST constructor
+# recursion depth mismatch" (python/cpython#106905, in 3.11).
+_one_parses = threading.Lock()
+
+
 class _Npz:
     """numpy.savez's archive: a zip of .npy files, which are read without numpy.load's way back to pickle."""
 
@@ -222,12 +228,14 @@ class _Npz:
             if version not in ((1, 0), (2, 0)):  # (3, 0) is for names of fields in UTF-8: no plain array
                 raise ValueError(f".npy version {version}")
             read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, _, dtype = read_header(stream)
+            with _one_parses:
+                shape, _, dtype = read_header(stream)
         return _Stored(shape, str(dtype), dtype.kind == "f")
 
     def read(self, name: str) -> npt.NDArray[Any]:
         with self._archive.open(self._members[name]) as stream:
-            array: npt.NDArray[Any] = npy.read_array(stream, allow_pickle=False)
+            with _one_parses:
+                array: npt.NDArray[Any] = npy.read_array(stream, allow_pickle=False)
             if stream.read(1):  # to the end, where the CRC is checked
                 raise ValueError("bytes after the array")
         return array
