@@ -86,6 +86,9 @@ class Kept:
     done: frozenset[int] = frozenset()
     dtype: np.dtype[np.float32] = field(default_factory=lambda: np.dtype(np.float32))
 
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.threads)  # of threads that begin when they are needed
+
     def write(self, box: Box, voxels: Voxels) -> None:
         target = self.voxels[(slice(None), *box.slices)]
         if self.threads == 1:
@@ -96,8 +99,7 @@ class Kept:
         def copy(at: tuple[int, int]) -> None:
             target[at] = voxels[at]
 
-        with ThreadPoolExecutor(self.threads) as pool:
-            deque(pool.map(copy, planes), maxlen=0)
+        deque(self._pool.map(copy, planes), maxlen=0)
 
     def finish_column(self, index: int) -> None:
         """Nothing to record."""

@@ -48,7 +48,7 @@ from znnpy.shapes import PRECISIONS
 from znnpy.verify import TOLERANCES
 
 NETWORKS = ("n337", "n537", "n726", "n926")
-FAR = 5  # times what two plans may round together, of the furthest of all voxels
+FAR = 5  # times what two plans may round together: a lost patch is further, of 2e9 voxels the furthest was 1.6 times
 Facts = dict[str, Any]
 
 

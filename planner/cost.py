@@ -221,11 +221,15 @@ class Rates:
     @property
     def carrying(self) -> float:
         """Bytes per second, read and written together, of planes that are kept from step to step."""
-        return self.of("gpu_stream" if "gpu_stream" in self.units else "copy").nbytes
+        return self.of("gpu_stream" if "gpu_stream" in self.units else "copy").nbytes / self.slower
 
     def scaled(self, flops: float, nbytes: float) -> Rates:
         """All rates multiplied."""
         return replace(self, units={unit: rate.times(flops, nbytes) for unit, rate in self.units.items()})
+
+    def slowed(self, by: float) -> Rates:
+        """All seconds multiplied."""
+        return replace(self, slower=self.slower * by)
 
     def replaced(self, **units: Rate) -> Rates:
         """With other rates for some units."""
@@ -304,7 +308,8 @@ class Rates:
         """With a measurement: `spent` seconds for one run of `shape`, whose stages are there to be started at once."""
         of, (_, size) = case(primitive, shape, variant), self._estimate(primitive, shape, variant)
         others = [(other, factor) for other, factor in self.measured.get(of, ()) if other != size]
-        return replace(self, measured={**self.measured, of: tuple(sorted([*others, (size, spent / size)]))})
+        here = size, spent / self.slower / size
+        return replace(self, measured={**self.measured, of: tuple(sorted([*others, here]))})
 
     def refusing(self, primitive: Primitive, shape: LayerShape, reason: str) -> Rates:
         """With a layer that the machine does not run so."""

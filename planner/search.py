@@ -172,7 +172,7 @@ def _hosted(
             alone.append(make_plan(network, output, machine, limits, table=table, options=options, **more, **words))
     if mode == "cpu-to-gpu":
         host = limits.less_feeders(1)
-        host_rates = None if host_rates is None else replace(host_rates, slower=limits.threads / host.threads)
+        host_rates = None if host_rates is None else host_rates.slowed(limits.threads / host.threads)
         cpu = options_for(machine, host, only=own["cpu"], table=table, rates=host_rates, device="cpu")
     spaces = _allowed(all_spaces(network, output, precision), words["columns"])
     search = HostedSearch(

@@ -142,7 +142,7 @@ class Report:
                 "vram_bytes": self.plan.memory.vram,
             },
             "ram_bytes": self.plan.limits.ram_bytes,
-            "threads": self.plan.limits.threads,
+            "threads": (self.plan.beside or self.plan).crew,
             "patch": list(self.plan.patch_out),
             "columns": self.plan.columns,
             "axis": self.plan.axis,

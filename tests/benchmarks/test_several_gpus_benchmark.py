@@ -82,3 +82,6 @@ def test_differences_are_shares_of_the_values(imported: Callable[[str], Any]) ->
     assert imported("several_gpus").too_far(facts | {"apart": [0.0, 4.0]}) == [2]
     assert imported("several_gpus").too_far(facts | {"apart": [0.0, 4.0], "precision": "tf32"}) == []
     assert imported("several_gpus").too_far(facts | {"apart": [0.0, 6.0], "precision": "tf32"}) == [2]
+    assert imported("several_gpus").too_far(
+        facts | {"apart": [0.0, 4.0], "apart_rms": [0.0, 1.1], "precision": "tf32"}
+    ) == [2]

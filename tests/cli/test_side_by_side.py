@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -12,13 +13,15 @@ from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from place import Place
 
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
+from znnpy.formats.networks import read_network
 from znnpy.inference import infer
-from znnpy.machine import Machine
+from znnpy.machine import Limits, Machine, this_machine
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices, pipeline
+from znnpy.run import choice, devices, modes, pipeline
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -257,3 +260,13 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert report.plan.mode == "side-by-side"
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_rates_of_the_processor_are_for_fewer_threads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, machine, output = read_network(str(place.folder / "net.yaml")).network, this_machine(), (4, 4, 6)
+    rates = assumed_rates(machine, 3)
+    monkeypatch.setattr(modes, "processor_rates", lambda machine, limits: rates)
+    site: Any = SimpleNamespace(machine=machine, devices=1)
+    made = modes.processor_plans(site, network, ())(output, Limits(2**33, 3))
+    words: dict[str, Any] = {"rates": rates.slowed(1.5), "baseline": 0}
+    assert made == make_plan(network, output, machine, Limits(2**33, 2), **words)

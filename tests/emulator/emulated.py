@@ -418,12 +418,13 @@ def _header() -> Path:
     kept = header.with_name(f"{header.name}.gch")
     header.parent.mkdir(exist_ok=True)
     with _one_process(header):
-        if not header.exists():
+        if not (tried := header.with_suffix(".tried")).exists():
             for name, text in texts.items():
                 (header.parent / name).write_text(text)
             built = header.with_suffix(".building")
             if _ran([*command, "-x", "c++-header", "-o", str(built), str(header)]).returncode == 0:
                 built.replace(kept)
+            tried.touch()
     return header
 
 

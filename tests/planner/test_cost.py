@@ -127,6 +127,19 @@ def test_factors_between_sizes_are_interpolated_and_stay_beyond_them() -> None:
     assert factor(10.0) == pytest.approx(3.0)
 
 
+def test_fewer_threads_take_longer_for_everything() -> None:
+    shape, variant = sized(8.0), Variant.of(scale=1)
+    plain = Rates({"product": Rate(100.0, 1e9), "copy": Rate(1e9, 300.0)}, stage_seconds=0.25)
+    by_size = replace(plain, by_size={f"{SLOW.name} fp32": (3.0,) * len(SIZES)})
+    learnt = by_size.learnt(SLOW, sized(20.0), variant, 7.0)
+    for rates in (plain, by_size, learnt, replace(learnt, hope=0.5)):
+        fewer = rates.slowed(1.25).slowed(1.2)
+        assert fewer.seconds(SLOW, shape, variant) == pytest.approx(1.5 * rates.seconds(SLOW, shape, variant))
+        assert fewer.carrying == pytest.approx(200.0)
+        taught = fewer.learnt(SLOW, shape, variant, 6.0).seconds(SLOW, shape, variant)
+        assert taught == pytest.approx(1.5 * 0.25 + 6.0), "what was measured was measured with fewer"
+
+
 def test_between_two_sizes_of_a_layer_count_the_speeds_of_both() -> None:
     variant = Variant.of(scale=1)
     rates = ROUND.learnt(SLOW, sized(4), variant, 8.0).learnt(SLOW, sized(100), variant, 100.0)

@@ -251,6 +251,40 @@ def test_an_interrupt_leaves_nobody_writing(store: Hdf5Store, monkeypatch: pytes
     assert seen.count("began") == seen.count("ended") < 3 * 12
 
 
+def test_an_interrupt_while_the_other_still_writes(store: Hdf5Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, pwrite = threading.Thread.join, os.pwrite
+    joined, alive = [], []
+
+    def slow(file: int, voxels: memoryview, at: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return pwrite(file, voxels, at)
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        joined.append(thread)
+        if len(joined) == 1:
+            raise KeyboardInterrupt
+        join(thread, timeout)
+        alive.append(thread.is_alive())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", slow)
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.write(WHOLE, before())
+    assert alive == [False]
+
+
+def test_no_thread_to_be_had(store: Hdf5Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        store.write(WHOLE, random(2))
+    np.testing.assert_array_equal(stored(path), random(2))
+
+
 def test_no_thread_is_left_and_none_keeps_the_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     seen: set[threading.Thread] = set()

@@ -7,6 +7,7 @@ In a file convolution `i`, counted from 0 along the network, has `conv<i>_weight
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import tokenize
 import zipfile
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -209,6 +210,16 @@ def _undamaged(name: str = "the file") -> Iterator[None]:
 _one_parses = threading.Lock()
 
 
+def _after_fork() -> None:
+    """Whoever held the lock is not in the child."""
+    global _one_parses
+    _one_parses = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Npz:
     """numpy.savez's archive: a zip of .npy files, which are read without numpy.load's way back to pickle."""
 
@@ -224,21 +235,30 @@ class _Npz:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # what numpy writes
             raise ValueError(f"zip compression {member.compress_type}")
         with self._archive.open(member) as stream:
-            version = npy.read_magic(stream)
-            if version not in ((1, 0), (2, 0)):  # (3, 0) is for names of fields in UTF-8: no plain array
-                raise ValueError(f".npy version {version}")
-            read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            with _one_parses:
-                shape, _, dtype = read_header(stream)
+            shape, _, dtype = _npy_header(stream)
         return _Stored(shape, str(dtype), dtype.kind == "f")
 
     def read(self, name: str) -> npt.NDArray[Any]:
         with self._archive.open(self._members[name]) as stream:
-            with _one_parses:
-                array: npt.NDArray[Any] = npy.read_array(stream, allow_pickle=False)
+            shape, by_columns, dtype = _npy_header(stream)
+            nbytes = prod(shape) * dtype.itemsize
+            stored = stream.read(nbytes)
+            if len(stored) < nbytes:
+                raise ValueError(f"{len(stored)} bytes of an array of {nbytes}")
             if stream.read(1):  # to the end, where the CRC is checked
                 raise ValueError("bytes after the array")
-        return array
+        return np.frombuffer(stored, dtype).reshape(shape, order="F" if by_columns else "C")
+
+
+def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether the first index runs fastest, and dtype of an array, whose values come next."""
+    version = npy.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):  # (3, 0) is for names of fields in UTF-8: no plain array
+        raise ValueError(f".npy version {version}")
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    with _one_parses:
+        shape, by_columns, dtype = read_header(stream)
+    return shape, by_columns, dtype
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from znnpy.shapes import Vec3
 HOSTED = ("gpu-host", "cpu-to-gpu")  # of one GPU: the first layers have their tensors in the memory of the host
 MODES = ("auto", "cpu", "gpu", *HOSTED, "side-by-side")
 LONG_SECONDS = 60.0  # of a run, from which on it pays to look at what the processor may do of it
-GAIN = 0.5  # of a GPU's time alone, predicted: runs on two devices took up to twice as long (`modes-nvidia-h200-..`)
+GAIN = 0.5  # of a GPU's time alone, predicted: on two devices runs took up to 2.2 times as long, one 6
 
 
 def device_meant(mode: str, device: str) -> str:
@@ -75,7 +75,7 @@ def processor_plans(site: Site, network: Network, only: Sequence[str], **words: 
 
     def make(output: Vec3, limits: Limits) -> Plan:
         rates, here = processor_rates(machine, limits), limits.less_feeders(site.devices)
-        rates = None if rates is None else replace(rates, slower=limits.threads / here.threads)
+        rates = None if rates is None else rates.slowed(limits.threads / here.threads)
         return make_plan(network, output, machine, here, only=names, rates=rates, baseline=0, **words)
 
     return make
