@@ -208,6 +208,7 @@ def _undamaged(name: str = "the file") -> Iterator[None]:
 # numpy reads headers with Python's own parser, which fails now and then where two threads are at it: "AST constructor
 # recursion depth mismatch" (python/cpython#106905, in 3.11).
 _one_parses = threading.Lock()
+READ_BYTES = 2**18  # of an array at a time: more would be in memory twice
 
 
 def _after_fork() -> None:
@@ -241,13 +242,17 @@ class _Npz:
     def read(self, name: str) -> npt.NDArray[Any]:
         with self._archive.open(self._members[name]) as stream:
             shape, by_columns, dtype = _npy_header(stream)
-            nbytes = prod(shape) * dtype.itemsize
-            stored = stream.read(nbytes)
-            if len(stored) < nbytes:
-                raise ValueError(f"{len(stored)} bytes of an array of {nbytes}")
+            stored = np.empty(prod(shape) * dtype.itemsize, np.uint8)
+            filled = 0
+            while filled < stored.nbytes:
+                part = stream.read(min(READ_BYTES, stored.nbytes - filled))
+                if not part:
+                    raise ValueError(f"{filled} bytes of an array of {stored.nbytes}")
+                stored[filled : filled + len(part)] = np.frombuffer(part, np.uint8)
+                filled += len(part)
             if stream.read(1):  # to the end, where the CRC is checked
                 raise ValueError("bytes after the array")
-        return np.frombuffer(stored, dtype).reshape(shape, order="F" if by_columns else "C")
+        return stored.view(dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
