@@ -229,6 +229,22 @@ def test_a_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> Non
     assert "conv0_weight has shape (4, 100000000000), but must be (4, 1, 1, 2, 3)" in refusal(path)
 
 
+def test_no_array_of_an_npz_is_in_memory_twice(tmp_path: Path) -> None:
+    network = Network("wide", 1, (Conv((1, 1, 1), 512), Conv((2, 2, 2), 512)))
+    named = {}
+    for i, one in enumerate(random_weights(network, seed=1)):
+        named[f"conv{i}_weight"], named[f"conv{i}_bias"] = one.weight, one.bias
+    path = save_npz(tmp_path / "w.npz", named)
+    nbytes = sum(array.nbytes for array in named.values())
+    tracemalloc.start()
+    try:
+        read_weights(path, network)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert nbytes <= peak < 1.3 * nbytes, "a quarter says which values are finite"
+
+
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
 def test_no_damage_to_an_npz_goes_unseen(save: Callable[..., None], arrays: Arrays, tmp_path: Path) -> None:
     """Every byte flipped, every few bytes cut: the right weights, or a NetworkFileError."""
