@@ -1,13 +1,14 @@
 """A plan for a GPU with the processor beside it: both take cells of the output from one queue, each covers its own.
 
-Method  The output is cut along the grid of the GPU's plan: cells are as many of its columns side by side, and as many
-        of its steps behind each other, as give the processor some cells each while the GPU computes the rest. For a few
-        such sizes the processor's best plan for one cell is made, in the memory that the GPU leaves of the process's;
-        the size that ends soonest is taken. Where that gains much less than both are worth, for the GPU's best plan has
-        few steps, plans for parts of the output are tried for the GPU too: smaller steps cost it borders.
-Bound   The GPU's voxels per second and those that the processor reaches alone. What is lost to it are the borders of
-        the processor's cells, where the volume is not much larger than a field of view, and the end, in which somebody
-        waits for the last cell.
+Method  The output is cut along the grid of the GPU's plan: a cell is as wide as some of its columns side by side, and
+        as thick as some of its steps. The processor computes cells that lie behind each other as one column, a step
+        each, so that it pays for borders on the sides of that column only; GPUs take the others. Of a few widths, as
+        wide as one column of all that the processor is to compute, or of a part of it, and a few thicknesses the one
+        that ends soonest is taken, in the memory that the GPU leaves of the process's: thin steps end together, thick
+        ones are faster.
+Bound   The GPU's voxels per second and those that the processor reaches alone. What is lost to it are the sides of
+        its columns, where the volume is not much larger than a field of view, the thread that feeds each GPU, and the
+        end, in which somebody waits for the last cell.
 Source  ZNNi (SC16), section VII.C has the processor and the GPU share every patch; sharing the volume instead leaves
         neither idle.
 """
@@ -15,8 +16,11 @@ Source  ZNNi (SC16), section VII.C has the processor and the GPU share every pat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from math import ceil, prod
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import ceil, floor, inf, prod
+from operator import ge
+from typing import Protocol
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
@@ -25,67 +29,113 @@ from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import Make, covering
-from znnpy.shapes import Vec3
+from znnpy.shapes import Vec3, text
 
-SHARES = (2, 4, 8, 16, 32)  # cells that the processor is to compute: more end together, fewer have less borders
-ENOUGH = 0.8  # of what the processor is worth: for more the GPU's plan is not made anew
+COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
+RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square
+FEW = 32  # steps of the processor in a run, with which widths are compared
+BEST = 3  # widths, with which these are compared: more end together, fewer are faster
+STEPS = (8, 16, 64, 128)
+PARTS = (4, 16)  # that the processor is to compute, of which plans for the GPU are tried
 
 
-def plan_beside(alone: Plan, make: Make, processor: Make, network: Network, *, masks: bool) -> Plan:
+class Makes(Protocol):
+    """The processor's best plan for an output (z, y, x), within limits of which the process itself takes nothing."""
+
+    def __call__(self, output: Vec3, limits: Limits, *, patch: Vec3 | None = None) -> Plan: ...
+
+
+def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, masks: bool) -> Plan:
     """The fastest plan for the GPUs of `alone` and the processor; `Plan.dealt` is 0 where that gains nothing.
 
-    alone      the best plan of the GPUs for the output
-    make       one GPU's best plan for an output (z, y, x), within limits
-    processor  the processor's, within limits of which the process itself takes nothing
-    masks      are counted, of the input voxels that are not finite
+    alone  the best plan of the GPUs for the output
+    make   one GPU's best plan for an output (z, y, x), within limits
+    masks  are counted, of the input voxels that are not finite
 
     NoPlanError where the processor computes no cell within the memory that is left.
     """
     whole = moving_whole(alone, network, masks=masks)
-    limits = alone.limits
-    left = Limits(max(1, limits.ram_bytes - whole.memory.peak), limits.threads)
+    left = Limits(max(1, alone.limits.ram_bytes - whole.memory.peak), alone.limits.threads)
     try:
         speed = processor(alone.output, left).voxels_per_second
     except NoPlanError as error:
         if error.needed_bytes is None:
             raise
-        needed = whole.memory.peak + error.needed_bytes
-        raise NoPlanError(
-            f"the GPU's part takes {whole.memory.peak:,} of {limits.ram_bytes:,} bytes of RAM, and the processor needs "
-            f"at least {error.needed_bytes:,}; allow at least --ram {-(-needed // MIB)}M, or choose --mode gpu"
-        ) from None
-    share = speed / (speed + alone.voxels_per_second)
-    found = list(_of_cells(whole, alone.seconds, processor, left, share, network, masks=masks))
-    if min(plan.seconds for plan in found) > (1 - ENOUGH * share) * alone.seconds:
+        raise _no_room(whole, error.needed_bytes) from None
+    trials = [_Trials(whole, alone.seconds, speed, processor, left, network, masks)]
+    trials[0].run()
+    if alone.columns * ceil(alone.output[alone.axis] / alone.patch_out[alone.axis]) < FEW:
+        share = speed / (speed + alone.voxels_per_second)
         for part in _of_parts(alone, make, network, share, masks=masks):
-            found += _of_cells(part, alone.seconds, processor, left, share, network, masks=masks)
-    fitting = [plan for plan in found if not any(plan.memory.over(limits))]
-    if not fitting:
-        least = min(plan.memory.peak for plan in found)
-        raise NoPlanError(
-            f"the GPU's part and the processor's beside it need at least {least:,} bytes of RAM, "
-            f"{least - limits.ram_bytes:,} more than the limit; allow at least --ram {-(-least // MIB)}M, or choose "
-            "--mode gpu"
-        )
-    return min(fitting, key=lambda plan: plan.seconds)
+            trials.append(_Trials(part, alone.seconds, speed, processor, left, network, masks))
+            trials[-1].run()
+    found = [plan for trial in trials for plan in trial.found.values()]
+    if not found:
+        raise _no_room(whole, min(trial.least for trial in trials))
+    return min(found, key=lambda plan: plan.seconds)
 
 
-def _of_cells(
-    gpu: Plan, alone: float, processor: Make, left: Limits, share: float, network: Network, *, masks: bool
-) -> Iterator[Plan]:
-    """The GPU's plan with the processor beside it, which is to compute a share of the output, in cells of some sizes.
+@dataclass
+class _Trials:
+    """Plans of the processor beside one of the GPU.
 
     alone  seconds of the GPU's best plan
+    speed  voxels per second of the processor, of the whole output
     """
-    for cell in dict.fromkeys(_cell(gpu, share * prod(gpu.output) / count) for count in SHARES):
-        other = moving_whole(processor(cell, left), network, masks=masks)
+
+    gpu: Plan
+    alone: float
+    speed: float
+    processor: Makes
+    left: Limits
+    network: Network
+    masks: bool
+    found: dict[Vec3, Plan] = field(default_factory=dict)  # by their cells
+    too_large: list[Vec3] = field(default_factory=list)
+    least: float = inf  # bytes that the processor needs, of what does not fit
+
+    def run(self) -> None:
+        gpu = self.gpu
+        voxels = prod(gpu.output) * self.speed / (self.speed + gpu.voxels_per_second)  # of the processor
+        for width in _widths(gpu, voxels):
+            self._try(_cell(gpu, width, voxels / FEW))
+        best = sorted(self.found.values(), key=lambda plan: plan.seconds)[:BEST]
+        for plan, steps in product(best, STEPS):
+            self._try(_cell(gpu, plan.cells.patch, voxels / steps))
+
+    def _try(self, cell: Vec3) -> None:
+        if cell in self.found or any(all(map(ge, cell, large)) for large in self.too_large):
+            return
+        gpu = self.gpu
+        try:
+            other = self.processor(_bar(gpu, cell), self.left, patch=cell)
+        except NoPlanError as error:
+            self.too_large.append(cell)
+            self.least = min(self.least, error.needed_bytes or inf)
+            return
+        other = moving_whole(_in_one_column(other, self.network), self.network, masks=self.masks)
         memory = replace(gpu.memory, beside=other.memory.peak)
-        yield replace(gpu, memory=memory, beside=other, alone=alone, other=None, runners_up=(), kinds=())
+        plan = replace(gpu, memory=memory, beside=other, alone=self.alone, other=None, runners_up=(), kinds=())
+        if any(memory.over(gpu.limits)):
+            self.least = min(self.least, memory.beside)
+        elif not other.walks or other.axis == gpu.axis:
+            self.found[cell] = plan
+
+
+def _no_room(gpu: Plan, needed: float) -> NoPlanError:
+    """Where the processor needs so many bytes beside a GPU's plan; inf: where it is not for want of memory."""
+    part, limit = gpu.memory.peak, gpu.limits.ram_bytes
+    if needed == inf:
+        return NoPlanError(f"the processor runs no steps of {text(gpu.patch_out)} output voxels: choose --mode gpu")
+    return NoPlanError(
+        f"the GPU's part takes {part:,} of {limit:,} bytes of RAM, and the processor needs at least {needed:,}; allow "
+        f"at least --ram {-(-(part + needed) // MIB):.0f}M, or choose --mode gpu"
+    )
 
 
 def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks: bool) -> Iterator[Plan]:
     """The best plans of the GPU for parts of the output, each for all of it."""
-    for count in SHARES[1::2]:
+    for count in PARTS:
         side = (share * prod(alone.output) / count) ** (1 / 3)
         z, y, x = (_even(size, side, step) for size, step in zip(alone.output, network.period, strict=True))
         try:
@@ -99,12 +149,51 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
         yield moving_whole(replace(found, limits=alone.limits), network, masks=masks)
 
 
+def _widths(gpu: Plan, voxels: float) -> list[Vec3]:
+    """Of columns of which one, or a few, hold so many voxels; as thick as a step of the GPU."""
+    axis, output, step = gpu.axis, gpu.output, gpu.patch_out
+    a, b = (other for other in range(3) if other != axis)
+    found: dict[Vec3, None] = {}
+    for columns, ratio in product(COLUMNS, RATIOS):
+        area = voxels / output[axis] / columns
+        width = list(step)
+        width[a] = _multiple(step[a], ratio * area**0.5, output[a])
+        for rounded in (floor, ceil):
+            width[b] = _multiple(step[b], step[b] * rounded(area / width[a] / step[b]), output[b])
+            found[width[0], width[1], width[2]] = None
+    return list(found)
+
+
+def _cell(gpu: Plan, width: Vec3, voxels: float) -> Vec3:
+    """As wide, and so thick that it holds about so many voxels."""
+    axis, step = gpu.axis, gpu.patch_out[gpu.axis]
+    across = prod(size for i, size in enumerate(width) if i != axis)
+    thick = _multiple(step, voxels / across, gpu.output[axis])
+    z, y, x = (thick if i == axis else size for i, size in enumerate(width))
+    return z, y, x
+
+
+def _bar(gpu: Plan, cell: Vec3) -> Vec3:
+    """All cells behind each other."""
+    z, y, x = (whole if i == gpu.axis else size for i, (whole, size) in enumerate(zip(gpu.output, cell, strict=True)))
+    return z, y, x
+
+
+def _in_one_column(plan: Plan, network: Network) -> Plan:
+    """However long that takes: each of its cells is kept when it is written."""
+    if not plan.walks:
+        return plan
+    step, length = plan.patch_out[plan.axis], plan.output[plan.axis]
+    return replace(plan, column=ceil(length / step) * step).covering(plan.output, network, plan.memory)
+
+
 def idle(both: Plan) -> str:
     """Why the processor computes nothing."""
-    seconds = both.seconds_per_cell
+    assert both.beside is not None, "side by side"
+    first = both.beside.seconds_to_begin + both.beside.seconds_per_step
     return (
         f"the GPU is done in {human_seconds(both.seconds)}, and of the parts that suit both the processor takes "
-        f"{human_seconds(seconds['cpu'])} for one"
+        f"{human_seconds(first)} for one"
     )
 
 
@@ -117,20 +206,6 @@ def moving_whole(plan: Plan, network: Network, *, masks: bool) -> Plan:
     raw, out = channels * prod(plan.patch_in) * plan.itemsize_in, maps * prod(plan.patch_out) * plan.itemsize_out
     staging = staging_bytes(raw, out) if device == "gpu" else 0
     return replace(plan, memory=replace(plan.memory, reading=reading, writing=writing, staging=staging))
-
-
-def _cell(gpu: Plan, voxels: float) -> Vec3:
-    """About so many voxels, as nearly a cube as the grid of the GPU's steps allows; one step at least."""
-    side = max(1.0, voxels) ** (1 / 3)
-    size = list(gpu.patch_out)
-    across = [axis for axis in range(3) if axis != gpu.axis or not gpu.walks]
-    for axis in across:
-        size[axis] = _multiple(gpu.patch_out[axis], side, gpu.output[axis])
-    for axis in set(range(3)) - set(across):
-        rest = voxels / prod(size[other] for other in across)
-        size[axis] = _multiple(gpu.patch_out[axis], rest, gpu.output[axis])
-    z, y, x = size
-    return z, y, x
 
 
 def _even(whole: int, length: float, step: int) -> int:

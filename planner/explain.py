@@ -108,9 +108,9 @@ def _beside(plan: Plan, network: Network) -> list[RenderableType]:
         return []
     threads = f"{its.limits.threads} thread{'s' if its.limits.threads != 1 else ''}"
     words = (
-        f"side by side: the GPU and the processor take cells of {text(its.output)} output voxels, {len(plan.cells):,} "
-        f"in all, of which the processor is to compute {plan.dealt:,}, {human_seconds(its.seconds)} each, in "
-        f"{_kind(its)} with {threads}"
+        f"side by side: the GPU and the processor take cells of {text(plan.cells.patch)} output voxels, "
+        f"{len(plan.cells):,} in all, of which the processor is to compute {plan.dealt:,}, "
+        f"{human_seconds(its.seconds_per_step)} each, in {_kind(its)} with {threads}"
     )
     return [Text(words), Padding(_layers(its, network), (1, 0))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -127,7 +128,7 @@ class Plan:
     kinds: tuple[Kind, ...] = ()  # as far as they were asked for
     elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
     alone: Seconds | None = None  # of several devices: that of one GPU, or of all GPUs without the processor
-    beside: Plan | None = None  # the processor's, for one of the cells that it and the GPUs take in turn
+    beside: Plan | None = None  # the processor's, for cells of one step that lie behind each other along the axis
     hosted: Count = 0  # leading choices with tensors in the memory of the host; all others run on the GPU
     overlaps: bool = False  # the hosted choices of a step run while the GPU is at the step before
     host_tensors: tuple[Tensor, ...] = ()  # in the host's arena
@@ -234,27 +235,68 @@ class Plan:
         """
         if self.beside is None:
             return self._seconds(ceil(self.columns / self.devices) / self.columns)
-        cells, dealt = len(self.cells), self.dealt
-        return max(self._seconds((cells - dealt) / cells / self.devices), dealt * self.beside.seconds)
+        return max(self._seconds_without(self.dealt), self._seconds_beside(self.dealt))
 
     @property
     def cells(self) -> Cover:
         """What the processor and GPUs side by side take in turn."""
         assert self.beside is not None, "only side by side"
-        return Cover(self.output, self.beside.output)
+        return Cover(self.output, self.beside.patch_out)
 
     @property
     def dealt(self) -> int:
         """Cells that the processor computes in the time that GPUs take for the others."""
-        cells, seconds = len(self.cells), self.seconds_per_cell
-        each = seconds["gpu"] / self.devices
-        return int(cells * each / (seconds["cpu"] + each))
+
+        def late(count: int) -> bool:
+            return self._seconds_beside(count) > self._seconds_without(count)
+
+        most = bisect_left(range(1, 1 + len(self.cells)), True, key=late)
+        even = most - most % self.cells.counts[self.axis]  # no column of a GPU is cut
+        return min(most, even, key=self._seconds_without)
+
+    def _seconds_beside(self, count: int) -> float:
+        """Of the processor for so many cells: it goes on from one to the next until the output ends."""
+        assert self.beside is not None, "only side by side"
+        columns = -(-count // self.cells.counts[self.axis])
+        return count * self.beside.seconds_per_step + columns * self.beside.seconds_to_begin
+
+    def _seconds_without(self, count: int) -> float:
+        """Of GPUs for all but so many cells; columns of which these are a part begin behind them."""
+        stacks, cut = divmod(count, self.cells.counts[self.axis])
+        steps = self.cells.patch[self.axis] / self.patch_out[self.axis] if self.walks else 1
+        whole = sum(choice.runs * choice.seconds for choice in self.choices)
+        part = cut * steps * self.columns_per_cell * self.seconds_per_step / whole
+        return self._seconds(max(0.0, 1 - stacks * self._share - part) / self.devices)
+
+    @property
+    def columns_per_cell(self) -> int:
+        """Of a GPU, those that a cell is a part of; patches that it consists of."""
+        sizes = enumerate(zip(self.cells.patch, self.patch_out, strict=True))
+        return prod(ceil(cell / own) for i, (cell, own) in sizes if i != self.axis or not self.walks)
+
+    @property
+    def _share(self) -> float:
+        """Of what GPUs alone compute, that of all cells behind each other."""
+        behind = ceil(self.output[self.axis] / self.column) if self.walks else self.cells.counts[self.axis]
+        return self.columns_per_cell * behind / self.columns
 
     @property
     def seconds_per_cell(self) -> dict[DeviceKind, float]:
-        """Of each device side by side."""
+        """Of each device side by side, of one cell behind others."""
         assert self.beside is not None, "only side by side"
-        return {"gpu": self._seconds(1.0) / len(self.cells), "cpu": self.beside.seconds}
+        each = self._seconds(self._share) / self.cells.counts[self.axis]
+        return {"gpu": each, "cpu": self.beside.seconds_per_step}
+
+    @property
+    def seconds_to_begin(self) -> float:
+        """Predicted for a column before its output begins."""
+        if not self.walks:
+            return 0.0
+        whole, rest = divmod(self.output[self.axis], self.column)
+        thick, row = self.patch_out[self.axis], whole + (rest > 0)  # columns behind each other
+        steps = whole * (self.column // thick) - (-rest // thick)
+        spent = sum(choice.runs * choice.seconds for choice in self.choices) * row / self.columns
+        return max(0.0, spent - steps * self.seconds_per_step) / row
 
     def _seconds(self, share: float) -> float:
         """Of one device, for so much of the output."""

@@ -21,11 +21,15 @@ def check_beside(
 ) -> None:
     """The plan of the processor beside GPUs runs here too, on cells of whole steps, in the memory that is promised."""
     beside.check_runs(network, machine, table=table)
-    grid = [cell % step for cell, step in zip(beside.output, plan.patch_out, strict=True)]
+    grid = [cell % step for cell, step in zip(beside.patch_out, plan.patch_out, strict=True)]
     if any(grid):
         raise PlanFileError(
-            f"the plan's cells of {text(beside.output)} are no whole number of its steps of "
+            f"the plan's cells of {text(beside.patch_out)} are no whole number of its steps of "
             f"{text(plan.patch_out)}; {AGAIN}"
+        )
+    if beside.walks and beside.axis != plan.axis:
+        raise PlanFileError(
+            f"the processor's columns are along axis {beside.axis}, and those of the plan along {plan.axis}; {AGAIN}"
         )
     if plan.memory.beside != beside.memory.peak:
         raise PlanFileError(

@@ -1,7 +1,8 @@
 """Convolutions whose tensors live with the host, which a GPU computes in sub-layers, as options of a plan.
 
 How they are divided is for the primitive to find; that takes long, so each shape is asked for once, and none whose way
-over the link alone takes longer than something else does.
+over the link alone takes longer than something else does. One that was measured takes what it took then, with all
+that goes up and down; any other what the primitive makes of its sub-layers and of the link.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class Divided(Primitive, Protocol):
         few: bool,
     ) -> Any:
         """`variant` and `found`, of which `seconds`, in so many bytes of the GPU; None where nothing fits."""
+
+    def largest(self, shape: LayerShape, variant: Variant) -> tuple[Primitive, ConvShape, Variant]:
+        """Of the sub-layers of a variant, and what computes it."""
 
 
 @dataclass
@@ -103,12 +107,18 @@ class WithHost:
         key = primitive.name, shape
         if key not in self._known:
             chosen = None
-            if primitive.why_not(shape, self.machine) is None:
+            if (primitive.why_not(shape, self.machine) or self.gpu.why_not(primitive, shape)) is None:
                 chosen = primitive.fastest(
                     shape, self.machine, self.vram_bytes, self.speeds, self._seconds, within=WITHIN, few=True
                 )
-            self._known[key] = None if chosen is None else (chosen.variant, chosen.found.seconds)
+            self._known[key] = None if chosen is None else (chosen.variant, self._whole(primitive, shape, chosen))
         return self._known[key]
+
+    def _whole(self, primitive: Divided, shape: ConvShape, chosen: Any) -> float:
+        """Seconds of one run: as measured of this very division, be it at another size; else as predicted."""
+        known = self.gpu.knows(primitive, shape, chosen.variant)
+        spent: float = self.gpu.seconds(primitive, shape, chosen.variant) if known else chosen.found.seconds
+        return spent
 
     def _seconds(self, primitive: Primitive, shape: ConvShape, variant: Variant) -> float:
         """Of a sub-layer, with what the host does for it; inf where the GPU refused it when it was measured."""

@@ -26,7 +26,7 @@ from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site, check_device_words, opened, word_of
 from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, sample_tasks, units_of
 from znnpy.run.shelf import stored, stored_path, write_costs
-from znnpy.run.timing import Clock, Progress, Timer
+from znnpy.run.timing import ON_GPU, Clock, Progress, Timer, Where
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
 
 MINUTES = 2.0
@@ -123,13 +123,13 @@ def measure(
         old = stored(site.machine, site.device, limits.threads) if out is None else None
         path = out or stored_path(site.machine, site.device, limits.threads)
         with _clock(site, limits, 60 * minutes, clock) as timing:
-            timer = Timer(timing, 60 * minutes, tell)
+            timer = Timer(60 * minutes, tell)
             if net is not None and old is not None and units_of(tasks) <= old.units.keys():
                 rates, runs = old.rates(TABLE), dict[Unit, int]()
             else:
-                rates, runs = bench.survey(tasks, timer, 1.0 if net is None else SURVEY_SHARE)
+                rates, runs = bench.survey(tasks, timing, timer, 1.0 if net is None else SURVEY_SHARE)
                 write_costs(path, bench.costs(rates, runs, [], old))  # there may be no plan for the network
-            layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timer)
+            layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timing, timer)
         costs = bench.costs(rates, runs, layers, old)
         write_costs(path, costs)
         spent = time.monotonic() - begun
@@ -146,7 +146,8 @@ def _precisions(site: Site, asked: str | None) -> tuple[Precision, ...]:
 
 
 def _clock(site: Site, limits: Limits, seconds: float, given: Clock | None) -> AbstractContextManager[Clock]:
-    return nullcontext(given) if given is not None else clock_of(site.gpu, site.machine, limits.threads, seconds)
+    where = Where("cpu", limits.threads) if site.device == "cpu" else ON_GPU
+    return nullcontext(given) if given is not None else clock_of(where, site.gpu, site.machine, seconds)
 
 
 def _making(network: Network, site: Site, limits: Limits) -> MakingWithin:

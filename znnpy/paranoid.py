@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +23,18 @@ from znnpy.patches import Box
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.devices import Site
-from znnpy.run.layer import DeviceLayer, HostLayer, Position, Values
+from znnpy.run.hosted import ALL
+from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
 from znnpy.run.pipeline import Writes
-from znnpy.run.timing import Progress, bytes_of
+from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of, rooms_of
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
 from znnpy.volume.volume import Volume
+
+if TYPE_CHECKING:
+    from znnpy.kernels.gpu.device import Device
 
 VOXELS = 64  # of a layer's output that are recomputed
 OF_A_PATCH = 2  # of a network's: a field of view each
@@ -40,40 +44,45 @@ Real = npt.NDArray[np.float64]
 
 
 def check_plan(plan: Plan, network: Network, site: Site, tell: Callable[[Progress], None]) -> None:
-    """Run every layer of `plan` with its primitive, as the plan has it, on random values.
+    """Run every layer of `plan`, and of the one beside it, with its primitive, as the plan has it, on random values.
 
     VerifyError names the first whose output differs from the definition by more than its precision allows, at VOXELS
     voxels, corners among them; or that does not fit this machine.
     """
-    room = site.room(plan.limits)
-    choices = list({(c.primitive, c.shape, c.variant): c for c in plan.choices}.values())
-    with Crew(plan.crew) as crew, wisdom_kept(site.machine, plan.seconds):
-        for done, choice in enumerate(choices):
-            tell(Progress(done, len(choices), np.inf, f"checking {choice.primitive} on {choice.shape}"))
-            where = f"{choice.where} ({network.layers[choice.layers[0]]})"
-            _check_layer(choice, where, room, crew, site)
-        tell(Progress(len(choices), len(choices), np.inf, ""))
+    rooms = rooms_of(site, plan.limits)
+    layers = {(where, c.primitive, c.shape, c.variant): c for where, c in layers_of(plan)}
+    with wisdom_kept(site.machine, plan.seconds):
+        for done, ((where, *_), choice) in enumerate(layers.items()):
+            tell(Progress(done, len(layers), np.inf, f"checking {choice.primitive} on {choice.shape}"))
+            name = f"{choice.where} ({network.layers[choice.layers[0]]})"
+            with Crew(max(1, where.threads)) as crew:
+                _check_layer(choice, name, where, rooms, crew, site.gpu)
+        tell(Progress(len(layers), len(layers), np.inf, ""))
 
 
-def _check_layer(choice: Choice, where: str, room: int, crew: Crew, site: Site) -> None:
-    """On fewer images where all do not fit `room` bytes."""
-    primitive, shape, variant = find(choice.primitive), choice.shape, choice.variant
-    while (needed := bytes_of(primitive, shape, variant, crew.threads)) > room and shape.batch > 1:
+def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: Crew, gpu: Device | None) -> None:
+    """On fewer images where all do not fit `rooms`."""
+    primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
+    while (lacks := lacking(where, primitive, shape, variant, rooms)) and shape.batch > 1:
         shape = replace(shape, batch=shape.batch // 2)
-    if needed > room:
+    if lacks is not None:
+        device, needed = lacks
         raise VerifyError(
-            f"{where} needs {human_bytes(needed)} to be checked, and there are {human_bytes(max(room, 0))}: plan "
-            "within less memory, or without --paranoid"
+            f"{name} needs {human_bytes(needed)} to be checked, and there are {human_bytes(max(rooms[device], 0))}: "
+            "plan within less memory, or without --paranoid"
         )
-    layer: HostLayer | DeviceLayer
-    if site.gpu is not None:
-        layer = DeviceLayer(site.gpu, primitive, shape, variant)
-    else:
+    layer: HostLayer | DeviceLayer | HostRamLayer
+    if where.device == "cpu":
         layer = HostLayer(crew, primitive, shape, variant)
+    elif gpu is not None and where.hosted:
+        layer = HostRamLayer(gpu, crew, primitive, shape, variant)
+    else:
+        assert gpu is not None, "layers of a GPU are checked where one is open"
+        layer = DeviceLayer(gpu, primitive, shape, variant)
     try:
         layer.run()
     except ValuesOverflowError as overflow:
-        raise VerifyError(f"{where} run by {primitive.name}: {overflow}; {_advice(primitive.name)}") from None
+        raise VerifyError(f"{name} run by {primitive.name}: {overflow}; {_advice(primitive.name)}") from None
     at = positions(shape.out_shape[:4], VOXELS)
     written = np.stack([layer.at(position) for position in at])
     exact = np.stack([voxel(shape, layer.values, position) for position in at])
@@ -83,7 +92,7 @@ def _check_layer(choice: Choice, where: str, room: int, crew: Crew, site: Site) 
         how = f"{primitive.name} {variant}".rstrip()
         index, map_ = (int(i) for i in np.unravel_index((error / allowed).argmax(), error.shape))
         raise VerifyError(
-            f"{where} run by {how} gives {written[index, map_]:.8g} at (image, z, y, x) = "
+            f"{name} run by {how} gives {written[index, map_]:.8g} at (image, z, y, x) = "
             f"{at[index]}, map {map_}, of random values, and by definition it is {exact[index, map_]:.8g} (allowed "
             f"{allowed[index, map_]:.1e}); {_advice(primitive.name)}"
         )

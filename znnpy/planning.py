@@ -19,23 +19,26 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network
 from znnpy.paranoid import check_plan
+from znnpy.planner.beside import Makes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan, options_for
-from znnpy.planner.several import Make
 from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
 from znnpy.run.choice import check_words, columns_only
 from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
+from znnpy.run.learning import Known, Making
 from znnpy.run.modes import (
+    HOSTED,
     Task,
     check_hosted,
     device_meant,
     names_of_gpu,
     names_on,
     processor_plans,
+    rates_of,
     scheme_of,
 )
 from znnpy.run.rigor import Study, rigor_of
@@ -90,10 +93,11 @@ def plan(
     `tell_point` with the best plan of every kind at each limit, as many from the machine's memory down as are worked
     out within CURVES_SECONDS.
 
-    rigor "measure" times the layers of the best plans here, "exhaustive" all that may be in the best one, and choose
-    with what that gives; neither begins anything that does not fit into `time_limit` seconds (None: 60 for "measure",
-    no limit for "exhaustive"). `paranoid` runs each chosen primitive on its layer, and holds it against the definition
-    in float64: VerifyError names one that is off. `tell_progress` is called before every layer of either.
+    rigor "measure" times the layers of the best plans here, each where it runs, "exhaustive" all that may be in the
+    best one, and choose with what that gives; neither begins anything that does not fit into `time_limit` seconds
+    (None: 60 for "measure", no limit for "exhaustive"). `paranoid` runs each chosen primitive on its layer, and holds
+    it against the definition in float64: VerifyError names one that is off. `tell_progress` is called before every
+    layer of either.
 
     NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
     """
@@ -107,8 +111,8 @@ def plan(
     shelf = _shelf(costs, machine, runs=runs)
     job = _job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize)
     count = gpus_of(gpus, meant)
-    check_hosted(mode, count, runs=runs)
-    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode, runs)
+    check_hosted(mode, count)
+    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode)
     tells = _Tells(tell, tell_why, tell_point)
     if machine is not None:
         there = elsewhere(shelf, shelf.meant(meant), precision, count)
@@ -150,8 +154,6 @@ def _here(
                 made = replace(made, kinds=(*made.kinds, kind_of(network, made, estimated)))
         if paranoid:
             check_plan(made, network, site, wanted.study.tell)
-            if made.beside is not None:
-                check_plan(made.beside, network, Site(this_machine(), costs=shelf), wanted.study.tell)
         tells.of(wanted, made, sites, shelf)
         return made
 
@@ -205,7 +207,6 @@ class _Wanted:
     depth_first: bool
     study: Study
     mode: str
-    runs: bool  # layers, before there is a plan, or as it was made
 
     def limits(self, site: Site) -> Limits:
         return site.limits(self.ram, self.threads, self.vram, beyond=True)
@@ -213,15 +214,33 @@ class _Wanted:
     def plan(self, site: Site, *, kinds: bool = False, baselines: bool = False) -> Plan:
         """The fastest on a site; with `kinds` the best of every other kind there too, with `baselines` of schemes."""
         limits = self.limits(site)
-        words: dict[str, Any] = {"columns": columns_only(self.cover)}
-        known = site.rates(self.job.network, limits)
-        rates = self.study.rates(site, limits, known, lambda rates: self.within(site, limits, rates=rates, **words))
-        words |= {"kinds": kinds, "baselines": baselines, "rates": rates}
+        known = rates_of(site, self.job.network, limits, self.mode)
+        known = self.study.rates(site, limits, known, *self._makes(site, limits))
+        task = self._task(site, limits, known, kinds=kinds, baselines=baselines)
+        made, lost = task.best(show=kinds)
+        others = [kind_of(task.network, made, other, scheme_of(other)) for other in lost if kinds]
+        return replace(made, kinds=(*made.kinds, *others), rigor=self.study.done)
 
-        def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
-            return self.within(site, limits, output=output, **{**words, **more})
+    def _makes(self, site: Site, limits: Limits) -> list[Making]:
+        """Who makes the best plan with what is known; before, where that takes many plans, one of a single device."""
 
-        task = Task(
+        def best(known: Known) -> Plan:
+            return self._task(site, limits, known).best()[0]
+
+        def alone(known: Known) -> Plan:
+            return self._task(site, limits, known).make(self.job.output, limits)
+
+        one = self.mode in ("cpu", "gpu", *HOSTED) or site.device == "cpu"
+        return [best] if one and site.devices == 1 else [alone, best]
+
+    def _task(self, site: Site, limits: Limits, known: Known, **more: Any) -> Task:
+        """With what is known of devices; `more` are words of `make_plan`."""
+        words: dict[str, Any] = {"columns": columns_only(self.cover), "rates": known.get(site.device), **more}
+
+        def make(output: Vec3, limits: Limits, **own: Any) -> Plan:
+            return self.within(site, limits, output=output, **{**words, **own})
+
+        return Task(
             self.mode,
             site,
             self.job.network,
@@ -230,21 +249,19 @@ class _Wanted:
             self.held(site),
             self.only,
             masks=False,
-            runs=self.runs,
             make=make,
-            processor=self.beside(site),
+            processor=self.beside(site, known.get("cpu")),
+            host_rates=known.get("cpu"),
         )
-        made, lost = task.best(show=kinds)
-        others = [kind_of(task.network, made, other, scheme_of(other)) for other in lost if kinds]
-        return replace(made, kinds=(*made.kinds, *others), rigor=self.study.done)
 
-    def beside(self, site: Site) -> Make:
+    def beside(self, site: Site, rates: Rates | None) -> Makes:
         """Plans for the processor of a site with GPUs."""
         job = self.job
         return processor_plans(
             site,
             job.network,
             self.only,
+            rates,
             itemsize_in=job.itemsize_in,
             itemsize_out=job.itemsize_out,
             columns=columns_only(self.cover),

@@ -198,7 +198,8 @@ rigor_words = _together(
         type=click.Choice(["estimate", "measure", "exhaustive"]),
         default="estimate",
         show_default=True,
-        help="measure: time the layers of the best plans; exhaustive: all that may be in the best one.",
+        help="measure: time the layers of the best plans, each where it runs; exhaustive: all that may be in the best "
+        "one.",
     ),
     click.option(
         "--time-limit",

@@ -11,7 +11,7 @@ import pytest
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from place import Place
 
-from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VramError
+from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine
 from znnpy.planner.cost import Rates, assumed_rates
@@ -21,6 +21,7 @@ from znnpy.planner.search import make_plan
 from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import choice, devices, modes, pipeline
+from znnpy.run.layer import HostRamLayer, Position
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -96,8 +97,6 @@ def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
         go(place, mode, gpus=2)
     with pytest.raises(NoPlanError, match="choose --precision tf32 or fp32"):
         go(place, mode, precision="fp16")
-    with pytest.raises(ValueError, match="are not run before there is a plan"):
-        plan(place.folder / "net.yaml", mode=mode, rigor="measure")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -240,3 +239,34 @@ def test_plan_tells_of_both_modes(place: Place) -> None:
         assert kind.best.patch_out == made.patch_out
         assert "times as long" in kind.why
         assert f"{mode} with" in made.explain()
+
+
+@pytest.mark.parametrize("mode", [*MODES, "side-by-side"])
+def test_layers_are_timed_and_held_against_the_definition_where_they_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(devices, "measured_rates", slow)  # about as an emulator is: few other ways are tried
+    told: list[str] = []
+    words: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
+    words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})
+    words |= {"rigor": "measure", "time_limit": 1000.0, "paranoid": True}
+    made = plan(place.folder / "net.yaml", tell_progress=lambda progress: told.append(progress.doing), **words)
+    beside = () if made.beside is None else made.beside.choices
+    assert (made.mode, made.rigor) == (mode, "measure")
+    assert all(chosen.measured for chosen in (*made.choices, *beside))
+    checked = [doing for doing in told if doing.startswith("checking ")]
+    assert {doing.split()[1] for doing in checked} == {chosen.primitive for chosen in (*made.choices, *beside)}
+    timed = {doing.split()[0] for doing in told if doing.startswith(("cpu.", "gpu."))}
+    assert "gpu.conv.host_ram" in timed if mode == "gpu-host" else {name[:3] for name in timed} == {"cpu", "gpu"}
+
+
+def test_a_hosted_layer_of_the_gpu_that_is_off_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HostRamLayer.at
+
+    def at(self: HostRamLayer, position: Position) -> Any:
+        return right(self, position) + 1e-3
+
+    monkeypatch.setattr(HostRamLayer, "at", at)
+    words: dict[str, Any] = {"mode": "gpu-host", "precision": "fp32", "only": "gpu.conv.host_ram"}
+    with pytest.raises(VerifyError, match=r"^layer 0 \(conv .*\) run by gpu\.conv\.host_ram images=1 .* gives "):
+        plan(place.folder / "net.yaml", volume=place.volume, paranoid=True, **words)

@@ -21,6 +21,7 @@ from znnpy.planner.beside import idle, plan_beside
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
 from znnpy.planner.plan import Plan
+from znnpy.planner.plan_checks import check_beside
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
 from znnpy.shapes import Vec3
@@ -38,9 +39,10 @@ def on(device: DeviceKind, times: float, network: Network, **words: Any) -> Any:
     rates, baseline = HEAVY.scaled(times, times), BASELINE if device == "gpu" else 0
     machine = WITH_GPU if device == "gpu" else replace(WITH_GPU, gpu=None)
 
-    def make(output: Vec3, limits: Limits) -> Plan:
+    def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
+        more |= words
         return make_plan(
-            network, output, machine, limits, table=TABLE, rates=rates, baseline=baseline, device=device, **words
+            network, output, machine, limits, table=TABLE, rates=rates, baseline=baseline, device=device, **more
         )
 
     return make
@@ -72,18 +74,45 @@ def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
     assert both.beside is not None
     assert both.alone == alone.seconds
     assert both.devices == gpus
-    cells, dealt, seconds = len(both.cells), both.dealt, both.seconds_per_cell
-    ends = [
-        max((cells - k) * seconds["gpu"] / gpus, k * seconds["cpu"])
-        for k in range(cells + 1)
-        if k * seconds["cpu"] <= (cells - k) * seconds["gpu"] / gpus * (1 + 1e-9)
-    ]
-    assert both.seconds == pytest.approx(min(ends), rel=1e-3), "no other number that does not keep the GPU waiting"
-    assert len(ends) == dealt + 1
+    cells, dealt, seconds = both.cells, both.dealt, both.seconds_per_cell
+    own = dealt * seconds["cpu"] + ceil(dealt / cells.counts[both.axis]) * both.beside.seconds_to_begin
+    assert own <= both.seconds * (1 + 1e-9), "nobody waits for the processor"
+    assert both.seconds <= 1.1 * (own + seconds["cpu"] + both.beside.seconds_to_begin), "nor it for others, for long"
     gain = alone.seconds / both.seconds - 1
     assert (0.4 * processor / gpus if columns else 0) <= gain <= 1.3 * processor / gpus
     both.check_runs(MIXED, WITH_GPU, table=TABLE)
     assert Plan.from_json(both.to_json()) == both
+
+
+def test_seconds_of_the_processor() -> None:
+    """Of all cells behind each other, step by step."""
+    for columns in (True, False):
+        _, both = beside(0.5, columns=columns, limits=LITTLE)
+        own = both.beside
+        assert own is not None
+        ahead = own.work_ahead(MIXED) if columns else ()
+        steps = ceil(own.output[both.axis] / own.patch_out[both.axis])
+        assert own.seconds_to_begin == pytest.approx(sum(ahead) * own.seconds_per_step, rel=1e-6)
+        assert own.seconds == pytest.approx((sum(ahead) + steps) * own.seconds_per_step, rel=1e-6)
+
+
+def test_seconds_of_the_gpu() -> None:
+    """Of the columns that are left, and of those of which the processor computes a part."""
+    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.1, MIXED, columns=True)
+    alone = gpu(OUTPUT, LITTLE, patch=(4, 12, 12))
+    both = plan_beside(alone, gpu, processor, MIXED, masks=False)
+    axis, step, long = both.axis, both.patch_out[both.axis], both.cells.counts[both.axis]
+    assert both.patch_out == (4, 12, 12)
+    assert long > 1
+    assert both.column >= both.output[axis]
+    steps, ahead = ceil(both.output[axis] / step), sum(both.work_ahead(MIXED))
+    for count in range(2 * long + 1):
+        stacks, cut = divmod(count, long)
+        each = (both.columns - (stacks + (cut > 0)) * both.columns_per_cell) * (ahead + steps)
+        if cut:
+            each += both.columns_per_cell * (ahead + steps - cut * both.cells.patch[axis] // step)
+        spent = both._seconds_without(count)
+        assert spent == pytest.approx(each * both.seconds_per_step, rel=0.02), "the edges of a run are little"
 
 
 def test_cells_hold_whole_steps_of_the_gpu() -> None:
@@ -137,13 +166,18 @@ def test_for_a_larger_volume() -> None:
     there = both.covering(larger, MIXED, both.memory)
     assert there.beside == both.beside
     assert len(there.cells) == prod(map(ceil, np.array(larger) / both.cells.patch))
-    assert there.seconds == pytest.approx(both.seconds * len(there.cells) / len(both.cells), rel=0.2)
+    assert there.seconds == pytest.approx(both.seconds * len(there.cells) / len(both.cells), rel=0.3)
 
 
 def test_cells_of_another_grid_are_refused() -> None:
     _, both = beside(0.3)
     assert both.beside is not None
-    z, y, x = both.beside.output
-    other = replace(both, beside=replace(both.beside, output=(z + 1, y, x)))
+    z, y, x = both.beside.patch_out
+    other = replace(both, patch_out=(z + 1, y, x))
     with pytest.raises(PlanFileError, match="are no whole number of its steps of"):
-        other.check_runs(MIXED, WITH_GPU, table=TABLE)
+        check_beside(other, both.beside, MIXED, WITH_GPU, TABLE)
+    _, both = beside(0.3, columns=True)
+    assert both.beside is not None
+    other = replace(both, axis=(both.axis + 1) % 3)
+    with pytest.raises(PlanFileError, match="the processor's columns are along axis"):
+        check_beside(other, both.beside, MIXED, WITH_GPU, TABLE)

@@ -73,16 +73,21 @@ def went(
     done: frozenset[int] = frozenset(),
     output: Output | None = None,
     progress: Any = None,
+    walks: bool = False,
 ) -> tuple[Output, pipeline.Timings]:
-    """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3."""
-    cells, patches = Cover(SIZE, cell), {"GPU": (1, 2, 2), "CPU": (1, 1, 3)}
+    """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3.
+
+    walks  the processor's are cells along the axis of the GPU's, and go on from one to the next
+    """
+    cells, patches = Cover(SIZE, cell), {"GPU": (1, 2, 2), "CPU": cell if walks else (1, 1, 3)}
     output = output or Lenient(hook, done)
     with Crew(1) as crew:
         hands, sessions = {}, {}
         for name in hooks:
             gpu = name.startswith("GPU")
-            patch, along = patches[name[:3]], axis if gpu else (axis + 1) % 3
-            hands[name] = Hand(partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03, runs=gpu)
+            patch, along = patches[name[:3]], axis if gpu or walks else (axis + 1) % 3
+            columns, seconds = partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03
+            hands[name] = Hand(columns, seconds, runs=gpu, walks=walks and not gpu, begins=0.0 if gpu else 0.02)
             whole = Cover(SIZE, patch, along, 3 * patch[along], MARGINS[along])
             sessions[name] = (Late if gpu else Session)(hooks[name], crew, WALKER, whole)
         shares = Cells(cells, axis, hands, done)
@@ -91,11 +96,12 @@ def went(
     return output, timings
 
 
+@pytest.mark.parametrize("walks", [True, False])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("cell", [(1, 2, 2), (2, 4, 4), (3, 2, 6), (8, 6, 10)])
-def test_every_voxel_once(axis: int, cell: Vec3) -> None:
+def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
     events: list[pipeline.Event] = []
-    output, timings = went({"GPU": quiet, "CPU": quiet}, axis, cell, progress=events.append)
+    output, timings = went({"GPU": quiet, "CPU": quiet}, axis, cell, progress=events.append, walks=walks)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
     cells = len(Cover(SIZE, cell))
     assert sorted(output.finished) == list(range(cells))
@@ -129,7 +135,8 @@ def test_delays_and_lost_gpus(seed: int) -> None:
 
     cells = Cover(SIZE, cell)
     done = frozenset(rng.sample(range(len(cells)), rng.randrange(2)))
-    output, timings = went({name: hook_of(name) for name in names}, axis, cell, hook=hook, done=done)
+    hooks = {name: hook_of(name) for name in names}
+    output, timings = went(hooks, axis, cell, hook=hook, done=done, walks=rng.random() < 0.7)
     whole = np.ones(SIZE, bool)
     for index in done:
         whole[cells[index].steps[0].write.slices] = False
@@ -270,11 +277,64 @@ def test_who_reads_ahead_has_to_compute_what_it_took() -> None:
     assert len(taken) == 3, "60 of the 61 seconds that the GPU takes for the others"
 
 
+def steps_within(box: Box) -> tuple[Column, ...]:
+    """One column along z, of two steps before each cell of GRID."""
+    return tuple(column.shifted(box.lo) for column in Cover(box.size, (10, 10, 10), 0, 640, 15))
+
+
+def test_the_processor_goes_on_from_cell_to_cell() -> None:
+    """With a column for each stack: its first cell has the steps before its output, all others their own."""
+    hands = {
+        "GPU": Hand(steps_within, 1.0, runs=True),
+        "CPU": Hand(steps_within, 2.0, runs=False, walks=True, begins=3.0),
+    }
+    cells = Cells(GRID, 0, hands, frozenset({32}), now=lambda: 0.0)
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    taken = [lease for _ in range(8) if (lease := _taken(cells, cpu)) is not None]
+    assert [lease.indices for lease in taken] == [(0,), (16,), (48,), (1,), (17,), (33,), (49,), (2,)]
+    assert [lease.goes_on for lease in taken] == [False, True, False, False, True, True, True, False]
+    assert [len(lease.columns[0].steps) for lease in taken] == [1 if lease.goes_on else 3 for lease in taken]
+    assert [lease.seconds for lease in taken] == [2.0 if lease.goes_on else 5.0 for lease in taken]
+    assert all(lease.columns[0].steps[-1].write == GRID[lease.indices[0]].steps[0].write for lease in taken)
+
+
+def test_to_begin_a_column_has_to_pay() -> None:
+    """The GPU is done with all 64 sooner than the processor with a first one, or a second."""
+    for begins, most in ((100.0, 0), (40.0, 1), (0.0, 3)):
+        hands = {
+            "GPU": Hand(lambda box: (), 1.0, runs=True),
+            "CPU": Hand(lambda box: (), 20.0, runs=False, begins=begins),
+        }
+        cells = Cells(GRID, 0, hands, now=lambda: 0.0)
+        gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+        for lane in (gpu, cpu):
+            cells.join(lane)
+        assert len([1 for _ in range(9) if _taken(cells, cpu) is not None]) == most
+
+
+@pytest.mark.parametrize(("cuts", "seconds", "count"), [(0.0, 20.0, 3), (2.9, 20.0, 3), (3.1, 20.0, 0), (50.0, 9.0, 4)])
+def test_to_cut_a_stack_has_to_pay(cuts: float, seconds: float, count: int) -> None:
+    """Stacks are of 4 cells, of which each is worth a second of the GPU's."""
+    hands = {
+        "GPU": Hand(lambda box: (), 1.0, runs=True, cuts=cuts),
+        "CPU": Hand(lambda box: (), seconds, runs=False, walks=True),
+    }
+    cells = Cells(GRID, 0, hands, now=lambda: 0.0)
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    taken = [lease for _ in range(9) if (lease := _taken(cells, cpu)) is not None]
+    assert len(taken) == count
+
+
 def test_runs_walk_along_the_axis() -> None:
     played = Played(GRID, 1, {"GPU": 1.0, "CPU": 1000.0})
     played.ends()
     assert not played.taken["CPU"], "the GPU is done before it is"
-    assert played.runs == [tuple(16 * z + x + 4 * y for y in range(4)) for z in range(4) for x in range(4)]
+    stacks = [tuple(16 * z + x + 4 * y for y in range(4)) for z in range(4) for x in range(4)]
+    assert played.runs == stacks[::-1]
 
 
 def test_the_first_run_leaves_half_until_speeds_are_known() -> None:
@@ -283,11 +343,18 @@ def test_the_first_run_leaves_half_until_speeds_are_known() -> None:
     assert [len(run) for run in played.runs] == [32, 32]
 
 
-def test_the_processor_begins_at_the_back() -> None:
+def test_the_processor_begins_at_the_front() -> None:
     played = Played(GRID, 2, {"GPU": 1.0, "CPU": 8.0})
     played.ends()
-    assert played.taken["CPU"] == sorted(range(64), reverse=True)[: len(played.taken["CPU"])]
-    assert len(played.taken["CPU"]) == 7
+    assert played.taken["CPU"] == list(range(7))
+    assert played.runs[0] == (60, 61, 62, 63)
+
+
+def test_one_stack_is_taken_from_both_ends() -> None:
+    played = Played(Cover((640, 10, 10), (10, 10, 10)), 0, {"GPU": 1.0, "CPU": 3.0})
+    played.ends()
+    assert played.taken["CPU"] == list(range(len(played.taken["CPU"])))
+    assert 15 <= len(played.taken["CPU"]) <= 16
 
 
 def test_a_run_is_no_longer_than_what_may_be_lost() -> None:
@@ -304,14 +371,14 @@ def test_what_a_lost_gpu_had_is_taken_anew() -> None:
         cells.join(lane)
     lost = cells.take(gpu)
     assert lost is not None
-    assert lost.indices == (0, 1, 2, 3)
+    assert lost.indices == (60, 61, 62, 63)
     assert cells.lose(gpu) == [lost]
     assert lost.void
     left: list[int] = []
     while (lease := cells.take(cpu)) is not None:
         left += lease.indices
         cells.finish(lease)
-    assert left == sorted(range(64), reverse=True)
+    assert left == list(range(64))
 
 
 def test_who_waits_is_woken() -> None:
@@ -328,4 +395,4 @@ def test_who_waits_is_woken() -> None:
     assert not got
     cells.lose(gpu)
     thread.join(10)
-    assert [lease.indices for lease in got if lease] == [(63,)]
+    assert [lease.indices for lease in got if lease] == [(0,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from znnpy.run import clocks
 from znnpy.run.clocks import CLOCK_SECONDS, CpuClock
 from znnpy.run.learning import Learner
 from znnpy.run.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
-from znnpy.run.timing import Progress, Task, Timer
+from znnpy.run.timing import Progress, Rooms, Task, Timer
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape
 
 LIMITS = Limits(2**34, 2, 2**34)
@@ -56,7 +57,7 @@ class Clock:
 
 
 def timer(clock: Clock, seconds: float = 1e9, tell: Callable[[Progress], None] = lambda progress: None) -> Timer:
-    return Timer(clock, seconds, tell, now=lambda: clock.now)
+    return Timer(seconds, tell, now=lambda: clock.now)
 
 
 def tasks(device: DeviceKind = "cpu", table: Sequence[Primitive] = TABLE, room: int = 2**34) -> list[Task]:
@@ -124,7 +125,7 @@ def test_rates_are_fitted_to_what_the_clock_says() -> None:
     clock = Clock(factor=3.0)
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     told: list[Progress] = []
-    rates, runs = bench.survey(tasks(table=FAKES), timer(clock, tell=told.append))
+    rates, runs = bench.survey(tasks(table=FAKES), clock, timer(clock, tell=told.append))
     assert rates.fitted == {"product", "pool"}
     assert set(runs) == {"product", "pool"}
     assert rates.of("product").flops == pytest.approx(bench.assumed.of("product").flops / 3, rel=0.3)
@@ -138,15 +139,16 @@ def test_nothing_is_begun_that_does_not_fit_the_time() -> None:
     found = tasks(table=FAKES)
     clock = Clock(factor=1.0)
     limit = sum(task.expected for task in found) / 2
-    done = list(timer(clock, limit).times(found))
+    done = list(timer(clock, limit).times(found, clock))
     assert 0 < len(done) < len(found)
     assert clock.now - 100.0 <= limit
     with pytest.raises(NoPlanError, match=r"no layer could be measured within .* of memory for it; raise --minutes"):
-        Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, timer(Clock(), 1e-12))
+        Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, clock, timer(Clock(), 1e-12))
 
 
 def test_what_a_device_refuses_is_left_out() -> None:
-    found = list(timer(Clock(refuses=FAST.name)).times(tasks(table=FAKES)))
+    clock = Clock(refuses=FAST.name)
+    found = list(timer(clock).times(tasks(table=FAKES), clock))
     assert {task.primitive.name for task, spent in found if spent == "no"} == {FAST.name}
     assert {task.primitive.name for task, spent in found if isinstance(spent, float)} == {SLOW.name, POOL.name}
 
@@ -154,18 +156,19 @@ def test_what_a_device_refuses_is_left_out() -> None:
 @pytest.mark.parametrize("error", [MemoryError, VramError])
 def test_a_layer_that_has_no_room_says_nothing_of_smaller_ones(error: type[Exception]) -> None:
     clock = Clock(refuses=FAST.name, error=error)
-    found = list(timer(clock).times(tasks(table=FAKES)))
+    found = list(timer(clock).times(tasks(table=FAKES), clock))
     assert {task.primitive.name for task, spent in found if spent is None} == {FAST.name}
-    learner = Learner(Rates(), timer(clock), "cpu", LIMITS, 2**34, FAKES)
-    assert learner.learn(lambda rates: made(rates, columns=None, part=1))
-    assert learner.rates.refused == {}
+    rooms: Rooms = {"cpu": 2**34}
+    learner = Learner({"cpu": Rates()}, timer(clock), lambda *_: nullcontext(clock), LIMITS.threads, rooms, FAKES)
+    assert learner.learn(lambda known: made(known["cpu"], columns=None, part=1))
+    assert learner.rates["cpu"].refused == {}
 
 
 def test_why_nothing_could_be_measured() -> None:
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, (FAST,))
     found = tasks(table=(FAST,))
     with pytest.raises(DeviceError, match=rf"^none of {len(found)} layers could be measured; the first is .*: no$"):
-        bench.survey(found, timer(Clock(refuses=FAST.name)))
+        bench.survey(found, Clock(refuses=FAST.name), timer(Clock()))
 
 
 def test_a_gpu_that_a_layer_broke_ends_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +185,7 @@ def test_a_gpu_that_a_layer_broke_ends_measuring(monkeypatch: pytest.MonkeyPatch
     broken: Any = Broken()
     task = tasks(table=(FAST,))[0]
     with pytest.raises(DeviceLostError, match=f"{GPU.name} runs nothing any more: no plan"):
-        list(Timer(clocks.GpuClock(broken), 1e9, lambda progress: None).times([task]))
+        list(Timer(1e9, lambda progress: None).times([task], clocks.GpuClock(broken)))
 
 
 def made(rates: Rates, *, columns: bool | None, part: int) -> Plan:
@@ -193,7 +196,7 @@ def made(rates: Rates, *, columns: bool | None, part: int) -> Plan:
 def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None:
     clock = Clock()
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
-    layers = bench.deepen(bench.assumed, made, timer(clock))
+    layers = bench.deepen(bench.assumed, made, clock, timer(clock))
     rates = bench.assumed
     for layer in layers:
         rates = rates.learnt(
@@ -203,7 +206,7 @@ def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None
         assert all(choice.measured for choice in made(rates, columns=columns, part=1).choices)
     assert all(choice.measured for choice in made(rates, columns=None, part=16).choices)
     assert len(clock.runs) == len(set(clock.runs)) == len(layers)
-    assert bench.deepen(rates, made, timer(clock)) == [], "nothing is left to do"
+    assert bench.deepen(rates, made, clock, timer(clock)) == [], "nothing is left to do"
 
 
 def test_no_plan_is_made_when_the_time_is_up() -> None:
@@ -214,12 +217,12 @@ def test_no_plan_is_made_when_the_time_is_up() -> None:
     def make(rates: Rates, *, columns: bool | None, part: int) -> Plan:
         raise AssertionError("there is no time for it")
 
-    assert Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), make, late) == []
+    assert Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), make, clock, late) == []
 
 
 def test_refused_layers_are_tried_once() -> None:
     clock = Clock(refuses=FAST.name)
-    layers = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), made, timer(clock))
+    layers = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), made, clock, timer(clock))
     assert {layer.primitive for layer in layers} <= {SLOW.name, POOL.name}
     assert len(clock.refused) == len(set(clock.refused)) > 0
 
@@ -227,7 +230,7 @@ def test_refused_layers_are_tried_once() -> None:
 def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> None:
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     clock = Clock()
-    layers = bench.deepen(bench.assumed, made, timer(clock))
+    layers = bench.deepen(bench.assumed, made, clock, timer(clock))
     before = replace(bench.assumed, by_size={"cpu.conv.fast fp32": (2.0,) * len(SIZES)})
     old = bench.costs(before, {"product": 3, "pool": 1}, layers, None)
     assert old.by_size == before.by_size

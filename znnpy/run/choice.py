@@ -112,7 +112,6 @@ def choose(
         baseline,
         wishes.only,
         masks,
-        runs=False,
         make=make,
         processor=beside,
     )

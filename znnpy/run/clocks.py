@@ -1,7 +1,7 @@
-"""Seconds of one layer, run by itself on values of its own: on the crew of a processor, or on a GPU.
+"""Seconds of one layer, run by itself on values of its own: on the crew of a processor, on a GPU, or on both.
 
-FFTW's timing rules: warm, repeated until a clock can tell. On a processor the median of a few runs, since a network's
-layers meet with what disturbs them, too; on a GPU, where little does, the least.
+FFTW's timing rules: warm, repeated until a clock can tell. On a processor, and where it copies for a GPU, the median of
+a few runs, since a network's layers meet with what disturbs them, too; on a GPU alone, where little does, the least.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from znnpy.errors import DeviceError, DeviceLostError, VramError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Variant
-from znnpy.run.layer import DeviceLayer, HostLayer
+from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer
+from znnpy.run.timing import Clock, Where
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import LayerShape
 
@@ -42,20 +43,7 @@ class CpuClock:
 
         Holds as many bytes as the primitive's footprint says, and the weights as they came.
         """
-        layer = HostLayer(self.crew, primitive, shape, variant)
-
-        def spent(times: int) -> float:
-            begin = self.now()
-            for _ in range(times):
-                layer.run()
-            return self.now() - begin
-
-        spent(1)
-        times = 1
-        while (took := spent(times)) < CLOCK_SECONDS:
-            times *= 2
-        more = 1 if took > SLOW_SECONDS else REPEATS - 1
-        return median([took, *(spent(times) for _ in range(more))]) / times
+        return _median_seconds(HostLayer(self.crew, primitive, shape, variant).run, self.now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +54,72 @@ class GpuClock:
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
         """As `measure`; DeviceError where the device refuses the layer, DeviceLostError where one broke it."""
-        try:
+        with _refusing(self.device):
             return measure(self.device, primitive, shape, variant)
-        except VramError:
-            raise
-        except DeviceError as refused:
-            try:
-                self.device.synchronize()
-            except DeviceError:
-                raise DeviceLostError(f"{self.device.gpu.name} runs nothing any more: {refused}") from None
-            raise
+
+
+@dataclass(frozen=True, slots=True)
+class HostRamClock:
+    """Times layers as `device` and `crew` run them together: copies, uploads, all sub-layers and downloads."""
+
+    device: Device
+    crew: Crew
+    now: Callable[[], float] = time.perf_counter
+
+    def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+        """The median of a few runs after one that does not count; errors as those of GpuClock."""
+        with _refusing(self.device):
+            return _median_seconds(HostRamLayer(self.device, self.crew, primitive, shape, variant).run, self.now)
 
 
 @contextmanager
-def clock_of(device: Device | None, machine: Machine, threads: int, seconds: float) -> Iterator[CpuClock | GpuClock]:
-    """That of a GPU; of the processor where there is none: inside, its threads are there.
+def clock_of(where: Where, device: Device | None, machine: Machine, seconds: float) -> Iterator[Clock]:
+    """That of the layers which run there: inside, its threads are there.
 
     seconds  as long as a run takes for which transforms are planned
     """
-    if device is not None:
-        yield GpuClock(device)
+    if where.device == "gpu":
+        assert device is not None, "layers of a GPU are timed where one is open"
+        if not where.hosted:
+            yield GpuClock(device)
+            return
+        with Crew(where.threads) as crew:
+            yield HostRamClock(device, crew)
         return
-    with Crew(threads) as crew, wisdom_kept(machine, seconds):
+    with Crew(where.threads) as crew, wisdom_kept(machine, seconds):
         yield CpuClock(crew)
+
+
+@contextmanager
+def _refusing(device: Device) -> Iterator[None]:
+    """What a device refuses inside is a DeviceError; a DeviceLostError where it runs nothing any more."""
+    try:
+        yield
+    except VramError:
+        raise
+    except DeviceError as refused:
+        try:
+            device.synchronize()
+        except DeviceError:
+            raise DeviceLostError(f"{device.gpu.name} runs nothing any more: {refused}") from None
+        raise
+
+
+def _median_seconds(run: Callable[[], None], now: Callable[[], float]) -> float:
+    """Of one run, after one that does not count."""
+
+    def spent(times: int) -> float:
+        begin = now()
+        for _ in range(times):
+            run()
+        return now() - begin
+
+    spent(1)
+    times = 1
+    while (took := spent(times)) < CLOCK_SECONDS:
+        times *= 2
+    more = 1 if took > SLOW_SECONDS else REPEATS - 1
+    return median([took, *(spent(times) for _ in range(more))]) / times
 
 
 def measure(device: Device, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:

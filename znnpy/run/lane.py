@@ -114,8 +114,8 @@ class Turn:
 
     @property
     def begins(self) -> bool:
-        """The first of a column."""
-        return self.number == 0
+        """The first of a column, unless it goes on with the one before."""
+        return self.number == 0 and not self.lease.goes_on
 
     @property
     def writes(self) -> bool:

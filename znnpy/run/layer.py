@@ -50,11 +50,7 @@ class HostLayer:
         self.values = Values(shape)
         resident = primitive.prepare(self.values.weights, variant, crew)
         self._step = primitive.bind(resident, shape, variant, crew)
-        x, block = aligned_bytes(shape.in_bytes).view(np.float32), self.values.block
-        for start in range(0, x.size, block.size):
-            x[start : start + block.size] = block[: x.size - start]
-        self._x = x.reshape(shape.in_shape)
-        self._out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
+        self._x, self._out = _tensors(self.values)
         footprint = primitive.footprint(shape, variant, crew.threads)
         self._scratch = {s.name: aligned_bytes(s.nbytes) for s in footprint.scratch}
 
@@ -100,6 +96,40 @@ class DeviceLayer:
             part = flat[start : start + block.size]
             device.copy_async(part, block[: part.size], device.stream)
         device.synchronize(device.stream)
+
+
+class HostRamLayer:
+    """On a GPU, of tensors in the memory of the host. DeviceError where the device refuses the layer.
+
+    crew  whose threads copy
+    """
+
+    def __init__(self, device: Device, crew: Crew, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
+        self.values, self._crew = Values(shape), crew
+        resident = primitive.prepare(self.values.weights, variant, device)
+        self._step = primitive.bind(resident, shape, variant, device)
+        self._x, self._out = _tensors(self.values)
+        footprint = primitive.footprint(shape, variant, crew.threads)
+        self._scratch: Mapping[str, Any] = {s.name: device.allocate(s.nbytes, s.name) for s in footprint.scratch}
+
+    def run(self) -> None:
+        """To its end."""
+        self._step.run(self._x, self._out, self._scratch, self._crew)
+
+    def at(self, position: Position) -> npt.NDArray[np.float64]:
+        """All maps of one voxel of what came out."""
+        maps: npt.NDArray[np.float64] = self._out[position].astype(np.float64)
+        return maps
+
+
+def _tensors(values: Values) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Input and output in the memory of the host; (S, z, y, x, f), as a session has them there."""
+    shape, block = values.shape, values.block
+    x = aligned_bytes(shape.in_bytes).view(block.dtype)
+    for start in range(0, x.size, block.size):
+        x[start : start + block.size] = block[: x.size - start]
+    out = aligned_bytes(shape.out_bytes).view(block.dtype)
+    return x.reshape(shape.in_shape), out.reshape(shape.out_shape)
 
 
 def _weights(shape: LayerShape, rng: np.random.Generator) -> ConvWeights | None:

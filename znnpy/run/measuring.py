@@ -29,7 +29,7 @@ from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
 from znnpy.run.learning import Learner
-from znnpy.run.timing import Task, Timer, bytes_of
+from znnpy.run.timing import Clock, Task, Timer, bytes_of
 from znnpy.shapes import LayerShape, Precision
 
 SURVEY_SHARE = 0.5  # of the time, where the network of a machine is measured that was not
@@ -123,10 +123,12 @@ class Bench:
     def assumed(self) -> Rates:
         return assumed_rates(self.machine, self.limits.threads, self.device)
 
-    def survey(self, tasks: Sequence[Task], timer: Timer, share: float = 1.0) -> tuple[Rates, dict[Unit, int]]:
+    def survey(
+        self, tasks: Sequence[Task], clock: Clock, timer: Timer, share: float = 1.0
+    ) -> tuple[Rates, dict[Unit, int]]:
         """Rates fitted to the tasks, and the number of runs that each unit takes part in."""
         runs, refused = list[Run](), list[str]()
-        for task, spent in timer.times(tasks, share):
+        for task, spent in timer.times(tasks, clock, share):
             if isinstance(spent, float):
                 work = tuple(task.primitive.work(task.shape, task.variant))
                 runs.append(Run(work, spent, method(task.primitive, task.shape)))
@@ -142,14 +144,16 @@ class Bench:
             )
         return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
-    def deepen(self, rates: Rates, make: MakingWithin, timer: Timer) -> list[Measurement]:
+    def deepen(self, rates: Rates, make: MakingWithin, clock: Clock, timer: Timer) -> list[Measurement]:
         """Layers of the best plans that `make` makes with what is known, until the time is up or all are known."""
-        learner = Learner(rates, timer, self.device, self.limits, self.room_bytes, self.table)
+        device, rooms = self.device, {self.device: self.room_bytes}
+        learner = Learner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, self.table)
         begun = 1 - timer.left() / timer.seconds
         for number, (columns, part) in enumerate(PLANS):
             until = begun + (1 - begun) * (number + 1) / len(PLANS)
+            within = partial(make, columns=columns, part=part)
             with suppress(NoPlanError) if number else nullcontext():
-                learner.learn(partial(make, columns=columns, part=part), until)
+                learner.learn(lambda known, within=within: within(known[device]), until)  # type: ignore[misc]
         return learner.found
 
     def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement], old: Costs | None) -> Costs:

@@ -10,13 +10,15 @@ from typing import Any
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.planner.beside import idle, plan_beside
+from znnpy.planner.beside import Makes, idle, plan_beside
 from znnpy.planner.cost import Rates
 from znnpy.planner.explain import hosted_layers
+from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.search import make_plan
-from znnpy.planner.several import Make, plan_for
+from znnpy.planner.several import plan_for
 from znnpy.run.devices import Site
+from znnpy.run.learning import Known
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import Vec3
 
@@ -38,17 +40,20 @@ def device_meant(mode: str, device: str) -> str:
     return meant
 
 
-def check_hosted(mode: str, gpus: int | None, *, runs: bool = False) -> None:
-    """ValueError for words that do not go with a mode in which layers run on two devices.
-
-    runs  layers do, to be measured or checked before the plan is there
-    """
+def check_hosted(mode: str, gpus: int | None) -> None:
+    """ValueError for words that do not go with a mode in which layers run on two devices."""
     if mode in HOSTED and gpus != 1:
         raise ValueError(f"--mode {mode} runs on one GPU: leave out --gpus, or choose --mode gpu")
-    if mode in HOSTED and runs:
-        raise ValueError(
-            f"layers of --mode {mode} are not run before there is a plan: leave out --rigor and --paranoid"
-        )
+
+
+def rates_of(site: Site, network: Network, limits: Limits, mode: str) -> Known:
+    """What is known of the devices that a mode may take, before layers are measured for a plan."""
+    known: dict[DeviceKind, Rates] = {}
+    if (rates := site.rates(network, limits)) is not None:
+        known[site.device] = rates
+    if site.device == "gpu" and mode != "gpu" and (rates := processor_rates(site.machine, limits)) is not None:
+        known["cpu"] = rates
+    return known
 
 
 def processor_rates(machine: Machine, limits: Limits) -> Rates | None:
@@ -68,15 +73,20 @@ def names_of_gpu(only: Sequence[str], mode: str) -> tuple[str, ...]:
     return tuple(name for name in only if not two or device_of(name) == "gpu")
 
 
-def processor_plans(site: Site, network: Network, only: Sequence[str], **words: Any) -> Make:
-    """Plans for the processor beside a GPU of `site`, as `plan_beside` asks for them; `words` are `make_plan`'s."""
+def processor_plans(
+    site: Site, network: Network, only: Sequence[str], rates: Rates | None = None, **words: Any
+) -> Makes:
+    """Plans for the processor beside a GPU of `site`, as `plan_beside` asks for them; `words` are `make_plan`'s.
+
+    rates  of all threads that the process may have; None: as `znnpy measure` stored them, else assumed
+    """
     machine = replace(site.machine, gpu=None)
     names = names_on("cpu", only, "side-by-side")
 
-    def make(output: Vec3, limits: Limits) -> Plan:
-        rates, here = processor_rates(machine, limits), limits.less_feeders(site.devices)
-        rates = None if rates is None else rates.slowed(limits.threads / here.threads)
-        return make_plan(network, output, machine, here, only=names, rates=rates, baseline=0, **words)
+    def make(output: Vec3, limits: Limits, *, patch: Vec3 | None = None) -> Plan:
+        known, here = rates or processor_rates(machine, limits), limits.less_feeders(site.devices)
+        known = None if known is None else known.slowed(limits.threads / here.threads)
+        return make_plan(network, output, machine, here, patch=patch, only=names, rates=known, baseline=0, **words)
 
     return make
 
@@ -85,13 +95,13 @@ def processor_plans(site: Site, network: Network, only: Sequence[str], **words: 
 class Task:
     """What is to be planned.
 
-    limits     of the whole process, and of each GPU
-    held       bytes of the process without the run
-    only       names of primitives that alone are to be taken
-    masks      are counted, of the input voxels that are not finite
-    runs       layers do, to be measured or checked: none of a plan whose tensors are in two memories can be
-    make       the best plan for one of the site's devices, of an output and within limits; more words of `make_plan`
-    processor  such as the processor has beside GPUs
+    limits      of the whole process, and of each GPU
+    held        bytes of the process without the run
+    only        names of primitives that alone are to be taken
+    masks       are counted, of the input voxels that are not finite
+    make        the best plan for one of the site's devices, of an output and within limits; more words of `make_plan`
+    processor   such as the processor has beside GPUs
+    host_rates  of the processor where it computes first layers; None: as `znnpy measure` stored them, else assumed
     """
 
     mode: str
@@ -102,9 +112,9 @@ class Task:
     held: int
     only: Sequence[str]
     masks: bool
-    runs: bool
     make: Callable[..., Plan]
-    processor: Make
+    processor: Makes
+    host_rates: Rates | None = None
 
     def best(self, *, show: bool = False) -> tuple[Plan, list[Plan]]:
         """The best plan of the mode, or of all modes where none is forced, and those of others that lost.
@@ -147,12 +157,12 @@ class Task:
                 yield self._beside(alone)
 
     def _hosted(self, mode: str, **words: Any) -> Plan:
-        rates = processor_rates(self.site.machine, self.limits)
+        rates = self.host_rates or processor_rates(self.site.machine, self.limits)
         return self.make(self.output, self.limits, mode=mode, host_rates=rates, baselines=False, **words)
 
     @property
     def _may_be_hosted(self) -> bool:
-        site, free = self.site, not self.only and not self.runs
+        site, free = self.site, not self.only
         one_gpu = site.device == "gpu" and site.devices == 1
         return free and one_gpu and site.precision != "fp16" and len(self.network.layers) > 1
 

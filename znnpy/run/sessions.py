@@ -51,9 +51,16 @@ def lanes_of(plan: Plan, sessions: Sessions, network: Network, done: Set[int] = 
 def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) -> Queue:
     if plan.beside is None:
         return Shares(plan.cover(network), done)
-    cell = plan.seconds_per_cell
+    cell, beside = plan.seconds_per_cell, plan.beside
     hands = {
-        name: Hand(partial(session.plan.within, network=network), cell[session.plan.device], session.plan is plan)
+        name: Hand(
+            partial(session.plan.within, network=network),
+            cell[session.plan.device],
+            runs=session.plan is plan,
+            walks=session.plan is beside and beside.walks,
+            begins=beside.seconds_to_begin if session.plan is beside else 0.0,
+            cuts=plan.columns_per_cell * plan.seconds_to_begin if session.plan is plan else 0.0,
+        )
         for name, session in sessions.items()
     }
     return Cells(plan.cells, plan.axis, hands, done)

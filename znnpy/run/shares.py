@@ -2,11 +2,12 @@
 
 Columns  Lanes with equal plans (`Shares`): a lane takes a column whole, since it carries planes from step to step.
 Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side by side: each covers what it has taken
-         with its own columns or patches. A GPU takes runs of cells from the front, so that its columns walk on from one
-         to the next, the processor one cell at a time from the back. All should finish together: a GPU leaves as many
-         cells as the others are likely to compute meanwhile, and the processor begins none that the GPUs would have
-         computed, with all that is left, before it ends. What a lane takes for a cell is as predicted until it has
-         computed one, and as measured from then on.
+         with its own columns or patches. Cells behind each other along the axis are a stack. A GPU takes runs of cells
+         from the end of the last stack, the processor one cell at a time from the beginning of the first: where it has
+         just computed the cell before, it goes on with the same column, as if both were one. All should finish
+         together: a GPU leaves as many cells as the others are likely to compute meanwhile, and the processor begins
+         none that the GPUs would have computed, with all that is left, before it ends. What a lane takes for a cell is
+         as predicted until it has computed one, and as measured from then on.
 
 What a lost lane had not computed goes to the others: so a lane that finds nothing waits for as long as another might
 still be lost.
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import Protocol
 
 from znnpy.errors import Stopped
@@ -47,6 +49,8 @@ class Lease:
     columns: Sequence[Column]  # that the lane computes for it
     lane: Takes
     what: str  # "column", or "cell"
+    goes_on: bool = False  # its first column goes on from the lane's lease before
+    seconds: float = 0.0  # as predicted
     void: bool = False
     steps: int = 0  # that count in the run, and were written, or computed where they give no output
     work: float = 0.0  # in them
@@ -178,7 +182,10 @@ class Hand:
 
     columns: Callable[[Box], Sequence[Column]]  # of its plan, that cover a box of the output
     seconds: float  # for a cell, as predicted
-    runs: bool  # it takes several that lie behind each other, from the front; else one from the back
+    runs: bool  # it takes several that lie behind each other, from the back; else one from the front
+    walks: bool = False  # one that takes them singly has one column for all that lie behind each other
+    begins: float = 0.0  # seconds more for the first cell of such a column
+    cuts: float = 0.0  # that one who takes runs loses where others take the first cells of a stack, and not all
 
 
 class Cells(Queue):
@@ -207,7 +214,8 @@ class Cells(Queue):
             stack = self._stacks.setdefault(self._place(index), [])
             if index not in done:
                 stack.append(index)
-        self._spent = {name: [0.0, 0] for name in hands}  # seconds, and cells that were computed in them
+        self._spent = {name: [0.0, 0.0] for name in hands}  # seconds, and those predicted for what was computed
+        self._last: dict[str, int] = {}  # cell that a lane took
         self._since = dict.fromkeys(hands, now())  # when a lane took its lease, or ended the one before
 
     def moves(self) -> tuple[int, int]:
@@ -220,22 +228,54 @@ class Cells(Queue):
         free = sum(map(len, self._stacks.values()))
         if not free:
             return None
-        hand, seconds = self._hands[lane.name], self._seconds(lane.name)
-        if hand.runs:
-            most = min(self._fair(lane, free), max(1, int(LOST_SECONDS / seconds)))
-            if len(self._lanes) > 1 and not self._spent[lane.name][1]:
-                most = max(1, most // 2)  # what is left is dealt by what was measured
-            stack = next(filter(None, self._stacks.values()))
-            gaps = (count for count, (a, b) in enumerate(pairwise(stack), 1) if b != a + self._stride)
-            taken = tuple(stack[: min(most, next(gaps, len(stack)))])
-            del stack[: len(taken)]
-        elif self._others(lane, self._busy(lane) + seconds) >= free:
+        hand = self._hands[lane.name]
+        lease = self._run(lane, hand, free) if hand.runs else self._one(lane, hand, free)
+        if lease is not None:
+            if not any(held.lane == lane for held in self._held):
+                self._since[lane.name] = self._now()
+            self._last[lane.name] = lease.indices[-1]
+        return lease
+
+    def _run(self, lane: Takes, hand: Hand, free: int) -> Lease:
+        """The last cells of the last stack, which lie behind each other."""
+        most = min(self._fair(lane, free), max(1, int(LOST_SECONDS / self._seconds(lane.name))))
+        if len(self._lanes) > 1 and not self._spent[lane.name][1]:
+            most = max(1, most // 2)  # what is left is dealt by what was measured
+        stack = next(filter(None, reversed(self._stacks.values())))
+        gaps = (count for count, (b, a) in enumerate(pairwise(reversed(stack)), 1) if b != a + self._stride)
+        first = len(stack) - min(most, next(gaps, len(stack)))
+        taken = tuple(stack[first:])
+        del stack[first:]
+        return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=len(taken) * hand.seconds)
+
+    def _one(self, lane: Takes, hand: Hand, free: int) -> Lease | None:
+        """The first cell of the first stack; None where others are done with all before it is."""
+        stack = next(filter(None, self._stacks.values()))
+        index = stack[0]
+        behind = index // self._stride % self._long > 0 and self._last.get(lane.name) == index - self._stride
+        goes_on = hand.walks and behind
+        seconds = hand.seconds + (0.0 if goes_on else hand.begins)
+        if not self._in_time(lane, seconds, free) or not (goes_on or self._pays(lane, hand, free, len(stack))):
             return None
-        else:
-            taken = (next(filter(None, reversed(self._stacks.values()))).pop(),)
-        if not any(held.lane == lane for held in self._held):
-            self._since[lane.name] = self._now()
-        return Lease(taken, hand.columns(self._box(taken)), lane, "cell")
+        del stack[0]
+        columns = hand.columns(self._box((index,)))
+        if goes_on:
+            columns = [Column(tuple(step for step in column.steps if step.write.voxels)) for column in columns]
+        return Lease((index,), columns, lane, "cell", goes_on, seconds)
+
+    def _in_time(self, lane: Takes, seconds: float, free: int) -> bool:
+        """What `lane` takes so long for, as predicted, ends before others have computed so many cells."""
+        return self._others(lane, self._busy(lane) + seconds * self._pace(lane.name)) < free
+
+    def _pays(self, lane: Takes, hand: Hand, free: int, long: int) -> bool:
+        """The cells of a stack that `lane` would take are worth that it is cut."""
+        ends = range(1, long + 1)
+        late = bisect_left(
+            ends, True, key=lambda n: not self._in_time(lane, hand.begins + n * hand.seconds, free - n + 1)
+        )
+        runs = [other.name for other in self._lanes if self._hands[other.name].runs]
+        worth = late / sum(1 / self._seconds(name) for name in runs) if runs else inf
+        return late == long or worth >= max((self._hands[name].cuts * self._pace(name) for name in runs), default=0.0)
 
     def _place(self, index: int) -> int:
         """Of its stack."""
@@ -245,10 +285,14 @@ class Cells(Queue):
         first, last = (self.columns[index].steps[0].write for index in (indices[0], indices[-1]))
         return Box(first.lo, last.hi)
 
+    def _pace(self, name: str) -> float:
+        """Seconds of a lane for one that was predicted."""
+        spent, predicted = self._spent[name]
+        return spent / predicted if predicted else 1.0
+
     def _seconds(self, name: str) -> float:
-        """For a cell."""
-        seconds, cells = self._spent[name]
-        return seconds / cells if cells else self._hands[name].seconds
+        """For a cell behind others."""
+        return self._hands[name].seconds * self._pace(name)
 
     def _fair(self, lane: Takes, free: int) -> int:
         """Cells after which `lane` is done no sooner than the others are with the rest; one at least."""
@@ -259,15 +303,20 @@ class Cells(Queue):
     def _others(self, lane: Takes, seconds: float) -> int:
         """Cells that the other lanes are likely to begin and end within `seconds`."""
         return sum(
-            int(max(0.0, seconds - self._busy(other)) / self._seconds(other.name))
+            int(max(0.0, seconds - self._ready(other)) / self._seconds(other.name))
             for other in self._lanes
             if other != lane
         )
 
+    def _ready(self, lane: Takes) -> float:
+        """Seconds, about, until a lane may begin another cell; that of its first column counts."""
+        begins = 0.0 if lane.name in self._last else self._hands[lane.name].begins * self._pace(lane.name)
+        return self._busy(lane) + begins
+
     def _busy(self, lane: Takes) -> float:
         """Seconds, about, until a lane is done with what it has."""
-        cells = sum(len(held.indices) for held in self._held if held.lane == lane)
-        return max(0.0, cells * self._seconds(lane.name) - (self._now() - self._since[lane.name])) if cells else 0.0
+        held = [lease.seconds for lease in self._held if lease.lane == lane]
+        return max(0.0, sum(held) * self._pace(lane.name) - (self._now() - self._since[lane.name])) if held else 0.0
 
     def _give_back(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -276,5 +325,5 @@ class Cells(Queue):
     def _finished(self, lease: Lease) -> None:
         name, now = lease.lane.name, self._now()
         spent = self._spent[name]
-        spent[0], spent[1] = spent[0] + now - self._since[name], spent[1] + len(lease.indices)
+        spent[0], spent[1] = spent[0] + now - self._since[name], spent[1] + lease.seconds
         self._since[name] = now

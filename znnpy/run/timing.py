@@ -1,24 +1,59 @@
-"""Layers that are to be timed, and who does it within how much time."""
+"""Layers that are to be timed, where they run, and who does it within how much time."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.planner.memory import DeviceKind
+from znnpy.planner.plan import Choice, Plan
 from znnpy.shapes import LayerShape
+
+if TYPE_CHECKING:
+    from znnpy.machine import Limits
+    from znnpy.run.devices import Site
 
 _log = logging.getLogger(__name__)
 
 RUNS_OF_A_LAYER = 4  # that one measurement takes, about
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """On what a layer runs.
+
+    threads  of the processor, that compute; of a layer on a GPU, that copy what lies in the memory of the host, or 0
+    """
+
+    device: DeviceKind
+    threads: int = 0
+
+    @property
+    def hosted(self) -> bool:
+        """A GPU computes, and input and output are in the memory of the host."""
+        return self.device == "gpu" and self.threads > 0
+
+
+ON_GPU = Where("gpu")
+
+
+def layers_of(plan: Plan) -> Iterator[tuple[Where, Choice]]:
+    """Every choice of a plan, and of the one beside it, and where it runs."""
+    for index, choice in enumerate(plan.choices):
+        on_host = choice.device == "cpu" or index < plan.hosted
+        yield Where(choice.device, plan.crew if on_host else 0), choice
+    if plan.beside is not None:
+        yield from layers_of(plan.beside)
+
+
 class Clock(Protocol):
-    """Who runs a layer and says how long that took: a CpuClock or a GpuClock."""
+    """Who runs a layer and says how long that took: one of those in `clocks`."""
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float: ...
 
@@ -55,7 +90,6 @@ class Task:
 class Timer:
     """Times tasks within a time limit, and tells of each."""
 
-    clock: Clock
     seconds: float  # that all may take
     tell: Callable[[Progress], None]
     now: Callable[[], float] = time.monotonic
@@ -67,8 +101,19 @@ class Timer:
     def left(self, share: float = 1.0) -> float:
         return share * self.seconds - (self.now() - self.begun)
 
-    def times(self, tasks: Sequence[Task], share: float = 1.0) -> Iterator[tuple[Task, float | str | None]]:
-        """Tasks and their seconds, or why they do not run, in turn, while there is time within `share` of all.
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is none of that time."""
+        since = self.now()
+        try:
+            yield
+        finally:
+            self.begun += self.now() - since
+
+    def times(
+        self, tasks: Sequence[Task], clock: Clock, share: float = 1.0
+    ) -> Iterator[tuple[Task, float | str | None]]:
+        """Tasks and their seconds by a clock, or why they do not run, in turn, while there is time within `share`.
 
         None: there is no memory for one of this size. DeviceLostError where the device runs nothing any more.
         """
@@ -77,7 +122,7 @@ class Timer:
                 continue
             self.tell(Progress(done, len(tasks), self.left(), task.name))
             try:
-                spent = self.clock.seconds(*task.case)
+                spent = clock.seconds(*task.case)
             except (VramError, MemoryError) as error:
                 _log.info("%s has no room here: %s", task.name, error)
                 yield task, None
@@ -94,3 +139,23 @@ def bytes_of(primitive: Primitive, shape: LayerShape, variant: Variant, threads:
     footprint = primitive.footprint(shape, variant, threads)
     scratch = sum(s.nbytes for s in footprint.scratch)
     return shape.in_bytes + shape.out_bytes + scratch + footprint.resident + footprint.host + footprint.allowance
+
+
+Rooms = Mapping[DeviceKind, int]  # bytes of the process's memory, and of a GPU's
+
+
+def rooms_of(site: Site, limits: Limits) -> dict[DeviceKind, int]:
+    """Bytes that a layer which runs by itself may take: of the process, and of the GPU where the site has one."""
+    host = replace(site, machine=replace(site.machine, gpu=None))
+    return {"cpu": host.room(limits), site.device: site.room(limits)}
+
+
+def lacking(
+    where: Where, primitive: Primitive, shape: LayerShape, variant: Variant, rooms: Rooms
+) -> tuple[DeviceKind, int] | None:
+    """Of which memory a layer that runs by itself needs more than there is, and how many bytes; None: it fits."""
+    needed: dict[DeviceKind, int] = {where.device: bytes_of(primitive, shape, variant, max(1, where.threads))}
+    if where.hosted:
+        outside = shape.in_bytes + shape.out_bytes + primitive.footprint(shape, variant, where.threads).host
+        needed = {"cpu": outside, "gpu": needed["gpu"] - outside}
+    return next(((device, nbytes) for device, nbytes in needed.items() if nbytes > rooms[device]), None)

@@ -155,6 +155,11 @@ class ConvHostRam:
             Work("gpu_upload", 0.0, float(shape.out_bytes)),  # the other way, as fast
         )
 
+    def largest(self, shape: LayerShape, variant: Variant) -> tuple[Primitive, ConvShape, Variant]:
+        """Of the sub-layers of a variant, and what computes it: an inner primitive, and its own variant."""
+        inner, own = self._inner(variant)
+        return inner, _divided(as_conv(shape), variant).largest, own
+
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> Resident:
         assert weights is not None
         inner, own = self._inner(variant)

@@ -1,0 +1,85 @@
+"""Layers of a GPU whose tensors are in the memory of the host, timed by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from closeness import MACHINE
+from emulated import EMULATED_GPU, EmulatedDevice, compiler
+
+from znnpy.errors import DeviceError, DeviceLostError
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.primitive import Variant
+from znnpy.kernels.reference import convolve
+from znnpy.kernels.table import IN_HOST_RAM
+from znnpy.run.clocks import CpuClock, GpuClock, HostRamClock, clock_of
+from znnpy.run.layer import HostRamLayer
+from znnpy.run.timing import ON_GPU, Where
+from znnpy.shapes import ConvShape
+
+(HOST_RAM,) = IN_HOST_RAM
+SHAPE = ConvShape(2, 3, 4, (6, 7, 8), (3, 2, 3), "relu")
+DIRECT = Variant.of(
+    images=1, planes=2, maps_in=2, maps_out=3, order="outputs", inner="gpu.conv.direct", inner_kernel="shared"
+)
+
+
+def test_it_computes_the_layer_between_arrays_of_the_host(device: Any) -> None:
+    with Crew(2) as crew:
+        layer = HostRamLayer(device, crew, HOST_RAM, SHAPE, DIRECT)
+        layer.run()
+    values = layer.values
+    assert values.weights is not None
+    x = np.resize(values.block, SHAPE.in_shape).astype(np.float64)
+    exact = convolve(x, values.weights.weight, values.weights.bias, SHAPE.activation)
+    found = np.stack([layer.at((image, 1, 2, 3)) for image in range(2)])
+    np.testing.assert_allclose(found, exact[:, 1, 2, 3], rtol=0, atol=1e-5)
+
+
+def test_all_of_a_run_counts(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock on the wall, whose readings are of begin and end of some runs; the first does not count."""
+    seen: list[str] = []
+    monkeypatch.setattr(HostRamLayer, "run", lambda self: seen.append("run"))
+
+    def now() -> float:
+        seen.append("look")
+        return float(seen.count("run") ** 2)  # each run takes longer than those before
+
+    with Crew(1) as crew:
+        spent = HostRamClock(device, crew, now).seconds(HOST_RAM, SHAPE, DIRECT)
+    assert seen == ["look", "run", "look"] * 3, "one is long, and repeated once"
+    assert spent == (3.0 + 5.0) / 2
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+def test_where_layers_run_says_who_times_them() -> None:
+    device: Any = EmulatedDevice()
+    for where, kind in ((Where("cpu", 2), CpuClock), (ON_GPU, GpuClock), (Where("gpu", 2), HostRamClock)):
+        with clock_of(where, device, MACHINE, 1.0) as clock:
+            assert isinstance(clock, kind)
+            if not isinstance(clock, GpuClock):
+                assert clock.crew.threads == 2
+
+
+@pytest.mark.parametrize("of", [GpuClock, lambda device: HostRamClock(device, Crew(1))], ids=["gpu", "host_ram"])
+def test_a_device_that_refuses_a_layer_goes_on_or_is_lost(of: Callable[[Any], Any]) -> None:
+    class Refusing:
+        gpu = EMULATED_GPU
+        lost = False
+
+        def __getattr__(self, name: str) -> Any:
+            raise DeviceError("not here")
+
+        def synchronize(self) -> None:
+            if self.lost:
+                raise DeviceError("an illegal address")
+
+    device = Refusing()
+    with pytest.raises(DeviceError, match=r"^not here$"):
+        of(device).seconds(HOST_RAM, SHAPE, DIRECT)
+    device.lost = True
+    with pytest.raises(DeviceLostError, match="emulated runs nothing any more: not here"):
+        of(device).seconds(HOST_RAM, SHAPE, DIRECT)

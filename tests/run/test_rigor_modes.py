@@ -1,0 +1,272 @@
+"""Plans of two devices whose layers are timed first, each where it runs, by clocks that go as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from emulated import EMULATED_GPU, EmulatedDevice
+
+from znnpy import planning
+from znnpy.errors import DeviceError
+from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.table import IN_HOST_RAM, find
+from znnpy.machine import Machine, this_machine
+from znnpy.network import Conv
+from znnpy.planner.candidates import kept_bytes
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.memory import DeviceKind
+from znnpy.planner.options import JOINING, KEEPING
+from znnpy.planner.plan import Plan
+from znnpy.planner.sizes import SIZES
+from znnpy.run import choice, devices, modes, rigor
+from znnpy.run.devices import Site, opened
+from znnpy.run.hosted import ALL
+from znnpy.run.learning import Known
+from znnpy.run.rigor import Study, layers_timed
+from znnpy.run.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
+from znnpy.shapes import ConvShape, LayerShape
+
+if TYPE_CHECKING:
+    from place import Place
+
+THREADS = 3  # of which one feeds a GPU where the processor computes beside it
+(HOST_RAM,) = IN_HOST_RAM
+CREWS = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
+
+
+def gpu_rates(*asked: object, **words: object) -> Rates:
+    """Of a GPU that is nearly as slow as the processor, and a link as fast as ever."""
+    rates = assumed_rates(replace(this_machine(), gpu=EMULATED_GPU), 1, "gpu")
+    return rates.scaled(1e-4, 1e-4).replaced(gpu_upload=rates.of("gpu_upload"))
+
+
+def cpu_rates(*asked: object) -> Rates:
+    """Stages begin at once: layers are small here."""
+    return replace(assumed_rates(this_machine(), THREADS), stage_seconds=1e-9)
+
+
+@dataclass
+class Clocks:
+    """A machine whose primitives take so many times their estimate; so does the wall's clock.
+
+    factors  by name; "": of all others
+    """
+
+    factors: dict[str, float]
+    refuses: str = ""
+    now: float = 100.0
+    runs: list[tuple[Where, str, LayerShape, Variant]] = field(default_factory=list)
+
+    def rates(self, where: Where) -> Rates:
+        """The truth."""
+        base = gpu_rates() if where.device == "gpu" else cpu_rates()
+        names = {f"{p.name} fp32": self.factors.get(p.name, self.factors.get("", 1.0)) for p in ALL}
+        rates = replace(base, by_size={name: (factor,) * len(SIZES) for name, factor in names.items()})
+        return rates.slowed(THREADS / where.threads) if where.device == "cpu" else rates
+
+    @contextmanager
+    def at(self, where: Where, device: Any, machine: Machine, seconds: float) -> Iterator[Any]:
+        """As `clock_of`."""
+        assert (device is None) == (machine.gpu is None)
+        assert seconds > 0
+        clocks = self
+
+        class Clock:
+            def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
+                clocks.runs.append((where, primitive.name, shape, variant))
+                if primitive.name == clocks.refuses:
+                    raise DeviceError("not today")
+                took = clocks.rates(where).seconds(primitive, shape, variant)
+                clocks.now += 4 * took
+                begun = len(primitive.work(shape, variant)) * gpu_rates().stage_seconds
+                return took - begun if where == ON_GPU else took  # a GPU's clock begins when it does
+
+        yield Clock()
+
+    @property
+    def names(self) -> dict[Where, set[str]]:
+        return {where: {name for at, name, *_ in self.runs if at == where} for where, *_ in self.runs}
+
+
+@pytest.fixture(autouse=True)
+def _card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (devices, choice):
+        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    monkeypatch.setattr(devices, "measured_rates", gpu_rates)
+    monkeypatch.setattr(modes, "processor_rates", cpu_rates)
+
+
+@pytest.fixture
+def go(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """The plan of a mode, layers timed by these clocks; None: as estimated."""
+
+    def planned(mode: str, clocks: Clocks | None, **words: Any) -> Plan:
+        if clocks is not None:
+            monkeypatch.setattr(rigor, "clock_of", clocks.at)
+            words = {"rigor": "measure", "time_limit": 1e9} | words
+        given: dict[str, Any] = {"volume": place.volume, "threads": THREADS, "cover": "patches", "precision": "fp32"}
+        given |= {"patch": (2, 4, 4)} if mode == "side-by-side" else {}
+        return planning.plan(place.folder / "net.yaml", mode=mode, **{**given, **words})
+
+    return planned
+
+
+def check_as_told(made: Plan, clocks: Clocks) -> None:
+    """Every layer of a plan takes what the clocks say, and was timed where it runs, or is like one that was."""
+    for where, chosen in layers_of(made):
+        primitive = find(chosen.primitive, ALL)
+        told = clocks.rates(where).seconds(primitive, chosen.shape, chosen.variant)
+        assert chosen.seconds == pytest.approx(told, rel=1e-9), f"{chosen.primitive} {where}"
+        assert chosen.measured
+        assert any(run[0] == where and run[1] == chosen.primitive for run in clocks.runs)
+
+
+@pytest.mark.parametrize("mode", ["gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])
+def test_layers_take_what_the_clock_of_their_device_says(go: Callable[..., Plan], mode: str) -> None:
+    told: list[Progress] = []
+    clocks = Clocks({"": 1.7, "cpu.conv.first": 0.8})
+    made = go(mode, clocks, tell_progress=told.append)
+    assert (made.mode, made.rigor) == (mode, "measure")
+    check_as_told(made, clocks)
+    assert {where.threads for where, *_ in clocks.runs if where.device == "cpu"} <= {CREWS[mode]}
+    assert "cpu" in {where.device for where, *_ in clocks.runs} or mode == "gpu"
+    assert len(clocks.runs) == len(set(clocks.runs)), "each is timed once"
+    doing = " ".join(progress.doing for progress in told)
+    assert all(f"{name} on conv" in doing for _, name, shape, _ in clocks.runs if shape.kind == "conv")
+
+
+@pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
+def test_the_processors_layers_make_way_where_they_are_slower_than_estimated(
+    go: Callable[..., Plan], mode: str
+) -> None:
+    estimated = go(mode, None)
+    of_cpu = [chosen for where, chosen in layers_of(estimated) if where.device == "cpu" and chosen.shape.kind == "conv"]
+    slow = of_cpu[0].primitive
+    clocks = Clocks({slow: 40.0})
+    made = go(mode, clocks)
+    check_as_told(made, clocks)
+    assert slow in clocks.names[Where("cpu", CREWS[mode])]
+    assert slow not in {chosen.primitive for _, chosen in layers_of(made)}
+
+
+@pytest.mark.parametrize("factor", [0.6, 5.0])
+def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[..., Plan], factor: float) -> None:
+    """The largest of their sub-layers is timed first."""
+    clocks = Clocks({HOST_RAM.name: factor})
+    made = go("gpu-host", clocks, only=HOST_RAM.name)
+    check_as_told(made, clocks)
+    hosted = [chosen for chosen in made.choices[: made.hosted] if chosen.primitive == HOST_RAM.name]
+    assert hosted
+    for chosen in hosted:
+        inner, largest, own = HOST_RAM.largest(chosen.shape, chosen.variant)
+        first = clocks.runs.index((ON_GPU, inner.name, largest, own))
+        assert first < clocks.runs.index((Where("gpu", 3), HOST_RAM.name, chosen.shape, chosen.variant))
+
+
+def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: Callable[..., Plan]) -> None:
+    thick = Conv((3, 3, 3), 4, "relu")
+    place.write_network(layers=[asdict(layer) for layer in (thick, thick, thick)])
+    clocks = Clocks({HOST_RAM.name: 2.0})
+    made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
+    assert made.walks
+    hosted = [chosen for chosen in made.choices[: made.hosted] if chosen.primitive == HOST_RAM.name]
+    assert hosted
+    for chosen in hosted:
+        told = clocks.rates(Where("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)
+        carried = (KEEPING + JOINING) * kept_bytes(chosen.shape) / cpu_rates().carrying
+        assert chosen.seconds == pytest.approx(told + carried, rel=1e-9)
+        assert chosen.seconds > 1.0001 * told
+
+
+def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., Plan]) -> None:
+    assert HOST_RAM.name in {c.primitive for c in go("gpu-host", None, only=HOST_RAM.name).choices}
+    clocks = Clocks({}, refuses=HOST_RAM.name)
+    made = go("gpu-host", clocks, only=HOST_RAM.name)
+    assert HOST_RAM.name not in {chosen.primitive for chosen in made.choices}
+    check_as_told(made, clocks)
+
+
+def test_auto_takes_a_mode_by_what_was_measured(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "LONG_SECONDS", 0.0)
+    words = {"device": "gpu", "cover": None}
+    assert go("auto", None, **words).mode != "gpu"
+    slow = {p.name: 1000.0 for p in ALL if p.name.startswith("cpu.") or p is HOST_RAM}
+    clocks = Clocks(slow)
+    made = go("auto", clocks, **words)
+    assert made.mode == "gpu", "the processor was much slower than estimated"
+    assert any(where.device == "cpu" for where in clocks.names)
+    assert all(chosen.measured for chosen in made.choices)
+
+
+@pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu", "side-by-side"])
+def test_all_devices_share_the_time(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    whole, clocks, told = Clocks({}), Clocks({}), list[str]()
+    going = [whole]
+    monkeypatch.setattr(planning, "Study", partial(Study, now=lambda: going[0].now))
+    go(mode, whole)
+    going[0], limit = clocks, 0.5 * (whole.now - 100.0)
+    go(mode, clocks, time_limit=limit, tell=told.append)
+    assert 0 < len(clocks.runs) < len(whole.runs)
+    assert clocks.now - 100.0 <= limit
+    assert any(f"was up after {len(clocks.runs)} layers were measured" in sentence for sentence in told)
+
+
+def test_layers_that_do_not_fit_a_memory_are_told(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Site, "room", lambda self, limits: 1000 if self.device == "cpu" else 2**30)
+    clocks, told = Clocks({}), list[str]()
+    made = go("gpu-host", clocks, only=HOST_RAM.name, tell=told.append)
+    assert set(clocks.names) == {ON_GPU}
+    (sentence,) = (sentence for sentence in told if "were not measured" in sentence)
+    assert sentence.startswith("layers that one image of needs more than the 1000 B of RAM that are free for them, ")
+    assert not all(chosen.measured for chosen in made.choices)
+
+
+def test_tensors_of_the_host_count_in_its_memory() -> None:
+    shape = ConvShape(1, 4, 5, (9, 10, 11), (3, 3, 3), "relu")
+    machine = replace(this_machine(), gpu=EMULATED_GPU)
+    variant = HOST_RAM.variants(shape, machine)[0]
+    footprint = HOST_RAM.footprint(shape, variant, 2)
+    host = shape.in_bytes + shape.out_bytes + footprint.host
+    device = footprint.resident + sum(scratch.nbytes for scratch in footprint.scratch) + footprint.allowance
+    assert host + device == bytes_of(HOST_RAM, shape, variant, 2)
+    there = Where("gpu", 2)
+    for missing in (0, 1):
+        assert lacking(there, HOST_RAM, shape, variant, {"cpu": host - missing, "gpu": device}) == (
+            ("cpu", host) if missing else None
+        )
+        assert lacking(there, HOST_RAM, shape, variant, {"cpu": host, "gpu": device - missing}) == (
+            ("gpu", device) if missing else None
+        )
+
+
+@pytest.mark.parametrize("mode", ["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])
+def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., Plan], mode: str) -> None:
+    """Once they are known nothing is timed."""
+    words = {"only": HOST_RAM.name} if mode == "gpu-host" else {"precision": None} if mode == "cpu" else {}
+    made, clocks = go(mode, None, **words), Clocks({"": 3.0})
+    known: Known = {"gpu": gpu_rates(), "cpu": cpu_rates()}
+
+    def study() -> Study:
+        return Study("measure", inf, clock=lambda site, *words: clocks.at(words[0], site.gpu, site.machine, words[1]))
+
+    with opened(made.device) as site:
+        learnt = layers_timed(made, site, known, study())
+        runs = len(clocks.runs)
+        again = layers_timed(made, site, learnt, study())
+    assert 0 < runs == len(clocks.runs)
+    assert again == learnt
+    for where, chosen in layers_of(made):
+        device: DeviceKind = chosen.device
+        rates = learnt[device]
+        if device == "cpu":
+            rates = rates.slowed(THREADS / where.threads)
+        primitive = find(chosen.primitive, ALL)
+        told = clocks.rates(where).seconds(primitive, chosen.shape, chosen.variant)
+        assert rates.seconds(primitive, chosen.shape, chosen.variant) == pytest.approx(told, rel=1e-9)
