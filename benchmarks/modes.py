@@ -2,19 +2,20 @@
 
     python benchmarks/modes.py [--networks n337 n537 n726 n926] [--modes cpu gpu gpu-host cpu-to-gpu side-by-side]
                                [--vram 2G 4G 8G 12G 24G] [--ram 96G] [--precision fp32] [--side 512]
-                               [--run-seconds 4] [--minutes 9] [--resume] [--quick] [--out RESULT.json]
+                               [--turns 2] [--run-seconds 4] [--minutes 9] [--resume] [--quick] [--out RESULT.json]
 
 First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
-within every limit of the GPU's memory, and the plans run, from the host's memory into the host's memory, through the
-pipeline that a run goes through. What takes longer than `--run-seconds` runs in part, whole steps of one column; what
-it says of the whole output is the plan's prediction times how far the part was off its own. Side by side runs whole. Of
-what takes less than ten seconds a first run does not count: in it kernels are compiled and buffers pinned. `--resume`
-takes up what `--out` holds.
+within every limit of the GPU's memory. So many `--turns` the layers of these plans are timed and all are planned anew,
+as with `--rigor measure`; each row has what was planned before that, too. Then the plans run, from the host's memory
+into the host's memory, through the pipeline that a run goes through. What takes longer than `--run-seconds` runs in
+part, whole steps of one column; what it says of the whole output is the plan's prediction times how far the part was
+off its own. Side by side runs whole. Of what takes less than ten seconds a first run does not count: in it kernels are
+compiled and buffers pinned. `--resume` takes up what `--out` holds.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
 a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
-devices the row says for how much of the run each was busy; of side by side how much of what the processor does alone
-was gained.
+devices the row says for how much of the run each was busy, and of its steady state the slower; of side by side how much
+of what the processor does alone was gained.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ from znnpy.errors import NoPlanError, ShapeError, ZnnpyError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.gpu import device
 from znnpy.machine import Limits, limits_of, parse_bytes, this_machine
+from znnpy.planner.cost import Rates
+from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run.devices import Site, opened
-from znnpy.run.modes import Task, processor_plans
-from znnpy.shapes import PRECISIONS, Vec3
+from znnpy.run.learning import Known
+from znnpy.run.modes import Task, processor_plans, processor_rates
+from znnpy.run.rigor import Study, layers_timed
+from znnpy.shapes import PRECISIONS, Precision, Vec3
 
 NETWORKS = ("n337", "n537", "n726", "n926")
 MODES = ("gpu", "cpu", "gpu-host", "cpu-to-gpu", "side-by-side")  # in the order in which they are planned and run
@@ -65,13 +70,18 @@ class Wanted:
     side: int
     ground: Ground
 
-    def plan(self) -> Plan:
+    @property
+    def key(self) -> Key:
+        return self.network, self.mode, self.vram
+
+    def plan(self, known: Known) -> Plan:
         """In a process of its own; NoPlanError where the mode has none."""
         ground, network = self.ground, read_network(self.network).network
         site = Site(ground.machine, ground.precision, context_bytes=ground.context)
+        rates = known.get(ground.device) or ground.rates
 
         def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
-            words: dict[str, Any] = {"baseline": ground.baseline, "rates": ground.rates, "context": ground.context}
+            words: dict[str, Any] = {"baseline": ground.baseline, "rates": rates, "context": ground.context}
             words |= {"device": ground.device, "precision": ground.precision}
             return make_plan(network, output, ground.machine, limits, **{**words, **more})
 
@@ -84,19 +94,20 @@ class Wanted:
             ground.baseline,
             only=(),
             masks=False,
-            runs=False,
             make=make,
-            processor=processor_plans(site, network, ()),
+            processor=processor_plans(site, network, (), known.get("cpu")),
+            host_rates=known.get("cpu"),
         )
         return task.best()[0]
 
 
-def planned(want: Wanted) -> Facts:
+def planned(asked: tuple[Wanted, Known]) -> Facts:
     """A row without a run."""
+    want, known = asked
     row: Facts = {"network": want.network, "mode": want.mode, "vram": want.vram, "side": want.side}
     began = time.process_time()
     try:
-        plan = want.plan()
+        plan = want.plan(known)
     except (NoPlanError, ShapeError) as error:
         return row | {"failure": str(error)}
     return row | {
@@ -107,8 +118,27 @@ def planned(want: Wanted) -> Facts:
     }
 
 
-def plan_all(name: str, known: dict[Key, Facts], options: Namespace) -> None:
-    """Every mode within every limit for one network, but for what is known."""
+def plan_all(known: dict[Key, Facts], options: Namespace) -> None:
+    """Every mode within every limit for all networks, but for what is known."""
+    wanted = [want for name in options.networks for want in _wanted(name, known, options)]
+    rates: dict[str, Known] = {name: _stored(name, wanted) for name in options.networks}
+    for turn in range(options.turns + 1):
+        rows = spread(planned, [(want, rates[want.network]) for want in wanted], options.workers)
+        for want, row in zip(wanted, rows, strict=True):
+            before = known.get(want.key, {}).get("planned_before", [])
+            known[want.key] = row | {"planned_before": before}
+            print(said_of(row), flush=True)
+            if turn < options.turns and not row["failure"]:
+                known[want.key]["planned_before"] = [*before, row["planned_voxels_per_second"]]
+        if turn < options.turns:
+            asked = {
+                name: [row["plan"] for row in rows if row["network"] == name and not row["failure"]] for name in rates
+            }
+            rates = apart(timed, (asked, rates, options.precision, options.layer_seconds), alone=True)
+
+
+def _wanted(name: str, known: dict[Key, Facts], options: Namespace) -> list[Wanted]:
+    """Rows of a network that have to be planned; why others cannot be goes into `known`."""
     ram = str(options.ram)
     missing = [key for key in keys(name, options) if key not in known]
     found: dict[tuple[str, str], Ground | str] = {}
@@ -124,9 +154,30 @@ def plan_all(name: str, known: dict[Key, Facts], options: Namespace) -> None:
         else:
             limits = replace(ground.limits, ram_bytes=options.ram)
             wanted.append(Wanted(name, mode, vram, side, replace(ground, limits=limits)))
-    for want, row in zip(wanted, spread(planned, wanted, options.workers), strict=True):
-        known[name, want.mode, want.vram] = row
-        print(said_of(row), flush=True)
+    return wanted
+
+
+def _stored(name: str, wanted: Sequence[Wanted]) -> Known:
+    """What was measured before a plan is made, by device."""
+    rates: dict[DeviceKind, Rates] = {}
+    for ground in (want.ground for want in wanted if want.network == name):
+        rates[ground.device] = ground.rates
+        if ground.device == "gpu" and (cpu := processor_rates(ground.machine, ground.limits)) is not None:
+            rates["cpu"] = cpu
+    return rates
+
+
+def timed(asked: tuple[dict[str, list[Facts]], dict[str, Known], Precision, float]) -> dict[str, Known]:
+    """What is known of each network's layers once those of its plans were timed, for so many seconds each."""
+    plans, rates, precision, seconds = asked
+    with opened("gpu", precision) as site:
+        for name, some in plans.items():
+            began = time.perf_counter()
+            for facts in some:
+                plan = Plan.from_json(json.dumps(facts))
+                rates[name] = layers_timed(plan, site, rates[name], Study("measure", seconds))
+            print(f"{Path(name).stem}: layers of {len(some)} plans in {time.perf_counter() - began:.1f} s", flush=True)
+    return rates
 
 
 def keys(name: str, options: Namespace) -> list[Key]:
@@ -210,6 +261,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=limits_of(this_machine()).threads)
     parser.add_argument("--run-seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=2, help="of timing layers, and of planning anew")
+    parser.add_argument("--layer-seconds", type=float, default=10.0, help="of timing the layers of one plan")
     parser.add_argument("--minutes", type=float, default=9.0, help="of all")
     parser.add_argument("--measure-minutes", type=float, default=0.8, help="of `znnpy measure`; 0: rates are assumed")
     parser.add_argument("--workers", type=int, default=limits_of(this_machine()).threads, help="that plan")
@@ -220,7 +273,7 @@ def main(given: Sequence[str] | None = None) -> None:
     end = time.monotonic() + 60 * options.minutes
     if options.quick:
         options.side, options.run_seconds, options.measure_minutes = options.side or 40, 0.2, 0.0
-        options.vram, options.workers = options.vram[-1:], 1
+        options.vram, options.workers, options.turns = options.vram[-1:], 1, 1
     measure, known = taken_up(options)
 
     def keep() -> None:
@@ -233,11 +286,10 @@ def main(given: Sequence[str] | None = None) -> None:
         for on in () if measure else ("gpu", "cpu"):
             measure += measured(Namespace(**vars(options) | {"device": on, "network_minutes": 0.0}))
         keep()
+        plan_all(known, options)
+        keep()
         for name in options.networks:
-            if time.monotonic() < end:
-                plan_all(name, known, options)
-                keep()
-                run_all([known[key] for key in keys(name, options)], options, end, keep)
+            run_all([known[key] for key in keys(name, options)], options, end, keep)
     keep()
     print("\n".join([*gains(list(known.values())), str(options.out)]))
 

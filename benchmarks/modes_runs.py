@@ -80,6 +80,8 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
         timings = [pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target) for _ in range(rounds)]
         after = _busy(sessions)
     spent = [timing.seconds for timing in timings]
+    busy = {side: (after[side] - before[side]) / len(spent) for side in after}
+    cover = here.cover(network)
     return {
         "output": here.output,
         "seconds": spent,
@@ -91,9 +93,20 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
         "memory": asdict(plan.memory),
         "not_written": int(np.isnan(target.voxels).sum()),
         "apart": corner.apart(target.voxels),
-        "busy": {side: (after[side] - before[side]) / sum(spent) for side in after},
+        "busy": {side: seconds * len(spent) / sum(spent) for side, seconds in busy.items()},
+        "steady": steady(busy, sum(spent) / len(spent), cover.steps(cover.margin)),
         "lanes": {lane.name: {"voxels": lane.voxels, **lane.seconds} for lane in timings[-1].lanes},
     }
+
+
+def steady(busy: Mapping[str, float], spent: float, steps: int) -> float | None:
+    """For how much of a run's steady state the slower side is busy; None where there are no two sides.
+
+    Without the step in which it waits for the other at the beginning of a run, or has been waited for at its end.
+    """
+    if len(busy) < 2:
+        return None
+    return max(busy.values()) / (spent - min(busy.values()) / steps)
 
 
 def _busy(sessions: Sessions) -> Mapping[str, float]:
