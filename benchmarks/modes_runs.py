@@ -28,6 +28,7 @@ from znnpy.run.hosted import HostedSession
 from znnpy.run.session import Session
 from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 
+DIAGONAL = tuple(range(4))  # voxels (i, i, i) of outputs that are kept, to be held against the definition
 WARM_SECONDS = 10.0  # what is predicted to take as long runs without a first one that does not count
 
 
@@ -93,6 +94,7 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
         "memory": asdict(plan.memory),
         "not_written": int(np.isnan(target.voxels).sum()),
         "apart": corner.apart(target.voxels),
+        "diagonal": target.voxels[:, DIAGONAL, DIAGONAL, DIAGONAL].T.tolist(),
         "busy": {side: seconds * len(spent) / sum(spent) for side, seconds in busy.items()},
         "steady": steady(busy, sum(spent) / len(spent), cover.steps(cover.margin)),
         "lanes": {lane.name: {"voxels": lane.voxels, **lane.seconds} for lane in timings[-1].lanes},

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 7  # version of plan.json
+FORMAT = 8  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Ran = Sequence[tuple[int, float]]  # of choices: steps, and seconds of one

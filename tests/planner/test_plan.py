@@ -190,10 +190,10 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan file, and this version reads format 7"),
+        ("[]", "this is no plan file, and this version reads format 8"),
         ("{}", "this is no plan file"),
-        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 7"),
-        ('{"format": 8}', "this is a plan file of format 8, and this version reads format 7"),
+        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 8"),
+        ('{"format": 9}', "this is a plan file of format 9, and this version reads format 8"),
         ("[" * 100_000, "nested too deeply"),
         (f'{{"format": 6, "column": 1{"0" * 5000}}}', "a number has thousands of digits"),
     ],
