@@ -29,6 +29,7 @@ from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import Make, covering
+from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, text
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
@@ -64,7 +65,7 @@ def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, 
         raise _no_room(whole, error.needed_bytes) from None
     trials = [_Trials(whole, alone.seconds, speed, processor, left, network, masks)]
     trials[0].run()
-    if alone.columns * ceil(alone.output[alone.axis] / alone.patch_out[alone.axis]) < FEW:
+    if alone.cover(network).steps(0) < FEW:
         share = speed / (speed + alone.voxels_per_second)
         for part in _of_parts(alone, make, network, share, masks=masks):
             trials.append(_Trials(part, alone.seconds, speed, processor, left, network, masks))
@@ -118,7 +119,7 @@ class _Trials:
         plan = replace(gpu, memory=memory, beside=other, alone=self.alone, other=None, runners_up=(), kinds=())
         if any(memory.over(gpu.limits)):
             self.least = min(self.least, memory.beside)
-        elif not other.walks or other.axis == gpu.axis:
+        elif (not other.walks or other.axis == gpu.axis) and (other.seconds_per_step <= LOST_SECONDS or not plan.dealt):
             self.found[cell] = plan
 
 
@@ -137,7 +138,8 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
     """The best plans of the GPU for parts of the output, each for all of it."""
     for count in PARTS:
         side = (share * prod(alone.output) / count) ** (1 / 3)
-        z, y, x = (_even(size, side, step) for size, step in zip(alone.output, network.period, strict=True))
+        sizes = zip(alone.output, network.period, strict=True)
+        z, y, x = (min(size, _even(size, side, step)) for size, step in sizes)
         try:
             part = make((z, y, x), alone.limits)
         except NoPlanError:  # other parts are thicker
@@ -157,9 +159,10 @@ def _widths(gpu: Plan, voxels: float) -> list[Vec3]:
     for columns, ratio in product(COLUMNS, RATIOS):
         area = voxels / output[axis] / columns
         width = list(step)
-        width[a] = _multiple(step[a], ratio * area**0.5, output[a])
-        for rounded in (floor, ceil):
-            width[b] = _multiple(step[b], step[b] * rounded(area / width[a] / step[b]), output[b])
+        width[a] = _even(output[a], max(step[a], ratio * area**0.5), step[a])
+        count = output[b] * width[a] / area  # of cells side by side
+        for rounded in (floor(count), ceil(count)):
+            width[b] = _even(output[b], output[b] / max(1, rounded), step[b])
             found[width[0], width[1], width[2]] = None
     return list(found)
 
@@ -209,9 +212,9 @@ def moving_whole(plan: Plan, network: Network, *, masks: bool) -> Plan:
 
 
 def _even(whole: int, length: float, step: int) -> int:
-    """About a length, a multiple of a step but for the whole, so that the parts of the whole come out even."""
+    """About a length, a multiple of a step, so that the parts of the whole come out even."""
     count = max(1, round(whole / length))
-    return min(whole, ceil(ceil(whole / count) / step) * step)
+    return ceil(ceil(whole / count) / step) * step
 
 
 def _multiple(step: int, length: float, whole: int) -> int:

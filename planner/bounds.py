@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -14,10 +14,10 @@ from znnpy.planner.trade import Front, relaxed
 FASTER = 0.98  # assumed: per voxel no layer needs less time than this share of the least seen so far
 LEANER = 0.9  # nor less of the arena, or of prepared weights
 
-Fronts = Mapping[int, Front]  # of some spans of a shape
 # Seconds per voxel computed, bytes of weights, bytes of the arena per byte of input and output: fastest first, none
 # worse in all of them.
 Paces = list[tuple[float, int, float]]
+Needs = list[tuple[float, int, int]]  # seconds, bytes that stay, bytes of the arena of one span: fastest first
 Reached = Mapping[int, Paces]  # by some spans of a shape
 NOTHING: Mapping[int, Any] = {}
 
@@ -53,43 +53,28 @@ class Bounds:
         learnt.leanest = min(learnt.leanest, *(lean for _, _, lean in found))
         learnt.paces[planes] = _unbeaten(found + learnt.paces.get(planes, []))
 
-    def seconds(self, shape: Candidate, room: int, known: Fronts = NOTHING, whole: Reached = NOTHING) -> float:
-        """The least seconds for the whole output in `room` bytes, as far as FASTER and LEANER are right.
+    def seconds(self, shape: Candidate, room: int, whole: Reached = NOTHING, enough: float = inf) -> float:
+        """The least seconds for the whole output in `room` bytes, as far as FASTER and LEANER are right: `needs`."""
+        return least_seconds(self.needs(shape, whole), room, enough)
 
-        Spans in `known` count as they are; those in `whole` as fast as the same shape undivided, of which it is a
-        split; the others at the best pace seen so far, less what FASTER and LEANER allow. What finds no room for its
-        arena and weights beside the least weights of the others does not count. Infinite when nothing fits.
+    def needs(self, shape: Candidate, whole: Reached = NOTHING) -> list[Needs]:
+        """What the options of every span need at least.
+
+        Spans in `whole` count as fast as the same shape undivided, of which it is a split; the others at the best pace
+        seen so far, less what FASTER and LEANER allow.
         """
-        fastest = [next(self._needs(shape, index, known, whole)) for index in range(len(self._learnt))]
-        if sum(resident for _, resident, _ in fastest) + max(arena for _, _, arena in fastest) <= room:
-            return sum(seconds for seconds, _, _ in fastest)
-        spans = [list(self._needs(shape, index, known, whole)) for index in range(len(self._learnt))]
-        least = [min(resident for _, resident, _ in needs) for needs in spans]
-        spare = room - sum(least)  # for the arena, and for weights beyond the least
-        pairs, live = [], 0
-        for needs, light in zip(spans, least, strict=True):
-            leanest, kept = inf, list[tuple[float, int]]()
-            for seconds, resident, arena in needs:
-                if arena + resident - light <= spare:
-                    leanest = min(leanest, arena)
-                    if not kept or resident < kept[-1][1]:
-                        kept.append((seconds, resident))
-            if not kept:
-                return inf
-            pairs.append(kept)
-            live = max(live, int(leanest))
-        return relaxed(pairs, room - live)
-
-    def _needs(self, shape: Candidate, index: int, known: Fronts, whole: Reached) -> Iterator[tuple[float, int, int]]:
-        """Seconds, bytes that stay and bytes of the arena of the options of one span, or at least; fastest first."""
-        if index in known:
-            yield from ((o.seconds, o.resident, o.live) for o in known[index])
-            return
-        voxels, carried, under = shape.voxels[index], shape.carries[index], shape.under[index]
-        moved = LEANER * shape.moved(index)
-        faster, paces = (1.0, whole[index]) if index in whole else (FASTER, self._learnt[index].at(shape.patch[0]))
-        for pace, resident, lean in paces:
-            yield faster * pace * voxels, carried + int(LEANER * resident), under + int(lean * moved)
+        found = []
+        for index, learnt in enumerate(self._learnt):
+            voxels, carried, under = shape.voxels[index], shape.carries[index], shape.under[index]
+            moved = LEANER * shape.moved(index)
+            faster, paces = (1.0, whole[index]) if index in whole else (FASTER, learnt.at(shape.patch[0]))
+            found.append(
+                [
+                    (faster * pace * voxels, carried + int(LEANER * resident), under + int(lean * moved))
+                    for pace, resident, lean in paces
+                ]
+            )
+        return found
 
     def at_best(self, planes: int, voxels: Sequence[int], paces: Mapping[int, float] = NOTHING) -> float:
         """The least seconds for so many voxels of each span in steps of so many planes, however much memory there is.
@@ -113,6 +98,39 @@ class Bounds:
             shape.under[index] + learnt.leanest * shape.moved(index) for index, learnt in enumerate(self._learnt)
         )
         return seconds, int(arena) + sum(shape.carries) + sum(resident for _, resident, _ in paces)
+
+
+def needs_of(options: Front) -> Needs:
+    """What the options of one span need."""
+    return [(o.seconds, o.resident, o.live) for o in options]
+
+
+def least_seconds(spans: Sequence[Needs], room: int, enough: float = inf) -> float:
+    """A lower bound on the seconds of one option per span within `room` bytes; infinite when nothing fits.
+
+    What finds no room for its arena and weights beside the least weights of the others does not count.
+
+    enough  a bound that is no less is as good as any
+    """
+    fastest = [needs[0] for needs in spans]
+    if sum([resident for _, resident, _ in fastest]) + max([arena for _, _, arena in fastest]) <= room:
+        return sum([seconds for seconds, _, _ in fastest])
+    least = [min([resident for _, resident, _ in needs]) for needs in spans]
+    spare = room - sum(least)  # for the arena, and for weights beyond the least
+    pairs, live = [], 0
+    for needs, light in zip(spans, least, strict=True):
+        most, leanest, kept = spare + light, inf, list[tuple[float, int]]()
+        for seconds, resident, arena in needs:
+            if arena + resident <= most:
+                if arena < leanest:
+                    leanest = arena
+                if not kept or resident < kept[-1][1]:
+                    kept.append((seconds, resident))
+        if not kept:
+            return inf
+        pairs.append(kept)
+        live = max(live, int(leanest))
+    return relaxed(pairs, room - live, enough)
 
 
 def reached(shape: Candidate, span: int, options: Front) -> Paces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from math import prod
 
@@ -55,14 +55,19 @@ class Space:
         return tuple(margin[0] for margin in self.network.margins[1:])
 
 
-def all_spaces(network: Network, output: Vec3, precision: Precision = "fp32") -> tuple[Space, ...]:
-    """Patches first, then columns along each axis, but for axes that are like one before."""
+def all_spaces(
+    network: Network, output: Vec3, precision: Precision = "fp32", patch: Vec3 | None = None
+) -> tuple[Space, ...]:
+    """Patches first, then columns along each axis, but for axes that are like one before.
+
+    patch  of the output, that alone is looked at
+    """
     spaces = [Space(network, output, precision=precision)]
     seen = set()
     for axis in range(3):
         space = Space(network.turned(axis), turned(output, axis), axis, walks=True, precision=precision)
-        beside = sorted(space.output[1:]) if space.alike else space.output[1:]
-        key = (space.network.layers, space.output[0], tuple(beside))
+        along, *beside = zip(space.output, turned(patch or output, axis), strict=True)
+        key = (space.network.layers, along, tuple(sorted(beside) if space.alike else beside))
         if key not in seen and network.field_of_view[axis] > 1:
             seen.add(key)
             spaces.append(space)
@@ -135,9 +140,9 @@ class Candidate:
         """
         nbytes, images = [], self.images
         for index, (first, last) in enumerate(self.space.spans):
-            shape = in_one(self.shapes[first : last + 1])
-            kept = kept_bytes(shape) if index in self.space.apart else 0
-            nbytes.append(aligned(images // shape.batch * (shape.in_bytes - kept)))
+            whole, kept, _ = _input_bytes(self.shapes[first : last + 1])
+            new = whole - kept if index in self.space.apart else whole
+            nbytes.append(aligned(images // self.shapes[first].batch * new))
             images = self.shapes[last].out_shape[0]
         return *nbytes, aligned(self.shapes[-1].out_bytes)
 
@@ -147,7 +152,7 @@ class Candidate:
             return 0
         first, last = self.space.spans[span]
         images = self.shapes[first - 1].out_shape[0] if first else self.images
-        return images // self.shapes[first].batch * kept_bytes(in_one(self.shapes[first : last + 1]))
+        return images // self.shapes[first].batch * _input_bytes(self.shapes[first : last + 1])[1]
 
     @cached_property
     def held(self) -> tuple[bool, ...]:
@@ -169,14 +174,8 @@ class Candidate:
         """Of every span: bytes that a column keeps from step to step at least, its layers apart or in one."""
         if not self.column:
             return (0,) * len(self.space.spans)
-        found = []
-        for first, last in self.space.spans:
-            layers = self.shapes[first : last + 1]
-            apart = sum(kept_bytes(layer) for layer in layers)
-            both = in_one(layers)
-            least = min(apart, kept_bytes(both)) if both is not layers[0] else apart
-            found.append(self.parts[first] * least)
-        return tuple(found)
+        spans = self.space.spans
+        return tuple(self.parts[first] * _input_bytes(self.shapes[first : last + 1])[2] for first, last in spans)
 
     @cached_property
     def largest(self) -> int:
@@ -196,7 +195,7 @@ class Candidate:
         for layer, shape in zip(self.space.network.layers, self.shapes, strict=True):
             batch = min(some or images, images)
             before *= images // batch
-            shapes.append(shape if shape.batch == batch else replace(shape, batch=batch))
+            shapes.append(shape if shape.batch == batch else _of_batch(shape, batch))
             parts.append(before)
             images = shapes[-1].out_shape[0]
             some = next(wanted) if isinstance(layer, Pool) else 0
@@ -206,6 +205,19 @@ class Candidate:
         """The same with columns that are no longer than if `pieces` covered the output along their axis."""
         thick = self.patch[0]
         return replace(self, column=-(-self.space.output[0] // (pieces * thick)) * thick)
+
+
+@lru_cache(maxsize=1024)  # splits of a shape have the same few
+def _of_batch(shape: LayerShape, batch: int) -> LayerShape:
+    return replace(shape, batch=batch)
+
+
+@lru_cache(maxsize=1024)
+def _input_bytes(layers: tuple[LayerShape, ...]) -> tuple[int, int, int]:
+    """Of a span as one layer: its input, what a column keeps of it, and what it keeps at least, in one or apart."""
+    both, apart = in_one(layers), sum(map(kept_bytes, layers))
+    kept = kept_bytes(both)
+    return both.in_bytes, kept, apart if both is layers[0] else min(apart, kept)
 
 
 def in_one(layers: Sequence[LayerShape]) -> LayerShape:

@@ -118,6 +118,9 @@ _TENSOR: frozenset[Unit] = frozenset(
 )
 
 
+Layer = tuple[object, ...]  # what a measurement is of, but for the variant
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One layer of one network as measured: what fixes its speed but for its size. Axes may be turned."""
@@ -139,7 +142,7 @@ class Case:
         return replace(self, variant=Variant(kept))
 
     @property
-    def layer(self) -> tuple[object, ...]:
+    def layer(self) -> Layer:
         """All but the variant."""
         return (
             self.primitive, self.version, self.precision, self.kind, self.maps, self.window, self.pool, self.activation
@@ -213,7 +216,8 @@ class Rates:
     hope: float = 1.0
     slower: float = 1.0
     _alike: dict[Case, list[tuple[Sizes, Trend]]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _trends: dict[Case, Trend] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _trends: dict[Layer, Trend] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kin: dict[Layer, list[Case]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, unit: Unit) -> Rate:
         return self.units[unit]
@@ -267,20 +271,28 @@ class Rates:
             return self._trend(wanted).at(known, size)
         found = self._alike.get(wanted)
         if found is None:
-            alike: dict[tuple[int, float, int], list[tuple[Sizes, Trend]]] = {}
-            for other, sizes in self.measured.items():
+            alike: dict[tuple[int, float, int], list[Case]] = {}
+            for other in self._of_primitive(wanted):
                 if (likeness := other.likeness(wanted)) is not None:
-                    alike.setdefault(likeness, []).append((sizes, self._trend(other)))
-            found = self._alike[wanted] = alike[max(alike)] if alike else []
+                    alike.setdefault(likeness, []).append(other)
+            most = alike[max(alike)] if alike else []
+            found = self._alike[wanted] = [(self.measured[other], self._trend(other)) for other in most]
         return geometric_mean([trend.at(sizes, size) for sizes, trend in found]) if found else 1.0
+
+    def _of_primitive(self, wanted: Case) -> Sequence[Case]:
+        """Layers that were measured with the same primitive, in the same precision: the others say nothing."""
+        if not self._kin:
+            for other in self.measured:
+                self._kin.setdefault(other.layer[:3], []).append(other)
+        return self._kin.get(wanted.layer[:3], ())
 
     def _trend(self, of: Case) -> Trend:
         """That of a layer that was measured, all its variants together."""
-        found = self._trends.get(of)
+        layer = of.layer
+        found = self._trends.get(layer)
         if found is None:
-            layer = of.layer
-            found = Trend([sizes for other, sizes in self.measured.items() if other.layer == layer])
-            self._trends[of] = found
+            measured = [sizes for other, sizes in self.measured.items() if other.layer == layer]
+            found = self._trends[layer] = Trend(measured)
         return found
 
     def knows(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
@@ -297,7 +309,7 @@ class Rates:
 
     def why_not(self, primitive: Primitive, shape: LayerShape) -> str | None:
         """What the machine said when it refused to run the layer so; None where it did not."""
-        return self.refused.get(case(primitive, shape, Variant(())))
+        return self.refused.get(case(primitive, shape, Variant(()))) if self.refused else None
 
     def tells(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> bool:
         """The layer was measured with a variant that differs from this one in nothing but counts."""

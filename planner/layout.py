@@ -121,14 +121,15 @@ class Fullest(NamedTuple):
 
 def fullest(footprint: Footprint) -> Fullest:
     """What `footprint` says of the arena; less than nothing where there is no such stage."""
-    if footprint.stages == 1:
-        alone = sum([aligned(scratch.nbytes) for scratch in footprint.scratch])
-        return Fullest(alone, alone, alone, alone)
     stages = [0] * footprint.stages
-    for scratch in footprint.scratch:
-        nbytes = aligned(scratch.nbytes)
-        for stage in range(scratch.first, scratch.last + 1):
-            stages[stage] += nbytes
+    for _, nbytes, first, last in footprint.scratch:
+        occupied = aligned(nbytes)
+        stages[first] += occupied
+        for stage in range(first + 1, last + 1):
+            stages[stage] += occupied
+    if footprint.output_from == 0 and footprint.input_until == footprint.stages - 1:
+        alone = max(stages)
+        return Fullest(alone, alone, alone, alone)
     nothing = -(2**62)
     before, after = stages[: footprint.input_until + 1], stages[footprint.output_from :]
     both = stages[footprint.output_from : footprint.input_until + 1]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-
-import numpy as np
 
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.machine import Machine
 from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates
 from znnpy.planner.layout import Fullest, aligned, fullest
-from znnpy.planner.trade import Front, Option, Way, front, in_turn
+from znnpy.planner.trade import Front, Option, Way, front, in_turn, unbeaten
 from znnpy.shapes import LayerShape, fused
 
+REMEMBERED = 1024  # fronts, for splits of a shape: most of their layers are what they are in others
 KEEPING = 2.0  # bytes moved per byte carried: read and written, to be kept for the next step
 JOINING = 2.0  # and in front of the new planes, for primitives that do not read them where they are kept
 
@@ -42,20 +41,23 @@ class _Alone(NamedTuple):
     most: Fullest
     seconds: float  # of one run
 
-    @property
-    def needs(self) -> tuple[int, ...]:
-        """Bytes of every kind that weigh somewhere."""
-        return self.footprint.resident, self.footprint.host, self.footprint.allowance, *self.most
 
-
-def _unbeaten(found: Sequence[_Alone]) -> tuple[_Alone, ...]:
+def _unbeaten(found: Sequence[tuple[Primitive, Variant, Footprint, Fullest, float]]) -> tuple[_Alone, ...]:
     """Those than which no other is as good or better in everything, whatever the place; of equal ones the first."""
-    needs = np.array([alone.needs for alone in found], np.int64)
-    ranked = np.lexsort((*needs.T[::-1], [alone.seconds for alone in found]))
-    no_more = np.triu(np.ones((len(found), len(found)), np.bool_), 1)  # than every other, of those that are faster
-    for need in needs[ranked].T:
-        no_more &= need[:, np.newaxis] <= need
-    return tuple(found[index] for index in ranked[~no_more.any(axis=0)])
+    ranked = sorted(
+        (seconds, (footprint.resident, footprint.host, footprint.allowance, *most), index)
+        for index, (_, _, footprint, most, seconds) in enumerate(found)
+    )
+    kept: list[tuple[int, ...]] = []
+    best = []
+    for _, (a, b, c, d, e, f, g), index in ranked:
+        for p, q, r, s, t, u, v in kept:
+            if p <= a and q <= b and r <= c and s <= d and t <= e and u <= f and v <= g:
+                break
+        else:
+            kept.append((a, b, c, d, e, f, g))
+            best.append(_Alone(*found[index]))
+    return tuple(best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +71,28 @@ class Options:
     only: frozenset[str]  # names; where one of them applies to a layer no other primitive is considered
     _alone: dict[tuple[LayerShape, frozenset[str]], tuple[_Alone, ...]] = field(default_factory=dict)
     _applying: dict[LayerShape, frozenset[str]] = field(default_factory=dict)
+    _fronts: dict[tuple[tuple[LayerShape, ...], Place], Front] = field(default_factory=dict)
 
     def of(self, layers: tuple[LayerShape, ...], place: Place) -> Front:
         """Of a layer, or of a convolution and the pooling behind it: layer by layer, and both in one.
 
         Seconds are those of the whole output, bytes those of a step.
         """
+        known = self._fronts.get((layers, place))
+        if known is None:
+            if len(self._fronts) == REMEMBERED:
+                self._fronts.clear()
+            known = self._fronts[layers, place] = self._front(layers, place)
+        return known
+
+    def _front(self, layers: tuple[LayerShape, ...], place: Place) -> Front:
         if len(layers) == 1:
-            return front(self._placed(layers[0], self._names(layers[0]), place, place.steps[0]))
+            return self._placed(layers[0], self._names(layers[0]), place, place.steps[0])
         conv, pool = layers
         first, second = replace(place, out=aligned(pool.in_bytes)), replace(place, x=aligned(pool.in_bytes), joined=0)
         turns = in_turn(
-            front(self._placed(conv, self._names(conv), first, place.steps[0])),
-            front(self._placed(pool, self._names(pool), second, place.steps[1])),
+            self._placed(conv, self._names(conv), first, place.steps[0]),
+            self._placed(pool, self._names(pool), second, place.steps[1]),
         )
         return front((*turns, *self._in_one(conv, pool, place)))
 
@@ -107,29 +118,40 @@ class Options:
             known = self._applying[shape] = frozenset(names & self.only or names)
         return known
 
-    def _in_one(self, conv: LayerShape, pool: LayerShape, place: Place) -> Iterator[Option]:
+    def _in_one(self, conv: LayerShape, pool: LayerShape, place: Place) -> Front:
         """Both layers by one primitive, but for those that take a layer from a primitive that was asked for."""
         shape = fused(conv, pool)
         if shape is None:
-            return
+            return ()
         asked = [self._names(layer) & self.only for layer in (conv, pool)]
         both = frozenset(name for name in self._names(shape) if all(name in names or not names for names in asked))
-        yield from self._placed(shape, both, place, place.steps[1])
+        return self._placed(shape, both, place, place.steps[1])
 
-    def _placed(self, shape: LayerShape, names: frozenset[str], place: Place, steps: int) -> Iterator[Option]:
-        """Every way to run a shape by the primitives of these names, at a place."""
+    def _placed(self, shape: LayerShape, names: frozenset[str], place: Place, steps: int) -> Front:
+        """Ways to run a shape by the primitives of these names, at a place: those that no other beats."""
         carried = place.parts * kept_bytes(shape) if place.walks else 0
         once = carried / self.rates.carrying / place.parts
-        for primitive, variant, footprint, most, seconds in self._variants(shape, names):
-            apart = footprint.reads_carried
-            spent = seconds + (KEEPING if apart else KEEPING + JOINING) * once
-            yield Option(
-                ways=(Way(shape, primitive, variant, footprint, spent, place.parts, steps * place.parts),),
-                seconds=spent * steps * place.parts,
-                resident=footprint.resident + carried,
-                live=place.under + most.live(place.x, place.out) + (0 if apart else place.joined),
-                allowance=footprint.allowance,
+        variants = self._variants(shape, names)
+        spent = [
+            alone.seconds + (KEEPING if alone.footprint.reads_carried else KEEPING + JOINING) * once
+            for alone in variants
+        ]
+        weighed = [
+            (
+                seconds * steps * place.parts,
+                footprint.resident + carried,
+                place.under + most.live(place.x, place.out) + (0 if footprint.reads_carried else place.joined),
+                footprint.allowance,
+                footprint.host,
             )
+            for (_, _, footprint, most, _), seconds in zip(variants, spent, strict=True)
+        ]
+        found = []
+        for index in unbeaten(weighed):
+            primitive, variant, footprint, _, _ = variants[index]
+            way = Way(shape, primitive, variant, footprint, spent[index], place.parts, steps * place.parts)
+            found.append(Option((way,), *weighed[index][:4]))
+        return tuple(found)
 
     def _variants(self, shape: LayerShape, names: frozenset[str]) -> tuple[_Alone, ...]:
         """Equal shapes are worked out once. What another variant beats whatever the place is left out."""
@@ -142,6 +164,6 @@ class Options:
                 for variant in primitive.variants(shape, self.machine):
                     footprint = primitive.footprint(shape, variant, self.threads)
                     spent = self.rates.seconds(primitive, shape, variant)
-                    found.append(_Alone(primitive, variant, footprint, fullest(footprint), spent))
+                    found.append((primitive, variant, footprint, fullest(footprint), spent))
             known = self._alone[shape, names] = _unbeaten(found)
         return known

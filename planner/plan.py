@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -234,8 +233,10 @@ class Plan:
         Of several devices, that of the one with the most columns; side by side, of the one that ends last.
         """
         if self.beside is None:
-            return self._seconds(ceil(self.columns / self.devices) / self.columns)
-        return max(self._seconds_without(self.dealt), self._seconds_beside(self.dealt))
+            return self.seconds_for(ceil(self.columns / self.devices) / self.columns)
+        from znnpy.planner import cells  # here: it is of plans
+
+        return cells.seconds(self)
 
     @property
     def cells(self) -> Cover:
@@ -246,46 +247,9 @@ class Plan:
     @property
     def dealt(self) -> int:
         """Cells that the processor computes in the time that GPUs take for the others."""
+        from znnpy.planner import cells  # here: it is of plans
 
-        def late(count: int) -> bool:
-            return self._seconds_beside(count) > self._seconds_without(count)
-
-        most = bisect_left(range(1, 1 + len(self.cells)), True, key=late)
-        even = most - most % self.cells.counts[self.axis]  # no column of a GPU is cut
-        return min(most, even, key=self._seconds_without)
-
-    def _seconds_beside(self, count: int) -> float:
-        """Of the processor for so many cells: it goes on from one to the next until the output ends."""
-        assert self.beside is not None, "only side by side"
-        columns = -(-count // self.cells.counts[self.axis])
-        return count * self.beside.seconds_per_step + columns * self.beside.seconds_to_begin
-
-    def _seconds_without(self, count: int) -> float:
-        """Of GPUs for all but so many cells; columns of which these are a part begin behind them."""
-        stacks, cut = divmod(count, self.cells.counts[self.axis])
-        steps = self.cells.patch[self.axis] / self.patch_out[self.axis] if self.walks else 1
-        whole = sum(choice.runs * choice.seconds for choice in self.choices)
-        part = cut * steps * self.columns_per_cell * self.seconds_per_step / whole
-        return self._seconds(max(0.0, 1 - stacks * self._share - part) / self.devices)
-
-    @property
-    def columns_per_cell(self) -> int:
-        """Of a GPU, those that a cell is a part of; patches that it consists of."""
-        sizes = enumerate(zip(self.cells.patch, self.patch_out, strict=True))
-        return prod(ceil(cell / own) for i, (cell, own) in sizes if i != self.axis or not self.walks)
-
-    @property
-    def _share(self) -> float:
-        """Of what GPUs alone compute, that of all cells behind each other."""
-        behind = ceil(self.output[self.axis] / self.column) if self.walks else self.cells.counts[self.axis]
-        return self.columns_per_cell * behind / self.columns
-
-    @property
-    def seconds_per_cell(self) -> dict[DeviceKind, float]:
-        """Of each device side by side, of one cell behind others."""
-        assert self.beside is not None, "only side by side"
-        each = self._seconds(self._share) / self.cells.counts[self.axis]
-        return {"gpu": each, "cpu": self.beside.seconds_per_step}
+        return cells.dealt(self)
 
     @property
     def seconds_to_begin(self) -> float:
@@ -298,7 +262,7 @@ class Plan:
         spent = sum(choice.runs * choice.seconds for choice in self.choices) * row / self.columns
         return max(0.0, spent - steps * self.seconds_per_step) / row
 
-    def _seconds(self, share: float) -> float:
+    def seconds_for(self, share: float) -> float:
         """Of one device, for so much of the output."""
         voxels_in, voxels_out = prod(self.patch_in), prod(self.patch_out)
         maps_in, maps_out = self.choices[0].shape.in_shape[4], self.choices[-1].shape.out_shape[4]

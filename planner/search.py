@@ -111,7 +111,7 @@ def make_plan(
     if options is not None and rates is not None:
         raise TypeError("options were worked out for rates of their own: give options or rates")
     searches = _searches(
-        all_spaces(network, output, precision if device == "gpu" else "fp32"),
+        all_spaces(network, output, precision if device == "gpu" else "fp32", patch),
         patch,
         columns=columns,
         depth_first=depth_first,
@@ -174,7 +174,7 @@ def _hosted(
         host = limits.less_feeders(1)
         host_rates = None if host_rates is None else host_rates.slowed(limits.threads / host.threads)
         cpu = options_for(machine, host, only=own["cpu"], table=table, rates=host_rates, device="cpu")
-    spaces = _allowed(all_spaces(network, output, precision), words["columns"])
+    spaces = _allowed(all_spaces(network, output, precision, words["patch"]), words["columns"])
     search = HostedSearch(
         network=network,
         output=output,

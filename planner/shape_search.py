@@ -13,7 +13,7 @@ from math import inf, prod
 from types import MappingProxyType
 
 from znnpy.machine import Limits
-from znnpy.planner.bounds import NOTHING, Bounds, Paces, Reached, reached
+from znnpy.planner.bounds import NOTHING, Bounds, Paces, Reached, least_seconds, needs_of, reached
 from znnpy.planner.candidates import Candidate, Space, Span, candidate
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.layout import Tensor, carried_bytes, chain, place
@@ -89,9 +89,12 @@ class ShapeSearch:
         self.bounds = Bounds(self.space)
 
     def may_fit(self, shape: Candidate) -> bool:
-        """As far as its size alone tells."""
+        """As far as its size alone tells; up to the first pooling's output every split has all of each tensor."""
         room = self.room(shape)
-        return any(shape.split(at_once).largest <= room for at_once in self.splits)
+        pool = next((i for i, (_, last) in enumerate(self.space.spans) if shape.shapes[last].kind == "pool"), 0)
+        return max(shape.tensors[: pool + 2]) <= room and any(
+            shape.split(at_once).largest <= room for at_once in self.splits
+        )
 
     def at_best(self, shape: Candidate, paces: Mapping[int, float] = MappingProxyType({})) -> float:
         """The least seconds for the whole output whatever memory there is, and however images are split.
@@ -131,7 +134,7 @@ class ShapeSearch:
                 return None
         for at_once in self.splits:
             split = shape.split(at_once)
-            if self.bounds.seconds(split, room, whole=whole) + edges >= below:
+            if self.bounds.seconds(split, room, whole, below - edges) >= below - edges:
                 continue
             found = self._short_enough(split, below, whole)
             if found is not None:
@@ -157,9 +160,11 @@ class ShapeSearch:
         """
         room, most = self.room(shape), below - self.edges(shape)
         known: dict[int, Front] = {}
+        needs = self.bounds.needs(shape, whole)
         for index in _largest_first(shape):
             options = known[index] = self._learnt(shape, index)
-            if not options or self.bounds.seconds(shape, room, known, whole) >= most:
+            needs[index] = needs_of(options)
+            if not options or least_seconds(needs, room, most) >= most:
                 return None
         return self._within_room(shape, [known[index] for index in range(len(known))], below)
 

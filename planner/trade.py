@@ -48,33 +48,46 @@ class Option:
 Front = tuple[Option, ...]  # options of one span that no other beats, fastest first
 
 
-def front(options: Iterable[Option]) -> Front:
-    """Those that no other beats, fastest first."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.seconds, o.resident, o.live, o.allowance)):
+# All that is weighed of an option, in the order of its fields, and what is pinned.
+Weighed = tuple[float, int, int, int, int]
+
+
+def unbeaten(weighed: Iterable[Weighed]) -> list[int]:
+    """Indices of those that no other beats, fastest first; of equal ones the first. Most of those given are beaten."""
+    found: list[int] = []
+    kept: list[tuple[int, int, int, int]] = []
+    ranked = sorted((s, r, live, a, index, pinned) for index, (s, r, live, a, pinned) in enumerate(weighed))
+    for _, resident, live, allowance, index, pinned in ranked:
         for better in kept:
-            if (
-                better.resident <= option.resident
-                and better.live <= option.live
-                and better.allowance <= option.allowance
-                and better.pinned <= option.pinned
-            ):
+            if better[0] <= resident and better[1] <= live and better[2] <= allowance and better[3] <= pinned:
                 break
         else:
-            kept.append(option)
-    return tuple(kept)
+            found.append(index)
+            kept.append((resident, live, allowance, pinned))
+    return found
 
 
-def in_turn(first: Front, second: Front) -> Iterator[Option]:
-    """Every option of one layer followed by every option of the next."""
-    for a, b in product(first, second):
-        yield Option(
-            ways=a.ways + b.ways,
-            seconds=a.seconds + b.seconds,
-            resident=a.resident + b.resident,
-            live=max(a.live, b.live),
-            allowance=max(a.allowance, b.allowance),
+def front(options: Iterable[Option]) -> Front:
+    """Those that no other beats, fastest first."""
+    options = tuple(options)
+    best = unbeaten((o.seconds, o.resident, o.live, o.allowance, o.pinned) for o in options)
+    return tuple(options[index] for index in best)
+
+
+def in_turn(first: Front, second: Front) -> Front:
+    """Every option of one layer followed by every option of the next, less those that another beats."""
+    pairs = [*product([(a, a.pinned) for a in first], [(b, b.pinned) for b in second])]
+    weighed = [
+        (
+            a.seconds + b.seconds,
+            a.resident + b.resident,
+            max(a.live, b.live),
+            max(a.allowance, b.allowance),
+            pinned_a + pinned_b,
         )
+        for (a, pinned_a), (b, pinned_b) in pairs
+    ]
+    return tuple(Option(pairs[i][0][0].ways + pairs[i][1][0].ways, *weighed[i][:4]) for i in unbeaten(weighed))
 
 
 def total_seconds(options: Iterable[Option]) -> float:
@@ -121,26 +134,45 @@ def fastest_within(fronts: Sequence[Front], room: int, below: float = inf) -> tu
 
 def smallest(fronts: Sequence[Front]) -> tuple[Option, ...]:
     """One option per span: those that need the fewest bytes together."""
-    lightest = (
-        tuple(min(options, key=lambda o: o.resident) for options in allowed)
-        for calm, _ in _capped(fronts, _ALLOWANCE)
-        for allowed, _ in _capped(calm, _LIVE)
-    )
-    return min(lightest, key=total_bytes)
+    return min((_lightest(calm) for calm, _ in _capped(fronts, _ALLOWANCE)), key=total_bytes)
 
 
-def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int) -> float:
+def _lightest(fronts: Sequence[Front]) -> tuple[Option, ...]:
+    """The same without allowances: the least weights under the best limit on the fullest layer."""
+    light: dict[int, int] = {}  # weights of each span that has an option so far
+    total, best, limit = 0, inf, 0
+    for live, span, resident in sorted((o.live, span, o.resident) for span, some in enumerate(fronts) for o in some):
+        if resident < light.get(span, inf):
+            total += resident - light.get(span, 0)
+            light[span] = resident
+            if len(light) == len(fronts) and total + live < best:
+                best, limit = total + live, live
+    return tuple(min((o for o in options if o.live <= limit), key=lambda o: o.resident) for options in fronts)
+
+
+def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int, enough: float = inf) -> float:
     """A lower bound on the seconds of one (seconds, bytes) pair per layer whose bytes add to at most `room`.
 
     The Lagrangian dual of the knapsack: with a price on bytes the layers separate. Infinite when nothing fits.
+
+    enough  a bound that is no less is as good as any
     """
-    if sum(min(nbytes for _, nbytes in pairs) for pairs in layers) > room:
+    if sum([min([nbytes for _, nbytes in pairs]) for pairs in layers]) > room:
         return inf
     best, low, high, price = 0.0, 0.0, inf, 0.0
     for _ in range(_PRICES):
-        chosen = [min(pairs, key=lambda pair: pair[0] + price * pair[1]) for pairs in layers]
-        seconds, nbytes = sum(pair[0] for pair in chosen), sum(pair[1] for pair in chosen)
+        seconds, nbytes = 0.0, 0
+        for pairs in layers:
+            spent, held = pairs[0]
+            least = spent + price * held
+            for slower, lighter in pairs[1:]:
+                if slower + price * lighter < least:
+                    spent, held, least = slower, lighter, slower + price * lighter
+            seconds += spent
+            nbytes += held
         best = max(best, seconds + price * (nbytes - room))
+        if best >= enough:
+            break
         if nbytes <= room:
             if price == 0.0:
                 break

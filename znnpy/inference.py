@@ -25,7 +25,7 @@ from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.formats.weights import sha256
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.kernels.cpu.native.library import why_not
-from znnpy.machine import Machine, this_machine
+from znnpy.machine import Machine, parse_bytes, this_machine
 from znnpy.network import Network
 from znnpy.paranoid import Watched
 from znnpy.patches import Box
@@ -231,8 +231,9 @@ class _Run:
         begun, network = self.output.header, self.trained.network
         if self.wishes.plan is not None:
             raise refused
-        ram = plan.limits.ram_bytes if self.wishes.ram is None else self.wishes.ram
-        wishes = replace(self.wishes, ram=ram, vram=site.less_than(plan), threads=plan.limits.threads)
+        ram = plan.limits.ram_bytes if self.wishes.ram is None else parse_bytes(self.wishes.ram)
+        left = ram if begun is None else ram - plan.memory.beside  # the processor's plan stays
+        wishes = replace(self.wishes, ram=left, vram=site.less_than(plan), threads=plan.limits.threads)
         if begun is not None:
             only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"
             mode = "gpu" if plan.beside else plan.mode
@@ -250,8 +251,10 @@ class _Run:
             raise VramError(f"{refused}; and {error}") from None
         if begun is not None and plan.beside is not None:
             memory = replace(leaner.memory, beside=plan.memory.beside)
-            leaner = replace(leaner, memory=memory, beside=plan.beside, alone=leaner.seconds)
-        if begun is not None and leaner.parts_of(network) != plan.parts_of(network):
+            limits = replace(leaner.limits, ram_bytes=ram)
+            leaner = replace(leaner, limits=limits, memory=memory, beside=plan.beside, alone=leaner.seconds)
+        other = leaner.parts_of(network) != plan.parts_of(network) or leaner.axis != plan.axis
+        if begun is not None and other:  # what is on disk, and columns of the processor, are of other parts
             raise refused
         return leaner
 

@@ -14,7 +14,7 @@ Glossary: S batch · f, fin, fout maps (feature maps) · n input size · k kerne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -106,6 +106,8 @@ class Sliding:
 
 
 def _check_fits(shape: object, n: Vec3, k: Vec3, window: str) -> None:
+    if n[0] >= k[0] and n[1] >= k[1] and n[2] >= k[2]:  # plans ask for hundreds of thousands of shapes
+        return
     for axis, size, extent in zip("zyx", n, k, strict=True):
         if size < extent:
             raise ShapeError(
@@ -211,8 +213,9 @@ class ConvShape(_Sized):
 
     @property
     def out_shape(self) -> tuple[int, int, int, int, int]:
-        (mz, my, mx), (pz, py, px) = self.unpooled, self.pool
-        return self.batch * pz * py * px, mz // pz, my // py, mx // px, self.fout
+        (nz, ny, nx), (kz, ky, kx), (pz, py, px) = self.n, self.k, self.pool  # not by `unpooled`: asked for very often
+        m = (nz - kz + 1) // pz, (ny - ky + 1) // py, (nx - kx + 1) // px
+        return self.batch * pz * py * px, *m, self.fout
 
     @property
     def weight_bytes(self) -> int:
@@ -324,4 +327,5 @@ def fused(conv: LayerShape, pool: LayerShape) -> ConvShape | None:
     if conv.pools or not pool.fragments or pool.p == (1, 1, 1):
         return None
     more = subtract(pool.n, conv.out)
-    return replace(conv, n=add(conv.n, more), pool=pool.p)
+    n = add(conv.n, more)
+    return ConvShape(conv.batch, conv.fin, conv.fout, n, conv.k, conv.activation, pool.p, conv.precision)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,6 +73,7 @@ def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
     )
 
 
+@lru_cache(maxsize=2 * LONGEST)
 def good_size(n: int, *, even: bool = False) -> int:
     """The smallest size >= n that cuFFT transforms fast: 2^a 3^b 5^c 7^d (III-D). Real lines want an even one."""
     while not (_is_smooth(n) and (n % 2 == 0 or not even)):
@@ -187,16 +189,21 @@ def _batches(shape: ConvShape, t: _Sizes) -> set[tuple[str, int]]:
         (shape.fin * shape.fout, t.kernels, shape.k, shape.k[0] > EXPANDED),
         (shape.batch * shape.fout, t.maps_out, shape.out, True),
     ):
-        for maps in {count for _, count in _some(total, most)}:
+        for maps in _counts(total, most):
             axes = [("x", t.half, nz * ny), ("y", t.padded[1], nz * t.half)]
             axes += [("z", t.padded[0], t.half * t.padded[1])] if turned else []
-            found |= {(axis, count) for axis, pitch, lines in axes for _, count in _calls(maps * lines, pitch)}
+            found |= {(axis, count) for axis, pitch, lines in axes for count in _counts(maps * lines, _most(pitch))}
     return found
 
 
 def _calls(lines: int, pitch: int) -> Iterator[tuple[int, int]]:
     """`lines` lines of `pitch` complex numbers, as many at a time as one call of cuFFT takes."""
-    return _some(lines, max(1, LINES_VALUES // pitch))
+    return _some(lines, _most(pitch))
+
+
+def _most(pitch: int) -> int:
+    """Lines of `pitch` complex numbers that one call of cuFFT takes."""
+    return max(1, LINES_VALUES // pitch)
 
 
 class _Resident(NamedTuple):
@@ -232,7 +239,7 @@ class FftStep:
         self._resident, self._shape, self._device = resident, shape, device
         self._sizes = t = _sizes(shape, variant)
         self._type = "half" if shape.precision == "fp16" else "float"
-        chunks = {count for _, count in _some(shape.fin * shape.fout, t.kernels)}
+        chunks = _counts(shape.fin * shape.fout, t.kernels)
         outputs = {each for chunk in chunks for _, each, _ in _groups(chunk // shape.fin or 1)}
         images = {each for _, each, _ in _groups(shape.batch)}
         self._kernels = device.kernels(
@@ -391,6 +398,11 @@ def _some(total: int, most: int) -> Iterator[tuple[int, int]]:
     """`total` things, `most` at a time: the first, and how many."""
     for first in range(0, total, most):
         yield first, min(most, total - first)
+
+
+def _counts(total: int, most: int) -> set[int]:
+    """How many there are at a time in `_some`."""
+    return {count for count in (min(most, total), total % most) if count}
 
 
 def _groups(total: int) -> Iterator[tuple[int, int, int]]:

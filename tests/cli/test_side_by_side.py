@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from place import Place
 
+from znnpy import inference
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer
@@ -241,6 +243,34 @@ def test_the_gpu_refuses_memory_midway(place: Place, monkeypatch: pytest.MonkeyP
     assert not any("was lost" in sentence for sentence in report.warnings)
     assert report.plan.mode == "side-by-side"
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_a_leaner_plan_along_another_axis_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's columns go on along the axis that they began along, over cells that would be the same."""
+
+    class Refusing(EmulatedDevice):
+        copies = 0
+
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            if stream is self.uploads:
+                Refusing.copies += 1
+                if Refusing.copies == 4:
+                    raise VramError("cudaErrorMemoryAllocation: out of memory")
+            super().copy_async(target, source, stream)
+
+    chosen: list[Plan] = []
+
+    def choose(*asked: Any, **words: Any) -> Plan:
+        chosen.append(choice.choose(*asked, **words))
+        return chosen[-1] if len(chosen) == 1 else replace(chosen[-1], axis=(chosen[-1].axis + 1) % 3)
+
+    monkeypatch.setattr(devices, "Device", Refusing)
+    monkeypatch.setattr(inference, "choose", choose)
+    with pytest.raises(VramError, match="out of memory"):
+        go(place, patch=(2, 4, 4))
+    assert len(chosen) == 2
+    first, leaner = chosen
+    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.memory.beside
 
 
 def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from emulated import EmulatedDevice
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu import conv_fft
-from znnpy.kernels.gpu.conv_fft import ConvFft, good_size
+from znnpy.kernels.gpu.conv_fft import ConvFft, _counts, _some, good_size
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, PoolShape
@@ -189,6 +189,11 @@ def test_memory_is_no_more_than_table_ii_says() -> None:
 def test_sizes_have_no_factor_beyond_seven() -> None:
     assert [good_size(n) for n in (1, 7, 11, 13, 97, 127, 150, 211)] == [1, 7, 12, 14, 98, 128, 150, 216]
     assert [good_size(n, even=True) for n in (1, 7, 15, 25, 27, 81, 121)] == [2, 8, 16, 28, 28, 84, 126]
+
+
+@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 7), (7, 8), (7, 3), (6, 3), (1, 5), (100, 1)])
+def test_how_many_there_are_at_a_time(total: int, most: int) -> None:
+    assert _counts(total, most) == {count for _, count in _some(total, most)}
 
 
 def test_says_why_not() -> None:

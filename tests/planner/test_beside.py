@@ -18,6 +18,7 @@ from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.beside import idle, plan_beside
+from znnpy.planner.cells import seconds_beside, seconds_without
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
 from znnpy.planner.plan import Plan
@@ -74,10 +75,9 @@ def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
     assert both.beside is not None
     assert both.alone == alone.seconds
     assert both.devices == gpus
-    cells, dealt, seconds = both.cells, both.dealt, both.seconds_per_cell
-    own = dealt * seconds["cpu"] + ceil(dealt / cells.counts[both.axis]) * both.beside.seconds_to_begin
-    assert own <= both.seconds * (1 + 1e-9), "nobody waits for the processor"
-    assert both.seconds <= 1.1 * (own + seconds["cpu"] + both.beside.seconds_to_begin), "nor it for others, for long"
+    own = seconds_beside(both, both.dealt)
+    assert own <= both.seconds, "nobody waits for the processor"
+    assert seconds_beside(both, both.dealt + 1) > seconds_without(both, both.dealt + 1), "nor it for others, for long"
     gain = alone.seconds / both.seconds - 1
     assert (0.4 * processor / gpus if columns else 0) <= gain <= 1.3 * processor / gpus
     both.check_runs(MIXED, WITH_GPU, table=TABLE)
@@ -99,19 +99,26 @@ def test_seconds_of_the_processor() -> None:
 def test_seconds_of_the_gpu() -> None:
     """Of the columns that are left, and of those of which the processor computes a part."""
     gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.1, MIXED, columns=True)
-    alone = gpu(OUTPUT, LITTLE, patch=(4, 12, 12))
+    alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
     both = plan_beside(alone, gpu, processor, MIXED, masks=False)
+    assert both.beside is not None
+    both = replace(both, beside=replace(both.beside, patch_out=(8, 18, 18)))  # of 44 and 48: not even
     axis, step, long = both.axis, both.patch_out[both.axis], both.cells.counts[both.axis]
-    assert both.patch_out == (4, 12, 12)
+    assert both.patch_out == (4, 6, 6)
     assert long > 1
     assert both.column >= both.output[axis]
     steps, ahead = ceil(both.output[axis] / step), sum(both.work_ahead(MIXED))
-    for count in range(2 * long + 1):
-        stacks, cut = divmod(count, long)
-        each = (both.columns - (stacks + (cut > 0)) * both.columns_per_cell) * (ahead + steps)
-        if cut:
-            each += both.columns_per_cell * (ahead + steps - cut * both.cells.patch[axis] // step)
-        spent = both._seconds_without(count)
+    others = [i for i in range(3) if i != axis]
+    for count in range(len(both.cells)):
+        columns = np.full([ceil(both.output[i] / both.patch_out[i]) for i in others], ahead + steps)
+        for index in range(count):
+            stack, depth = divmod(index, long)  # along the axis first
+            rows, wide = (both.cells.patch[i] // both.patch_out[i] for i in others)
+            row, column = divmod(stack, both.cells.counts[others[1]])
+            there = columns[row * rows : (row + 1) * rows, column * wide : (column + 1) * wide]
+            there -= both.cells.patch[axis] // step if depth < long - 1 else there.copy()
+        each = columns.sum()
+        spent = seconds_without(both, count)
         assert spent == pytest.approx(each * both.seconds_per_step, rel=0.02), "the edges of a run are little"
 
 

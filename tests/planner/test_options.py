@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes import MACHINE, POOL, SLOW, Fake
 
+from znnpy.planner import options
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.options import JOINING, KEEPING, Options, Place
 from znnpy.planner.trade import Option
@@ -35,6 +36,15 @@ def test_carried_planes_cost_time_and_memory(fake: Fake, moved: float) -> None:
     (way,) = option.ways
     assert (way.parts, way.runs) == (5, 7 * 5)
     assert option.seconds == pytest.approx(way.seconds * way.runs)
+
+
+def test_as_many_fronts_are_remembered_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "REMEMBERED", 2)
+    known = Options((SLOW, POOL), MACHINE, 2, RATES, frozenset())
+    for place in (replace(WALKING, under=under) for under in (0, 1, 2, 3, 0)):
+        assert known.of((CONV,), place) == (only_option(SLOW, place, CONV),)
+        assert known.of((CONV,), place) is known.of((CONV,), place)
+        assert len(known._fronts) <= 2
 
 
 def test_what_is_joined_in_front_of_a_convolution_is_not_in_front_of_the_pooling_behind_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from math import inf
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
-from znnpy.planner.bounds import FASTER, Bounds
+from znnpy.planner.bounds import FASTER, Bounds, least_seconds, needs_of
 from znnpy.planner.candidates import Space, candidate
 from znnpy.planner.trade import (
     Front,
@@ -75,6 +74,17 @@ def test_relaxed_is_a_lower_bound(layers: list[list[Option]], room: int) -> None
     assert bool(fitting) == (found < inf)
 
 
+@given(LAYERS, st.integers(0, 25), st.integers(0, 25))
+def test_a_bound_that_is_enough_is_no_more_than_the_whole_one(
+    layers: list[list[Option]], room: int, enough: int
+) -> None:
+    """Where prices stop being tried, the bound is as good as it had to be."""
+    pairs = [[(o.seconds, o.resident) for o in options] for options in layers]
+    whole, found = relaxed(pairs, room), relaxed(pairs, room, enough)
+    assert found <= whole
+    assert (found >= enough) == (whole >= enough)
+
+
 def test_relaxed_is_close() -> None:
     """Many small choices: the bound is the linear relaxation, 3 of 10 layers get their weights."""
     pairs = [(10.0, 0), (2.0, 100)]
@@ -108,16 +118,14 @@ def test_no_option_no_choice() -> None:
         smallest([()])
 
 
-def test_what_finds_no_room_does_not_count(tiny_network: Callable[..., Network]) -> None:
+def test_what_finds_no_room_does_not_count() -> None:
     """A bound on a shape's seconds leaves out options whose arena and weights are too much beside the least weights."""
-    space = Space(tiny_network(Conv((1, 2, 1), 2), Conv((2, 1, 1), 2)), (4, 4, 3))
-    bounds, shape = Bounds(space), candidate(space, (4, 4, 3))
     full, heavy = option(1, 0, 901, 0), option(2, 300, 601, 0)
-    spans = {0: front([full, heavy, option(9, 0, 600, 0)]), 1: front([option(4, 100, 500, 0)])}
-    assert bounds.seconds(shape, 1001, spans) == 5.0
-    assert bounds.seconds(shape, 1000, spans) >= 9.0
-    assert bounds.seconds(shape, 700, spans) == 13.0
-    assert bounds.seconds(shape, 699, spans) == inf
+    spans = [needs_of(front([full, heavy, option(9, 0, 600, 0)])), needs_of(front([option(4, 100, 500, 0)]))]
+    assert least_seconds(spans, 1001) == 5.0
+    assert least_seconds(spans, 1000) >= 9.0
+    assert least_seconds(spans, 700) == 13.0
+    assert least_seconds(spans, 699) == inf
 
 
 @given(seen=st.lists(OPTIONS, min_size=1, max_size=6))

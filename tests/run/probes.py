@@ -56,7 +56,7 @@ class Session:
             patch_out=patch,
             axis=self._axis,
             walks=walks,
-            work_ahead=lambda network: (0.25, 0.5),
+            work_ahead=lambda network: (0.0, 0.5),
         )
         self._read = np.full((2, *network.patch_in(patch)), np.nan)
         self._hook, self._crew, self._count = hook, crew, 0

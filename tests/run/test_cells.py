@@ -314,19 +314,22 @@ def test_to_begin_a_column_has_to_pay() -> None:
         assert len([1 for _ in range(9) if _taken(cells, cpu) is not None]) == most
 
 
-@pytest.mark.parametrize(("cuts", "seconds", "count"), [(0.0, 20.0, 3), (2.9, 20.0, 3), (3.1, 20.0, 0), (50.0, 9.0, 4)])
-def test_to_cut_a_stack_has_to_pay(cuts: float, seconds: float, count: int) -> None:
-    """Stacks are of 4 cells, of which each is worth a second of the GPU's."""
-    hands = {
-        "GPU": Hand(lambda box: (), 1.0, runs=True, cuts=cuts),
-        "CPU": Hand(lambda box: (), seconds, runs=False, walks=True),
-    }
-    cells = Cells(GRID, 0, hands, now=lambda: 0.0)
+def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
+    """Of 4, 4 and 1 steps across: what the GPU is predicted to take, and when the processor begins none more."""
+    cells = Cover((40, 9, 4), (10, 4, 4))
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 6.0, runs=False)}
+    shares = Cells(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
     gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
     for lane in (gpu, cpu):
-        cells.join(lane)
-    taken = [lease for _ in range(9) if (lease := _taken(cells, cpu)) is not None]
-    assert len(taken) == count
+        shares.join(lane)
+    taken = _taken(shares, gpu)
+    assert taken is not None
+    assert taken.indices == (2, 5, 8, 11)
+    assert taken.seconds == 1.0, "4 cells, a quarter as wide as others"
+    first = _taken(shares, cpu)
+    assert first is not None
+    assert first.indices == (0,)
+    assert _taken(shares, cpu) is None, "in 12 seconds the GPU does 1 and 7"
 
 
 def test_runs_walk_along_the_axis() -> None:

@@ -177,11 +177,13 @@ class Effort:
         self._whole = float(prod(plan.patch_out))
 
     def of(self, number: int) -> float:
-        """Of a step of a column."""
+        """Of a step of a column, counted from its first."""
         return self._whole * (self._ahead[number] if number < len(self._ahead) else 1.0)
 
-    def of_column(self, column: Column) -> float:
-        return sum(self.of(number) for number in range(len(column.steps)))
+    def of_steps(self, lease: Lease, column: Column) -> list[float]:
+        """Of a column of a lease: one that goes on has no steps before its output."""
+        first = len(self._ahead) if lease.goes_on else 0
+        return [self.of(first + number) for number in range(len(column.steps))]
 
 
 class Computing:
@@ -312,13 +314,13 @@ class Computing:
         self._land_step(turn, landed)
 
     def _turns(self, lease: Lease) -> Iterator[Turn]:
-        whole = sum(self._effort.of_column(column) for column in lease.columns)
-        share = sum(column.voxels for column in lease.columns) / whole
-        for index, column in enumerate(lease.columns):
+        efforts = [self._effort.of_steps(lease, column) for column in lease.columns]
+        share = sum(column.voxels for column in lease.columns) / sum(map(sum, efforts))
+        for index, (column, effort) in enumerate(zip(lease.columns, efforts, strict=True)):
             first = next(step.write for step in column.steps if step.write.voxels)
             for number, patch in enumerate(column.steps):
                 output = patch.write if patch.write.voxels else first
-                yield Turn(lease, index, number, output, share * self._effort.of(number))
+                yield Turn(lease, index, number, output, share * effort[number])
 
     def _take(self, queue: SimpleQueue[T | None]) -> T:
         item = queue.get()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
+from znnpy.planner.cells import seconds_per_cell
 from znnpy.planner.plan import Plan
 from znnpy.run.devices import Site
 from znnpy.run.hosted import HostedSession, session_of
@@ -51,16 +52,15 @@ def lanes_of(plan: Plan, sessions: Sessions, network: Network, done: Set[int] = 
 def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) -> Queue:
     if plan.beside is None:
         return Shares(plan.cover(network), done)
-    cell, beside = plan.seconds_per_cell, plan.beside
+    beside = plan.beside
     hands = {
         name: Hand(
             partial(session.plan.within, network=network),
-            cell[session.plan.device],
-            runs=session.plan is plan,
+            beside.seconds_per_step if session.plan is beside else seconds_per_cell(plan),
+            runs=session.plan is not beside,
             walks=session.plan is beside and beside.walks,
             begins=beside.seconds_to_begin if session.plan is beside else 0.0,
-            cuts=plan.columns_per_cell * plan.seconds_to_begin if session.plan is plan else 0.0,
         )
         for name, session in sessions.items()
     }
-    return Cells(plan.cells, plan.axis, hands, done)
+    return Cells(plan.cells, plan.axis, hands, done, step=plan.patch_out)

@@ -23,12 +23,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import ceil, prod
 from typing import Protocol
 
 from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.memory import PINNED
+from znnpy.shapes import Vec3
 
 LOOK_SECONDS = 0.5
 LOST_SECONDS = 480.0  # of one lease, as far as known: what a run that is killed computes again, in ten minutes at most
@@ -185,15 +186,15 @@ class Hand:
     runs: bool  # it takes several that lie behind each other, from the back; else one from the front
     walks: bool = False  # one that takes them singly has one column for all that lie behind each other
     begins: float = 0.0  # seconds more for the first cell of such a column
-    cuts: float = 0.0  # that one who takes runs loses where others take the first cells of a stack, and not all
 
 
 class Cells(Queue):
     """Cells of an output for lanes with plans of their own.
 
-    cells  patches of no overlap, as `Cover` makes them where no column walks
+    cells  patches that write without overlap, as `Cover` makes them where no column walks
     axis   along which those who take runs walk
     hands  by the names of lanes
+    step   patch of those who take runs: a cell at an edge is less to them, by the steps that it is less
     now    seconds of a clock
     """
 
@@ -203,6 +204,8 @@ class Cells(Queue):
         axis: int,
         hands: Mapping[str, Hand],
         done: Set[int] = frozenset(),
+        *,
+        step: Vec3 = (1, 1, 1),
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(cells, done)
@@ -210,8 +213,15 @@ class Cells(Queue):
         strides = (cells.counts[1] * cells.counts[2], cells.counts[2], 1)
         self._stride, self._long = strides[axis], cells.counts[axis]
         self._stacks: dict[int, list[int]] = {}  # of cells that nobody has begun, each in order along the axis
+        self._weights: dict[int, float] = {}  # of the cells of each, to those who take runs: 1 of most
+        across = [i for i in range(3) if i != axis]
+        most = prod(ceil(cells.patch[i] / step[i]) for i in across)
         for index in range(len(cells)):
-            stack = self._stacks.setdefault(self._place(index), [])
+            place = self._place(index)
+            if place not in self._stacks:
+                size = cells[index].steps[0].write.size
+                self._weights[place] = prod(ceil(size[i] / step[i]) for i in across) / most
+            stack = self._stacks.setdefault(place, [])
             if index not in done:
                 stack.append(index)
         self._spent = {name: [0.0, 0.0] for name in hands}  # seconds, and those predicted for what was computed
@@ -225,9 +235,9 @@ class Cells(Queue):
         return any(self._stacks.values())
 
     def _next(self, lane: Takes) -> Lease | None:
-        free = sum(map(len, self._stacks.values()))
-        if not free:
+        if not self._left():
             return None
+        free = sum(len(stack) * self._weights[place] for place, stack in self._stacks.items())
         hand = self._hands[lane.name]
         lease = self._run(lane, hand, free) if hand.runs else self._one(lane, hand, free)
         if lease is not None:
@@ -236,46 +246,33 @@ class Cells(Queue):
             self._last[lane.name] = lease.indices[-1]
         return lease
 
-    def _run(self, lane: Takes, hand: Hand, free: int) -> Lease:
+    def _run(self, lane: Takes, hand: Hand, free: float) -> Lease:
         """The last cells of the last stack, which lie behind each other."""
-        most = min(self._fair(lane, free), max(1, int(LOST_SECONDS / self._seconds(lane.name))))
+        stack = next(filter(None, reversed(self._stacks.values())))
+        weight = self._weights[self._place(stack[0])]
+        most = min(self._fair(lane, free, weight), max(1, int(LOST_SECONDS / self._seconds(lane.name))))
         if len(self._lanes) > 1 and not self._spent[lane.name][1]:
             most = max(1, most // 2)  # what is left is dealt by what was measured
-        stack = next(filter(None, reversed(self._stacks.values())))
         gaps = (count for count, (b, a) in enumerate(pairwise(reversed(stack)), 1) if b != a + self._stride)
         first = len(stack) - min(most, next(gaps, len(stack)))
         taken = tuple(stack[first:])
         del stack[first:]
-        return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=len(taken) * hand.seconds)
+        return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=len(taken) * weight * hand.seconds)
 
-    def _one(self, lane: Takes, hand: Hand, free: int) -> Lease | None:
+    def _one(self, lane: Takes, hand: Hand, free: float) -> Lease | None:
         """The first cell of the first stack; None where others are done with all before it is."""
         stack = next(filter(None, self._stacks.values()))
         index = stack[0]
         behind = index // self._stride % self._long > 0 and self._last.get(lane.name) == index - self._stride
         goes_on = hand.walks and behind
         seconds = hand.seconds + (0.0 if goes_on else hand.begins)
-        if not self._in_time(lane, seconds, free) or not (goes_on or self._pays(lane, hand, free, len(stack))):
+        if self._others(lane, self._busy(lane) + seconds * self._pace(lane.name)) >= free:
             return None
         del stack[0]
         columns = hand.columns(self._box((index,)))
         if goes_on:
             columns = [Column(tuple(step for step in column.steps if step.write.voxels)) for column in columns]
         return Lease((index,), columns, lane, "cell", goes_on, seconds)
-
-    def _in_time(self, lane: Takes, seconds: float, free: int) -> bool:
-        """What `lane` takes so long for, as predicted, ends before others have computed so many cells."""
-        return self._others(lane, self._busy(lane) + seconds * self._pace(lane.name)) < free
-
-    def _pays(self, lane: Takes, hand: Hand, free: int, long: int) -> bool:
-        """The cells of a stack that `lane` would take are worth that it is cut."""
-        ends = range(1, long + 1)
-        late = bisect_left(
-            ends, True, key=lambda n: not self._in_time(lane, hand.begins + n * hand.seconds, free - n + 1)
-        )
-        runs = [other.name for other in self._lanes if self._hands[other.name].runs]
-        worth = late / sum(1 / self._seconds(name) for name in runs) if runs else inf
-        return late == long or worth >= max((self._hands[name].cuts * self._pace(name) for name in runs), default=0.0)
 
     def _place(self, index: int) -> int:
         """Of its stack."""
@@ -294,11 +291,14 @@ class Cells(Queue):
         """For a cell behind others."""
         return self._hands[name].seconds * self._pace(name)
 
-    def _fair(self, lane: Takes, free: int) -> int:
+    def _fair(self, lane: Takes, free: float, weight: float) -> int:
         """Cells after which `lane` is done no sooner than the others are with the rest; one at least."""
-        busy, seconds = self._busy(lane), self._seconds(lane.name)
-        ends = range(1, free)
-        return 1 + bisect_left(ends, free, key=lambda count: count + self._others(lane, busy + count * seconds))
+        busy, seconds = self._busy(lane), weight * self._seconds(lane.name)
+
+        def done(count: int) -> float:
+            return count * weight + self._others(lane, busy + count * seconds)
+
+        return 1 + bisect_left(range(1, ceil(free / weight)), free, key=done)
 
     def _others(self, lane: Takes, seconds: float) -> int:
         """Cells that the other lanes are likely to begin and end within `seconds`."""

@@ -27,7 +27,7 @@ import numpy as np
 from znnpy.kernels.gpu.block.division import card_of, divide_multiple
 from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
-from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
+from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Precision, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -103,23 +103,35 @@ def _powers(most: int) -> list[int]:
 
 
 @cache
-def _tiles(division: _Division, itemsize: int) -> tuple[_Tile, ...]:
-    """That fit shared memory; the widest, whose input is smallest, first."""
+def _narrowest(division: _Division, itemsize: int) -> int:
+    """Voxels along x of the tiles that fit shared memory, at least: the wider a tile, the smaller its input."""
+    fitting = (wide for wide in _powers(division.voxels) if division.shared_bytes(wide, itemsize) <= MOST_SHARED)
+    return max(NARROWEST, next(fitting))
+
+
+@cache
+def _tiles(voxels: int, narrowest: int) -> tuple[_Tile, ...]:
+    """The widest, whose input is smallest, first."""
     found = []
-    for wide, lines in product(_powers(division.voxels), _powers(division.voxels)):
-        fits = wide * lines <= division.voxels and division.shared_bytes(wide, itemsize) <= MOST_SHARED
-        if wide >= NARROWEST and fits:
-            found.append(_Tile(wide, lines, division.voxels // (wide * lines)))
+    for wide, lines in product(_powers(voxels), _powers(voxels)):
+        if wide >= narrowest and wide * lines <= voxels:
+            found.append(_Tile(wide, lines, voxels // (wide * lines)))
     return tuple(sorted(found, key=lambda tile: (-tile.wide, tile.planes)))
 
 
 def _tile(out: Vec3, division: _Division, itemsize: int) -> _Tile:
     """The one that covers least beyond the image."""
-    return min(_tiles(division, itemsize), key=lambda tile: tile.count(out))
+    return _best_tile(out, division.voxels, _narrowest(division, itemsize))
+
+
+@lru_cache(maxsize=1024)  # of so many divisions of a layer few differ in it
+def _best_tile(out: Vec3, voxels: int, narrowest: int) -> _Tile:
+    return min(_tiles(voxels, narrowest), key=lambda tile: tile.count(out))
 
 
 def _blocks(shape: ConvShape, division: _Division) -> int:
-    return shape.batch * _tile(shape.out, division, shape.itemsize).count(shape.out) * division.blocks(shape.fout)
+    out = shape.out
+    return shape.batch * _tile(out, division, shape.itemsize).count(out) * division.blocks(shape.fout)
 
 
 def _room(gpu: Gpu) -> int:
@@ -159,7 +171,17 @@ def _by_the_paper(shape: ConvShape, gpu: Gpu, segments: Sequence[int]) -> _Divis
     block for each multiprocessor, else pixels become fewer: the paper's card has 28.
     None where the kernel has no such size.
     """
-    card = card_of(gpu)
+    fewest = card_of(gpu).multiprocessors
+    found = _within_bounds(shape.fin, shape.fout, shape.k, shape.precision, gpu, tuple(segments))
+    return next((division for division in found if _blocks(shape, division) >= fewest), None)
+
+
+@lru_cache(maxsize=256)  # images of all sizes have the same
+def _within_bounds(
+    fin: int, fout: int, k: Vec3, precision: Precision, gpu: Gpu, segments: tuple[int, ...]
+) -> tuple[_Division, ...]:
+    """The best number of filters within the paper's bounds, of pixels and segments in turn."""
+    card, shape, kept = card_of(gpu), ConvShape(1, fin, fout, k, k, precision=precision), []
     for voxels, segment in product(VOXELS, segments):
         channels, found = segment // shape.itemsize, []
         for maps in MAPS:
@@ -172,9 +194,9 @@ def _by_the_paper(shape: ConvShape, gpu: Gpu, segments: Sequence[int]) -> _Divis
         best = min(
             found, key=lambda division: (division.blocks(shape.fout) * division.maps, -division.maps), default=None
         )
-        if best is not None and _blocks(shape, best) >= card.multiprocessors:
-            return best
-    return None
+        if best is not None:
+            kept.append(best)
+    return tuple(kept)
 
 
 def _estimate(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]:
@@ -184,13 +206,21 @@ def _estimate(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Divisio
     next where these are too few.
     """
     card, found = card_of(gpu), []
-    for voxels, maps in product(VOXELS, MAPS):
-        division = _with_span(shape, _Division(segment // shape.itemsize, 1, voxels, maps), gpu)
-        step = _step_cycles(shape, division, card.products)
+    for division, steps, step in _sizes(shape.fin, shape.k, shape.precision, gpu, segment):
         rounds, rest = divmod(-(-_blocks(shape, division) // card.multiprocessors), RESIDENT)
         cycles = rounds * max(RESIDENT * step, card.latency) + (max(rest * step, card.latency) if rest else 0.0)
-        found.append((_steps(shape, division) * cycles, division))
+        found.append((steps * cycles, division))
     return min(found)
+
+
+@lru_cache(maxsize=256)  # images of all sizes have the same
+def _sizes(fin: int, k: Vec3, precision: Precision, gpu: Gpu, segment: int) -> tuple[tuple[_Division, int, float], ...]:
+    """All sizes that the kernel is made for, the steps of a block and the cycles of one."""
+    shape, found = ConvShape(1, fin, 1, k, k, precision=precision), []
+    for voxels, maps in product(VOXELS, MAPS):
+        division = _with_span(shape, _Division(segment // shape.itemsize, 1, voxels, maps), gpu)
+        found.append((division, _steps(shape, division), _step_cycles(shape, division, card_of(gpu).products)))
+    return tuple(found)
 
 
 def _step_cycles(shape: ConvShape, division: _Division, products: int) -> float:

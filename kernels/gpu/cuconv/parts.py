@@ -63,12 +63,14 @@ def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[i
     counts = [taps for taps in dict.fromkeys((1, kx, ky * kx)) if taps < kz * ky * kx and _fits(shape, taps)]
     counts.append(kz * ky * kx)
 
-    def clocks_of(choice: tuple[int, int]) -> float:
-        return clocks(cut(shape, *choice), kz * ky * kx, multiprocessors, units)
-
-    tried = [min(((side, taps) for taps in counts), key=clocks_of) for side in SIDES]
-    tried.append(min(((side, counts[0]) for side in SIDES), key=clocks_of))
-    return tuple(sorted(dict.fromkeys(tried), key=clocks_of))
+    spent = {
+        (side, taps): clocks(cut(shape, side, taps), kz * ky * kx, multiprocessors, units)
+        for side in SIDES
+        for taps in counts
+    }
+    tried = [min(((side, taps) for taps in counts), key=spent.__getitem__) for side in SIDES]
+    tried.append(min(((side, counts[0]) for side in SIDES), key=spent.__getitem__))
+    return tuple(sorted(dict.fromkeys(tried), key=spent.__getitem__))
 
 
 def clocks(c: Cut, all_taps: int, multiprocessors: int, units: str) -> float:

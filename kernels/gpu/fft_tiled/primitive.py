@@ -20,18 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from math import log2, prod
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.fft_tiled.spectra import (
-    WORDS,
-    KernelSpectra,
-    packed_bytes,
-    preparing_bytes,
-    slab_frequencies,
-    transform_kernels,
-)
+from znnpy.kernels.gpu.fft_tiled.covered import Covered, covered, kernel_bytes, tiles_for
+from znnpy.kernels.gpu.fft_tiled.spectra import WORDS, KernelSpectra, packed_bytes, transform_kernels
 from znnpy.kernels.gpu.fft_tiled.streaming import KernelStream
 from znnpy.kernels.gpu.fft_tiled.tiles import (
     COLUMN_THREADS,
@@ -40,18 +34,17 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
     POOL_COLUMNS,
     POOL_ROWS,
     POOL_THREADS,
-    SIDES,
-    SIDES_Z,
     TYPES,
     Cover,
     Group,
     PlaneBlock,
     Spectra,
+    Tiling,
     frequencies,
     padded,
     plane_block,
 )
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv
+from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import ACTIVATIONS, ConvShape, text
 
 if TYPE_CHECKING:
@@ -61,8 +54,6 @@ if TYPE_CHECKING:
 
 GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra there are at a time
 STREAMED_FROM = 2**26  # bytes of kernel spectra: where they are fewer, they are kept on the device in any case
-EXCESS = 1.3  # times the least volume that tiles cover together: those that cover more are slower
-_FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
 _WARP = 32
 _CHUNK = 160  # of the product's depth that is in shared memory at a time
 
@@ -170,99 +161,58 @@ class ConvFftTiled:
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         shape = as_conv(shape)
         spectra = spectra_for(shape)
-        found: dict[Variant, None] = {}
+        found: list[Variant] = []
         for tile in self._tiles(shape, machine):
-            tiles = Cover(shape, tile, 1).tiles
-            for group in GROUPS:
-                for kernels in ("kept", "streamed"):
-                    if kernels == "kept" or packed_bytes(shape.fin, shape.fout, tile, spectra) >= STREAMED_FROM:
-                        variant = Variant.of(tile=tile, group=min(group, tiles), spectra=spectra, kernels=kernels)
-                        found[variant] = None
+            tiles = Tiling.of(shape, tile).tiles
+            streams = packed_bytes(shape.fin, shape.fout, tile, spectra) >= STREAMED_FROM
+            found.extend(
+                _variant(tile, group, spectra, kernels)
+                for group in dict.fromkeys(min(group, tiles) for group in GROUPS)
+                for kernels in (("kept", "streamed") if streams else ("kept",))
+            )
         return tuple(found)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
-        shape, cover, spectra = _of(shape, variant)
+        shape, (cover, spectra, scratch, _) = _of(shape, variant)
         whole = cover.count == 1  # all of the input is read before the output is written
-        tile = variant.size("tile")
-        names = ("columns", "spectra", "products", "results")
-        packed, streamed = packed_bytes(shape.fin, shape.fout, tile, spectra), _streams(variant)
-        count = frequencies(tile)
-        slabs = Scratch("kernels", 2 * packed // count * slab_frequencies(count), 2, 2)
+        streamed = _streams(variant)
+        packed, slabs, preparing = kernel_bytes(shape.fin, shape.fout, shape.k, cover.tile, spectra, streamed)
         footprint = Footprint(
             resident=4 * shape.fout + (0 if streamed else packed),
             host=packed if streamed else 0,
             input_until=0 if whole else 4,
             output_from=4 if whole else 0,
             stages=5,
-            scratch=(
-                *(
-                    Scratch(name, nbytes, stage, stage + 1)
-                    for stage, (name, nbytes) in enumerate(zip(names, cover.most_bytes(spectra), strict=True))
-                ),
-                *((slabs,) if streamed else ()),
-            ),
+            scratch=(*scratch, Scratch("kernels", slabs, 2, 2)) if streamed else scratch,
             reads_carried=True,
             reads_peak=True,
             raises_peak=True,
         )
-        preparing = preparing_bytes(shape.fin, shape.k, tile, spectra, streamed=streamed)  # before there is an arena
-        return replace(footprint, allowance=max(0, preparing - footprint.working(shape)))
+        largest = max([nbytes for _, nbytes, _, _ in scratch])
+        if preparing <= largest or preparing <= (working := footprint.working(shape)):
+            return footprint
+        return replace(footprint, allowance=preparing - working)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        shape, cover, spectra = _of(shape, variant)
-        tile = cover.tile
-        fin, fout = padded(shape.fin), padded(shape.fout)
-        kept = frequencies(tile) * cover.tiles * NUMBER[spectra]  # bytes of one map's spectra
-        slabs = shape.batch * cover.grid[0] * tile[0] // 2 * NUMBER[spectra]
-        columns = slabs * prod(shape.n[1:]), slabs * prod(shape.unpooled[1:])  # and of its columns
-        ends = shape.in_bytes, shape.out_bytes
-        # A complex transform of n points is 5 n log2 n flops, and two maps share one.
-        along_z = 2.5 * shape.batch * cover.grid[0] * tile[0] * log2(tile[0])
-        # Windows along x and y overlap from warp to warp and from block to block.
-        again = prod(
-            1 + (side - 1) / taken for side, taken in zip(shape.pool[1:], (POOL_ROWS, POOL_COLUMNS - 1), strict=True)
-        )
-        planes = 2.5 * prod(tile) * log2(tile[1] * tile[2]) * cover.tiles
-        unit = _FFT[tile[1]]
-        times = 3 if spectra == "split" else 1
-        kernels = cover.count * packed_bytes(shape.fin, shape.fout, tile, spectra)
-        moved = kept * (fin + fout) + kernels
-        return (
-            Work("gpu_fft16", along_z * prod(shape.n[1:]) * fin, float(ends[0] + columns[0] * fin)),
-            Work(unit, planes * fin, float((columns[0] + kept) * fin)),
-            Work(
-                "gpu_split_product" if spectra == "split" else "gpu_half_product",
-                8.0 * times * frequencies(tile) * cover.tiles * fin * fout,
-                float(moved),
-            ),
-            Work(unit, planes * fout, float((columns[1] + kept) * fout)),
-            Work("gpu_fft16", again * along_z * prod(shape.unpooled[1:]) * fout, float(ends[1] + columns[1] * fout)),
-            *((Work("gpu_upload", 0.0, float(kernels)),) if _streams(variant) else ()),
-        )
+        shape, (cover, spectra, _, stages) = _of(shape, variant)
+        if not _streams(variant):
+            return stages
+        kernels = cover.count * packed_bytes(shape.fin, shape.fout, cover.tile, spectra)
+        return (*stages, Work("gpu_upload", 0.0, float(kernels)))
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Any) -> KernelSpectra:
         assert weights is not None
         return transform_kernels(weights, variant.size("tile"), _spectra(variant), device, streamed=_streams(variant))
 
     def bind(self, resident: KernelSpectra, shape: LayerShape, variant: Variant, device: Any) -> _Step:
-        shape, cover, spectra = _of(shape, variant)
+        shape, (cover, spectra, _, _) = _of(shape, variant)
         stream = KernelStream(resident, device) if _streams(variant) else None
         return _Step(resident, shape, cover, spectra, device, stream)
 
     def _tiles(self, shape: ConvShape, machine: Machine) -> Sequence[Vec3]:
-        """Tiles that hold the kernel, fit a block, and do not cover much more than the best do."""
         assert machine.gpu is not None
-        shared, spectra = machine.gpu.shared_block_bytes, spectra_for(shape)
-        covered: dict[Vec3, int] = {}
-        least = shape.k[0] + shape.pool[0] - 1, *shape.k[1:]  # a window along z is of one tile
-        for z, side in product(SIDES_Z, SIDES):
-            tile = z, side, side
-            fits = all(plane_block(side, spectra, padded(maps), shared) for maps in (shape.fin, shape.fout))
-            if fits and all(length >= needed for length, needed in zip(tile, least, strict=True)):
-                covered[tile] = Cover(shape, tile, 1).tiles * frequencies(tile)
-        fewest = min(covered.values(), default=0)
-        return tuple(tile for tile, numbers in covered.items() if numbers <= EXCESS * fewest)
+        return tiles_for(shape, spectra_for(shape), machine.gpu.shared_block_bytes)
 
 
 class _Step:
@@ -420,9 +370,19 @@ class _Step:
         )
 
 
-def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, Cover, Spectra]:
+def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, Covered]:
     shape = as_conv(shape)
-    return shape, Cover(shape, variant.size("tile"), variant.count("group")), _spectra(variant)
+    return shape, covered(shape, *_words(variant))
+
+
+@lru_cache(maxsize=256)  # thousands of shapes have the same few
+def _variant(tile: Vec3, group: int, spectra: Spectra, kernels: str) -> Variant:
+    return Variant.of(tile=tile, group=group, spectra=spectra, kernels=kernels)
+
+
+@lru_cache(maxsize=256)
+def _words(variant: Variant) -> tuple[Vec3, int, Spectra]:
+    return variant.size("tile"), variant.count("group"), _spectra(variant)
 
 
 def _spectra(variant: Variant) -> Spectra:

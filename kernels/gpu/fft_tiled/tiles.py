@@ -8,11 +8,11 @@ each has the whole of its windows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from znnpy.shapes import ConvShape, Vec3, ceil_divide, valid
 
@@ -103,8 +103,7 @@ def padded(maps: int) -> int:
     return -(-maps // MAPS) * MAPS
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Tiles whose spectra there are at a time."""
 
     first: int  # slab
@@ -119,6 +118,25 @@ class Group:
         return self.slabs * self.rows * self.columns
 
 
+class Tiling(NamedTuple):
+    """How tiles lie over a layer, whatever groups they are taken in."""
+
+    unpooled: Vec3  # results of an image
+    step: Vec3  # of one tile along y and x, windows along z
+    windows: Vec3  # of an image
+    grid: Vec3  # tiles of one image, the most that groups of whole slabs have
+    tiles: int  # of all images
+
+    @classmethod
+    @lru_cache(maxsize=64)  # plans ask for all groups of a tile, and of all tiles of a shape, one after the other
+    def of(cls, shape: ConvShape, tile: Vec3) -> Tiling:
+        unpooled = shape.unpooled
+        z, y, x = valid(tile, shape.k)
+        step, windows = (z - (shape.pool[0] - 1), y, x), valid(unpooled, shape.pool)
+        grid = ceil_divide((windows[0], unpooled[1], unpooled[2]), step)
+        return cls(unpooled, step, windows, grid, shape.batch * prod(grid))
+
+
 @dataclass(frozen=True)
 class Cover:
     """The tiles that cover a layer, in groups of about `group` or fewer; at least one row of them along x.
@@ -129,29 +147,22 @@ class Cover:
     shape: ConvShape
     tile: Vec3
     group: int
+    unpooled: Vec3 = field(init=False)  # and what else Tiling says
+    step: Vec3 = field(init=False)
+    windows: Vec3 = field(init=False)
+    grid: Vec3 = field(init=False)
+    tiles: int = field(init=False)
+    count: int = field(init=False)  # how many groups there are; plans ask for thousands of covers and need no more
+    _rows: Sequence[tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def step(self) -> Vec3:
-        """Results of one tile along y and x, windows along z."""
-        z, y, x = valid(self.tile, self.shape.k)
-        return z - (self.shape.pool[0] - 1), y, x
+    def __post_init__(self) -> None:
+        known = vars(self)
+        known.update(zip(Tiling._fields, Tiling.of(self.shape, self.tile), strict=True))
+        known["_rows"] = rows = self._rows_of_slab()
+        _, y, x = self.grid
+        known["count"] = self._slabs * len(rows) if rows else -(-self._slabs // max(1, self.group // (y * x)))
 
-    @cached_property
-    def windows(self) -> Vec3:
-        return valid(self.shape.unpooled, self.shape.pool)
-
-    @cached_property
-    def grid(self) -> Vec3:
-        """Tiles of one image, the most that groups of whole slabs have."""
-        z, y, x = ceil_divide((self.windows[0], *self.shape.unpooled[1:]), self.step)
-        return z, y, x
-
-    @cached_property
-    def tiles(self) -> int:
-        """Of all images."""
-        return self.shape.batch * prod(self.grid)
-
-    @cached_property
+    @property
     def groups(self) -> Sequence[Group]:
         """As equal as may be."""
         _, y, x = self.grid
@@ -159,14 +170,7 @@ class Cover:
             return [Group(lo, hi - lo, 0, y, x) for lo, hi in _pieces(self._slabs, self.count)]
         return [Group(slab, 1, lo, hi - lo, x, twice) for slab in range(self._slabs) for lo, hi, twice in self._rows]
 
-    @cached_property
-    def count(self) -> int:
-        """How many groups there are; plans ask for thousands of covers and need no more."""
-        if self._rows:
-            return self._slabs * len(self._rows)
-        return -(-self._slabs // max(1, self.group // prod(self.grid[1:])))
-
-    @cached_property
+    @property
     def largest(self) -> Sequence[Group]:
         """Groups that none is larger than: one of whole slabs, or those of the first slab."""
         _, y, x = self.grid
@@ -174,12 +178,11 @@ class Cover:
             return [Group(0, -(-self._slabs // self.count), 0, y, x)]
         return [Group(0, 1, lo, hi - lo, x, twice) for lo, hi, twice in self._rows]
 
-    @cached_property
+    @property
     def _slabs(self) -> int:
         return self.shape.batch * self.grid[0]
 
-    @cached_property
-    def _rows(self) -> Sequence[tuple[int, int, int]]:
+    def _rows_of_slab(self) -> Sequence[tuple[int, int, int]]:
         """Of the groups of one slab: first, end, and those they have twice; empty where groups are of whole slabs."""
         _, y, x = self.grid
         if self.group >= y * x:
@@ -201,24 +204,26 @@ class Cover:
     def rows_out(self, group: Group) -> tuple[int, int]:
         """First row along y of the results that a group has, and how many; windows begin in all but py - 1 of them."""
         first = group.row * self.step[1] - group.overlap
-        return first, min(self.shape.unpooled[1] - first, group.rows * self.step[1])
+        return first, min(self.unpooled[1] - first, group.rows * self.step[1])
 
     def bytes_of(self, group: Group, spectra: Spectra) -> tuple[int, int, int, int]:
         """Of what is between the kernels: columns transformed along z, spectra, products, columns of the result."""
         fin, fout = padded(self.shape.fin), padded(self.shape.fout)
-        planes = group.slabs * self.tile[0] // 2
-        numbers = (
+        planes = NUMBER[spectra] * (group.slabs * self.tile[0] // 2)
+        kept = NUMBER[spectra] * frequencies(self.tile) * group.tiles
+        return (
             planes * self.rows_in(group)[1] * self.shape.n[2] * fin,
-            frequencies(self.tile) * group.tiles * fin,
-            frequencies(self.tile) * group.tiles * fout,
-            planes * self.rows_out(group)[1] * self.shape.unpooled[2] * fout,
+            kept * fin,
+            kept * fout,
+            planes * self.rows_out(group)[1] * self.unpooled[2] * fout,
         )
-        a, b, c, d = (count * NUMBER[spectra] for count in numbers)
-        return a, b, c, d
 
     def most_bytes(self, spectra: Spectra) -> tuple[int, int, int, int]:
         """The largest of any group."""
-        a, b, c, d = (max(sizes) for sizes in zip(*(self.bytes_of(g, spectra) for g in self.largest), strict=True))
+        first, *others = (self.bytes_of(group, spectra) for group in self.largest)
+        if not others:
+            return first
+        a, b, c, d = map(max, zip(first, *others, strict=True))
         return a, b, c, d
 
 

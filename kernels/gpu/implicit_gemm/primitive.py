@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.kernels.primitive import ConvWeights
-    from znnpy.machine import Machine
-    from znnpy.shapes import LayerShape
+    from znnpy.machine import Gpu, Machine
+    from znnpy.shapes import ConvShape, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +52,8 @@ class ConvImplicitGemm:
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         """On tensor cores first, where they may be used; weights are stored for the precision."""
-        shape = as_conv(shape)
         assert machine.gpu is not None
-        found = []
-        if warpgroup.applies(Lowering.of(shape), machine.gpu):
-            found.append(Variant.of(units="warpgroup", precision=shape.precision))
-        if shape.activation != "softmax" and machine.gpu.capability >= (8, 0):
-            plan = tensor.plan_of(Lowering.of(shape), shape.batch, machine.gpu.shared_block_bytes)
-            if plan is not None:
-                found.append(Variant.of(units="tensor", precision=shape.precision))
-        if shape.precision != "fp32" or prod(shape.k) * shape.fin <= floats.MOST_TERMS:
-            found.append(Variant.of(units="float"))
-        return tuple(found)
+        return _variants(as_conv(shape), machine.gpu)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
@@ -102,6 +93,20 @@ class ConvImplicitGemm:
         if variant.word("units") == "warpgroup":
             return _Step(warpgroup.WarpgroupProduct(resident, Lowering.of(shape), shape.batch, device))
         return _Step(tensor.TensorProduct(resident, Lowering.of(shape), shape.batch, device))
+
+
+@lru_cache(maxsize=2)  # why_not and variants of a shape are asked for one after the other
+def _variants(shape: ConvShape, gpu: Gpu) -> tuple[Variant, ...]:
+    problem, found = Lowering.of(shape), []
+    if warpgroup.applies(problem, gpu):
+        found.append(Variant.of(units="warpgroup", precision=shape.precision))
+    if shape.activation != "softmax" and gpu.capability >= (8, 0):
+        plan = tensor.plan_of(problem, shape.batch, gpu.shared_block_bytes)
+        if plan is not None:
+            found.append(Variant.of(units="tensor", precision=shape.precision))
+    if shape.precision != "fp32" or prod(shape.k) * shape.fin <= floats.MOST_TERMS:
+        found.append(Variant.of(units="float"))
+    return tuple(found)
 
 
 class _Step:

@@ -159,6 +159,22 @@ def _shared_bytes(plan: Plan, stride: Vec3, precision: Precision) -> int:
     return SIZES_BYTES + planes + OFFSET_BYTES * offsets + 2 * rows * PITCH * FLOAT16
 
 
+@lru_cache(maxsize=256)  # of images of all sizes
+def _fitting(
+    fin: int, fout: int, k: Vec3, precision: Precision, stride: Vec3, shared: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Tiles along y and x of which some planes fit with one tap: the most planes, and rows of the region of one."""
+    matrix = matrix_of(fin, k)
+    block, found = block_of(fout, precision, folded=is_folded(matrix, fin)), []
+    for ty, tx in product(SIDES, SIDES):
+        depths = range(block.voxels // (ty * tx), 0, -1)
+        plans = (Plan(matrix, block, (depth, ty, tx), 1) for depth in depths)
+        most = next((plan.tile[0] for plan in plans if _shared_bytes(plan, stride, precision) <= shared), 0)
+        if most:
+            found.append((ty, tx, most, region_rows(matrix, stride, (1, ty, tx))))
+    return tuple(found)
+
+
 @lru_cache(maxsize=4096)
 def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
     """The tile that costs least: products of voxels that are not there count, and what is loaded.
@@ -173,18 +189,16 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
         return _shared_bytes(Plan(matrix, block, tile, group), stride, problem.precision) <= shared
 
     best, least = None, inf
-    for ty, tx in product(SIDES, SIDES):
-        if ty * tx > block.voxels or ty >= 2 * my or tx >= 2 * mx:
+    for ty, tx, deepest, rows in _fitting(problem.fin, problem.fout, problem.k, problem.precision, stride, shared):
+        if ty >= 2 * my or tx >= 2 * mx:
             continue
-        tile = min(block.voxels // (ty * tx), planes), ty, tx
-        while tile[0] > 1 and not fits(tile):
-            tile = tile[0] // 2, ty, tx
-        if not fits(tile):
-            continue
-        rows = region_rows(matrix, stride, tile)
-        cost = tiles_of(problem, images, tile) * (block.voxels * taps + LOADED * rows)
+        depth = min(block.voxels // (ty * tx), planes)
+        while depth > deepest:
+            depth //= 2
+        tiles = -(-planes // depth) * -(-my // ty) * -(-mx // tx)
+        cost = tiles * (block.voxels * taps + LOADED * (depth * rows))
         if cost <= least:  # of equals the one that is longer along x
-            best, least = tile, cost
+            best, least = (depth, ty, tx), cost
     if best is None:
         return None
     most = min(taps, MOST_GROUP)

@@ -192,19 +192,31 @@ def shared_of(gpu: Gpu) -> int:
 @lru_cache(maxsize=4096)
 def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
     """The tile that costs least. None where no tile and one tap fit `shared` bytes."""
-    matrix, maps = Matrix.of(problem.fin, problem.k), maps_of(problem.fout, problem.precision)
-    best, least = None, inf
-    for row, counts in product(ROWS, _arranged(matrices_of(maps, problem.precision))):
+    best, least, (mz, my, mx), flat = None, inf, problem.out, is_flat(problem)
+    for plan, each in _cuts(problem.fin, problem.fout, problem.k, problem.precision, shared):
+        planes, lines, wide = plan.tile
+        if planes > 2 * max(images, mz):
+            continue
+        along_z = -(-images * mz // planes) if flat else images * -(-mz // planes)
+        cost = along_z * -(-my // lines) * -(-mx // wide) * each
+        if cost < least:
+            best, least = plan, cost
+    return best
+
+
+@lru_cache(maxsize=256)  # images of all sizes are cut in the same ways
+def _cuts(fin: int, fout: int, k: Vec3, precision: Precision, shared: int) -> tuple[tuple[Plan, float], ...]:
+    """All plans that fit `shared` bytes, and the cycles of one tile."""
+    matrix, maps, found = Matrix.of(fin, k), maps_of(fout, precision), []
+    for row, counts in product(ROWS, _arranged(matrices_of(maps, precision))):
         extent = 7 * row[0] + 1, 7 * row[1] + 1, 64 if row[2] else 8
         tile = counts[0] * extent[0], counts[1] * extent[1], counts[2] * extent[2]
-        if tile[0] > 2 * max(images, problem.out[0]):
-            continue
         # One plane of k at once: its kernels lie in the same order where a stage has one chunk.
         for depth in (matrix.k[0], 1)[: 2 if matrix.at_once == 1 < matrix.k[0] else 1]:
-            plan = _grouped(Plan(matrix, maps, tile, row, depth, 1), problem.precision, shared)
-            if plan is not None and (cost := cycles_of(plan, problem, images)) < least:
-                best, least = plan, cost
-    return best
+            plan = _grouped(Plan(matrix, maps, tile, row, depth, 1), precision, shared)
+            if plan is not None:
+                found.append((plan, _tile_cycles(plan, precision)))
+    return tuple(found)
 
 
 def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
@@ -222,13 +234,17 @@ def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
 
 def cycles_of(plan: Plan, problem: Lowering, images: int) -> float:
     """Of a multiprocessor, for one slice of maps."""
-    matrices, folded = matrices_of(plan.maps, problem.precision), plan.matrix.folded
-    products = plan.matrix.products * matrices * (3 if problem.precision == "fp32" else 1) * plan.maps / 2
+    return prod(tiles_of(problem, images, plan.tile)) * _tile_cycles(plan, problem.precision)
+
+
+def _tile_cycles(plan: Plan, precision: Precision) -> float:
+    """The same of one tile."""
+    matrices, folded = matrices_of(plan.maps, precision), plan.matrix.folded
+    products = plan.matrix.products * matrices * (3 if precision == "fp32" else 1) * plan.maps / 2
     pieces = plan.stages * plan.matrix.pieces * plan.region_rows
     rounds = plan.stages * -(-plan.taps // plan.group)
-    beside = MATRIX_CYCLES[problem.precision] * matrices + ROUND_CYCLES[problem.precision] * rounds
-    each = products + beside + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES)[problem.precision]
-    return prod(tiles_of(problem, images, plan.tile)) * each
+    beside = MATRIX_CYCLES[precision] * matrices + ROUND_CYCLES[precision] * rounds
+    return products + beside + pieces * (FOLDED_CYCLES if folded else PIECE_CYCLES)[precision]
 
 
 def flops_of(problem: Lowering, images: int, shared: int) -> float:
