@@ -63,6 +63,7 @@ ARITHMETIC = {  # which product limits which unit of work
     "gpu_cudnn_tf32": "tf32",
     "gpu_cudnn_fp16": "fp16",
     "gpu_upload": "fp32",
+    "gpu_link": "fp32",
 }
 
 

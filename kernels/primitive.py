@@ -52,7 +52,8 @@ Unit = Literal[
     "gpu_block",
     "gpu_cuconv",
     "gpu_stream",  # poolings, copies
-    "gpu_upload",  # from pinned memory of the host
+    "gpu_upload",  # from pinned memory of the host, by a kernel's side: what it takes of the kernel's time
+    "gpu_link",  # copies between pinned memory of the host and the device, one way
     "gpu_cufft",
     "gpu_cudnn_fp32",
     "gpu_cudnn_tf32",

@@ -91,6 +91,7 @@ GPU_RATES: Mapping[Unit, Rate] = {
     "gpu_cudnn_tf32": Rate(flops=140e12, nbytes=3.0e12),
     "gpu_cudnn_fp16": Rate(flops=230e12, nbytes=3.0e12),
     "gpu_upload": Rate(flops=25e12, nbytes=50e9),  # scaled as memory is: less than most cards reach
+    "gpu_link": Rate(flops=25e12, nbytes=50e9),
 }
 UNSEEN_UNITS = frozenset(unit for unit, rate in GPU_RATES.items() if rate == UNSEEN)
 GPU_STAGE_SECONDS = 3e-5  # to queue a kernel from Python, which is what short ones wait for (2026-11-21: 35 to 50 µs)

@@ -221,7 +221,9 @@ def _sides(plan: Plan) -> str:
     front, back = plan.seconds_of_sides
     last = plan.choices[plan.hosted - 1].layers[1]
     layers = f"layers 0 to {last} run" if last else "layer 0 runs"
-    handed = f"{human_bytes(plan.handover_bytes)} are handed over in {human_seconds(plan.handover_seconds)} of that"
+    handed = (
+        f"{human_bytes(plan.handover_bytes)} are handed over, for which it waits {human_seconds(plan.handover_seconds)}"
+    )
     times = f"{human_seconds(front)} and {human_seconds(back)}; {handed}"
     if not plan.overlaps:
         return f"{layers} with tensors in RAM before the GPU runs the others: {times}"

@@ -62,7 +62,7 @@ class Both:
     memory: Memory
     tensors: tuple[Tensor, ...]  # of the GPU, all together
     seconds: float  # for the whole output
-    handover_seconds: float  # of a step
+    handover_seconds: float  # of a step, in which the GPU waits
 
     @property
     def column_seconds(self) -> float:
@@ -181,7 +181,9 @@ class HostedSearch:
 
     def _least(self, back: Part, front_seconds: float, back_seconds: float) -> float:
         """Seconds for the whole output at the least: side by side neither waits for the other."""
-        behind = back_seconds + back.whole.steps[back.layers[0][0] - 1] * self._handover_seconds(back)
+        steps, whole = back.whole.steps[back.layers[0][0] - 1], back.parts[0] * self._upload_seconds(back)
+        images = back.whole.shapes[back.layers[0][0] - 1].out_shape[0]  # the first of which goes up by itself
+        behind = max(back_seconds + steps * whole / images, steps * whole)
         return max(front_seconds, behind) if self.overlaps else front_seconds + behind
 
     def _short_enough(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:
@@ -240,7 +242,8 @@ class HostedSearch:
 
     def _both(self, whole: Candidate, theta: int, front: Found, back: Found) -> Both:
         """Of a shape, side by side or one after the other."""
-        handed = self._handover_seconds(back.candidate)
+        once = sum(way.parts * way.seconds for _, way in back.ways)
+        handed = waiting_seconds(self._upload_seconds(back.candidate), back.candidate.parts[0], once)
         network, patch = whole.space.network, whole.patch
         edges = self.itemsize_in * network.input_channels * prod(whole.new)
         edges += self.itemsize_out * network.output_channels * prod(patch)
@@ -265,11 +268,11 @@ class HostedSearch:
         )
         return Both(whole, theta, front, back, memory, tensors, spent, handed)
 
-    def _handover_seconds(self, back: Candidate) -> float:
-        """Of a step: each part goes up before it is computed."""
+    def _upload_seconds(self, back: Candidate) -> float:
+        """Of one part of what is handed over in a step."""
         shape = back.shapes[0]
         nbytes = shape.in_bytes // shape.in_shape[1] * back.new[0]
-        return back.parts[0] * seconds((Work("gpu_upload", 0.0, float(nbytes)),), self.gpu.rates)
+        return seconds((Work("gpu_link", 0.0, float(nbytes)),), self.gpu.rates)
 
     def _sides(
         self, whole: Candidate, theta: int, at_once: tuple[int, ...]
@@ -406,6 +409,14 @@ class HostedSearch:
 
     def _lacks(self, found: Both) -> tuple[int, int]:
         return sum(found.memory.over(self.limits)), found.memory.peak + found.memory.vram
+
+
+def waiting_seconds(upload: float, parts: int, once: float) -> float:
+    """That a GPU stands still in a step: the first part goes up before it is computed, each later one meanwhile.
+
+    upload  seconds of one part; once: of all that is computed in the step
+    """
+    return upload + (parts - 1) * max(0.0, upload - once / parts)
 
 
 def _ran(found: Found) -> list[tuple[int, float]]:

@@ -132,7 +132,7 @@ class Plan:
     overlaps: bool = False  # the hosted choices of a step run while the GPU is at the step before
     host_tensors: tuple[Tensor, ...] = ()  # in the host's arena
     feeders: Annotated[int, Field(ge=0)] = 0  # of the threads allowed: they feed GPUs while hosted choices run
-    handover_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # of a step: what they give goes to the GPU
+    handover_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # of a step: the GPU waits for what they give
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def seconds_of_sides(self) -> tuple[float, float]:
-        """The same of hosted choices, and of the others with the way of what is handed over."""
+        """The same of hosted choices, and of the others with their wait for what is handed over."""
         spent = [times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True)]
         return sum(spent[: self.hosted]), self.handover_seconds + sum(spent[self.hosted :])
 

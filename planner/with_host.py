@@ -72,7 +72,7 @@ class WithHost:
     @property
     def speeds(self) -> Speeds:
         """As if the link waited for each copy of the host, whose threads make those up and those down in turn."""
-        link = 1 / (1 / self.gpu.of("gpu_upload").nbytes + COPIED / self.host.of("copy").nbytes)
+        link = 1 / (1 / self.gpu.of("gpu_link").nbytes + COPIED / self.host.of("copy").nbytes)
         return Speeds(upload=link, download=link, memory=self.gpu.carrying)
 
     def least(self, shape: LayerShape) -> float:

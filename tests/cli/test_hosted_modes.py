@@ -189,7 +189,7 @@ def test_the_plan_says_where_layers_run(place: Place, mode: str) -> None:
 def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
     """A GPU that is slower than the processor, and a link as fast as ever."""
     rates = assumed_rates(machine, 1, "gpu")
-    return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"))
+    return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 
 
 def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,7 +399,7 @@ def test_the_fastest_of_all_inner_primitives_is_taken() -> None:
 def test_work_is_that_of_all_sub_layers_and_of_the_link() -> None:
     shape = ConvShape(2, 5, 7, (9, 8, 7), (3, 2, 4), "relu")
     up, inner, sums, down = HOST_RAM.work(shape, variant(shape, planes=3, maps_in=2, maps_out=4))
-    assert (up.unit, inner.unit, sums.unit, down.unit) == ("gpu_upload", "gpu_direct", "gpu_stream", "gpu_upload")
+    assert (up.unit, inner.unit, sums.unit, down.unit) == ("gpu_link", "gpu_direct", "gpu_stream", "gpu_link")
     planes = 7 + 3 * 2  # of three chunks, with those they share
     maps = 5 + (5 - 2 - 1)  # one of three groups goes up again
     assert up.nbytes == 2 * planes * 8 * 7 * maps * 4
@@ -413,7 +413,7 @@ def test_work_is_that_of_all_sub_layers_and_of_the_link() -> None:
     assert inner.flops == 2 * sum(work.flops for work in every)
     whole = HOST_RAM.work(shape, variant(shape, images=2))
     (plain,) = direct.work(shape, Variant.of(kernel="shared"))
-    assert [work.unit for work in whole] == ["gpu_upload", "gpu_direct", "gpu_upload"]
+    assert [work.unit for work in whole] == ["gpu_link", "gpu_direct", "gpu_link"]
     assert (whole[1].flops, whole[1].nbytes) == (plain.flops, plain.nbytes)
 
 

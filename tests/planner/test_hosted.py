@@ -41,7 +41,7 @@ ON_GPU = on_gpu(SLOW, replace(OVER, reads_carried=True), BOTH, POOL, FILTER, MAX
 HOST_RATES = CARRYING
 FEWER = replace(HOST_RATES, slower=(THREADS + 1) / THREADS)
 LINK = 1 / (1 / UPLOAD + COPIED / HOST_RATES.of("copy").nbytes)  # bytes per second, those that the host copies
-GPU_RATES = Rates({**CARRYING.scaled(1.5, 1.0).units, "gpu_upload": Rate(flops=1e12, nbytes=UPLOAD)}, stage_seconds=0.0)
+GPU_RATES = Rates({**CARRYING.scaled(1.5, 1.0).units, "gpu_link": Rate(flops=1e12, nbytes=UPLOAD)}, stage_seconds=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,8 @@ class Cut:
 
     front: tuple[Half, ...]
     back: tuple[Half, ...]
-    upload: float  # of a step
+    upload: float  # of a part of what is handed over
+    parts: int
     columns: int
     edges: float
 
@@ -182,7 +183,7 @@ def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps:
     ram += writing_bytes(network.output_channels, whole.patch, 4, steps=writes, device="gpu")
     ram += (2 if overlaps else 1) * handed
     vram = CONTEXT + staging_bytes(part, out_bytes, writes=writes)
-    upload = whole.shapes[theta - 1].out_shape[0] // behind[0].batch * part / UPLOAD
+    parts, upload = whole.shapes[theta - 1].out_shape[0] // behind[0].batch, part / UPLOAD
     back, front = [], tuple(
         half(runs, new[0], [1] * len(runs), FEWER if overlaps else HOST_RATES, ram, on_gpu=False)
         for runs in ways(whole.shapes[:theta], steps[:theta], ON_CPU if overlaps else (*ON_CPU, IN_HOST))
@@ -191,7 +192,7 @@ def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps:
         times = loops([*whole.shapes[:theta], *(run.shape for run in runs)])[theta:]
         fed = whole.shapes[theta - 1].out[0]
         back.append(half(runs, fed, times, GPU_RATES, vram, on_gpu=True))
-    return Cut(front, tuple(back), upload, len(whole.cover), (raw_bytes + out_bytes) / EDGE_BYTES)
+    return Cut(front, tuple(back), upload, parts, len(whole.cover), (raw_bytes + out_bytes) / EDGE_BYTES)
 
 
 def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bool) -> float:
@@ -204,7 +205,9 @@ def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bo
             backs = [half for half in each.back if half.peak + lent <= vram_bytes]
             if fronts and backs:
                 front, back = (min(halves, key=lambda half: half.seconds) for halves in (fronts, backs))
-                spent = both_sides(front.ran, back.ran, each.upload, each.columns, overlaps=overlaps)
+                rest = max(0.0, each.upload - sum(seconds for _, seconds in back.ran) / each.parts)
+                handed = each.upload + (each.parts - 1) * rest
+                spent = both_sides(front.ran, back.ran, handed, each.columns, overlaps=overlaps)
                 best = min(best, spent + each.edges)
     return best
 
@@ -285,7 +288,9 @@ def test_seconds_of_both_sides(plan: Plan) -> None:
     in_turn = replace(plan, overlaps=False)
     assert in_turn.seconds_per_step == pytest.approx(front + back)
     assert plan.seconds < in_turn.seconds
-    assert plan.handover_seconds >= plan.handover_bytes / UPLOAD
+    parts = plan.parts[plan.hosted]
+    upload, once = plan.handover_bytes / parts / UPLOAD, back - plan.handover_seconds
+    assert plan.handover_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
 
 
 def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
@@ -469,9 +474,19 @@ def test_the_side_that_waits_is_told() -> None:
     assert "the CPU waits 100% of the time" in " ".join(replace(plan, handover_seconds=9.0).explain().split())
 
 
-def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
-    """Down to one at a time, each by itself on the GPU."""
+def test_images_go_up_while_others_are_computed() -> None:
+    """So one at a time is faster than all at once, where that takes no longer otherwise."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
+    assert plan.choices[plan.hosted].shape.batch == 1
+    assert plan.parts[plan.hosted] == 4
+    assert plan.handover_seconds == pytest.approx(plan.handover_bytes / 4 / UPLOAD)
+
+
+def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
+    """Down to one at a time, each by itself on the GPU; over a link for which nobody waits."""
+    words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
+    words["rates"] = GPU_RATES.replaced(gpu_link=Rate(flops=1e12, nbytes=1e300))
     most = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     parts = {1}
     for share in (0.9, 0.6, 0.4, 0.3):

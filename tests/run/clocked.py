@@ -24,6 +24,7 @@ from znnpy.run.clocks import LONG_SECONDS
 from znnpy.shapes import ConvShape, LayerShape
 
 REFUSES = "gpu.conv.stubborn"
+LINK = 7e9  # bytes per second
 FACTORS = {"gpu.conv.praised": 9.0, "gpu.conv.plain": 1.5, "gpu.conv.counted": 2.5}  # times the estimate
 
 
@@ -53,8 +54,12 @@ class Card:
     def address(self, array: Any) -> int:
         return int(array.ctypes.data)
 
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Any:
+        return np.empty(shape, dtype)
+
     def copy_async(self, target: Any, source: Any, stream: object) -> None:
         target[...] = source
+        self.seconds += source.nbytes / LINK
 
     def synchronize(self, stream: object = None) -> None:
         assert stream is None

@@ -43,7 +43,7 @@ CREWS = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}
 def gpu_rates(*asked: object, **words: object) -> Rates:
     """Of a GPU that is nearly as slow as the processor, and a link as fast as ever."""
     rates = assumed_rates(replace(this_machine(), gpu=EMULATED_GPU), 1, "gpu")
-    return rates.scaled(1e-4, 1e-4).replaced(gpu_upload=rates.of("gpu_upload"))
+    return rates.scaled(1e-4, 1e-4).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 
 
 def cpu_rates(*asked: object) -> Rates:

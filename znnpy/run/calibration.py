@@ -21,6 +21,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -30,7 +31,7 @@ from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
-from znnpy.planner.cost import Rates, assumed_rates, case, method
+from znnpy.planner.cost import Rate, Rates, assumed_rates, case, method
 from znnpy.planner.costs import Costs, Measurement
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.plan import device_of
@@ -55,6 +56,7 @@ MOST_BYTES = 6 * 2**30  # of input and output of a layer that is measured
 FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**20
 MOST_WORDS = 500  # characters of a refusal that are kept
+LINK_BYTES = 2**26  # of the copy that tells the speed of the link
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -119,8 +121,9 @@ def measured_rates(
             "stored": "" if stored is None else stored.to_json(),
         }
     )
+    link = {"gpu_link": Rate(assumed.of("gpu_link").flops, _link_speed(device, max(1, min(LINK_BYTES, vram_bytes))))}
     if kept.settled.get(name, -1) >= vram_bytes:
-        return _fitted(assumed, (*before, *kept.measurements), known)
+        return _fitted(assumed, (*before, *kept.measurements), known).replaced(**link)
     found: list[Measurement] = []
     refusals: list[Refusal] = []
     short: list[Refusal] = []  # for want of memory, of which others may leave more the next time
@@ -147,7 +150,21 @@ def measured_rates(
     now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled)
     if now != kept:
         _write(path, now)
-    return _fitted(assumed, (*before, *now.measurements), known)
+    return _fitted(assumed, (*before, *now.measurements), known).replaced(**link)
+
+
+def _link_speed(device: Device, nbytes: int) -> float:
+    """Bytes per second that go up from pinned memory of the host; that takes milliseconds, and is not kept."""
+    host = device.pinned((nbytes,), np.uint8)
+    there = device.view(device.allocate(nbytes, "the link's speed"), (nbytes,), np.uint8)
+    host[:] = 0
+
+    def copy() -> None:
+        device.copy_async(there, host, device.stream)
+
+    copy()
+    device.synchronize()
+    return nbytes / min(device.elapsed(copy, REPEATS))
 
 
 def _fitted(assumed: Rates, measurements: Sequence[Measurement], known: Mapping[str, Primitive]) -> Rates:

@@ -149,10 +149,10 @@ class ConvHostRam:
                 )
         added = (divided.maps_in.count - 1) * prod(shape.out_shape)
         return (
-            Work("gpu_upload", 0.0, float(divided.uploaded_bytes)),
+            Work("gpu_link", 0.0, float(divided.uploaded_bytes)),
             *found.values(),
             *((Work("gpu_stream", float(added), float(SUMMED * added)),) if divided.sums else ()),
-            Work("gpu_upload", 0.0, float(shape.out_bytes)),  # the other way, as fast
+            Work("gpu_link", 0.0, float(shape.out_bytes)),  # the other way, as fast
         )
 
     def largest(self, shape: LayerShape, variant: Variant) -> tuple[Primitive, ConvShape, Variant]:
