@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import ceil, floor, inf, prod
+from math import ceil, inf, prod
 from operator import ge
 from typing import Protocol
 
@@ -34,9 +34,10 @@ from znnpy.shapes import Vec3, text
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
 RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square
-FEW = 32  # steps of the processor in a run, with which widths are compared
-BEST = 3  # widths, with which these are compared: more end together, fewer are faster
-STEPS = (8, 16, 64, 128)
+FIRST = (16, 48)  # steps of the processor in a run, with which widths are compared
+BEST = 6  # widths, with which these are: more end together, fewer are faster
+STEPS = (8, 24, 32, 64, 128)
+FEW = 32  # steps of a GPU
 PARTS = (4, 16)  # that the processor is to compute, of which plans for the GPU are tried
 
 
@@ -98,8 +99,8 @@ class _Trials:
     def run(self) -> None:
         gpu = self.gpu
         voxels = prod(gpu.output) * self.speed / (self.speed + gpu.voxels_per_second)  # of the processor
-        for width in _widths(gpu, voxels):
-            self._try(_cell(gpu, width, voxels / FEW))
+        for width, steps in product(_widths(gpu, voxels), FIRST):
+            self._try(_cell(gpu, width, voxels / steps))
         best = sorted(self.found.values(), key=lambda plan: plan.seconds)[:BEST]
         for plan, steps in product(best, STEPS):
             self._try(_cell(gpu, plan.cells.patch, voxels / steps))
@@ -152,17 +153,19 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
 
 
 def _widths(gpu: Plan, voxels: float) -> list[Vec3]:
-    """Of columns of which one, or a few, hold so many voxels; as thick as a step of the GPU."""
+    """Of columns of which one, or a few, hold so many voxels; as thick as a step of the GPU.
+
+    Those that cut the output evenly, and others: the processor may not come to the last of a row.
+    """
     axis, output, step = gpu.axis, gpu.output, gpu.patch_out
     a, b = (other for other in range(3) if other != axis)
     found: dict[Vec3, None] = {}
-    for columns, ratio in product(COLUMNS, RATIOS):
+    for columns, ratio, rounded in product(COLUMNS, RATIOS, (_even, _multiple)):
         area = voxels / output[axis] / columns
         width = list(step)
-        width[a] = _even(output[a], max(step[a], ratio * area**0.5), step[a])
-        count = output[b] * width[a] / area  # of cells side by side
-        for rounded in (floor(count), ceil(count)):
-            width[b] = _even(output[b], output[b] / max(1, rounded), step[b])
+        width[a] = rounded(output[a], max(step[a], ratio * area**0.5), step[a])
+        for length in (area / width[a], area / width[a] - step[b]):
+            width[b] = rounded(output[b], max(step[b], length), step[b])
             found[width[0], width[1], width[2]] = None
     return list(found)
 
@@ -171,7 +174,7 @@ def _cell(gpu: Plan, width: Vec3, voxels: float) -> Vec3:
     """As wide, and so thick that it holds about so many voxels."""
     axis, step = gpu.axis, gpu.patch_out[gpu.axis]
     across = prod(size for i, size in enumerate(width) if i != axis)
-    thick = _multiple(step, voxels / across, gpu.output[axis])
+    thick = _multiple(gpu.output[axis], voxels / across, step)
     z, y, x = (thick if i == axis else size for i, size in enumerate(width))
     return z, y, x
 
@@ -217,6 +220,6 @@ def _even(whole: int, length: float, step: int) -> int:
     return ceil(ceil(whole / count) / step) * step
 
 
-def _multiple(step: int, length: float, whole: int) -> int:
+def _multiple(whole: int, length: float, step: int) -> int:
     """The multiple of a step that is next to a length, within the one that is no smaller than the whole."""
     return step * min(max(1, round(length / step)), ceil(whole / step))

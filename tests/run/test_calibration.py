@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clocked import FACTORS, LAZY, PLAIN, PRAISED, REST, TABLE, Card, Timed, measured, own, own_cache, rates_of
+from clocked import FACTORS, LAZY, LINK, PLAIN, PRAISED, REST, TABLE, Card, Timed, measured, own, own_cache, rates_of
 from fakes import WITH_GPU
 
 from znnpy.kernels.primitive import Unit, Variant, Work
@@ -42,6 +42,12 @@ def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
                 GPU_STAGE_SECONDS + FACTORS[primitive.name] * own(primitive, shape, variant), rel=0.1
             )
         assert not rates.knows(LAZY, shape, variant)
+
+
+def test_the_link_is_timed_by_itself() -> None:
+    """Whatever kernels that stream their weights make of it, and though all else is known already."""
+    for _ in range(2):
+        assert rates_of(Card()).of("gpu_link").nbytes == pytest.approx(LINK)
 
 
 def test_rates_of_units_are_fitted_to_the_layers() -> None:
