@@ -165,6 +165,17 @@ def test_where_the_processor_would_only_wait(place: Place, monkeypatch: pytest.M
     assert go(place, mode="auto").plan.mode == "gpu"
 
 
+def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = go(place).plan
+    assert both.alone is not None
+    ratio = both.seconds / both.alone
+    monkeypatch.setattr(modes, "GAIN", 0.0)
+    for long, gain, mode in ((0.0, 1.01 * ratio, "side-by-side"), (0.0, 0.99 * ratio, "gpu"), (9e9, 1.0, "gpu")):
+        monkeypatch.setattr(modes, "LONG_SECONDS", long)
+        monkeypatch.setattr(modes, "BESIDE_GAIN", gain)
+        assert go(place, mode="auto").plan.mode == mode
+
+
 def test_ram_is_shared(place: Place) -> None:
     whole = go(place).plan
     least = go(place, mode="gpu").plan.memory.peak
