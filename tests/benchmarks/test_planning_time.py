@@ -24,3 +24,14 @@ def test_planning_time_runs(repository: Path, tmp_path: Path) -> None:
         assert row[which]["peak_mib"] < 300
         assert row[which]["layers"] == 8
     assert row["here"]["voxels_per_second"] == row["against"]["voxels_per_second"]
+
+
+def test_plans_for_a_gpu(repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "planning_time.json"
+    script = repository / "benchmarks" / "planning_time.py"
+    words = ["--quick", "--vram", "16", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text())
+    assert content["vram_gib"] == 16
+    assert content["results"][0]["here"]["voxels_per_second"] > 5e6, "as only a GPU does"
