@@ -399,3 +399,31 @@ def test_who_waits_is_woken() -> None:
     cells.lose(gpu)
     thread.join(10)
     assert [lease.indices for lease in got if lease] == [(0,)]
+
+
+def test_nothing_is_taken_before_it_can_be_read() -> None:
+    """Of two buffers one is computed from and one is read ahead: the third cell may still go to another lane."""
+    computing, go_on = threading.Event(), threading.Event()
+
+    def hook(stage: str, patch: int) -> None:
+        if stage == "compute" and patch == 0:
+            computing.set()
+            assert go_on.wait(10)
+
+    def patches(box: Box) -> tuple[Column, ...]:
+        return tuple(column.shifted(box.lo) for column in Cover(box.size, (1, 5, 9)))
+
+    cells = whole = Cover(SIZE, (1, 5, 9))
+    hands = {"CPU": Hand(patches, 1.0, runs=False)}
+    shares, output = Cells(cells, 0, hands), Lenient(quiet)
+    with Crew(1) as crew:
+        lane = Lane("CPU", Session(hook, crew, WALKER, whole), crew, shares)
+        words = ((lane,), Source(volume(WALKER), quiet), output)
+        thread = threading.Thread(target=pipeline.run_lanes, args=words)
+        thread.start()
+        assert computing.wait(10)
+        time.sleep(0.1)
+        assert len(shares._held) == 2
+        go_on.set()
+        thread.join(10)
+    assert len(output.finished) == len(cells)

@@ -258,18 +258,23 @@ class Computing:
 
     def _read(self) -> None:
         unmade = iter(self._raws)
-        while (lease := self.shares.take(self)) is not None:
+        buffer = self._raw_buffer(unmade)
+        while (lease := self.shares.take(self)) is not None:  # once it can be read: later more is known of who is fast
             for turn in self._turns(lease):
-                made = next(unmade, None) if self._raw_free.empty() else None
-                if made is not None:
-                    self._raw.append(made)
-                    self._raw_free.put(len(self._raw) - 1)
-                buffer = self._take(self._raw_free)
                 with self._timed("reading", turn), beside(turn):
                     bad = self._source.read(turn.patch.read, self._raw[buffer])
                 self._raw_full.put(_Read(turn, buffer, bad))
                 del bad  # masks go where their buffers go, so that there are no more of them
+                buffer = self._raw_buffer(unmade)
         self._raw_full.put(END)
+
+    def _raw_buffer(self, unmade: Iterator[Voxels]) -> int:
+        """One that is free, or made now while there are fewer than there may be."""
+        made = next(unmade, None) if self._raw_free.empty() else None
+        if made is not None:
+            self._raw.append(made)
+            self._raw_free.put(len(self._raw) - 1)
+        return self._take(self._raw_free)
 
     def compute(self) -> None:
         while (read := self._next(self._raw_full)) is not END:
