@@ -37,6 +37,7 @@ RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square
 FIRST = (16, 48)  # steps of the processor in a run, with which widths are compared
 BEST = 6  # widths, with which these are: more end together, fewer are faster
 STEPS = (8, 24, 32, 64, 128)
+FINER = (1, 8, 64, 512, 4096)  # times narrower columns and smaller cells, where larger ones do not fit or take too long
 FEW = 32  # steps of a GPU
 PARTS = (4, 16)  # that the processor is to compute, of which plans for the GPU are tried
 
@@ -99,11 +100,15 @@ class _Trials:
     def run(self) -> None:
         gpu = self.gpu
         voxels = prod(gpu.output) * self.speed / (self.speed + gpu.voxels_per_second)  # of the processor
-        for width, steps in product(_widths(gpu, voxels), FIRST):
-            self._try(_cell(gpu, width, voxels / steps))
-        best = sorted(self.found.values(), key=lambda plan: plan.seconds)[:BEST]
-        for plan, steps in product(best, STEPS):
-            self._try(_cell(gpu, plan.cells.patch, voxels / steps))
+        for finer in FINER:
+            some = voxels / finer
+            for width, steps in product(_widths(gpu, some), FIRST):
+                self._try(_cell(gpu, width, some / steps))
+            best = sorted(self.found.values(), key=lambda plan: plan.seconds)[:BEST]
+            for plan, steps in product(best, STEPS):
+                self._try(_cell(gpu, plan.cells.patch, some / steps))
+            if self.found:
+                return
 
     def _try(self, cell: Vec3) -> None:
         if cell in self.found or any(all(map(ge, cell, large)) for large in self.too_large):

@@ -183,7 +183,7 @@ class HostedSearch:
         """Seconds for the whole output at the least: side by side neither waits for the other."""
         steps, whole = back.whole.steps[back.layers[0][0] - 1], back.parts[0] * self._upload_seconds(back)
         images = back.whole.shapes[back.layers[0][0] - 1].out_shape[0]  # the first of which goes up by itself
-        behind = max(back_seconds + steps * whole / images, steps * whole)
+        behind = back_seconds + steps * whole / images
         return max(front_seconds, behind) if self.overlaps else front_seconds + behind
 
     def _short_enough(self, whole: Candidate, theta: int, at_once: tuple[int, ...], below: float) -> Both | None:

@@ -157,6 +157,24 @@ def test_memory_is_of_both() -> None:
         beside(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
 
 
+def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
+    """Than a quarter of what the processor is to compute."""
+    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.5, MIXED, columns=True)
+
+    def narrow(output: Vec3, limits: Limits, *, patch: Vec3 | None = None) -> Plan:
+        if patch is not None and max(patch[1:]) > 4:
+            error = NoPlanError("too wide")
+            error.needed_bytes = 2**40
+            raise error
+        made: Plan = processor(output, limits, patch=patch)
+        return made
+
+    alone = gpu(OUTPUT, LITTLE, patch=(4, 4, 4))
+    both = plan_beside(alone, gpu, narrow, MIXED, masks=False)
+    assert both.cells.patch[1:] == (4, 4)
+    assert both.dealt > 0
+
+
 def test_why_the_gpu_alone_lost() -> None:
     alone, both = beside(0.5)
     why = kind_of(MIXED, both, alone).why

@@ -47,7 +47,9 @@ def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
 def test_the_link_is_timed_by_itself() -> None:
     """Whatever kernels that stream their weights make of it, and though all else is known already."""
     for _ in range(2):
-        assert rates_of(Card()).of("gpu_link").nbytes == pytest.approx(LINK)
+        rates = rates_of(Card())
+        assert rates.of("gpu_link").nbytes == pytest.approx(LINK)
+        assert "gpu_link" in rates.fitted
 
 
 def test_rates_of_units_are_fitted_to_the_layers() -> None:

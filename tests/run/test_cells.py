@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from probes import (
+    COLUMNS,
     FAULTS,
     SIZE,
     WALKER,
@@ -427,3 +428,12 @@ def test_nothing_is_taken_before_it_can_be_read() -> None:
         go_on.set()
         thread.join(10)
     assert len(output.finished) == len(cells)
+
+
+def test_nothing_is_left_to_read() -> None:
+    """A session that is told of no reads makes no buffers; the run ends all the same."""
+    with Crew(1) as crew:
+        session = Session(quiet, crew)
+        output = Output(quiet, frozenset(range(len(COLUMNS))))
+        timings = pipeline.run(session, crew, Source(volume(), quiet), output, COLUMNS)
+    assert timings.voxels == 0

@@ -56,7 +56,7 @@ MOST_BYTES = 6 * 2**30  # of input and output of a layer that is measured
 FORMAT = 2  # version of the file
 MOST_FILE_BYTES = 2**20
 MOST_WORDS = 500  # characters of a refusal that are kept
-LINK_BYTES = 2**26  # of the copy that tells the speed of the link
+LINK_BYTES = 2**24  # of the copy that tells the speed of the link
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -121,9 +121,9 @@ def measured_rates(
             "stored": "" if stored is None else stored.to_json(),
         }
     )
-    link = {"gpu_link": Rate(assumed.of("gpu_link").flops, _link_speed(device, max(1, min(LINK_BYTES, vram_bytes))))}
+    link = _link_speed(device, max(1, min(LINK_BYTES, vram_bytes)))
     if kept.settled.get(name, -1) >= vram_bytes:
-        return _fitted(assumed, (*before, *kept.measurements), known).replaced(**link)
+        return _linked(_fitted(assumed, (*before, *kept.measurements), known), link)
     found: list[Measurement] = []
     refusals: list[Refusal] = []
     short: list[Refusal] = []  # for want of memory, of which others may leave more the next time
@@ -150,7 +150,13 @@ def measured_rates(
     now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled)
     if now != kept:
         _write(path, now)
-    return _fitted(assumed, (*before, *now.measurements), known).replaced(**link)
+    return _linked(_fitted(assumed, (*before, *now.measurements), known), link)
+
+
+def _linked(rates: Rates, speed: float) -> Rates:
+    """With the link as it is, bytes per second."""
+    link = Rate(rates.of("gpu_link").flops, speed)
+    return replace(rates.replaced(gpu_link=link), fitted=rates.fitted | {"gpu_link"})
 
 
 def _link_speed(device: Device, nbytes: int) -> float:

@@ -258,14 +258,16 @@ class Computing:
 
     def _read(self) -> None:
         unmade = iter(self._raws)
-        buffer = self._raw_buffer(unmade)
-        while (lease := self.shares.take(self)) is not None:  # once it can be read: later more is known of who is fast
+        buffer: int | None = None
+        while (lease := self.shares.take(self)) is not None:
             for turn in self._turns(lease):
+                buffer = self._raw_buffer(unmade) if buffer is None else buffer
                 with self._timed("reading", turn), beside(turn):
                     bad = self._source.read(turn.patch.read, self._raw[buffer])
                 self._raw_full.put(_Read(turn, buffer, bad))
                 del bad  # masks go where their buffers go, so that there are no more of them
-                buffer = self._raw_buffer(unmade)
+                buffer = None
+            buffer = self._raw_buffer(unmade)  # no lease before it can be read: later more is known of who is fast
         self._raw_full.put(END)
 
     def _raw_buffer(self, unmade: Iterator[Voxels]) -> int:
