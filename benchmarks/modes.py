@@ -121,6 +121,8 @@ def planned(asked: tuple[Wanted, Known]) -> Facts:
 def plan_all(known: dict[Key, Facts], options: Namespace) -> None:
     """Every mode within every limit for all networks, but for what is known."""
     wanted = [want for name in options.networks for want in _wanted(name, known, options)]
+    if not wanted:
+        return
     rates: dict[str, Known] = {name: _stored(name, wanted) for name in options.networks}
     for turn in range(options.turns + 1):
         rows = spread(planned, [(want, rates[want.network]) for want in wanted], options.workers)
