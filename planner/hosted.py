@@ -29,6 +29,7 @@ from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
+from znnpy.planner.both_sides import both_sides, waiting_seconds
 from znnpy.planner.candidates import Candidate, Space, all_sizes, candidate, splits, thinned
 from znnpy.planner.cost import Rates, edge_seconds, seconds
 from znnpy.planner.found_plan import choice_of, plan_of
@@ -36,7 +37,7 @@ from znnpy.planner.layout import Tensor, place
 from znnpy.planner.memory import Memory
 from znnpy.planner.options import Options
 from znnpy.planner.part_search import Part, PartSearch, PartSpace
-from znnpy.planner.plan import Plan, both_sides, device_of, handovers
+from znnpy.planner.plan import Plan, device_of, handovers
 from znnpy.planner.shape_search import LOST_SECONDS, Found
 from znnpy.planner.sides import lives_with_host, sides
 from znnpy.planner.trade import Way, total_seconds
@@ -409,14 +410,6 @@ class HostedSearch:
 
     def _lacks(self, found: Both) -> tuple[int, int]:
         return sum(found.memory.over(self.limits)), found.memory.peak + found.memory.vram
-
-
-def waiting_seconds(upload: float, parts: int, once: float) -> float:
-    """That a GPU stands still in a step: the first part goes up before it is computed, each later one meanwhile.
-
-    upload  seconds of one part; once: of all that is computed in the step
-    """
-    return upload + (parts - 1) * max(0.0, upload - once / parts)
 
 
 def _ran(found: Found) -> list[tuple[int, float]]:

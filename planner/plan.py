@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -16,6 +15,7 @@ from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.patches import Box, Column, Cover
+from znnpy.planner.both_sides import both_sides
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.documents import Document
 from znnpy.planner.layout import Count, Positive, loops
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 FORMAT = 8  # version of plan.json
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
-Ran = Sequence[tuple[int, float]]  # of choices: steps, and seconds of one
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
 Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]
@@ -371,36 +370,6 @@ class Plan:
 def handovers(*, overlaps: bool) -> int:
     """Buffers for what hosted choices give: one is filled while the other is on its way."""
     return 2 if overlaps else 1
-
-
-def both_sides(front: Ran, back: Ran, handover_seconds: float, columns: int, *, overlaps: bool) -> float:
-    """Seconds for the whole output of hosted choices and of the others, one after the other, or side by side.
-
-    front, back       of each choice in how many steps it runs, those of all columns, and its seconds in one
-    handover_seconds  in each step that the last hosted choice runs in
-    columns           in whose first steps few choices run
-
-    Side by side the back of a step runs beside the front of the next, which may be of the next column, and each waits
-    for the other; the first front and the last back run alone.
-    """
-    back = [(front[-1][0], handover_seconds), *back]
-    if not overlaps:
-        return sum(steps * seconds for steps, seconds in (*front, *back))
-    output = back[-1][0]
-    one, other = ([((steps - output) // columns, seconds) for steps, seconds in side] for side in (front, back))
-    first = max(0, *(ahead for ahead, _ in (*one, *other)))  # step of a column that gives output
-
-    def once(side: Ran, step: int) -> float:
-        return sum(seconds for ahead, seconds in side if ahead >= first - step)
-
-    turns = {1, 1 + first, *(first - ahead for ahead, _ in one), *(1 + first - ahead for ahead, _ in other)}
-    later = sum(
-        (until - step) * max(once(one, step), once(other, step - 1))
-        for step, until in pairwise(sorted(turn for turn in turns if 1 <= turn <= 1 + first))
-    )
-    begin, front_seconds, back_seconds = once(one, 0), once(one, first), once(other, first)
-    alike = (output - columns) * max(front_seconds, back_seconds)
-    return columns * (max(begin, back_seconds) + later) + alike + min(begin, back_seconds)
 
 
 def check_hosted(plan: Plan) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from znnpy.planner.plan import both_sides
+from znnpy.planner.both_sides import both_sides
 
 
 def taken(front: list[float], back: list[float]) -> float:

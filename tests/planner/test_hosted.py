@@ -24,11 +24,12 @@ from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner import with_host
+from znnpy.planner.both_sides import both_sides
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rate, Rates, seconds
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.plan import Plan, both_sides
+from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planner.sides import device_side, host_side
 from znnpy.planner.with_host import COPIED, WITHIN
