@@ -15,10 +15,11 @@ Source  ZNNi (SC16), section VII.C has the processor and the GPU share every pat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
-from math import ceil, inf, prod
+from math import ceil, inf, lcm, prod
 from operator import ge
 from typing import Protocol
 
@@ -100,9 +101,10 @@ class _Trials:
     def run(self) -> None:
         gpu = self.gpu
         voxels = prod(gpu.output) * self.speed / (self.speed + gpu.voxels_per_second)  # of the processor
+        period = lcm(*self.network.period)
         for finer in FINER:
             some = voxels / finer
-            for width, steps in product(_widths(gpu, some), FIRST):
+            for width, steps in product(_widths(gpu, period, some), FIRST):
                 self._try(_cell(gpu, width, some / steps))
             best = sorted(self.found.values(), key=lambda plan: plan.seconds)[:BEST]
             for plan, steps in product(best, STEPS):
@@ -157,15 +159,17 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
         yield moving_whole(replace(found, limits=alone.limits), network, masks=masks)
 
 
-def _widths(gpu: Plan, voxels: float) -> list[Vec3]:
+def _widths(gpu: Plan, period: int, voxels: float) -> list[Vec3]:
     """Of columns of which one, or a few, hold so many voxels; as thick as a step of the GPU.
 
-    Those that cut the output evenly, and others: the processor may not come to the last of a row.
+    Those that cut the output evenly, those that leave whole columns to GPUs, and others: the processor may not come to
+    the last of a row.
     """
     axis, output, step = gpu.axis, gpu.output, gpu.patch_out
     a, b = (other for other in range(3) if other != axis)
     found: dict[Vec3, None] = {}
-    for columns, ratio, rounded in product(COLUMNS, RATIOS, (_even, _multiple)):
+    about: tuple[Callable[[int, float, int], int], ...] = (_even, _multiple, partial(_leaving, period))
+    for columns, ratio, rounded in product(COLUMNS, RATIOS, about):
         area = voxels / output[axis] / columns
         width = list(step)
         width[a] = rounded(output[a], max(step[a], ratio * area**0.5), step[a])
@@ -228,3 +232,9 @@ def _even(whole: int, length: float, step: int) -> int:
 def _multiple(whole: int, length: float, step: int) -> int:
     """The multiple of a step that is next to a length, within the one that is no smaller than the whole."""
     return step * min(max(1, round(length / step)), ceil(whole / step))
+
+
+def _leaving(period: int, whole: int, length: float, step: int) -> int:
+    """About a length, a multiple of `period`, behind which whole steps are left."""
+    rest = step * max(0, round((whole - length) / step))
+    return max(step, ceil((whole - rest) / period) * period)

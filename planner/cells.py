@@ -6,7 +6,7 @@ The processor takes cells from the front, those behind each other as one column;
 from __future__ import annotations
 
 from bisect import bisect_left
-from math import ceil
+from math import ceil, prod
 
 from znnpy.planner.plan import Plan
 
@@ -39,38 +39,32 @@ def seconds_without(plan: Plan, count: int) -> float:
     if not left:
         return 0.0
     stacks, cut = divmod(count, long)
-    across = _across(plan)
+    columns = _columns(plan)
     whole = sum(choice.runs * choice.seconds for choice in plan.choices)
-    gone = _columns(plan, stacks) / (across[0] * across[1]) * whole
+    spent = sum(columns[stacks:]) / _alone(plan) * whole
     if cut:
-        columns = _columns(plan, stacks + 1) - _columns(plan, stacks)
         steps = plan.cells.patch[plan.axis] / plan.patch_out[plan.axis]
-        gone += cut * columns * steps * plan.seconds_per_step
-    return plan.seconds_for(max(0.0, 1 - gone / whole) * ceil(left / plan.devices) / left)
+        spent -= cut * columns[stacks] * steps * plan.seconds_per_step
+    return plan.seconds_for(max(0.0, spent / whole) * ceil(left / plan.devices) / left)
 
 
 def seconds_per_cell(plan: Plan) -> float:
-    """Of a GPU alone, for one behind others, as wide as most are."""
-    across, wide = _across(plan), _wide(plan)
-    stack = wide[0] * wide[1] / (across[0] * across[1])
-    return plan.seconds_for(stack) / plan.cells.counts[plan.axis]
+    """Of a GPU alone, for one behind others, of the first stack."""
+    return plan.seconds_for(_columns(plan)[0] / _alone(plan)) / plan.cells.counts[plan.axis]
+
+
+def _alone(plan: Plan) -> int:
+    """Columns, or patches behind each other, of a GPU's plan without cells."""
+    return prod(ceil(plan.output[i] / plan.patch_out[i]) for i in _across(plan))
+
+
+def _columns(plan: Plan) -> list[int]:
+    """The same of each stack of cells."""
+    rows, row = ([ceil(size / plan.patch_out[i]) for size in plan.cells.sizes(i)] for i in _across(plan))
+    return [a * b for a in rows for b in row]
 
 
 def _across(plan: Plan) -> tuple[int, int]:
-    """Columns, or patches, of a GPU's plan along both axes that it does not walk along."""
-    a, b = (ceil(plan.output[i] / plan.patch_out[i]) for i in range(3) if i != plan.axis)
+    """The axes that it does not walk along."""
+    a, b = (i for i in range(3) if i != plan.axis)
     return a, b
-
-
-def _wide(plan: Plan) -> tuple[int, int]:
-    """The same of a cell."""
-    a, b = (ceil(plan.cells.patch[i] / plan.patch_out[i]) for i in range(3) if i != plan.axis)
-    return a, b
-
-
-def _columns(plan: Plan, stacks: int) -> int:
-    """How many columns of a GPU the first stacks of cells are: the last of a row may be narrower than others."""
-    (all_a, all_b), (wide_a, wide_b) = _across(plan), _wide(plan)
-    rows, rest = divmod(stacks, ceil(all_b / wide_b))
-    before = min(all_a, rows * wide_a)
-    return before * all_b + min(wide_a, all_a - before) * min(all_b, rest * wide_b)

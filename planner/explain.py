@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from math import ceil
+from math import ceil, prod
 from textwrap import wrap
 
 from rich.box import SIMPLE_HEAD
@@ -252,7 +252,7 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
         )
     ]
     if plan.alone is not None and plan.beside is not None:
-        share = plan.dealt / len(plan.cells)
+        share = sum(cell.voxels for cell in plan.cells[: plan.dealt]) / prod(plan.output)
         lines.append(
             f"{plan.alone / plan.seconds:.2f} times as fast as without the processor, which computes {share:.1%}"
         )

@@ -239,9 +239,15 @@ class Plan:
 
     @property
     def cells(self) -> Cover:
-        """What the processor and GPUs side by side take in turn."""
+        """What the processor and GPUs side by side take in turn.
+
+        The first across the axis are as wide as the processor's patch, those behind them as wide as the columns of a
+        GPU that fit into it: what no column of a GPU is filled by may be the processor's.
+        """
         assert self.beside is not None, "only side by side"
-        return Cover(self.output, self.beside.patch_out)
+        first = self.beside.patch_out
+        z, y, x = (size // step * step for size, step in zip(first, self.patch_out, strict=True))
+        return Cover(self.output, first, later=(z, y, x))
 
     @property
     def dealt(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from operator import lt
 
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.primitive import Footprint, Primitive
@@ -21,11 +22,11 @@ def check_beside(
 ) -> None:
     """The plan of the processor beside GPUs runs here too, on cells of whole steps, in the memory that is promised."""
     beside.check_runs(network, machine, table=table)
-    grid = [cell % step for cell, step in zip(beside.patch_out, plan.patch_out, strict=True)]
-    if any(grid):
+    cell, step = beside.patch_out, plan.patch_out
+    if cell[plan.axis] % step[plan.axis] or any(map(lt, cell, step)):
         raise PlanFileError(
-            f"the plan's cells of {text(beside.patch_out)} are no whole number of its steps of "
-            f"{text(plan.patch_out)}; {AGAIN}"
+            f"the plan's cells of {text(cell)} hold no whole number of its steps of {text(step)} along axis "
+            f"{plan.axis}, or are narrower; {AGAIN}"
         )
     if beside.walks and beside.axis != plan.axis:
         raise PlanFileError(

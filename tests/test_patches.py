@@ -55,6 +55,26 @@ def test_cover_partitions_any_output(size: Vec3, patch: Vec3) -> None:
     check(size, patch)
 
 
+@given(st.data())
+def test_columns_behind_the_first_may_write_less(data: st.DataObject) -> None:
+    size, patch = (data.draw(st.tuples(*[st.integers(1, most)] * 3)) for most in (9, 6))
+    z, y, x = (data.draw(st.integers(1, first)) for first in patch)
+    columns = Cover(size, patch, later=(z, y, x))
+    written = np.zeros(size, int)
+    for column in columns:
+        (step,) = column.steps
+        assert step.out.size == patch
+        assert step.write.clipped(step.out) == step.write
+        written[step.write.slices] += 1
+    assert (written == 1).all()
+    for axis, (first, later) in enumerate(zip(patch, (z, y, x), strict=True)):
+        sizes = columns.sizes(axis)
+        assert sum(sizes) == size[axis]
+        assert sizes[0] == min(first, size[axis])
+        assert all(each == later for each in sizes[1:-1])
+        assert len(sizes) == columns.counts[axis]
+
+
 def test_the_last_patch_moves_inwards_and_writes_what_is_left() -> None:
     columns = cover((4, 4, 10), (4, 4, 4))
     assert tuple(columns) == tuple(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import overload
 
-from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
+from znnpy.shapes import Vec3, add, ceil_divide, subtract
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Cover(Sequence[Column]):
 
     Columns stand on a grid, z slowest. The last along an axis moves inwards and writes only what is left over, but for
     the axis along which columns walk: there it has fewer steps. Where the output is smaller than the patch, the patch
-    reaches beyond it (its input beyond the volume).
+    reaches beyond it (its input beyond the volume). Columns behind the first along an axis may write less than it does.
     """
 
     size: Vec3
@@ -94,6 +95,7 @@ class Cover(Sequence[Column]):
     axis: int = 0  # along which columns walk
     column: int = 0  # output planes that a column writes along it, a multiple of the patch; 0: patches, no column walks
     margin: int = 0  # field of view - 1 along it
+    later: Vec3 | None = None  # output that all but the first along each axis write; None: as much as the first
 
     @property
     def grid(self) -> Vec3:
@@ -103,7 +105,17 @@ class Cover(Sequence[Column]):
     @property
     def counts(self) -> Vec3:
         """Columns along each axis."""
-        return ceil_divide(self.size, self.grid)
+        if self.later is None:
+            return ceil_divide(self.size, self.grid)
+        behind = ceil_divide(subtract(self.size, self.grid), self.later)
+        z, y, x = (1 + max(0, count) for count in behind)
+        return z, y, x
+
+    def sizes(self, axis: int) -> list[int]:
+        """Output voxels that columns write along an axis, in order."""
+        places = (_with((0, 0, 0), axis, place) for place in range(1 + self.counts[axis]))
+        ends = [min(self.size[axis], self._corner(place)[axis]) for place in places]
+        return [end - begin for begin, end in pairwise(ends)]
 
     @property
     def ahead(self) -> int:
@@ -135,13 +147,20 @@ class Cover(Sequence[Column]):
         _, rows, wide = self.counts
         rest, x = divmod(range(len(self))[index], wide)  # IndexError beyond the end
         z, y = divmod(rest, rows)
-        write_lo = multiply((z, y, x), self.grid)
-        write = Box(write_lo, add(write_lo, self.grid)).clipped(Box((0, 0, 0), self.size))
+        write_lo, write_hi = self._corner((z, y, x)), self._corner((z + 1, y + 1, x + 1))
+        write = Box(write_lo, write_hi).clipped(Box((0, 0, 0), self.size))
         lo = tuple(max(0, min(w, s - p)) for w, s, p in zip(write_lo, self.size, self.patch, strict=True))
         out_lo = (lo[0], lo[1], lo[2])
         if self.column == 0:
             return Column((Patch(out_lo, Box(out_lo, add(out_lo, self.patch)), write),))
         return Column(tuple(self._steps(out_lo, write)))
+
+    def _corner(self, place: Vec3) -> Vec3:
+        """Where a column on the grid begins to write."""
+        later = self.later or self.grid
+        ends = zip(place, self.grid, later, strict=True)
+        z, y, x = (first + (count - 1) * size if count else 0 for count, first, size in ends)
+        return z, y, x
 
     def _steps(self, lo: Vec3, write: Box) -> Iterator[Patch]:
         """Of the column that writes `write`, whose steps stand at `lo` across the axis."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from math import ceil, prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from plans import MIXED
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Network
-from znnpy.planner.beside import idle, plan_beside
+from znnpy.planner.beside import _widths, idle, plan_beside
 from znnpy.planner.cells import seconds_beside, seconds_without
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
@@ -96,36 +97,39 @@ def test_seconds_of_the_processor() -> None:
         assert own.seconds == pytest.approx((sum(ahead) + steps) * own.seconds_per_step, rel=1e-6)
 
 
-def test_seconds_of_the_gpu() -> None:
+@pytest.mark.parametrize("wider", [0, 2])
+def test_seconds_of_the_gpu(wider: int) -> None:
     """Of the columns that are left, and of those of which the processor computes a part."""
     gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.1, MIXED, columns=True)
     alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
     both = plan_beside(alone, gpu, processor, MIXED, masks=False)
     assert both.beside is not None
-    both = replace(both, beside=replace(both.beside, patch_out=(8, 18, 18)))  # of 44 and 48: not even
+    z, y, x = (side if i == both.axis else side + wider for i, side in enumerate((8, 18, 18)))  # not even
+    both = replace(both, beside=replace(both.beside, patch_out=(z, y, x)))
     axis, step, long = both.axis, both.patch_out[both.axis], both.cells.counts[both.axis]
     assert both.patch_out == (4, 6, 6)
     assert long > 1
     assert both.column >= both.output[axis]
     steps, ahead = ceil(both.output[axis] / step), sum(both.work_ahead(MIXED))
     others = [i for i in range(3) if i != axis]
+    rows, row = ([ceil(size / both.patch_out[i]) for size in both.cells.sizes(i)] for i in others)
     for count in range(len(both.cells)):
-        columns = np.full([ceil(both.output[i] / both.patch_out[i]) for i in others], ahead + steps)
+        columns = [np.full(a * b, ahead + steps) for a, b in product(rows, row)]
         for index in range(count):
             stack, depth = divmod(index, long)  # along the axis first
-            rows, wide = (both.cells.patch[i] // both.patch_out[i] for i in others)
-            row, column = divmod(stack, both.cells.counts[others[1]])
-            there = columns[row * rows : (row + 1) * rows, column * wide : (column + 1) * wide]
-            there -= both.cells.patch[axis] // step if depth < long - 1 else there.copy()
-        each = columns.sum()
+            columns[stack] -= both.cells.patch[axis] // step if depth < long - 1 else columns[stack].copy()
+        each = sum(there.sum() for there in columns)
         spent = seconds_without(both, count)
         assert spent == pytest.approx(each * both.seconds_per_step, rel=0.02), "the edges of a run are little"
 
 
 def test_cells_hold_whole_steps_of_the_gpu() -> None:
+    """Along the axis, and across it but for the first: of what the GPU takes alone none is for a part of a step."""
     _, both = beside(0.3)
     assert both.beside is not None
-    assert not any(cell % step for cell, step in zip(both.cells.patch, both.patch_out, strict=True))
+    assert both.cells.patch[both.axis] % both.patch_out[both.axis] == 0
+    assert both.cells.later is not None
+    assert not any(cell % step for cell, step in zip(both.cells.later, both.patch_out, strict=True))
     box = both.cells[len(both.cells) - 1].steps[0].write
     for plan in (both, both.beside):
         written = np.zeros(OUTPUT, int)
@@ -134,6 +138,25 @@ def test_cells_hold_whole_steps_of_the_gpu() -> None:
                 written[step.write.slices] += 1
         assert written[box.slices].min() == written[box.slices].max() == 1
         assert written.sum() == box.voxels
+
+
+def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
+    """19 columns of 10 cover 188; with the processor's cells of 38 or 48 in front of them no more do."""
+    gpu = on("gpu", 1.0, MIXED, columns=True)((188, 188, 188), LITTLE, patch=(10, 10, 10))
+    its = on("cpu", 1.0, MIXED)(SMALL, LITTLE)
+    rests = set()
+    for width in _widths(gpu, 2, 0.05 * prod(gpu.output)):
+        both = replace(gpu, beside=replace(its, patch_out=width), memory=replace(gpu.memory, beside=1))
+        for axis in {0, 1, 2} - {both.axis}:
+            first, *others, last = both.cells.sizes(axis)
+            assert first == width[axis]
+            assert not any(size % 10 for size in others)
+            assert first + sum(others) + last == 188
+            rests.add(last % 10)
+            if first % 10:
+                assert sum(ceil(size / 10) for size in (first, *others, last)) == 19
+                assert last % 10 == 0
+    assert rests == {0, 8}
 
 
 def test_a_slow_processor_only_waits() -> None:
@@ -198,9 +221,9 @@ def test_cells_of_another_grid_are_refused() -> None:
     _, both = beside(0.3)
     assert both.beside is not None
     z, y, x = both.beside.patch_out
-    other = replace(both, patch_out=(z + 1, y, x))
-    with pytest.raises(PlanFileError, match="are no whole number of its steps of"):
-        check_beside(other, both.beside, MIXED, WITH_GPU, TABLE)
+    for patch in ((z + 1, y, x), (z, both.beside.patch_out[1] + 1, x)):
+        with pytest.raises(PlanFileError, match=r"hold no whole number of its steps of .*, or are narrower"):
+            check_beside(replace(both, patch_out=patch), both.beside, MIXED, WITH_GPU, TABLE)
     _, both = beside(0.3, columns=True)
     assert both.beside is not None
     other = replace(both, axis=(both.axis + 1) % 3)
