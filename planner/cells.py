@@ -48,9 +48,22 @@ def seconds_without(plan: Plan, count: int) -> float:
     return plan.seconds_for(max(0.0, spent / whole) * ceil(left / plan.devices) / left)
 
 
-def seconds_per_cell(plan: Plan) -> float:
-    """Of a GPU alone, for one behind others, of the first stack."""
-    return plan.seconds_for(_columns(plan)[0] / _alone(plan)) / plan.cells.counts[plan.axis]
+def share(plan: Plan) -> float:
+    """Of the output that the processor is to compute."""
+    rows, row = (plan.cells.sizes(i) for i in _across(plan))
+    stacks, long = [a * b for a in rows for b in row], plan.cells.sizes(plan.axis)
+    whole, cut = divmod(plan.dealt, len(long))
+    voxels = sum(stacks[:whole]) * sum(long)
+    return (voxels + stacks[whole] * sum(long[:cut]) if cut else voxels) / prod(plan.output)
+
+
+def of_a_gpu(plan: Plan) -> tuple[float, float]:
+    """Seconds of a GPU alone, in the first stack: those for a run of cells to begin, and for each of them."""
+    columns, axis = _columns(plan)[0], plan.axis
+    step = columns * plan.seconds_per_step
+    whole = plan.seconds_for(columns / _alone(plan))
+    steps = ceil(plan.output[axis] / plan.patch_out[axis])
+    return max(0.0, whole - steps * step), plan.cells.patch[axis] // plan.patch_out[axis] * step
 
 
 def _alone(plan: Plan) -> int:

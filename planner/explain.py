@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from math import ceil, prod
+from math import ceil
 from textwrap import wrap
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from znnpy.machine import Machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
+from znnpy.planner.cells import share
 from znnpy.planner.plan import Choice, Plan, RunnerUp
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
 
@@ -252,9 +253,8 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
         )
     ]
     if plan.alone is not None and plan.beside is not None:
-        share = sum(cell.voxels for cell in plan.cells[: plan.dealt]) / prod(plan.output)
         lines.append(
-            f"{plan.alone / plan.seconds:.2f} times as fast as without the processor, which computes {share:.1%}"
+            f"{plan.alone / plan.seconds:.2f} times as fast as without the processor, which computes {share(plan):.1%}"
         )
     elif plan.alone is not None:
         lines.append(

@@ -19,7 +19,7 @@ from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.beside import _widths, idle, plan_beside
-from znnpy.planner.cells import seconds_beside, seconds_without
+from znnpy.planner.cells import of_a_gpu, seconds_beside, seconds_without, share
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
 from znnpy.planner.plan import Plan
@@ -121,6 +121,9 @@ def test_seconds_of_the_gpu(wider: int) -> None:
         each = sum(there.sum() for there in columns)
         spent = seconds_without(both, count)
         assert spent == pytest.approx(each * both.seconds_per_step, rel=0.02), "the edges of a run are little"
+    begins, one = np.array(of_a_gpu(both)) / both.seconds_per_step / rows[0] / row[0]
+    assert begins == pytest.approx(ahead, rel=0.02)
+    assert one == pytest.approx(both.cells.patch[axis] // step)
 
 
 def test_cells_hold_whole_steps_of_the_gpu() -> None:
@@ -157,6 +160,29 @@ def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
                 assert sum(ceil(size / 10) for size in (first, *others, last)) == 19
                 assert last % 10 == 0
     assert rests == {0, 8}
+
+
+def test_the_share_of_the_processor_is_of_voxels() -> None:
+    """Cells that lie behind each other along the axis first, and some are narrower."""
+    gpu = on("gpu", 1.0, MIXED, columns=True)
+    alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
+    cut = set()
+    for times in (0.05, 0.1, 0.2, 0.3, 0.4):
+        both = plan_beside(alone, gpu, on("cpu", times, MIXED, columns=True), MIXED, masks=False)
+        assert both.beside is not None
+        z, y, x = (side if i == both.axis else side + 2 for i, side in enumerate((8, 18, 18)))
+        both = replace(both, beside=replace(both.beside, patch_out=(z, y, x)))
+        long = both.cells.counts[both.axis]
+        stacks: dict[Vec3, list[int]] = {}
+        for cell in both.cells:
+            z, y, x = (0 if i == both.axis else at for i, at in enumerate(cell.steps[0].write.lo))
+            stacks.setdefault((z, y, x), []).append(cell.voxels)
+        assert {len(stack) for stack in stacks.values()} == {long}
+        in_order = [voxels for stack in stacks.values() for voxels in stack]
+        assert share(both) == pytest.approx(sum(in_order[: both.dealt]) / prod(both.output))
+        assert f"which computes {share(both):.1%}" in both.explain()
+        cut.add(both.dealt % long > 0)
+    assert True in cut, "not whole stacks alone"
 
 
 def test_a_slow_processor_only_waits() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from probes import (
     COLUMNS,
     FAULTS,
@@ -180,13 +182,28 @@ def test_whatever_fails_stops_all(seed: int) -> None:
 
 
 class Played:
-    """Lanes that take so long for a cell, on a clock of their own."""
+    """Lanes that take so long for a cell, and more for the first of a run, on a clock of their own."""
 
     def __init__(
-        self, cells: Cover, axis: int, true: dict[str, float], predicted: dict[str, float] | None = None
+        self,
+        cells: Cover,
+        axis: int,
+        true: dict[str, float],
+        predicted: dict[str, float] | None = None,
+        begins: dict[str, float] | None = None,
     ) -> None:
         self.now, self.true = 0.0, true
-        hands = {name: Hand(lambda box: (), (predicted or true)[name], runs=name.startswith("GPU")) for name in true}
+        self.begins = dict.fromkeys(true, 0.0) | (begins or {})
+        hands = {
+            name: Hand(
+                lambda box: (),
+                (predicted or true)[name],
+                runs=name.startswith("GPU"),
+                walks=not name.startswith("GPU"),
+                begins=self.begins[name],
+            )
+            for name in true
+        }
         self.cells = Cells(cells, axis, hands, now=lambda: self.now)
         self.lanes: dict[str, Any] = {name: SimpleNamespace(name=name) for name in true}
         self.taken: dict[str, list[int]] = {name: [] for name in true}
@@ -207,9 +224,8 @@ class Played:
                     idle.remove(name)
                     self.taken[name] += lease.indices
                     self.runs.append(lease.indices)
-                    heapq.heappush(
-                        under_way, (self.now + len(lease.indices) * self.true[name], next(order), name, lease)
-                    )
+                    spent = len(lease.indices) * self.true[name] + (0 if lease.goes_on else self.begins[name])
+                    heapq.heappush(under_way, (self.now + spent, next(order), name, lease))
             if not under_way:
                 return ended
             self.now, _, name, lease = heapq.heappop(under_way)
@@ -266,6 +282,72 @@ def test_all_end_together(axis: int, true: dict[str, float], predicted: dict[str
     assert max(ends.values()) <= perfect + slowest
     if predicted is None:
         assert max(ends.values()) <= perfect + 1.01 * max(min(true.values()) * 2, 0.5 * slowest)
+
+
+@given(st.data())
+def test_somebody_takes_every_cell(data: st.DataObject) -> None:
+    """Whatever lanes take, and are thought to take: two never leave the same cells to each other."""
+    names = data.draw(st.sampled_from([("GPU", "CPU"), ("GPU 0", "GPU 1", "CPU"), ("GPU",), ("CPU",)]))
+    some = st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0, 20.0])
+    true, predicted, begins = ({name: data.draw(some) for name in names} for _ in range(3))
+    if data.draw(st.booleans()):
+        predicted = true
+    cells = data.draw(st.sampled_from([GRID, Cover((40, 10, 10), (10, 10, 10)), Cover((25, 9, 4), (10, 4, 4))]))
+    played = Played(cells, data.draw(st.integers(0, 2)), true, predicted, begins)
+    played.ends()
+    assert sorted(index for some in played.taken.values() for index in some) == list(range(len(cells)))
+
+
+def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
+    """To begin takes a GPU 10 seconds, in which the processor is done with three cells."""
+    hands = {
+        "GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0),
+        "CPU": Hand(lambda box: (), 3.0, runs=False, walks=True),
+    }
+    cells = Cells(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: 0.0)
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    first = _taken(cells, gpu)
+    assert first is not None
+    assert (first.indices, first.seconds) == ((3,), 11.0), "the other three take the processor 9"
+    assert _taken(cells, gpu) is None
+    assert [lease.indices for _ in range(4) if (lease := _taken(cells, cpu)) is not None] == [(0,), (1,), (2,)]
+    cells.lose(cpu)
+    lease = _taken(cells, gpu)
+    assert lease is not None
+    assert lease.indices == (0, 1, 2)
+
+
+def test_to_begin_counts() -> None:
+    """Of each run of a GPU, and of the processor's columns but for the one that it goes on with."""
+    one_stack = Cover((400, 10, 10), (10, 10, 10))
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0), "CPU": Hand(lambda box: (), 3.0, runs=False)}
+    cells = Cells(one_stack, 0, hands, now=lambda: 0.0)
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    lease = _taken(cells, gpu)
+    assert lease is not None
+    assert len(lease.indices) == 28 // 2, "28 cells in 38 seconds, in which the processor is done with 12"
+
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0), "CPU": Hand(lambda box: (), 30.0, runs=False)}
+    cells = Cells(GRID, 0, hands, now=lambda: 0.0)
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    taken = [lease for _ in range(9) if (lease := _taken(cells, cpu)) is not None]
+    assert len(taken) == 4, "120 of the 120 seconds that the GPU takes for 15 stacks of 4"
+
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1.0, False, True, 30.0)}
+    cells = Cells(one_stack, 0, hands, now=lambda: 0.0)
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    first = _taken(cells, cpu)
+    assert first is not None
+    cells.finish(first)
+    lease = _taken(cells, gpu)
+    assert lease is not None
+    assert len(lease.indices) == 20 // 2, "of 39: the processor needs not begin again"
 
 
 def test_who_reads_ahead_has_to_compute_what_it_took() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
-from znnpy.planner.cells import seconds_per_cell
+from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
 from znnpy.run.devices import Site
 from znnpy.run.hosted import HostedSession, session_of
@@ -53,13 +53,14 @@ def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) ->
     if plan.beside is None:
         return Shares(plan.cover(network), done)
     beside = plan.beside
+    begins, each = of_a_gpu(plan)
     hands = {
         name: Hand(
             partial(session.plan.within, network=network),
-            beside.seconds_per_step if session.plan is beside else seconds_per_cell(plan),
+            beside.seconds_per_step if session.plan is beside else each,
             runs=session.plan is not beside,
             walks=session.plan is beside and beside.walks,
-            begins=beside.seconds_to_begin if session.plan is beside else 0.0,
+            begins=beside.seconds_to_begin if session.plan is beside else begins,
         )
         for name, session in sessions.items()
     }

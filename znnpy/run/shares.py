@@ -5,9 +5,10 @@ Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side b
          with its own columns or patches. Cells behind each other along the axis are a stack. A GPU takes runs of cells
          from the end of the last stack, the processor one cell at a time from the beginning of the first: where it has
          just computed the cell before, it goes on with the same column, as if both were one. All should finish
-         together: a GPU leaves as many cells as the others are likely to compute meanwhile, and the processor begins
-         none that the GPUs would have computed, with all that is left, before it ends. What a lane takes for a cell is
-         as predicted until it has computed one, and as measured from then on.
+         together: a GPU leaves as many cells as the others are likely to compute meanwhile, the processor begins none
+         that the GPUs would have computed, with all that is left, before it ends, and a GPU none of the last that the
+         processor ends sooner. What a lane takes for a cell is as predicted until it has computed one, and as measured
+         from then on.
 
 What a lost lane had not computed goes to the others: so a lane that finds nothing waits for as long as another might
 still be lost.
@@ -32,6 +33,7 @@ from znnpy.planner.memory import PINNED
 from znnpy.shapes import Vec3
 
 LOOK_SECONDS = 0.5
+ROUNDED = 1 + 1e-9  # sums of the same weights, one after the other and together
 LOST_SECONDS = 480.0  # of one lease, as far as known: what a run that is killed computes again, in ten minutes at most
 
 
@@ -179,13 +181,13 @@ class Shares(Queue):
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """How a lane takes cells."""
+    """How a lane takes cells. Seconds are as predicted, of one who takes runs for cells of weight 1."""
 
     columns: Callable[[Box], Sequence[Column]]  # of its plan, that cover a box of the output
-    seconds: float  # for a cell, as predicted
+    seconds: float  # for a cell behind another
     runs: bool  # it takes several that lie behind each other, from the back; else one from the front
     walks: bool = False  # one that takes them singly has one column for all that lie behind each other
-    begins: float = 0.0  # seconds more for the first cell of such a column
+    begins: float = 0.0  # more for the first of a run, or of such a column
 
 
 class Cells(Queue):
@@ -246,25 +248,27 @@ class Cells(Queue):
             self._last[lane.name] = lease.indices[-1]
         return lease
 
-    def _run(self, lane: Takes, hand: Hand, free: float) -> Lease:
-        """The last cells of the last stack, which lie behind each other."""
+    def _run(self, lane: Takes, hand: Hand, free: float) -> Lease | None:
+        """The last cells of the last stack, which lie behind each other; None where others end all before one is."""
         stack = next(filter(None, reversed(self._stacks.values())))
         weight = self._weights[self._place(stack[0])]
-        most = min(self._fair(lane, free, weight), max(1, int(LOST_SECONDS / self._seconds(lane.name))))
+        if self._singly(lane, self._busy(lane) + weight * (hand.begins + hand.seconds) * self._pace(lane.name)) >= free:
+            return None
+        lost = LOST_SECONDS / self._pace(lane.name) - weight * hand.begins
+        most = min(self._fair(lane, free, weight), max(1, int(lost / (weight * hand.seconds))))
         if len(self._lanes) > 1 and not self._spent[lane.name][1]:
             most = max(1, most // 2)  # what is left is dealt by what was measured
         gaps = (count for count, (b, a) in enumerate(pairwise(reversed(stack)), 1) if b != a + self._stride)
         first = len(stack) - min(most, next(gaps, len(stack)))
         taken = tuple(stack[first:])
         del stack[first:]
-        return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=len(taken) * weight * hand.seconds)
+        seconds = weight * (hand.begins + len(taken) * hand.seconds)
+        return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=seconds)
 
     def _one(self, lane: Takes, hand: Hand, free: float) -> Lease | None:
         """The first cell of the first stack; None where others are done with all before it is."""
         stack = next(filter(None, self._stacks.values()))
-        index = stack[0]
-        behind = index // self._stride % self._long > 0 and self._last.get(lane.name) == index - self._stride
-        goes_on = hand.walks and behind
+        index, goes_on = stack[0], self._goes_on(lane, stack[0])
         seconds = hand.seconds + (0.0 if goes_on else hand.begins)
         if self._others(lane, self._busy(lane) + seconds * self._pace(lane.name)) >= free:
             return None
@@ -273,6 +277,11 @@ class Cells(Queue):
         if goes_on:
             columns = [Column(tuple(step for step in column.steps if step.write.voxels)) for column in columns]
         return Lease((index,), columns, lane, "cell", goes_on, seconds)
+
+    def _goes_on(self, lane: Takes, index: int) -> bool:
+        """With the column of the cell that it took before."""
+        behind = index // self._stride % self._long > 0 and self._last.get(lane.name) == index - self._stride
+        return self._hands[lane.name].walks and behind
 
     def _place(self, index: int) -> int:
         """Of its stack."""
@@ -285,33 +294,46 @@ class Cells(Queue):
     def _pace(self, name: str) -> float:
         """Seconds of a lane for one that was predicted."""
         spent, predicted = self._spent[name]
-        return spent / predicted if predicted else 1.0
-
-    def _seconds(self, name: str) -> float:
-        """For a cell behind others."""
-        return self._hands[name].seconds * self._pace(name)
+        return spent / predicted if spent and predicted else 1.0  # a coarse clock may have seen nothing
 
     def _fair(self, lane: Takes, free: float, weight: float) -> int:
         """Cells after which `lane` is done no sooner than the others are with the rest; one at least."""
-        busy, seconds = self._busy(lane), weight * self._seconds(lane.name)
+        busy, hand, pace = self._busy(lane), self._hands[lane.name], self._pace(lane.name)
 
         def done(count: int) -> float:
-            return count * weight + self._others(lane, busy + count * seconds)
+            return count * weight + self._others(lane, busy + pace * weight * (hand.begins + count * hand.seconds))
 
         return 1 + bisect_left(range(1, ceil(free / weight)), free, key=done)
 
-    def _others(self, lane: Takes, seconds: float) -> int:
-        """Cells that the other lanes are likely to begin and end within `seconds`."""
+    def _others(self, lane: Takes, seconds: float) -> float:
+        """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""
+        return ROUNDED * sum(self._within(other, seconds) for other in self._lanes if other != lane)
+
+    def _singly(self, lane: Takes, seconds: float) -> float:
+        """The same of those alone that take cells singly, in less than that: of two lanes one begins."""
         return sum(
-            int(max(0.0, seconds - self._ready(other)) / self._seconds(other.name))
+            self._within(other, seconds / ROUNDED)
             for other in self._lanes
-            if other != lane
+            if other != lane and not self._hands[other.name].runs
         )
 
-    def _ready(self, lane: Takes) -> float:
-        """Seconds, about, until a lane may begin another cell; that of its first column counts."""
-        begins = 0.0 if lane.name in self._last else self._hands[lane.name].begins * self._pace(lane.name)
-        return self._busy(lane) + begins
+    def _within(self, lane: Takes, seconds: float) -> float:
+        """Cells, by their weights, that a lane is likely to begin and end, from now on, if no other does."""
+        hand, done = self._hands[lane.name], 0.0
+        left = (seconds - self._busy(lane)) / self._pace(lane.name)
+        places = list(self._stacks)
+        for place in reversed(places) if hand.runs else places:
+            if not (stack := self._stacks[place]):
+                continue
+            weight = self._weights[place]
+            each = weight if hand.runs else 1.0
+            begins = 0.0 if self._goes_on(lane, stack[0]) else each * hand.begins
+            count = min(len(stack), int(max(0.0, left - begins) / (each * hand.seconds)))
+            done += weight * count
+            if count < len(stack):
+                break
+            left -= begins + count * each * hand.seconds
+        return done
 
     def _busy(self, lane: Takes) -> float:
         """Seconds, about, until a lane is done with what it has."""
