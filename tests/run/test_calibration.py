@@ -44,12 +44,17 @@ def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
         assert not rates.knows(LAZY, shape, variant)
 
 
-def test_the_link_is_timed_by_itself() -> None:
-    """Whatever kernels that stream their weights make of it, and though all else is known already."""
-    for _ in range(2):
-        rates = rates_of(Card())
-        assert rates.of("gpu_link").nbytes == pytest.approx(LINK)
-        assert "gpu_link" in rates.fitted
+def test_the_link_is_timed_by_itself_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kernels that stream their weights make of it, and where all but that was kept already."""
+    with monkeypatch.context() as patched:
+        patched.setattr(calibration, "_link_speed", lambda *_: None)
+        patched.setattr(calibration, "_linked", lambda rates, _: rates)
+        rates_of(Card())
+    rates = rates_of(Card())
+    assert rates.of("gpu_link").nbytes == pytest.approx(LINK)
+    assert "gpu_link" in rates.fitted
+    monkeypatch.setattr(calibration, "_link_speed", lambda *_: pytest.fail("timed anew"))
+    assert rates_of(Card()) == rates
 
 
 def test_rates_of_units_are_fitted_to_the_layers() -> None:

@@ -75,12 +75,14 @@ class _Remembered:
 
     settled  networks of which all was measured that should be, by what was known of the GPU beside this file, and the
              bytes of the GPU that might be taken
+    link     bytes per second that go up; None: not measured
     """
 
     facts: dict[str, str]
     measurements: tuple[Measurement, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     settled: dict[str, int] = Field(default_factory=dict)
+    link: Annotated[float, Field(gt=0)] | None = None
 
 
 def measured_rates(
@@ -121,8 +123,8 @@ def measured_rates(
             "stored": "" if stored is None else stored.to_json(),
         }
     )
-    link = _link_speed(device, max(1, min(LINK_BYTES, vram_bytes)))
-    if kept.settled.get(name, -1) >= vram_bytes:
+    link = kept.link or _link_speed(device, max(1, min(LINK_BYTES, vram_bytes)))
+    if kept.link is not None and kept.settled.get(name, -1) >= vram_bytes:
         return _linked(_fitted(assumed, (*before, *kept.measurements), known), link)
     found: list[Measurement] = []
     refusals: list[Refusal] = []
@@ -147,7 +149,7 @@ def measured_rates(
             found.append(Measurement(primitive.name, primitive.version, variant, shape, took))
             rates = rates.learnt(primitive, shape, variant, took)
     settled = kept.settled if short or spent > seconds else {**kept.settled, name: vram_bytes}
-    now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled)
+    now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled, link)
     if now != kept:
         _write(path, now)
     return _linked(_fitted(assumed, (*before, *now.measurements), known), link)
@@ -160,7 +162,7 @@ def _linked(rates: Rates, speed: float) -> Rates:
 
 
 def _link_speed(device: Device, nbytes: int) -> float:
-    """Bytes per second that go up from pinned memory of the host; that takes milliseconds, and is not kept."""
+    """Bytes per second that go up from pinned memory of the host."""
     host = device.pinned((nbytes,), np.uint8)
     there = device.view(device.allocate(nbytes, "the link's speed"), (nbytes,), np.uint8)
     host[:] = 0
@@ -199,7 +201,7 @@ def _of_these(kept: _Remembered, known: Mapping[str, Primitive]) -> _Remembered:
     measurements = tuple(old for old in kept.measurements if holds(old))
     refusals = tuple(old for old in kept.refusals if holds(old))
     whole = (measurements, refusals) == (kept.measurements, kept.refusals)
-    return _Remembered(kept.facts, measurements, refusals, kept.settled if whole else {})
+    return replace(kept, measurements=measurements, refusals=refusals, settled=kept.settled if whole else {})
 
 
 def _layers(network: Network, precision: Precision) -> Iterator[tuple[tuple[LayerShape, ...], float]]:
@@ -348,10 +350,11 @@ def _write(path: Path, remembered: _Remembered) -> None:
     """
     while len(text := _adapter().dump_json(remembered, indent=1)) > MOST_FILE_BYTES:
         measurements, refusals = remembered.measurements, remembered.refusals
-        remembered = _Remembered(
-            remembered.facts,
-            measurements[1 + len(measurements) // 8 :],
-            refusals[1 + len(refusals) // 8 :],
+        remembered = replace(
+            remembered,
+            measurements=measurements[1 + len(measurements) // 8 :],
+            refusals=refusals[1 + len(refusals) // 8 :],
+            settled={},
         )
     try:
         replace_file(path, text)
