@@ -4,8 +4,9 @@ Method  The output is cut along the grid of the GPU's plan: a cell is as wide as
         as thick as some of its steps. The processor computes cells that lie behind each other as one column, a step
         each, so that it pays for borders on the sides of that column only; GPUs take the others. Of a few widths, as
         wide as one column of all that the processor is to compute, or of a part of it, and a few thicknesses the one
-        that ends soonest is taken, in the memory that the GPU leaves of the process's: thin steps end together, thick
-        ones are faster.
+        that ends soonest is taken, and then the next sizes for as long as one of them is better, in the memory that the
+        GPU leaves of the process's: thin steps end together, thick ones are faster. Some widths leave whole columns to
+        the GPU: what would fill the last of a row in part is the processor's then.
 Bound   The GPU's voxels per second and those that the processor reaches alone. What is lost to it are the sides of
         its columns, where the volume is not much larger than a field of view, the thread that feeds each GPU, and the
         end, in which somebody waits for the last cell.
@@ -110,7 +111,15 @@ class _Trials:
             for plan, steps in product(best, STEPS):
                 self._try(_cell(gpu, plan.cells.patch, some / steps))
             if self.found:
+                self._look_around()
                 return
+
+    def _look_around(self) -> None:
+        """Of cells a step of the GPU larger and smaller than the best ones, for as long as one is better."""
+        best = None
+        while best is not (best := min(self.found.values(), key=lambda plan: plan.seconds)):
+            for cell in _next_to(self.gpu, best.cells.patch):
+                self._try(cell)
 
     def _try(self, cell: Vec3) -> None:
         if cell in self.found or any(all(map(ge, cell, large)) for large in self.too_large):
@@ -162,13 +171,12 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
 def _widths(gpu: Plan, period: int, voxels: float) -> list[Vec3]:
     """Of columns of which one, or a few, hold so many voxels; as thick as a step of the GPU.
 
-    Those that cut the output evenly, those that leave whole columns to GPUs, and others: the processor may not come to
-    the last of a row.
+    Those that cut the output evenly, and those that leave whole columns to GPUs.
     """
     axis, output, step = gpu.axis, gpu.output, gpu.patch_out
     a, b = (other for other in range(3) if other != axis)
     found: dict[Vec3, None] = {}
-    about: tuple[Callable[[int, float, int], int], ...] = (_even, _multiple, partial(_leaving, period))
+    about: tuple[Callable[[int, float, int], int], ...] = (_even, partial(_leaving, period))
     for columns, ratio, rounded in product(COLUMNS, RATIOS, about):
         area = voxels / output[axis] / columns
         width = list(step)
@@ -177,6 +185,15 @@ def _widths(gpu: Plan, period: int, voxels: float) -> list[Vec3]:
             width[b] = rounded(output[b], max(step[b], length), step[b])
             found[width[0], width[1], width[2]] = None
     return list(found)
+
+
+def _next_to(gpu: Plan, cell: Vec3) -> Iterator[Vec3]:
+    """Cells a step larger and smaller along one axis; also two, where columns walk."""
+    for axis, (step, most) in enumerate(zip(gpu.patch_out, gpu.output, strict=True)):
+        for steps in (-2, -1, 1, 2) if axis == gpu.axis else (-1, 1):
+            z, y, x = (size + steps * step if i == axis else size for i, size in enumerate(cell))
+            if step <= (z, y, x)[axis] < most + step:
+                yield z, y, x
 
 
 def _cell(gpu: Plan, width: Vec3, voxels: float) -> Vec3:

@@ -18,7 +18,7 @@ from plans import MIXED
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Network
-from znnpy.planner.beside import _widths, idle, plan_beside
+from znnpy.planner.beside import _next_to, _Trials, _widths, idle, plan_beside
 from znnpy.planner.cells import of_a_gpu, seconds_beside, seconds_without, share
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
@@ -222,6 +222,22 @@ def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
     both = plan_beside(alone, gpu, narrow, MIXED, masks=False)
     assert both.cells.patch[1:] == (4, 4)
     assert both.dealt > 0
+
+
+def test_no_size_next_to_the_best_is_better() -> None:
+    """All of them were looked at, and one was better than those before."""
+    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.3, MIXED, columns=True)
+    alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
+    found = []
+    for around in (False, True):
+        trials = _Trials(alone, alone.seconds, 0.3 * alone.voxels_per_second, processor, PLENTY, MIXED, masks=False)
+        with pytest.MonkeyPatch.context() as patched:
+            if not around:
+                patched.setattr(_Trials, "_look_around", lambda _: None)
+            trials.run()
+        found.append(min(trials.found.values(), key=lambda plan: plan.seconds))
+    assert found[1].seconds < found[0].seconds
+    assert set(_next_to(alone, found[1].cells.patch)) <= trials.found.keys()
 
 
 def test_why_the_gpu_alone_lost() -> None:
