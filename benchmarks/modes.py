@@ -5,12 +5,13 @@
                                [--turns 2] [--run-seconds 4] [--minutes 9] [--resume] [--quick] [--out RESULT.json]
 
 First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
-within every limit of the GPU's memory. So many `--turns` the layers of these plans are timed and all are planned anew,
-as with `--rigor measure`; each row has what was planned before that, too. Then the plans run, from the host's memory
-into the host's memory, through the pipeline that a run goes through. What takes longer than `--run-seconds` runs in
-part, whole steps of one column; what it says of the whole output is the plan's prediction times how far the part was
-off its own. Side by side runs whole. Of what takes less than ten seconds a first run does not count: in it kernels are
-compiled and buffers pinned. `--resume` takes up what `--out` holds.
+within every limit of the GPU's memory. At most so many `--turns` the layers of these plans are timed and all are
+planned anew, as with `--rigor measure`, until no plan of a network holds any that were not; each row has what was
+planned before that, too. Then the plans run, from the host's memory into the host's memory, through the pipeline that a
+run goes through. What takes longer than `--run-seconds` runs in part, whole steps of one column; what it says of the
+whole output is the plan's prediction times how far the part was off its own. Side by side runs whole: against it the
+GPU alone should run for half a minute. Of what takes less than ten seconds a first run does not count: in it kernels
+are compiled and buffers pinned. `--resume` takes up what `--out` holds.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
 a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
@@ -130,13 +131,15 @@ def plan_all(known: dict[Key, Facts], options: Namespace) -> None:
             before = known.get(want.key, {}).get("planned_before", [])
             known[want.key] = row | {"planned_before": before}
             print(said_of(row), flush=True)
-            if turn < options.turns and not row["failure"]:
-                known[want.key]["planned_before"] = [*before, row["planned_voxels_per_second"]]
-        if turn < options.turns:
-            asked = {
-                name: [row["plan"] for row in rows if row["network"] == name and not row["failure"]] for name in rates
-            }
-            rates = apart(timed, (asked, rates, options.precision, options.layer_seconds), alone=True)
+        if turn == options.turns:
+            return
+        asked = {name: [row["plan"] for row in rows if row["network"] == name and not row["failure"]] for name in rates}
+        found = apart(timed, (asked, rates, options.precision, options.layer_seconds), alone=True)
+        wanted = [want for want in wanted if found[want.network] != rates[want.network]]  # others would be the same
+        rates |= found
+        for row in (known[want.key] for want in wanted):
+            if not row["failure"]:
+                row["planned_before"] = [*row["planned_before"], row["planned_voxels_per_second"]]
 
 
 def _wanted(name: str, known: dict[Key, Facts], options: Namespace) -> list[Wanted]:

@@ -64,6 +64,27 @@ def test_every_mode(
     assert "measured" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("all_timed", [True, False])
+def test_planning_ends_where_all_layers_were_timed(
+    imported: Callable[[str], Any],
+    tmp_path: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    all_timed: bool,
+) -> None:
+    modes = imported("modes")
+
+    def timed(asked: Any) -> Any:
+        return {
+            name: {on: rates.slowed(2 - all_timed) for on, rates in known.items()} for name, known in asked[1].items()
+        }
+
+    monkeypatch.setattr(modes, "timed", timed)
+    modes.main([*words, "--modes", "gpu"])
+    (row,) = json.loads((tmp_path / "modes.json").read_text())["rows"]
+    assert len(row["planned_before"]) == (0 if all_timed else 1)
+
+
 def test_gains_are_of_the_gpu_alone(imported: Callable[[str], Any]) -> None:
     speeds = {("cpu", ""): 20.0, ("gpu", "1G"): 100.0, ("side-by-side", "1G"): 117.0, ("gpu-host", "1G"): 50.0}
     rows: list[dict[str, Any]] = [
