@@ -8,10 +8,10 @@ First `znnpy measure` measures the card and the processor; then every mode is pl
 within every limit of the GPU's memory. At most so many `--turns` the layers of these plans are timed and all are
 planned anew, as with `--rigor measure`, until no plan of a network holds any that were not; each row has what was
 planned before that, too. Then the plans run, from the host's memory into the host's memory, through the pipeline that a
-run goes through. What takes longer than `--run-seconds` runs in part, whole steps of one column; what it says of the
-whole output is the plan's prediction times how far the part was off its own. Side by side runs whole: against it the
-GPU alone should run for half a minute. Of what takes less than ten seconds a first run does not count: in it kernels
-are compiled and buffers pinned. `--resume` takes up what `--out` holds.
+run goes through. What takes longer than `--run-seconds` runs in part, whole steps of one column, or a few steps where
+two sides overlap; what it says of the whole output is the plan's prediction times how far the part was off its own.
+Side by side runs whole: against it the GPU alone should run for half a minute. Of what takes less than ten seconds a
+first run does not count: in it kernels are compiled and buffers pinned. `--resume` takes up what `--out` holds.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
 a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
@@ -32,7 +32,7 @@ from typing import Any
 
 from gpu_card import gpu_header
 from header import machine_header
-from modes_runs import WARM_SECONDS, Corner, ran
+from modes_runs import WARM_SECONDS, Corner, ran, to_run
 from planning_plans import Ground
 from planning_points import apart, grounds, measured, own_cache, spread
 
@@ -232,7 +232,7 @@ def run_all(rows: Sequence[Facts], options: Namespace, end: float, keep: Callabl
     with opened("gpu", options.precision) as site:
         for row in waiting:
             plan = Plan.from_json(json.dumps(row["plan"]))
-            likely = plan.seconds if plan.beside else min(plan.seconds, 1.5 * options.run_seconds)
+            likely = to_run(plan, corner.network, options.run_seconds).seconds
             runs = options.rounds + (likely < WARM_SECONDS)
             if time.monotonic() + runs * likely + plan.memory.peak / TOUCHED + SPARE_SECONDS > end:
                 print(f"{said_of(row)}: there is no time for it", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from statistics import median
 from typing import Any
@@ -29,6 +29,7 @@ from znnpy.run.session import Session
 from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 
 DIAGONAL = tuple(range(4))  # voxels (i, i, i) of outputs that are kept, to be held against the definition
+STEPS = 4  # at least, where two sides overlap
 WARM_SECONDS = 10.0  # what is predicted to take as long runs without a first one that does not count
 
 
@@ -61,14 +62,11 @@ class Corner:
 
 
 def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int) -> dict[str, Any]:
-    """What a plan does, or a part of it that takes about so many seconds.
+    """What a plan does, or the part of it that is `to_run`.
 
     gpu  an open one; plans of the processor leave it alone
     """
-    network = corner.network
-    here = plan
-    if plan.beside is None:
-        here = plan.covering(part_of(plan, network, most_seconds), network, plan.memory)
+    network, here = corner.network, to_run(plan, corner.network, most_seconds)
     site = gpu if plan.device == "gpu" else Site(this_machine())
     target = Kept(np.full((network.output_channels, *here.output), np.nan, np.float32))
     assert gpu.gpu is not None
@@ -99,6 +97,19 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
         "steady": steady(busy, sum(spent) / len(spent), cover.steps(cover.margin)),
         "lanes": {lane.name: {"voxels": lane.voxels, **lane.seconds} for lane in timings[-1].lanes},
     }
+
+
+def to_run(plan: Plan, network: Network, most_seconds: float) -> Plan:
+    """For as much of the output as takes so many seconds, or STEPS where two sides overlap; side by side for all."""
+    if plan.beside is not None:
+        return plan
+    part = part_of(plan, network, most_seconds)
+    for axis in range(3) if plan.overlaps else ():
+        while replace(plan, output=part).cover(network).steps(0) < STEPS and part[axis] < plan.output[axis]:
+            size = min(part[axis] + plan.patch_out[axis], plan.output[axis])
+            z, y, x = (size if i == axis else other for i, other in enumerate(part))
+            part = z, y, x
+    return plan.covering(part, network, plan.memory)
 
 
 def steady(busy: Mapping[str, float], spent: float, steps: int) -> float | None:

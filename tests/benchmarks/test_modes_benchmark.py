@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,10 @@ from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from rivals import TINY
 
 from znnpy.kernels.gpu import device
+from znnpy.machine import Limits, this_machine
+from znnpy.network import Conv, Network
 from znnpy.planner.cost import assumed_rates
+from znnpy.planner.search import make_plan
 from znnpy.run import devices
 
 if TYPE_CHECKING:
@@ -83,6 +87,21 @@ def test_planning_ends_where_all_layers_were_timed(
     modes.main([*words, "--modes", "gpu"])
     (row,) = json.loads((tmp_path / "modes.json").read_text())["rows"]
     assert len(row["planned_before"]) == (0 if all_timed else 1)
+
+
+def test_parts_have_steps_that_overlap(imported: Callable[[str], Any]) -> None:
+    """Where the output has so many: one step of both sides, one after the other, says nothing of that."""
+    runs, network = imported("modes_runs"), Network("two", 1, (Conv((3, 3, 3), 2, "none"), Conv((3, 3, 3), 1, "none")))
+    machine, limits = replace(this_machine(), gpu=EMULATED_GPU), Limits(2**40, 2, 2**33)
+    for output, steps in (((6, 8, 9), 4), ((1, 8, 9), 4), ((1, 2, 9), 3)):
+        gpu, both = (
+            make_plan(
+                network, output, machine, limits, device="gpu", mode=mode, patch=(1, 4, 3), columns=False, baseline=0
+            )
+            for mode in (None, "cpu-to-gpu")
+        )
+        assert runs.to_run(gpu, network, 0.0).cover(network).steps(0) < steps
+        assert runs.to_run(both, network, 0.0).cover(network).steps(0) == steps
 
 
 def test_gains_are_of_the_gpu_alone(imported: Callable[[str], Any]) -> None:
