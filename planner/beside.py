@@ -1,12 +1,12 @@
 """A plan for a GPU with the processor beside it: both take cells of the output from one queue, each covers its own.
 
-Method  The output is cut along the grid of the GPU's plan: a cell is as wide as some of its columns side by side, and
-        as thick as some of its steps. The processor computes cells that lie behind each other as one column, a step
-        each, so that it pays for borders on the sides of that column only; GPUs take the others. Of a few widths, as
-        wide as one column of all that the processor is to compute, or of a part of it, and a few thicknesses the one
-        that ends soonest is taken, and then the next sizes for as long as one of them is better, in the memory that the
-        GPU leaves of the process's: thin steps end together, thick ones are faster. Some widths leave whole columns to
-        the GPU: what would fill the last of a row in part is the processor's then.
+Method  Cells are as thick as some steps of the GPU's plan, and as wide as some of its columns side by side, but for the
+        first, which are as wide as the processor's columns. The processor computes cells that lie behind each other as
+        one column, a step each, so that it pays for borders on the sides of that column only; GPUs take the others. Of
+        a few widths, as wide as one column of all that the processor is to compute, or of a part of it, and a few
+        thicknesses the one that ends soonest is taken, and then the next sizes for as long as one of them is better, in
+        the memory that the GPU leaves of the process's: thin steps end together, thick ones are faster. Some widths
+        leave whole columns to the GPU: what would fill the last of a row in part is the processor's then.
 Bound   The GPU's voxels per second and those that the processor reaches alone. What is lost to it are the sides of
         its columns, where the volume is not much larger than a field of view, the thread that feeds each GPU, and the
         end, in which somebody waits for the last cell.
@@ -16,11 +16,10 @@ Source  ZNNi (SC16), section VII.C has the processor and the GPU share every pat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
-from math import ceil, inf, lcm, prod
+from math import ceil, inf, prod
 from operator import ge
 from typing import Protocol
 
@@ -102,10 +101,9 @@ class _Trials:
     def run(self) -> None:
         gpu = self.gpu
         voxels = prod(gpu.output) * self.speed / (self.speed + gpu.voxels_per_second)  # of the processor
-        period = lcm(*self.network.period)
         for finer in FINER:
             some = voxels / finer
-            for width, steps in product(_widths(gpu, period, some), FIRST):
+            for width, steps in product(_widths(gpu, self.network.period, some), FIRST):
                 self._try(_cell(gpu, width, some / steps))
             best = sorted(self.found.values(), key=lambda plan: plan.seconds)[:BEST]
             for plan, steps in product(best, STEPS):
@@ -116,10 +114,11 @@ class _Trials:
 
     def _look_around(self) -> None:
         """Of cells a step of the GPU larger and smaller than the best ones, for as long as one is better."""
-        best = None
-        while best is not (best := min(self.found.values(), key=lambda plan: plan.seconds)):
+        looked_at: Plan | None = None
+        while (best := min(self.found.values(), key=lambda plan: plan.seconds)) is not looked_at:
             for cell in _next_to(self.gpu, best.cells.patch):
                 self._try(cell)
+            looked_at = best
 
     def _try(self, cell: Vec3) -> None:
         if cell in self.found or any(all(map(ge, cell, large)) for large in self.too_large):
@@ -168,7 +167,7 @@ def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks:
         yield moving_whole(replace(found, limits=alone.limits), network, masks=masks)
 
 
-def _widths(gpu: Plan, period: int, voxels: float) -> list[Vec3]:
+def _widths(gpu: Plan, period: Vec3, voxels: float) -> list[Vec3]:
     """Of columns of which one, or a few, hold so many voxels; as thick as a step of the GPU.
 
     Those that cut the output evenly, and those that leave whole columns to GPUs.
@@ -176,19 +175,23 @@ def _widths(gpu: Plan, period: int, voxels: float) -> list[Vec3]:
     axis, output, step = gpu.axis, gpu.output, gpu.patch_out
     a, b = (other for other in range(3) if other != axis)
     found: dict[Vec3, None] = {}
-    about: tuple[Callable[[int, float, int], int], ...] = (_even, partial(_leaving, period))
-    for columns, ratio, rounded in product(COLUMNS, RATIOS, about):
+    for columns, ratio, leaving in product(COLUMNS, RATIOS, (False, True)):
+
+        def rounded(i: int, length: float, leaving: bool = leaving) -> int:
+            length = max(step[i], length)
+            return _leaving(output[i], length, step[i], period[i]) if leaving else _even(output[i], length, step[i])
+
         area = voxels / output[axis] / columns
         width = list(step)
-        width[a] = rounded(output[a], max(step[a], ratio * area**0.5), step[a])
+        width[a] = rounded(a, ratio * area**0.5)
         for length in (area / width[a], area / width[a] - step[b]):
-            width[b] = rounded(output[b], max(step[b], length), step[b])
+            width[b] = rounded(b, length)
             found[width[0], width[1], width[2]] = None
     return list(found)
 
 
 def _next_to(gpu: Plan, cell: Vec3) -> Iterator[Vec3]:
-    """Cells a step larger and smaller along one axis; also two, where columns walk."""
+    """Cells a step larger and smaller along one axis; also two steps thicker and thinner, which are small ones."""
     for axis, (step, most) in enumerate(zip(gpu.patch_out, gpu.output, strict=True)):
         for steps in (-2, -1, 1, 2) if axis == gpu.axis else (-1, 1):
             z, y, x = (size + steps * step if i == axis else size for i, size in enumerate(cell))
@@ -251,7 +254,7 @@ def _multiple(whole: int, length: float, step: int) -> int:
     return step * min(max(1, round(length / step)), ceil(whole / step))
 
 
-def _leaving(period: int, whole: int, length: float, step: int) -> int:
-    """About a length, a multiple of `period`, behind which whole steps are left."""
-    rest = step * max(0, round((whole - length) / step))
-    return max(step, ceil((whole - rest) / period) * period)
+def _leaving(whole: int, length: float, step: int, period: int) -> int:
+    """About a length, a multiple of a period, behind which whole steps are left; a step at least."""
+    left = min(max(0, round((whole - length) / step)), max(0, whole - step) // step)
+    return max(step, ceil((whole - left * step) / period) * period)

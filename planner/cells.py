@@ -45,7 +45,7 @@ def seconds_without(plan: Plan, count: int) -> float:
     if cut:
         steps = plan.cells.patch[plan.axis] / plan.patch_out[plan.axis]
         spent -= cut * columns[stacks] * steps * plan.seconds_per_step
-    return plan.seconds_for(max(0.0, spent / whole) * ceil(left / plan.devices) / left)
+    return plan.seconds_for(spent / whole * ceil(left / plan.devices) / left)
 
 
 def share(plan: Plan) -> float:
@@ -60,10 +60,8 @@ def share(plan: Plan) -> float:
 def of_a_gpu(plan: Plan) -> tuple[float, float]:
     """Seconds of a GPU alone, in the first stack: those for a run of cells to begin, and for each of them."""
     columns, axis = _columns(plan)[0], plan.axis
-    step = columns * plan.seconds_per_step
-    whole = plan.seconds_for(columns / _alone(plan))
-    steps = ceil(plan.output[axis] / plan.patch_out[axis])
-    return max(0.0, whole - steps * step), plan.cells.patch[axis] // plan.patch_out[axis] * step
+    steps = plan.cells.patch[axis] // plan.patch_out[axis]
+    return columns * plan.seconds_to_begin, columns * steps * plan.seconds_per_step
 
 
 def _alone(plan: Plan) -> int:

@@ -108,8 +108,10 @@ def _beside(plan: Plan, network: Network) -> list[RenderableType]:
     if (its := plan.beside) is None:
         return []
     threads = f"{its.limits.threads} thread{'s' if its.limits.threads != 1 else ''}"
+    later = plan.cells.later
+    narrower = f"behind the first ones of {text(later)}, " if later and later != plan.cells.patch else ""
     words = (
-        f"side by side: the GPU and the processor take cells of {text(plan.cells.patch)} output voxels, "
+        f"side by side: the GPU and the processor take cells of {text(plan.cells.patch)} output voxels, {narrower}"
         f"{len(plan.cells):,} in all, of which the processor is to compute {plan.dealt:,}, "
         f"{human_seconds(its.seconds_per_step)} each, in {_kind(its)} with {threads}"
     )

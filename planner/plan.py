@@ -246,7 +246,7 @@ class Plan:
         """
         assert self.beside is not None, "only side by side"
         first = self.beside.patch_out
-        z, y, x = (size // step * step for size, step in zip(first, self.patch_out, strict=True))
+        z, y, x = (max(1, size // step) * step for size, step in zip(first, self.patch_out, strict=True))
         return Cover(self.output, first, later=(z, y, x))
 
     @property

@@ -20,7 +20,7 @@ from znnpy.shapes import LayerShape, fused, text, turned
 def check_beside(
     plan: Plan, beside: Plan, network: Network, machine: Machine, table: Sequence[Primitive] | None
 ) -> None:
-    """The plan of the processor beside GPUs runs here too, on cells of whole steps, in the memory that is promised."""
+    """The plan of the processor beside GPUs runs here too, on cells as thick as whole steps, in promised memory."""
     beside.check_runs(network, machine, table=table)
     cell, step = beside.patch_out, plan.patch_out
     if cell[plan.axis] % step[plan.axis] or any(map(lt, cell, step)):

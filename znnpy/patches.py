@@ -95,7 +95,7 @@ class Cover(Sequence[Column]):
     axis: int = 0  # along which columns walk
     column: int = 0  # output planes that a column writes along it, a multiple of the patch; 0: patches, no column walks
     margin: int = 0  # field of view - 1 along it
-    later: Vec3 | None = None  # output that all but the first along each axis write; None: as much as the first
+    later: Vec3 | None = None  # of patches: what all but the first along each axis write; None: as much as that
 
     @property
     def grid(self) -> Vec3:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import ceil, prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from plans import MIXED
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Network
-from znnpy.planner.beside import _next_to, _Trials, _widths, idle, plan_beside
+from znnpy.planner.beside import _leaving, _next_to, _Trials, _widths, idle, plan_beside
 from znnpy.planner.cells import of_a_gpu, seconds_beside, seconds_without, share
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
@@ -26,6 +27,8 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.plan_checks import check_beside
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
+from znnpy.run.sessions import _shares
+from znnpy.run.shares import Cells
 from znnpy.shapes import Vec3
 
 TABLE = (*on_gpu(FAST, POOL, FILTER, MAXOUT), FAST, POOL, FILTER, MAXOUT)
@@ -148,7 +151,7 @@ def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
     gpu = on("gpu", 1.0, MIXED, columns=True)((188, 188, 188), LITTLE, patch=(10, 10, 10))
     its = on("cpu", 1.0, MIXED)(SMALL, LITTLE)
     rests = set()
-    for width in _widths(gpu, 2, 0.05 * prod(gpu.output)):
+    for width in _widths(gpu, (2, 2, 2), 0.05 * prod(gpu.output)):
         both = replace(gpu, beside=replace(its, patch_out=width), memory=replace(gpu.memory, beside=1))
         for axis in {0, 1, 2} - {both.axis}:
             first, *others, last = both.cells.sizes(axis)
@@ -183,6 +186,67 @@ def test_the_share_of_the_processor_is_of_voxels() -> None:
         assert f"which computes {share(both):.1%}" in both.explain()
         cut.add(both.dealt % long > 0)
     assert True in cut, "not whole stacks alone"
+
+
+def test_widths_are_multiples_of_the_period_of_their_axis() -> None:
+    gpu = on("gpu", 1.0, MIXED, columns=True)((39, 35, 33), LITTLE, patch=(4, 4, 4))
+    period = {0: (4, 1, 2), 1: (1, 4, 2), 2: (1, 2, 4)}[gpu.axis]
+    widths = _widths(gpu, period, 0.3 * prod(gpu.output))
+    across = [i for i in range(3) if i != gpu.axis]
+    assert not any(width[i] % period[i] for width in widths for i in across)
+    assert not any(width[i] >= gpu.output[i] + 4 for width in widths for i in across)
+    assert any((gpu.output[i] - width[i]) % 4 == 0 and width[i] % 4 for width in widths for i in across), "period 1"
+
+
+def test_what_a_processor_leaves() -> None:
+    """Whole steps of 26 behind about 30; none behind what is as wide as all; a step is the least."""
+    assert _leaving(101, 30, 26, 4) == 52
+    assert _leaving(10, 30, 4, 2) == 10
+    assert _leaving(3, 1, 4, 2) == 4
+    for whole, length, step in product(range(1, 60), range(1, 70, 7), (2, 4, 10)):
+        width = _leaving(whole, length, step, 2)
+        assert width >= step
+        assert width % 2 == 0
+        assert whole <= width < max(whole, step) + 2 or -(-(whole - width) // step) * step - (whole - width) < 2
+
+
+def test_sizes_next_to_a_cell() -> None:
+    gpu = on("gpu", 1.0, MIXED, columns=True)((40, 44, 48), LITTLE, patch=(4, 4, 4))
+    own, (a, b) = gpu.axis, [i for i in range(3) if i != gpu.axis]
+    cell = [8, 8, 8]
+    cell[a] = gpu.output[a]
+    moves = set()
+    for near in _next_to(gpu, (cell[0], cell[1], cell[2])):
+        (axis,) = (i for i in range(3) if near[i] != cell[i])
+        moves.add((axis, near[axis] - cell[axis]))
+    assert moves == {(own, -4), (own, 4), (own, 8), (a, -4), (b, -4), (b, 4)}
+
+
+def test_the_queue_knows_what_each_takes() -> None:
+    _, both = beside(0.3, columns=True, limits=LITTLE)
+    assert both.beside is not None
+    sessions: Any = {"GPU": SimpleNamespace(plan=both), "CPU": SimpleNamespace(plan=both.beside)}
+    queue = _shares(both, sessions, MIXED, frozenset())
+    assert isinstance(queue, Cells)
+    gpu, cpu = queue._hands["GPU"], queue._hands["CPU"]
+    assert (gpu.begins, gpu.seconds) == of_a_gpu(both)
+    assert gpu.begins > 0
+    assert (cpu.begins, cpu.seconds) == (both.beside.seconds_to_begin, both.beside.seconds_per_step)
+    assert (gpu.runs, cpu.runs, cpu.walks) == (True, False, True)
+
+
+def test_an_output_narrower_than_a_cell_counts_as_what_it_is() -> None:
+    """As a plan is that is run on a smaller volume than it was made for."""
+    _, both = beside(0.3, columns=True, limits=LITTLE)
+    z, y, x = (whole if i == both.axis else both.patch_out[i] for i, whole in enumerate(both.output))
+    there = both.covering((z, y, x), MIXED, both.memory)
+    assert there.cells.patch != there.patch_out
+    sessions: Any = {"GPU": SimpleNamespace(plan=there), "CPU": SimpleNamespace(plan=there.beside)}
+    queue = _shares(there, sessions, MIXED, frozenset())
+    assert isinstance(queue, Cells)
+    assert set(queue._weights.values()) == {1.0}
+    begins, each = of_a_gpu(there)
+    assert begins + len(there.cells) * each == pytest.approx(there.seconds_for(1.0), rel=0.02)
 
 
 def test_a_slow_processor_only_waits() -> None:

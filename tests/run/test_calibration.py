@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -44,17 +45,45 @@ def test_what_looks_fastest_is_measured_until_it_is_the_fastest() -> None:
         assert not rates.knows(LAZY, shape, variant)
 
 
-def test_the_link_is_timed_by_itself_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_link_is_timed_by_itself_and_once_for_a_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever kernels that stream their weights make of it, and where all but that was kept already."""
-    with monkeypatch.context() as patched:
-        patched.setattr(calibration, "_link_speed", lambda *_: None)
-        patched.setattr(calibration, "_linked", lambda rates, _: rates)
-        rates_of(Card())
     rates = rates_of(Card())
     assert rates.of("gpu_link").nbytes == pytest.approx(LINK)
     assert "gpu_link" in rates.fitted
-    monkeypatch.setattr(calibration, "_link_speed", lambda *_: pytest.fail("timed anew"))
-    assert rates_of(Card()) == rates
+    with monkeypatch.context() as patched:
+        patched.setattr(calibration, "_link_speed", lambda *_: pytest.fail("timed anew"))
+        assert rates_of(Card()) == rates
+        patched.setattr(calibration, "_link_speed", lambda *_: 2e9)
+        patched.setattr("platform.node", lambda: "another host")
+        assert rates_of(Card()).of("gpu_link").nbytes == 2e9
+    (path,) = folder.rglob("gpu-*.json")
+    kept = json.loads(path.read_text())
+    assert len(kept.pop("links")) == 2
+    path.write_text(json.dumps(kept))
+    card = Card()
+    assert rates_of(card) == rates
+    assert not card.runs, "all but the link was there"
+
+
+def test_a_file_that_grows_too_large_leaves_out_what_is_oldest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then no network is settled; the link is kept."""
+    monkeypatch.setattr(calibration, "MOST_FILE_BYTES", 4000)
+    rates_of(Card())
+    (path,) = folder.rglob("gpu-*.json")
+    kept = json.loads(path.read_text())
+    assert kept["measurements"]
+    assert kept["settled"] == {}
+    assert len(kept["links"]) == 1
+    card = Card()
+    rates_of(card)
+    assert 0 < len(measured(card)) < 8
+
+
+def test_a_link_that_was_timed_in_little_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(calibration, "_link_speed", lambda *_: 1.0)
+        assert rates_of(Card(), vram_bytes=2**20).of("gpu_link").nbytes == 1.0
+    assert rates_of(Card()).of("gpu_link").nbytes == pytest.approx(LINK)
 
 
 def test_rates_of_units_are_fitted_to_the_layers() -> None:

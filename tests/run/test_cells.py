@@ -67,6 +67,16 @@ class Lenient(Output):
         super().finish_column(index)
 
 
+STEP: Vec3 = (1, 2, 2)  # of a GPU
+
+
+def grid(cell: Vec3, axis: int) -> Cover:
+    """Cells of SIZE, those behind the first across the axis as wide as the steps of a GPU that fit."""
+    whole = (max(1, size // step) * step for size, step in zip(cell, STEP, strict=True))
+    z, y, x = (cell[i] if i == axis else size for i, size in enumerate(whole))
+    return Cover(SIZE, cell, later=(z, y, x))
+
+
 def went(
     hooks: dict[str, Hook],
     axis: int,
@@ -82,7 +92,7 @@ def went(
 
     walks  the processor's are cells along the axis of the GPU's, and go on from one to the next
     """
-    cells, patches = Cover(SIZE, cell), {"GPU": (1, 2, 2), "CPU": cell if walks else (1, 1, 3)}
+    cells, patches = grid(cell, axis), {"GPU": STEP, "CPU": cell if walks else (1, 1, 3)}
     output = output or Lenient(hook, done)
     with Crew(1) as crew:
         hands, sessions = {}, {}
@@ -101,12 +111,12 @@ def went(
 
 @pytest.mark.parametrize("walks", [True, False])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("cell", [(1, 2, 2), (2, 4, 4), (3, 2, 6), (8, 6, 10)])
+@pytest.mark.parametrize("cell", [(1, 2, 2), (2, 4, 4), (3, 2, 6), (8, 6, 10), (2, 3, 5), (3, 5, 7)])
 def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
     events: list[pipeline.Event] = []
     output, timings = went({"GPU": quiet, "CPU": quiet}, axis, cell, progress=events.append, walks=walks)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
-    cells = len(Cover(SIZE, cell))
+    cells = len(grid(cell, axis))
     assert sorted(output.finished) == list(range(cells))
     assert timings.columns == cells
     assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
@@ -120,7 +130,7 @@ def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
 def test_delays_and_lost_gpus(seed: int) -> None:
     """The processor computes what is left of any GPU."""
     rng = random.Random(seed)
-    axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 4]), rng.choice([2, 6]))
+    axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
     slow = {stage: rng.choice([0.0, 0.0, 0.0002, 0.0005]) for stage in ("read", "compute", "write")}
     names = ["GPU 0", "GPU 1", "CPU"][rng.randrange(2) :]
     fails = {name: rng.randrange(20) for name in names if name != "CPU" and rng.random() < 0.5}
@@ -136,8 +146,8 @@ def test_delays_and_lost_gpus(seed: int) -> None:
     def hook(stage: str, patch: int) -> None:
         time.sleep(rng.random() * slow[stage])
 
-    cells = Cover(SIZE, cell)
-    done = frozenset(rng.sample(range(len(cells)), rng.randrange(2)))
+    cells = grid(cell, axis)
+    done = frozenset(rng.sample(range(len(cells)), rng.randrange(1 + len(cells) // 2)))
     hooks = {name: hook_of(name) for name in names}
     output, timings = went(hooks, axis, cell, hook=hook, done=done, walks=rng.random() < 0.7)
     whole = np.ones(SIZE, bool)
@@ -299,10 +309,10 @@ def test_somebody_takes_every_cell(data: st.DataObject) -> None:
 
 
 def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
-    """To begin takes a GPU 10 seconds, in which the processor is done with three cells."""
+    """To begin takes a GPU 10 seconds, in which the processor is done with two cells."""
     hands = {
         "GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0),
-        "CPU": Hand(lambda box: (), 3.0, runs=False, walks=True),
+        "CPU": Hand(lambda box: (), 5.0, runs=False, walks=True),
     }
     cells = Cells(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: 0.0)
     gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
@@ -310,13 +320,69 @@ def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
         cells.join(lane)
     first = _taken(cells, gpu)
     assert first is not None
-    assert (first.indices, first.seconds) == ((3,), 11.0), "the other three take the processor 9"
+    assert (first.indices, first.seconds) == ((3,), 11.0), "until another were done the processor is with three"
     assert _taken(cells, gpu) is None
     assert [lease.indices for _ in range(4) if (lease := _taken(cells, cpu)) is not None] == [(0,), (1,), (2,)]
     cells.lose(cpu)
     lease = _taken(cells, gpu)
     assert lease is not None
     assert lease.indices == (0, 1, 2)
+
+
+def test_no_run_takes_longer_than_may_be_lost() -> None:
+    """With what it takes to begin, as far as known, and where cells weigh less."""
+    now = [0.0]
+    hands = {"GPU": Hand(lambda box: (), 100.0, runs=True, begins=80.0)}
+    cells = Cells(Cover((400, 20, 10), (10, 10, 10), later=(10, 5, 10)), 0, hands, step=(10, 5, 10), now=lambda: now[0])
+    gpu = _Hashed("GPU")
+    cells.join(gpu)
+    taken = []
+    for _ in range(11):
+        lease = _taken(cells, gpu)
+        assert lease is not None
+        taken.append(len(lease.indices))
+        now[0] += lease.seconds if len(taken) < 10 else 0.0
+        cells.finish(lease)
+    assert taken[:10] == [8] * 10, "half of 80 and 8 times half of 100 seconds are 440, of 480"
+    assert taken[10] == 4
+    cells = Cells(Cover((400, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    cells.join(gpu)
+    first = _taken(cells, gpu)
+    assert first is not None
+    assert (len(first.indices), first.seconds) == (4, 480.0)
+    now[0] += 960.0
+    cells.finish(first)
+    second = _taken(cells, gpu)
+    assert second is not None
+    assert len(second.indices) == 1, "280 seconds as measured, and another would be 200 more"
+
+
+def test_of_two_that_would_end_together_one_begins() -> None:
+    cells = Cells(
+        Cover((10, 10, 10), (10, 10, 10)),
+        0,
+        {name: Hand(lambda box: (), 0.3, name == "GPU", begins=0.1) for name in ("GPU", "CPU")},
+        now=lambda: 0.0,
+    )
+    gpu, cpu = _Hashed("GPU"), _Hashed("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    assert _taken(cells, cpu) is None
+    assert _taken(cells, gpu) is not None
+
+
+def test_what_lanes_are_likely_to_end() -> None:
+    """A GPU from the end, where cells weigh less and take as much less; to the processor all take the same."""
+    cells = Cover((40, 9, 4), (10, 4, 4))
+    hands = {
+        "GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0),
+        "CPU": Hand(lambda box: (), 6.0, runs=False),
+    }
+    shares = Cells(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
+    assert shares._within(_Hashed("GPU"), 2.0) == 1.0, "4 cells that weigh a quarter"
+    narrow = frozenset(index for index in range(len(cells)) if cells[index].steps[0].write.size[1] > 1)
+    shares = Cells(cells, 0, hands, narrow, step=(10, 1, 4), now=lambda: 0.0)
+    assert shares._within(_Hashed("CPU"), 12.0) == 0.5, "2 cells"
 
 
 def test_to_begin_counts() -> None:

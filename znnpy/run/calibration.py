@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -75,14 +76,14 @@ class _Remembered:
 
     settled  networks of which all was measured that should be, by what was known of the GPU beside this file, and the
              bytes of the GPU that might be taken
-    link     bytes per second that go up; None: not measured
+    links    bytes per second that go up, by the names of hosts
     """
 
     facts: dict[str, str]
     measurements: tuple[Measurement, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     settled: dict[str, int] = Field(default_factory=dict)
-    link: Annotated[float, Field(gt=0)] | None = None
+    links: dict[str, Annotated[float, Field(gt=0, lt=inf)]] = Field(default_factory=dict)
 
 
 def measured_rates(
@@ -123,8 +124,10 @@ def measured_rates(
             "stored": "" if stored is None else stored.to_json(),
         }
     )
-    link = kept.link or _link_speed(device, max(1, min(LINK_BYTES, vram_bytes)))
-    if kept.link is not None and kept.settled.get(name, -1) >= vram_bytes:
+    host = platform.node()
+    link = kept.links.get(host) or _link_speed(device, max(1, min(LINK_BYTES, vram_bytes)))
+    links = {**kept.links, host: link} if vram_bytes >= LINK_BYTES else kept.links  # less is too short to tell
+    if links == kept.links and kept.settled.get(name, -1) >= vram_bytes:
         return _linked(_fitted(assumed, (*before, *kept.measurements), known), link)
     found: list[Measurement] = []
     refusals: list[Refusal] = []
@@ -149,7 +152,7 @@ def measured_rates(
             found.append(Measurement(primitive.name, primitive.version, variant, shape, took))
             rates = rates.learnt(primitive, shape, variant, took)
     settled = kept.settled if short or spent > seconds else {**kept.settled, name: vram_bytes}
-    now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled, link)
+    now = _Remembered(facts, (*kept.measurements, *found), (*kept.refusals, *refusals), settled, links)
     if now != kept:
         _write(path, now)
     return _linked(_fitted(assumed, (*before, *now.measurements), known), link)

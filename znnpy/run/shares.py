@@ -215,9 +215,9 @@ class Cells(Queue):
         strides = (cells.counts[1] * cells.counts[2], cells.counts[2], 1)
         self._stride, self._long = strides[axis], cells.counts[axis]
         self._stacks: dict[int, list[int]] = {}  # of cells that nobody has begun, each in order along the axis
-        self._weights: dict[int, float] = {}  # of the cells of each, to those who take runs: 1 of most
+        self._weights: dict[int, float] = {}  # of the cells of each, to those who take runs: 1 of the first
         across = [i for i in range(3) if i != axis]
-        most = prod(ceil(cells.patch[i] / step[i]) for i in across)
+        most = prod(ceil(cells.sizes(i)[0] / step[i]) for i in across)
         for index in range(len(cells)):
             place = self._place(index)
             if place not in self._stacks:
