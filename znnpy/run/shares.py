@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, prod
+from math import ceil, fsum, prod
 from typing import Protocol
 
 from znnpy.errors import Stopped
@@ -33,7 +33,6 @@ from znnpy.planner.memory import PINNED
 from znnpy.shapes import Vec3
 
 LOOK_SECONDS = 0.5
-ROUNDED = 1 + 1e-9  # sums of the same weights, one after the other and together
 LOST_SECONDS = 480.0  # of one lease, as far as known: what a run that is killed computes again, in ten minutes at most
 
 
@@ -239,7 +238,7 @@ class Cells(Queue):
     def _next(self, lane: Takes) -> Lease | None:
         if not self._left():
             return None
-        free = sum(len(stack) * self._weights[place] for place, stack in self._stacks.items())
+        free = fsum(self._weights[place] * len(stack) for place, stack in self._stacks.items())
         hand = self._hands[lane.name]
         lease = self._run(lane, hand, free) if hand.runs else self._one(lane, hand, free)
         if lease is not None:
@@ -249,10 +248,14 @@ class Cells(Queue):
         return lease
 
     def _run(self, lane: Takes, hand: Hand, free: float) -> Lease | None:
-        """The last cells of the last stack, which lie behind each other; None where others end all before one is."""
+        """The last cells of the last stack, which lie behind each other.
+
+        None where one that is at work, and takes cells singly, ends all of them before this lane ends one.
+        """
         stack = next(filter(None, reversed(self._stacks.values())))
         weight = self._weights[self._place(stack[0])]
-        if self._singly(lane, self._busy(lane) + weight * (hand.begins + hand.seconds) * self._pace(lane.name)) >= free:
+        ended = self._busy(lane) + weight * (hand.begins + hand.seconds) * self._pace(lane.name)
+        if any(self._within(other, ended) >= free for other in self._singly()):
             return None
         lost = LOST_SECONDS / self._pace(lane.name) - weight * hand.begins
         most = min(self._fair(lane, free, weight), max(1, int(lost / (weight * hand.seconds))))
@@ -307,19 +310,15 @@ class Cells(Queue):
 
     def _others(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""
-        return ROUNDED * sum(self._within(other, seconds) for other in self._lanes if other != lane)
+        return sum(self._within(other, seconds) for other in self._lanes if other != lane)
 
-    def _singly(self, lane: Takes, seconds: float) -> float:
-        """The same of those alone that take cells singly, in less than that: of two lanes one begins."""
-        return sum(
-            self._within(other, seconds / ROUNDED)
-            for other in self._lanes
-            if other != lane and not self._hands[other.name].runs
-        )
+    def _singly(self) -> set[Takes]:
+        """Lanes that take cells singly, and are at work: each of them will ask for another."""
+        return {held.lane for held in self._held if not self._hands[held.lane.name].runs}
 
     def _within(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that a lane is likely to begin and end, from now on, if no other does."""
-        hand, done = self._hands[lane.name], 0.0
+        hand, done = self._hands[lane.name], []
         left = (seconds - self._busy(lane)) / self._pace(lane.name)
         places = list(self._stacks)
         for place in reversed(places) if hand.runs else places:
@@ -329,11 +328,11 @@ class Cells(Queue):
             each = weight if hand.runs else 1.0
             begins = 0.0 if self._goes_on(lane, stack[0]) else each * hand.begins
             count = min(len(stack), int(max(0.0, left - begins) / (each * hand.seconds)))
-            done += weight * count
+            done.append(weight * count)
             if count < len(stack):
                 break
             left -= begins + count * each * hand.seconds
-        return done
+        return fsum(done)  # all of them are what is free, in whatever order
 
     def _busy(self, lane: Takes) -> float:
         """Seconds, about, until a lane is done with what it has."""
