@@ -1,0 +1,88 @@
+"""Cells that are dealt without threads, to lanes that take so long for each on a clock of their own."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+from typing import Any
+
+from znnpy.errors import Stopped
+from znnpy.patches import Cover
+from znnpy.run.shares import Cells, Hand, Lease
+
+GRID = Cover((40, 40, 40), (10, 10, 10))  # 64 cells
+
+
+class NamedLane:
+    """All that the queue knows of a lane."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def take_now(cells: Cells, lane: Any) -> Lease | None:
+    """What `take` gives without waiting."""
+    found: list[Lease | None] = []
+
+    def stops(timeout: float | None = None) -> bool:
+        cells.stop()
+        return True
+
+    cells._turn.wait = stops  # type: ignore[method-assign]
+    try:
+        found.append(cells.take(lane))
+    except Stopped:
+        cells._stopped = False
+    return found[0] if found else None
+
+
+class Played:
+    """Lanes that take so long for a cell, and more for the first of a run, on a clock of their own."""
+
+    def __init__(
+        self,
+        cells: Cover,
+        axis: int,
+        true: dict[str, float],
+        predicted: dict[str, float] | None = None,
+        begins: dict[str, float] | None = None,
+    ) -> None:
+        self.now, self.true = 0.0, true
+        self.begins = dict.fromkeys(true, 0.0) | (begins or {})
+        hands = {
+            name: Hand(
+                lambda box: (),
+                (predicted or true)[name],
+                runs=name.startswith("GPU"),
+                walks=not name.startswith("GPU"),
+                begins=self.begins[name],
+            )
+            for name in true
+        }
+        self.cells = Cells(cells, axis, hands, now=lambda: self.now)
+        self.taken: dict[str, list[int]] = {name: [] for name in true}
+        self.runs: list[tuple[int, ...]] = []
+
+    def ends(self) -> dict[str, float]:
+        """When each lane ended its last lease."""
+        lanes = {name: NamedLane(name) for name in self.true}
+        for lane in lanes.values():
+            self.cells.join(lane)
+        under_way: list[tuple[float, int, str, Lease]] = []
+        ended, order = dict.fromkeys(self.true, 0.0), count()
+        idle = list(self.true)
+        while True:
+            for name in list(idle):
+                lease = take_now(self.cells, lanes[name])
+                if lease is not None:
+                    idle.remove(name)
+                    self.taken[name] += lease.indices
+                    self.runs.append(lease.indices)
+                    spent = len(lease.indices) * self.true[name] + (0 if lease.goes_on else self.begins[name])
+                    heapq.heappush(under_way, (self.now + spent, next(order), name, lease))
+            if not under_way:
+                return ended
+            self.now, _, name, lease = heapq.heappop(under_way)
+            self.cells.finish(lease)
+            ended[name] = self.now
+            idle.append(name)

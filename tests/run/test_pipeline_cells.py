@@ -1,0 +1,240 @@
+"""The pipeline with cells that are dealt to several lanes: every voxel once, whoever is late, lost or fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from dealt import GRID, NamedLane
+from probes import (
+    COLUMNS,
+    FAULTS,
+    SIZE,
+    WALKER,
+    Hook,
+    Output,
+    Session,
+    Source,
+    dense,
+    is_fault,
+    no_thread_is_left,
+    quiet,
+    volume,
+)
+
+from znnpy.errors import DeviceError
+from znnpy.kernels.crew import Crew
+from znnpy.patches import Box, Column, Cover
+from znnpy.run import pipeline
+from znnpy.run.lane import Lane
+from znnpy.run.shares import Cells, Hand, Lease
+from znnpy.shapes import Vec3
+
+MARGINS: Vec3 = (2, 3, 5)  # of WALKER
+STEP: Vec3 = (1, 2, 2)  # of a GPU
+
+
+def columns_within(box: Box, patch: Vec3, axis: int) -> tuple[Column, ...]:
+    found = Cover(box.size, patch, axis, 3 * patch[axis], MARGINS[axis])
+    return tuple(column.shifted(box.lo) for column in found)
+
+
+class Late(Session):
+    """One step is under way, as on a GPU."""
+
+    under_way = 1
+
+
+class Lenient(Output):
+    """What a lost lane wrote of a cell is written again, and is the same."""
+
+    def write(self, box: Any, voxels: Any) -> None:
+        old = self.written[(slice(None), *box.slices)].copy()
+        self.written[(slice(None), *box.slices)] = -1
+        super().write(box, voxels)
+        assert ((old == -1) | (old == self.written[(slice(None), *box.slices)])).all()
+
+    def finish_column(self, index: int) -> None:
+        assert index not in self.finished
+        super().finish_column(index)
+
+
+def grid(cell: Vec3, axis: int) -> Cover:
+    """Cells of SIZE, those behind the first across the axis as wide as the steps of a GPU that fit."""
+    whole = (max(1, size // step) * step for size, step in zip(cell, STEP, strict=True))
+    z, y, x = (cell[i] if i == axis else size for i, size in enumerate(whole))
+    return Cover(SIZE, cell, later=(z, y, x))
+
+
+def went(
+    hooks: dict[str, Hook],
+    axis: int,
+    cell: Vec3,
+    *,
+    hook: Hook = quiet,
+    done: frozenset[int] = frozenset(),
+    output: Output | None = None,
+    progress: Any = None,
+    walks: bool = False,
+) -> tuple[Output, pipeline.Timings]:
+    """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3.
+
+    walks  the processor's are cells along the axis of the GPU's, and go on from one to the next
+    """
+    cells, patches = grid(cell, axis), {"GPU": STEP, "CPU": cell if walks else (1, 1, 3)}
+    output = output or Lenient(hook, done)
+    with Crew(1) as crew:
+        hands, sessions = {}, {}
+        for name in hooks:
+            gpu = name.startswith("GPU")
+            patch, along = patches[name[:3]], axis if gpu or walks else (axis + 1) % 3
+            columns, seconds = partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03
+            hands[name] = Hand(columns, seconds, runs=gpu, walks=walks and not gpu, begins=0.0 if gpu else 0.02)
+            whole = Cover(SIZE, patch, along, 3 * patch[along], MARGINS[along])
+            sessions[name] = (Late if gpu else Session)(hooks[name], crew, WALKER, whole)
+        shares = Cells(cells, axis, hands, done)
+        lanes = [Lane(name, sessions[name], crew, shares) for name in hooks]
+        timings = pipeline.run_lanes(lanes, Source(volume(WALKER), hook), output, progress)
+    return output, timings
+
+
+@pytest.mark.parametrize("walks", [True, False])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("cell", [(1, 2, 2), (2, 4, 4), (3, 2, 6), (8, 6, 10), (2, 3, 5), (3, 5, 7)])
+def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
+    events: list[pipeline.Event] = []
+    output, timings = went({"GPU": quiet, "CPU": quiet}, axis, cell, progress=events.append, walks=walks)
+    np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
+    cells = len(grid(cell, axis))
+    assert sorted(output.finished) == list(range(cells))
+    assert timings.columns == cells
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    last = events[-1]
+    assert (last.columns_done, last.steps_done, last.voxels_done, last.work_done) == (cells, cells, 315, 1.0)
+    assert all(a.work_done <= b.work_done + 1e-9 for a, b in pairwise(events))
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_delays_and_lost_gpus(seed: int) -> None:
+    """The processor computes what is left of any GPU."""
+    rng = random.Random(seed)
+    axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
+    slow = {stage: rng.choice([0.0, 0.0, 0.0002, 0.0005]) for stage in ("read", "compute", "write")}
+    names = ["GPU 0", "GPU 1", "CPU"][rng.randrange(2) :]
+    fails = {name: rng.randrange(20) for name in names if name != "CPU" and rng.random() < 0.5}
+
+    def hook_of(name: str) -> Hook:
+        def hook(stage: str, patch: int) -> None:
+            time.sleep(rng.random() * slow[stage])
+            if stage == "compute" and patch == fails.get(name):
+                raise DeviceError("cudaErrorIllegalAddress")
+
+        return hook
+
+    def hook(stage: str, patch: int) -> None:
+        time.sleep(rng.random() * slow[stage])
+
+    cells = grid(cell, axis)
+    done = frozenset(rng.sample(range(len(cells)), rng.randrange(1 + len(cells) // 2)))
+    hooks = {name: hook_of(name) for name in names}
+    output, timings = went(hooks, axis, cell, hook=hook, done=done, walks=rng.random() < 0.7)
+    whole = np.ones(SIZE, bool)
+    for index in done:
+        whole[cells[index].steps[0].write.slices] = False
+    np.testing.assert_array_equal(output.written[:, whole], dense(volume(WALKER), WALKER)[:, whole])
+    assert sorted(output.finished) == sorted(set(range(len(cells))) - done)
+    assert {lane.name for lane in timings.lanes if lane.lost} <= set(fails)
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == whole.sum()
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_fails_stops_all(seed: int) -> None:
+    rng = random.Random(seed)
+    fault, where, when = FAULTS[seed % len(FAULTS)], rng.choice(["read", "compute", "write"]), rng.randrange(4)
+    faulty = rng.choice(["GPU", "CPU"])
+
+    def hook_of(name: str) -> Hook:
+        def hook(stage: str, patch: int) -> None:
+            if stage == where and (stage != "compute" or name == faulty) and patch == when:
+                raise fault
+
+        return hook
+
+    output = Lenient(hook_of("") if where == "write" else quiet)
+    hook = hook_of("") if where == "read" else quiet
+    raised: BaseException | None = None
+    try:
+        went({name: hook_of(name) for name in ("GPU", "CPU")}, 0, (2, 2, 2), hook=hook, output=output)
+    except BaseException as error:
+        raised = error
+    if raised is None:
+        assert where == "compute", "one that computes may have fewer steps"
+    else:
+        assert is_fault(raised, fault)
+    kept, cells = dense(volume(WALKER), WALKER), Cover(SIZE, (2, 2, 2))
+    for index in output.finished:
+        box = (slice(None), *cells[index].steps[0].write.slices)
+        np.testing.assert_array_equal(output.written[box], kept[box])
+    assert no_thread_is_left()
+
+
+def test_who_waits_is_woken() -> None:
+    """The processor begins nothing while the GPU is faster with all that is left, and takes over when it is lost."""
+    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1e9, runs=False)})
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    assert cells.take(gpu) is not None
+    got: list[Lease | None] = []
+    thread = threading.Thread(target=lambda: got.append(cells.take(cpu)))
+    thread.start()
+    time.sleep(0.05)
+    assert not got
+    cells.lose(gpu)
+    thread.join(10)
+    assert [lease.indices for lease in got if lease] == [(0,)]
+
+
+def test_nothing_is_taken_before_it_can_be_read() -> None:
+    """Of two buffers one is computed from and one is read ahead: the third cell may still go to another lane."""
+    computing, go_on = threading.Event(), threading.Event()
+
+    def hook(stage: str, patch: int) -> None:
+        if stage == "compute" and patch == 0:
+            computing.set()
+            assert go_on.wait(10)
+
+    def patches(box: Box) -> tuple[Column, ...]:
+        return tuple(column.shifted(box.lo) for column in Cover(box.size, (1, 5, 9)))
+
+    cells = whole = Cover(SIZE, (1, 5, 9))
+    hands = {"CPU": Hand(patches, 1.0, runs=False)}
+    shares, output = Cells(cells, 0, hands), Lenient(quiet)
+    with Crew(1) as crew:
+        lane = Lane("CPU", Session(hook, crew, WALKER, whole), crew, shares)
+        words = ((lane,), Source(volume(WALKER), quiet), output)
+        thread = threading.Thread(target=pipeline.run_lanes, args=words)
+        thread.start()
+        assert computing.wait(10)
+        time.sleep(0.1)
+        assert len(shares._held) == 2
+        go_on.set()
+        thread.join(10)
+    assert len(output.finished) == len(cells)
+
+
+def test_nothing_is_left_to_read() -> None:
+    """A session that is told of no reads makes no buffers; the run ends all the same."""
+    with Crew(1) as crew:
+        session = Session(quiet, crew)
+        output = Output(quiet, frozenset(range(len(COLUMNS))))
+        timings = pipeline.run(session, crew, Source(volume(), quiet), output, COLUMNS)
+    assert timings.voxels == 0
