@@ -1,0 +1,188 @@
+"""The best of all plans whose first layers are hosted: equal to those found by trying every way to run both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import inf, prod
+
+import pytest
+from brute_force import BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
+from fakes import WITH_GPU
+from hosted_fakes import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
+from test_brute_force import some
+
+from znnpy.errors import NoPlanError
+from znnpy.network import Conv, Network, Pool
+from znnpy.planner import with_host
+from znnpy.planner.both_sides import both_sides
+from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
+from znnpy.planner.cost import Rates
+from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
+from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.sides import device_side, host_side
+from znnpy.shapes import LayerShape, Vec3
+
+FEWER = replace(HOST_RATES, slower=(THREADS + 1) / THREADS)
+
+
+@pytest.fixture(autouse=True)
+def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does for each is longer than all that these primitives do."""
+    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One way to run one side."""
+
+    peak: int  # bytes
+    ran: tuple[tuple[int, float], ...]  # steps in which each layer runs, and its seconds in one
+    lent: int = 0  # bytes of the GPU's
+
+    @property
+    def seconds(self) -> float:
+        """For the whole output."""
+        return sum(steps * once for steps, once in self.ran)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """All ways to run both sides of one shape."""
+
+    front: tuple[Half, ...]
+    back: tuple[Half, ...]
+    upload: float  # of a part of what is handed over
+    parts: int
+    columns: int
+    edges: float
+
+
+def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, around: int, *, on_gpu: bool) -> Half:
+    steps = [(run.shape, run.footprint) for run in runs]
+    side = device_side(steps, 0, new) if on_gpu else host_side(steps, new)
+    lent = [run.footprint for run in runs if not on_gpu and run.primitive is IN_HOST]
+    around += sum(footprint.host for footprint in lent)
+    ran = []
+    for run, parts, kept in zip(runs, times, carried_planes([run.shape for run in runs], new), strict=True):
+        own = GPU_RATES if run.primitive is IN_HOST else rates
+        moved = (2 if run.footprint.reads_carried else 4) * kept * run.shape.in_bytes / run.shape.in_shape[1]
+        each = own.seconds(run.primitive, run.shape, run.variant) + moved / rates.carrying
+        each += link(run.shape) if run.primitive is IN_HOST else 0.0
+        ran.append((run.steps, parts * each))
+    peak = around + place(side.tensors)[1] + times[0] * side.carries + side.residents + side.allowance
+    return Half(peak, tuple(ran), sum(footprint.resident for footprint in lent))
+
+
+def divided(network: Network, shapes: Sequence[LayerShape], theta: int) -> Iterator[list[LayerShape]]:
+    """The layers behind the first `theta` with so many images at a time: all ways that are documented."""
+    count = shapes[theta - 1].out_shape[0]
+    pools = [i for i in range(theta, len(shapes)) if isinstance(network.layers[i], Pool)]
+    for images in (n for n in range(1, count + 1) if count % n == 0):
+        for later in product([0, 1], repeat=len(pools)) if images in (1, count) else [(0,) * len(pools)]:
+            some, found = images, list[LayerShape]()
+            for i in range(theta, len(shapes)):
+                found.append(replace(shapes[i], batch=some))
+                some = found[-1].out_shape[0]
+                if i in pools and later[pools.index(i)]:
+                    some = 1
+            yield found
+
+
+@cache
+def cuts(network: Network, output: Vec3, overlaps: bool) -> list[Cut]:
+    found: list[Cut] = []
+    for space in all_spaces(network, output):
+        for patch in product(*all_sizes(space)):
+            whole = candidate(space, patch)
+            for theta in range(1, len(network.layers)):
+                ways_behind = divided(space.network, whole.shapes, theta)
+                found.extend(cut(whole, theta, behind, overlaps=overlaps) for behind in ways_behind)
+    return found
+
+
+def cut(whole: Candidate, theta: int, behind: Sequence[LayerShape], *, overlaps: bool) -> Cut:
+    network, new = whole.space.network, whole.new
+    steps = [steps_of(whole.cover, ahead) for ahead in whole.space.ahead]
+    reads, writes = whole.cover.steps(whole.cover.margin), whole.cover.steps(0)
+    handed = whole.shapes[theta - 1].out_bytes
+    part = behind[0].in_bytes // behind[0].in_shape[1] * whole.shapes[theta - 1].out[0]
+    raw_bytes, out_bytes = network.input_channels * prod(new), 4 * network.output_channels * prod(whole.patch)
+    ram = BASELINE + reading_bytes(network.input_channels, new, 1, steps=reads, device="gpu")
+    ram += writing_bytes(network.output_channels, whole.patch, 4, steps=writes, device="gpu")
+    ram += (2 if overlaps else 1) * handed
+    vram = CONTEXT + staging_bytes(part, out_bytes, writes=writes)
+    parts, upload = whole.shapes[theta - 1].out_shape[0] // behind[0].batch, part / UPLOAD
+    back, front = [], tuple(
+        half(runs, new[0], [1] * len(runs), FEWER if overlaps else HOST_RATES, ram, on_gpu=False)
+        for runs in ways(whole.shapes[:theta], steps[:theta], ON_CPU if overlaps else (*ON_CPU, IN_HOST))
+    )  # fmt: skip
+    for runs in ways(behind, steps[theta:], ON_GPU):
+        times = loops([*whole.shapes[:theta], *(run.shape for run in runs)])[theta:]
+        fed = whole.shapes[theta - 1].out[0]
+        back.append(half(runs, fed, times, GPU_RATES, vram, on_gpu=True))
+    return Cut(front, tuple(back), upload, parts, len(whole.cover), (raw_bytes + out_bytes) / EDGE_BYTES)
+
+
+def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bool) -> float:
+    """Seconds of the best there is, either side chosen for itself."""
+    best = inf
+    for each in found:
+        fitting = [half for half in each.front if half.peak <= ram_bytes]
+        for lent in {half.lent for half in fitting}:
+            fronts = [half for half in fitting if half.lent <= lent]
+            backs = [half for half in each.back if half.peak + lent <= vram_bytes]
+            if fronts and backs:
+                front, back = (min(halves, key=lambda half: half.seconds) for halves in (fronts, backs))
+                rest = max(0.0, each.upload - sum(seconds for _, seconds in back.ran) / each.parts)
+                handed = each.upload + (each.parts - 1) * rest
+                spent = both_sides(front.ran, back.ran, handed, each.columns, overlaps=overlaps)
+                best = min(best, spent + each.edges)
+    return best
+
+
+NETWORKS = (
+    Network("pool first", 1, (Pool((2, 1, 1)), Conv((2, 1, 2), 3), Conv((1, 2, 1), 2))),
+    Network("two pools", 1, (Conv((2, 1, 1), 2), Pool((1, 2, 1)), Pool((2, 1, 1)), Conv((1, 2, 1), 3))),
+)
+
+
+@pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
+def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
+    """But for what is estimated of tensors that are smaller than what they are aligned to."""
+    overlaps = mode == "cpu-to-gpu"
+    table = (*ON_CPU, *ON_GPU, IN_HOST)
+    known = cuts(network, SMALL, overlaps)
+    rams = some(sorted({half.peak for each in known for half in each.front}), 2)
+    vrams = some(sorted({half.peak for each in known for half in each.back}), 2)
+    planned, missed, slack = 0, 0, (3 if overlaps else 12) * ALIGNMENT
+    for ram_bytes, vram_bytes in product((rams[0] - 1, *rams, PLENTY), (vrams[0] - 1, *vrams, PLENTY)):
+        best = least(known, ram_bytes, vram_bytes, overlaps=overlaps)
+        try:
+            plan = hosted(network, SMALL, ram_bytes, vram_bytes, mode=mode)
+        except NoPlanError:
+            assert best == inf, f"nothing at {ram_bytes} and {vram_bytes}"
+            continue
+        plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=table)
+        assert plan.memory.over(plan.limits) == (0, 0)
+        assert plan.seconds >= best * (1 - 1e-9), (ram_bytes, vram_bytes)
+        assert plan.seconds <= (1 + 1e-9) * least(known, ram_bytes - slack, vram_bytes - slack, overlaps=overlaps)
+        missed += plan.seconds > best * (1 + 1e-9)
+        planned += 1
+    assert planned > 8
+    assert missed <= 0.3 * planned, f"{missed} of {planned} plans are not the best"
+
+
+@pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
+def test_one_that_is_faster_is_found_or_there_is_none(network: Network, mode: str) -> None:
+    best = hosted(network, SMALL, PLENTY, PLENTY, mode=mode)
+    slower = replace(best, choices=tuple(replace(choice, seconds=1.001 * choice.seconds) for choice in best.choices))
+    assert slower.seconds > best.seconds
+    found = hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=slower)
+    assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
+    with pytest.raises(NoPlanError, match=f"mode {mode}: no plan was found that takes less than"):
+        hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=best)

@@ -1,0 +1,90 @@
+"""Hosted layers that a GPU computes: where that is faster, what it takes of both memories, and by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from brute_force import BASELINE
+from fakes import WITH_GPU
+from hosted_fakes import IN_HOST, ON_CPU, ON_GPU, PLENTY, hosted
+from plans import WIDE
+
+from znnpy.errors import NoPlanError
+from znnpy.kernels.table import IN_HOST_RAM
+from znnpy.machine import Limits
+from znnpy.network import Conv, Network
+from znnpy.planner import with_host
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+
+
+@pytest.fixture(autouse=True)
+def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does for each is longer than all that these primitives do."""
+    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 0.0)
+
+
+def test_layers_of_the_host_that_a_gpu_computes() -> None:
+    """Where that is faster; what it takes on both sides is promised, and the arena of the GPU is shared."""
+    limits = PLENTY, PLENTY
+    alone = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=())
+    plan = hosted(WIDE, (20, 12, 9), *limits, mode="gpu-host", in_host_ram=(IN_HOST,))
+    assert plan.seconds < alone.seconds
+    lent = [choice for choice in plan.choices[: plan.hosted] if choice.device == "gpu"]
+    assert {choice.primitive for choice in lent} == {IN_HOST.name}
+    assert not plan.overlaps
+    assert plan.memory.pinned == 200 * len(lent)
+    rest = sum(choice.resident_bytes for choice in plan.choices[plan.hosted :])
+    assert plan.memory.residents == 100 * len(lent) + rest
+    names = [tensor.name for tensor in plan.tensors if "host_ram" in tensor.name]
+    assert len(names) == 2 * len(lent)
+    assert plan.memory.handover == plan.handover_bytes
+    plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU, IN_HOST))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as nothing makes up for it."""
+    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 1e-3)
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(IN_HOST,))
+    assert {choice.device for choice in plan.choices[: plan.hosted]} == {"cpu"}
+    named = {"only": (IN_HOST.name,), "mode": "gpu-host", "in_host_ram": (IN_HOST,)}
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **named)
+    lent = [choice for choice in plan.choices[: plan.hosted] if choice.primitive == IN_HOST.name]
+    assert lent
+    assert all(choice.seconds > 1e-3 for choice in lent)
+
+
+def test_layers_of_the_host_that_nothing_computes_in_so_little_memory() -> None:
+    greedy = replace(IN_HOST, least_bytes=PLENTY)
+    plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
+    assert {choice.device for choice in plan.choices[: plan.hosted]} == {"cpu"}
+
+
+def test_layers_of_the_host_by_name() -> None:
+    """Slower than what the processor offers, and taken all the same; not where both are at work at a time."""
+    slow = replace(IN_HOST, flops=1e4)
+    words: dict[str, Any] = {"in_host_ram": (slow,), "mode": "gpu-host"}
+    free = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
+    assert slow.name not in {choice.primitive for choice in free.choices}
+    asked = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **words)
+    front = [choice for choice in asked.choices[: asked.hosted] if choice.shape.kind == "conv"]
+    assert {choice.primitive for choice in front} == {slow.name}
+    with pytest.raises(NoPlanError, match=r"gpu.conv.in_host runs in mode gpu-host alone; drop --only or choose"):
+        hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
+
+
+def test_a_real_plan_of_layers_of_the_host() -> None:
+    """gpu.conv.host_ram itself, in fewer bytes than its tensors have."""
+    network = Network("real", 1, (Conv((3, 3, 3), 16, "relu"), Conv((3, 3, 3), 16, "relu"), Conv((1, 1, 1), 2)))
+    limits = Limits(2**34, 2, 2**30)
+    plan = make_plan(
+        network, (60, 60, 60), WITH_GPU, limits, mode="gpu-host", baseline=BASELINE, patch=(60, 60, 60), columns=False,
+        only=IN_HOST_RAM[0].name,
+    )  # fmt: skip
+    lent = [choice for choice in plan.choices[: plan.hosted] if choice.shape.kind == "conv"]
+    assert {choice.primitive for choice in lent} == {"gpu.conv.host_ram"}
+    plan.check_runs(network, WITH_GPU)
+    assert Plan.from_json(plan.to_json()) == plan
