@@ -1,43 +1,38 @@
-"""Outputs: what is written, what is refused, what survives and what is resumed."""
+"""Outputs: what is written, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import subprocess
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 import pytest
+from outputs import (
+    COLUMNS,
+    HEADER,
+    JOB,
+    PATCH,
+    SIZE,
+    expected,
+    finish,
+    furnished,
+    interrupt,
+    names,
+    output,
+    stored,
+    write,
+)
 
-from znnpy.errors import OutputError, ResumeError
-from znnpy.patches import Box, cover
-from znnpy.shapes import Vec3
+from znnpy.errors import OutputError
+from znnpy.patches import Box
 from znnpy.volume import store as store_module
-from znnpy.volume.journal import JournalHeader, read_header
-from znnpy.volume.output import Mode, Output
+from znnpy.volume.output import Output
 from znnpy.volume.store import Hdf5Store, stored_bytes
-
-SIZE: Vec3 = (11, 14, 9)
-PATCH: Vec3 = (4, 7, 5)
-COLUMNS = cover(SIZE, PATCH)
-JOB: dict[str, Any] = {
-    "network": "abc",
-    "weights": "def",
-    "volume": {"bytes": 100, "mtime_ns": 5, "dtype": "uint8"},
-    "roi": "",
-    "border": "valid",
-    "output_dtype": "float32",
-    "allow_nan": False,
-}
-HEADER = JournalHeader(job=JOB, settings={}, plan='{"plan": 1}', blas="b", columns=len(COLUMNS))
 
 
 @pytest.fixture(autouse=True)
@@ -48,52 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    (tmp_path / "volume.h5").write_bytes(b"the volume")
-    return tmp_path / "out.h5"
-
-
-def output(path: Path, mode: Mode = "new", maps: int = 1, dtype: str = "f4", **job: Any) -> Output:
-    return Output(
-        path,
-        volume=path.with_name("volume.h5"),
-        shape=(maps, *SIZE),
-        dtype=np.dtype(dtype),
-        mode=mode,
-        job={**JOB, **job},
-    )
-
-
-def expected(maps: int = 1, dtype: str = "f4") -> npt.NDArray[Any]:
-    return np.random.default_rng(5).integers(0, 200, (maps, *SIZE)).astype(dtype)
-
-
-def write(opened: Output, columns: range, voxels: npt.NDArray[Any]) -> None:
-    for index in columns:
-        for step in COLUMNS[index].steps:
-            opened.write(step.write, voxels[(slice(None), *step.write.slices)])
-        opened.finish_column(index)
-
-
-def finish(path: Path, mode: Mode = "new", maps: int = 1, dtype: str = "f4") -> None:
-    with output(path, mode, maps, dtype) as opened:
-        opened.begin(HEADER, {"offset": np.array([1, 2, 3]), "plan": "p" * 100_000})
-        write(opened, range(len(COLUMNS)), expected(maps, dtype))
-        opened.complete()
-
-
-def interrupt(path: Path, columns: int, mode: Mode = "new") -> None:
-    with output(path, mode) as opened:
-        opened.begin(HEADER, {})
-        write(opened, range(columns), expected())
-
-
-def stored(path: Path) -> npt.NDArray[Any]:
-    with h5py.File(path) as file:
-        return np.asarray(file["prediction"])
-
-
-def names(path: Path) -> set[str]:
-    return {item.name for item in path.parent.iterdir()}
+    return furnished(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f2", "u1"])
@@ -153,123 +103,6 @@ def test_readable_while_it_is_written(path: Path) -> None:
         )
 
 
-def test_interrupted_then_resumed(path: Path) -> None:
-    interrupt(path, 5)
-    assert names(path) == {"volume.h5", "out.h5.partial", "out.h5.journal"}
-    assert read_header(path) == HEADER
-    with output(path, "resume") as opened:
-        assert opened.header == HEADER
-        assert opened.done == frozenset(range(5))
-        assert not opened.finished
-        with pytest.raises(ValueError, match="was begun before"):
-            opened.begin(HEADER, {})
-        write(opened, range(5, 8), expected())
-    with output(path, "resume") as opened:
-        assert opened.done == frozenset(range(8))
-        write(opened, range(8, len(COLUMNS)), expected())
-        opened.complete()
-    assert names(path) == {"volume.h5", "out.h5"}
-    np.testing.assert_array_equal(stored(path), expected()[0])
-
-
-def test_an_unfinished_column_does_not_count(path: Path) -> None:
-    with output(path) as opened:
-        opened.begin(HEADER, {})
-        write(opened, range(2), expected())
-        step = COLUMNS[2].steps[0]
-        opened.write(step.write, expected()[(slice(None), *step.write.slices)])
-    with output(path, "resume") as opened:
-        assert opened.done == frozenset(range(2))
-
-
-def test_an_exception_inside_keeps_what_was_finished(path: Path) -> None:
-    def work() -> None:
-        with output(path) as opened:
-            opened.begin(HEADER, {})
-            write(opened, range(4), expected())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    with output(path, "resume") as opened:
-        assert opened.done == frozenset(range(4))
-
-
-def test_resume_begins_when_there_is_nothing(path: Path) -> None:
-    finish(path, "resume")
-    np.testing.assert_array_equal(stored(path), expected()[0])
-
-
-@pytest.mark.parametrize("left", ["out.h5.partial", "out.h5.journal"])
-def test_resume_begins_when_half_is_missing(path: Path, left: str) -> None:
-    interrupt(path, 5)
-    for name in {"out.h5.partial", "out.h5.journal"} - {left}:
-        path.with_name(name).unlink()
-    finish(path, "resume")
-    assert names(path) == {"volume.h5", "out.h5"}
-    np.testing.assert_array_equal(stored(path), expected()[0])
-
-
-def test_resume_of_what_is_finished(path: Path) -> None:
-    finish(path)
-    before = path.stat().st_mtime_ns
-    path.with_name("out.h5.journal").write_text("left by a run killed at the very end")
-    with output(path, "resume") as opened:
-        assert opened.finished
-        assert opened.header is None
-        opened.complete()
-    assert path.stat().st_mtime_ns == before
-    assert names(path) == {"volume.h5", "out.h5"}
-
-
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [
-        ({"network": "xyz"}, 'network was "abc" and is "xyz" now'),
-        ({"weights": "xyz"}, 'weights was "def" and is "xyz" now'),
-        ({"volume": {"bytes": 100, "mtime_ns": 6, "dtype": "uint8"}}, "volume.mtime_ns was 5 and is 6 now"),
-        ({"roi": "1:,:,:"}, 'roi was "" and is "1:,:,:" now'),
-        ({"border": "reflect"}, 'border was "valid" and is "reflect" now'),
-        ({"output_dtype": "uint8"}, 'output_dtype was "float32" and is "uint8" now'),
-        ({"allow_nan": True}, "allow_nan was false and is true now"),
-        ({"extra": 1}, "extra was not given and is 1 now"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_resume_of_another_job(path: Path, job: dict[str, Any], message: str) -> None:
-    interrupt(path, 5)
-    with pytest.raises(
-        ResumeError, match=rf"the unfinished .*partial belongs to another job: {re.escape(message)}; .*"
-    ):
-        output(path, "resume", **job).__enter__()
-    with output(path, "resume") as opened:
-        write(opened, range(5, len(COLUMNS)), expected())
-        opened.complete()
-    with pytest.raises(ResumeError, match=rf"the finished .*out\.h5 belongs to another job: {re.escape(message)}; .*"):
-        output(path, "resume", **job).__enter__()
-    np.testing.assert_array_equal(stored(path), expected()[0])
-
-
-def test_resume_of_a_foreign_file(path: Path) -> None:
-    path.write_text("precious")
-    with pytest.raises(ResumeError, match=r"out\.h5 exists and was not written by znnpy; give --overwrite"):
-        output(path, "resume").__enter__()
-    path.unlink()
-    with h5py.File(path, "w") as file:
-        file["prediction"] = np.zeros(3)
-    with pytest.raises(ResumeError, match="was not written by znnpy"):
-        output(path, "resume").__enter__()
-
-
-def test_resume_with_another_shape(path: Path) -> None:
-    interrupt(path, 5)
-    with pytest.raises(
-        OutputError, match=r"holds \(1, 11, 14, 9\) float32, and this run writes \(2, 11, 14, 9\) float"
-    ):
-        output(path, "resume", maps=2).__enter__()
-    assert "out.h5.lock" not in names(path)
-
-
 def test_new_refuses_what_exists(path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(OutputError, match=r"the output .*out\.h5 exists; give --overwrite to replace it, or another"):
@@ -282,31 +115,6 @@ def test_new_refuses_what_exists(path: Path) -> None:
     )
     with pytest.raises(OutputError, match=message):
         output(path).__enter__()
-
-
-def test_overwrite_keeps_the_old_until_the_new_is_complete(path: Path) -> None:
-    path.write_text("precious")
-    interrupt(path, 5, "overwrite")
-    assert path.read_text() == "precious"
-    interrupt(path, 3, "overwrite")
-    with output(path, "resume") as opened:
-        assert opened.done == frozenset(range(3))
-        assert path.read_text() == "precious"
-    finish(path, "overwrite")
-    np.testing.assert_array_equal(stored(path), expected()[0])
-    assert names(path) == {"volume.h5", "out.h5"}
-
-
-def test_a_journal_never_vouches_for_another_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt(path, 5)
-
-    def killed(*what: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Hdf5Store, "create", killed)
-    with pytest.raises(KeyboardInterrupt):
-        finish(path, "overwrite")
-    assert names(path) == {"volume.h5"}
 
 
 def test_the_volume_is_not_the_output(path: Path, tmp_path: Path) -> None:
@@ -390,91 +198,6 @@ def test_not_enough_disk_is_known_before_the_start(path: Path, monkeypatch: pyte
     finish(path)
 
 
-TMPFS_BYTES = 2**20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_disk_full_in_mid_run(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size, patch = (32, 64, 64), (8, 64, 64)  # half the disk, four columns
-    columns = cover(size, patch)
-    monkeypatch.setattr(store_module, "CHUNK", 8)
-    path = small_disk / "out.h5"
-    voxels = np.random.default_rng(1).standard_normal((1, *size)).astype(np.float32)
-
-    def opened(mode: Mode) -> Output:
-        return Output(path, volume=path, shape=(1, *size), dtype=np.dtype("f4"), mode=mode, job=JOB)
-
-    def work(opened: Output, indices: range) -> None:
-        for index in indices:
-            box = columns[index].steps[0].write
-            opened.write(box, voxels[(slice(None), *box.slices)])
-            opened.finish_column(index)
-
-    def until_full() -> None:
-        with opened("new") as first:
-            first.begin(JournalHeader(JOB, {}, "", "", 4), {})
-            work(first, range(1))
-            fill(small_disk / "hog")
-            work(first, range(1, 4))
-
-    with pytest.raises(OutputError) as caught:
-        until_full()
-    assert str(caught.value) == (
-        f"the disk is full: {path}.partial needs 524288 bytes in all and {small_disk} has 0 free; "
-        "1 of 4 columns are kept: make room and give --resume"
-    )
-    (small_disk / "hog").unlink()
-    with opened("resume") as second:
-        assert second.done == {0}
-        work(second, range(1, 4))
-        second.complete()
-    np.testing.assert_array_equal(stored(path), voxels[0])
-
-
-def fill(hog: Path) -> None:
-    """Take all the room there is."""
-    room = True
-    with hog.open("wb", buffering=0) as file:
-        while room:
-            try:
-                file.write(bytes(4096))
-            except OSError:
-                room = False
-
-
-def test_a_failed_sync_is_not_recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_once(descriptor: int) -> None:
-        monkeypatch.undo()  # a second fsync would report success although the data are lost
-        raise OSError(5, "Input/output error")
-
-    def work() -> None:
-        with output(path) as opened:
-            opened.begin(HEADER, {})
-            write(opened, range(1), expected())
-            opened._sync_due = 0.0
-            monkeypatch.setattr(os, "fsync", fails_once)
-            write(opened, range(1, 2), expected())
-
-    monkeypatch.setattr(store_module, "CHUNK", 64)
-    with pytest.raises(OutputError, match=r"out\.h5 cannot be written: \[Errno 5\] Input/output error; give another"):
-        work()
-    with output(path, "resume") as opened:
-        assert opened.done == {0}
-
-
 def test_small_columns_share_a_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     real = Hdf5Store.sync
@@ -486,24 +209,6 @@ def test_small_columns_share_a_sync(path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Hdf5Store, "sync", counted)
     finish(path)
     assert len(synced) <= 3  # the first column, the end, and one for a slow second
-
-
-@pytest.mark.parametrize("leave", ["by an error", "by a kill"])
-def test_a_run_without_a_finished_column_leaves_nothing_in_the_way(path: Path, leave: str) -> None:
-    """Its advice may be to run with other settings: the files of the failed run must not refuse that."""
-    opened = output(path).__enter__()
-    opened.begin(HEADER, {})
-    opened.write(COLUMNS[0].steps[0].write, expected()[(slice(None), *COLUMNS[0].steps[0].write.slices)])
-    left = {name: (path.parent / name).read_bytes() for name in names(path)}
-    opened.__exit__(None, None, None)
-    assert names(path) == {"volume.h5"}
-    if leave == "by a kill":
-        for name, content in left.items():
-            (path.parent / name).write_bytes(content)
-    for mode in ("resume", "new"):
-        with output(path, mode, allow_nan=True) as again:
-            assert again.header is None
-            again.begin(HEADER, {})
 
 
 def test_a_place_that_takes_no_lock_is_not_taken_for_another_run() -> None:
