@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import re
-import shutil
 import subprocess
 import sys
-from collections import namedtuple
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from filelock import FileLock
 from place import Place
-
-from znnpy.patches import Box
-from znnpy.volume.store import Hdf5Store
 
 GREY = np.zeros((20, 23, 25), np.uint8)
 
@@ -145,6 +133,13 @@ def test_roi_smaller_than_the_field_of_view(place: Place) -> None:
     assert "--roi is smaller than the field of view along z: 5x23x25 against 6x8x7" in sentence
 
 
+def test_debug_shows_the_traceback(place: Place) -> None:
+    result = place.run("infer", place.folder / "gone.h5", "--debug")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("Error: there is no file")
+
+
 # --- network and weights ---
 
 
@@ -202,254 +197,3 @@ def test_values_that_overflow(place: Place) -> None:
     assert result.exit_code == 1
     assert "layer 2" in result.stderr
     assert not place.out.exists()
-
-
-# --- limits and plans ---
-
-
-def test_too_little_ram(place: Place) -> None:
-    place.write_small_volume()
-    sentence = place.refusal(*place.words, "--ram", "1M")
-    assert "bytes" in sentence or "MiB" in sentence
-    assert "--ram" in sentence
-
-
-def test_plan_of_another_network(place: Place) -> None:
-    other = place.folder / "plan.json"
-    assert place.run("plan", "--shape", "40,40,40", "--out", other).exit_code == 0
-    assert "fib25_boundary" in place.refusal(*place.words, "--plan", other)
-
-
-def test_plan_whose_needs_are_not_met(place: Place) -> None:
-    plan = place.folder / "plan.json"
-    assert place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--out", plan).exit_code == 0
-    content = plan.read_text()
-    plan.write_text(re.sub(r'"version": \d+', '"version": 99', content, count=1))
-    assert "99" in place.refusal(*place.words, "--plan", plan)
-    plan.write_text(content[:200])
-    assert "plan.json: the plan is damaged or cut off: line 8" in place.refusal(*place.words, "--plan", plan)
-    assert "no plan file" in place.refusal(*place.words, "--plan", place.folder / "gone.json")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("axis", 3, "the plan is damaged: axis: Input should be less than or equal to 2"),
-        ("axis", "z", "the plan is damaged: axis: Input should be a valid integer"),
-        ("column", -4, "the plan is damaged: column: Input should be greater than or equal to 0"),
-        ("column", 5, "the plan's columns of 5 planes are no whole number of steps of 4"),
-        ("column", 0, "; make it again with `znnpy plan NETWORK --out plan.json`"),
-        ("axis", 1, "; make it again with `znnpy plan NETWORK --out plan.json`"),
-        ("patch_in", [8, 8, 8], "the plan reads patches of 8x8x8, and 4x6x4 voxels out need 4x13x10"),
-    ],
-)
-def test_plan_of_columns_that_was_edited(place: Place, field: str, value: object, said: str) -> None:
-    path = place.folder / "plan.json"
-    words = ("plan", place.folder / "net.yaml", "--shape", "60,20,20", "--cover", "columns", "--patch", "4,6,4")
-    assert place.run(*words, "--out", path).exit_code == 0
-    plan = json.loads(path.read_text())
-    assert (plan["axis"], plan["column"]) == (0, 56)
-    path.write_text(json.dumps({**plan, field: value}))
-    assert said in place.refusal(*place.words, "--plan", path)
-
-
-def test_columns_where_nothing_could_be_kept(place: Place) -> None:
-    place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 2}], weights=None)
-    sentence = place.refusal("plan", place.folder / "net.yaml", "--shape", "20,20,20", "--cover", "columns")
-    assert sentence == ("tiny sees one voxel along every axis, so that columns have nothing to carry; drop --cover")
-
-
-def test_patch_that_is_no_step_of_a_column(place: Place) -> None:
-    sentence = place.refusal(*place.words, "--cover", "columns", "--patch", "4,5,5")
-    assert "an output patch must be a multiple of the pooling period 2x2x1, not 4x5x5" in sentence
-
-
-def test_words_that_the_run_did_not_begin_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = ("--patch", "4,4,4", "--cover", "columns")
-    with monkeypatch.context() as patch:
-        write, calls = Hdf5Store.write, count()
-
-        def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
-            if next(calls) == 9:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            write(store, box, voxels)
-
-        patch.setattr(Hdf5Store, "write", fill_up)
-        assert place.infer(*begun).exit_code == 1
-    assert place.refusal(*place.words, "--resume", "--cover", "patches") == (
-        "the run began with --cover columns, and now it is patches; leave it out, or start again with --overwrite"
-    )
-    assert place.infer("--resume").exit_code == 0
-    resumed = place.prediction()
-    assert place.infer(*begun, "--overwrite").exit_code == 0
-    np.testing.assert_array_equal(resumed, place.prediction())
-
-
-def test_plan_that_needs_more_memory_than_there_is(place: Place) -> None:
-    plan = place.folder / "plan.json"
-    huge = ("--shape", "9000,9000,9000", "--patch", "8000,8000,8000", "--ram", "900T", "--out", plan)
-    assert place.run("plan", place.folder / "net.yaml", *huge).exit_code == 0
-    sentence = place.refusal(*place.words, "--plan", plan)
-    assert sentence.startswith("the plan needs ")
-    assert "bytes of RAM" in sentence
-    assert "more than this process may use" in sentence
-
-
-# --- the output ---
-
-
-def test_output_exists(place: Place) -> None:
-    place.out.write_text("precious")
-    assert "exists; give --overwrite to replace it, or another --out" in place.refusal(*place.words)
-    assert "was not written by znnpy" in place.refusal(*place.words, "--resume")
-    assert place.infer("--overwrite").exit_code == 0
-
-
-def test_output_is_the_volume(place: Place) -> None:
-    words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.volume)
-    assert "itself" in place.refusal(*words, "--overwrite")
-
-
-def test_output_folder_is_missing(place: Place) -> None:
-    assert "there is no folder" in place.refusal(*place.words[:-1], place.folder / "gone" / "out.h5")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_output_folder_is_read_only(place: Place) -> None:
-    folder = place.folder / "readonly"
-    folder.mkdir(mode=0o555)
-    assert "may not be written to" in place.refusal(*place.words[:-1], folder / "out.h5")
-
-
-def test_two_runs_writing_one_output(place: Place) -> None:
-    with FileLock(place.out.with_name("out.h5.lock")):
-        assert "another run is writing" in place.refusal(*place.words)
-
-
-def test_too_little_room_is_known_before_the_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", ("total", "used", "free"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1234, 1234))
-    sentence = place.refusal(*place.words)
-    assert "1234 free" in sentence
-    assert "needs 36480 bytes" in sentence  # 2 maps of 15x16x19 float32
-
-
-def test_disk_full_in_mid_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place.infer("--patch", "4,4,4").exit_code == 0
-    expected = place.prediction()
-    place.out.unlink()
-    with monkeypatch.context() as patch:
-        write, calls = Hdf5Store.write, count()
-
-        def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
-            if next(calls) == 9:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            write(store, box, voxels)
-
-        patch.setattr(Hdf5Store, "write", fill_up)
-        result = place.infer("--patch", "4,4,4")
-    assert result.exit_code == 1
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("Error: the disk is full: ")
-    assert "needs 36480 bytes in all" in last
-    assert "make room and give --resume" in last
-    assert not place.out.exists()
-    assert place.infer("--patch", "4,4,4", "--resume").exit_code == 0
-    np.testing.assert_array_equal(place.prediction(), expected)
-
-
-@pytest.mark.parametrize("field", ["network", "volume", "output_dtype", "roi"])
-def test_resume_of_another_job(place: Place, field: str) -> None:
-    assert place.infer().exit_code == 0
-    more: tuple[object, ...] = ()
-    if field == "network":
-        place.write_network(normalise={"mean": 1.0, "std": 1.0})
-    elif field == "volume":
-        place.write_volume(GREY)
-    elif field == "roi":
-        more = ("--roi", "0:19,:,:")
-    else:
-        more = ("--output-dtype", "float16")
-    sentence = place.refusal(*place.words, "--resume", *more)
-    assert "belongs to another job" in sentence
-    assert field in sentence
-
-
-def test_resume_of_a_finished_run_does_nothing(place: Place) -> None:
-    assert place.infer().exit_code == 0
-    before = place.state()
-    result = place.infer("--resume")
-    assert result.exit_code == 0
-    assert result.stdout == f"{place.out}: 15x16x19, 4,560 voxels, complete already: nothing to do\n"
-    assert place.state() == before
-
-
-def test_debug_shows_the_traceback(place: Place) -> None:
-    result = place.run("infer", place.folder / "gone.h5", "--debug")
-    assert result.exit_code == 1
-    assert "Traceback" in result.stderr
-    assert result.stderr.strip().splitlines()[-1].startswith("Error: there is no file")
-
-
-def test_plan_file_is_not_replaced_unasked(place: Place) -> None:
-    plan = Path(place.folder / "plan.json")
-    plan.write_text("precious")
-    words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", plan)
-    assert "plan.json exists already" in place.refusal(*words)
-    assert place.run(*words, "--overwrite").exit_code == 0
-    assert place.infer("--plan", plan).exit_code == 0
-
-
-def plan_words(place: Place, out: Path) -> tuple[object, ...]:
-    return ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--out", out, "--overwrite")
-
-
-def test_plan_replaces_files_only(place: Place) -> None:
-    folder, pipe = place.folder / "folder", place.folder / "pipe"
-    folder.mkdir()
-    os.mkfifo(pipe)
-    assert "folder is a folder; give another --out" in place.refusal(*plan_words(place, folder))
-    assert "/dev/null is a special file; give another --out" in place.refusal(*plan_words(place, Path("/dev/null")))
-    assert "pipe is a special file" in place.refusal(*plan_words(place, pipe))
-    assert pipe.is_fifo()
-    assert "cannot write" in place.refusal(*plan_words(place, place.folder / ("9" * 300)))
-
-
-def test_plan_is_written_behind_links(place: Place) -> None:
-    target, link, loop = (place.folder / name for name in ("target.json", "link.json", "loop.json"))
-    link.symlink_to("target.json")
-    loop.symlink_to("loop.json")
-    assert place.run(*plan_words(place, link)).exit_code == 0  # a link to nothing
-    assert link.is_symlink()
-    target.write_text("old")
-    assert "link.json exists already" in place.refusal(*plan_words(place, link)[:-1])
-    assert place.run(*plan_words(place, link)).exit_code == 0
-    assert link.is_symlink()
-    assert target.read_text().startswith("{")
-    assert "loop.json is a special file" in place.refusal(*plan_words(place, loop))
-    assert loop.is_symlink()
-
-
-def test_draft_of_a_plan_follows_no_link(place: Place) -> None:
-    precious = place.folder / "precious"
-    precious.write_text("precious")
-    (place.folder / "plan.json.partial").symlink_to("precious")
-    assert place.run(*plan_words(place, place.folder / "plan.json")).exit_code == 0
-    assert precious.read_text() == "precious"
-
-
-def test_journal_that_is_a_folder(place: Place) -> None:
-    place.out.with_name("out.h5.journal").mkdir()
-    assert "cannot read the journal" in (said := place.refusal(*place.words, "--resume"))
-    assert "out.h5.journal: Is a directory, so what was finished is not known" in said
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everywhere")
-def test_journal_that_may_not_be_read(place: Place) -> None:
-    journal = place.out.with_name("out.h5.journal")
-    journal.write_text("{}")
-    journal.chmod(0)
-    sentence = "Permission denied, so what was finished is not known"
-    result = place.infer("--resume")
-    assert result.exit_code == 1
-    assert sentence in result.stderr
