@@ -119,8 +119,7 @@ class HostedSearch:
         """
         if patch is None:
             starts = [*self._of_seeds(spaces, seeds), *((space, p) for space in spaces for p in _grid(space))]
-            if self.below < inf:  # what is expected of others is learnt where borders cost the least
-                starts.sort(key=lambda start: -prod(start[1]))
+            starts.sort(key=lambda start: -prod(start[1]))  # what is expected of others is learnt where it is least
         else:
             starts = [(space, turned(patch, space.axis)) for space in spaces]
         best = self._among(starts, None)

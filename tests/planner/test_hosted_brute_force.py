@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
 from math import inf, prod
 
 import pytest
-from brute_force import BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
-from fakes import WITH_GPU
+from brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
+from fakes import WITH_GPU, Fake
 from hosted_fakes import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
 from test_brute_force import some
 
 from znnpy.errors import NoPlanError
+from znnpy.kernels.primitive import Variant, Work
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner import with_host
 from znnpy.planner.both_sides import both_sides
@@ -22,6 +24,7 @@ from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rates
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.plan import Plan
 from znnpy.planner.sides import device_side, host_side
 from znnpy.shapes import LayerShape, Vec3
 
@@ -186,3 +189,33 @@ def test_one_that_is_faster_is_found_or_there_is_none(network: Network, mode: st
     assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
     with pytest.raises(NoPlanError, match=f"mode {mode}: no plan was found that takes less than"):
         hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=best)
+
+
+class Growing(Fake):
+    """Faster per value the larger a layer is."""
+
+    def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
+        return tuple(work._replace(flops=work.flops**0.7) for work in super().work(shape, variant))
+
+
+def test_layers_that_are_fast_where_they_are_large_are_found() -> None:
+    """Beside what the GPU alone would take, and what does not fit: these come first, and say that layers are slow."""
+    layers = (Conv((2, 2, 2), 4), Pool((2, 2, 2)), Conv((3, 3, 3), 4), Pool((2, 2, 2)), Conv((3, 3, 3), 4))
+    network, output = Network("m", 1, (*layers, Conv((3, 3, 3), 1))), (48, 48, 48)
+    growing = [Growing(**{field.name: getattr(fake, field.name) for field in fields(fake)}) for fake in ON_CPU]
+
+    def best(patch: Vec3 | None = None) -> Plan:
+        table = (*growing, *ON_GPU)
+        return hosted(network, output, 10_710_565 + AROUND, 1_075_939 + CONTEXT, table=table, patch=patch)
+
+    alone = {size: plan.seconds for size in (48, 24, 16, 12, 8, 4) if (plan := fitting(best, (size,) * 3)) is not None}
+    assert len(alone) > 1, "some fit, and not all are as fast"
+    assert min(alone.values()) < 0.8 * max(alone.values())
+    assert best().seconds <= min(alone.values())
+
+
+def fitting(make: Callable[[Vec3], Plan], patch: Vec3) -> Plan | None:
+    """None: it does not fit."""
+    with suppress(NoPlanError):
+        return make(patch)
+    return None
