@@ -10,8 +10,8 @@ Method  For every number of first layers (theta), and every number of images tha
         and within little memory, others may be better.) First layers take all images at a time.
 Shapes  Those of the best plans of the processor alone and of the GPU alone within the same limits, or of the plan that
         is to be beaten; where axes have few sizes, all combinations, else as many steps along all axes together as FEW,
-        of columns also in thickness; and then the next sizes along each axis of the best shape, for as long as one of
-        them is better. Another shape may be better still.
+        of columns also in thickness; and then the next sizes along each axis of the best patch and of the best column,
+        for as long as one of them is better. Another shape may be better still.
 GPU     A hosted convolution may take a part of its memory, LENT of what CUDA leaves: its arena is that of the others
         too, and what it keeps there is taken from theirs. How it is divided does not depend on what they take.
 Sizes   Of the images at a time: all that divide what there are; a part of them behind later poolings only where they
@@ -111,24 +111,20 @@ class HostedSearch:
     def overlaps(self) -> bool:
         return self.mode == "cpu-to-gpu"
 
-    def run(self, spaces: Sequence[Space], patch: Vec3 | None, seeds: Iterable[Plan]) -> Plan:
+    def run(self, spaces: Sequence[Space], patch: Vec3 | None, seeds: Sequence[Plan]) -> Plan:
         """The best plan; NoPlanError with the smallest need where nothing fits, or where nothing is as fast as asked.
 
         patch  this output patch only
         seeds  plans whose shapes are looked at first
         """
-        if patch is None:
-            starts = [*self._of_seeds(spaces, seeds), *((space, p) for space in spaces for p in _grid(space))]
-            starts.sort(key=lambda start: -prod(start[1]))  # what is expected of others is learnt where it is least
-        else:
-            starts = [(space, turned(patch, space.axis)) for space in spaces]
-        best = self._among(starts, None)
-        for _ in range(NEARER if patch is None and best is not None else 0):
-            assert best is not None
-            better = self._among([(best.whole.space, near) for near in _next_to(best.whole)], best)
-            if better is best:
-                break
-            best = better
+        best: Both | None = None
+        for space in spaces:
+            if patch is None:
+                found = self._best_in(space, seeds)
+            else:
+                found = self._among(space, [turned(patch, space.axis)], None)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = found
         if best is None and self.below < inf:
             raise NoPlanError(f"mode {self.mode}: no plan was found that takes less than {self.below:.3g} s")
         if best is None:  # what bounds and estimates leave out may still fit
@@ -138,15 +134,23 @@ class HostedSearch:
             best = least
         return self._plan(best)
 
-    def _of_seeds(self, spaces: Sequence[Space], seeds: Iterable[Plan]) -> Iterator[tuple[Space, Vec3]]:
-        for seed in seeds:
-            for space in spaces:
-                if (space.walks, space.axis if space.walks else 0) == (seed.walks, seed.axis if seed.walks else 0):
-                    yield space, turned(seed.patch_out, space.axis)
+    def _best_in(self, space: Space, seeds: Sequence[Plan]) -> Both | None:
+        """The best of the shapes to begin with in one space, and of those next to it, while one of them is better."""
+        kind = space.walks, space.axis if space.walks else 0
+        of_seeds = (turned(s.patch_out, space.axis) for s in seeds if (s.walks, s.axis if s.walks else 0) == kind)
+        shapes = sorted([*of_seeds, *_grid(space)], key=prod, reverse=True)  # what is expected of others is least there
+        best = self._among(space, shapes, None)
+        for _ in range(NEARER if best is not None else 0):
+            assert best is not None
+            better = self._among(space, _next_to(best.whole), best)
+            if better is best:
+                break
+            best = better
+        return best
 
-    def _among(self, shapes: Iterable[tuple[Space, Vec3]], best: Both | None) -> Both | None:
+    def _among(self, space: Space, patches: Iterable[Vec3], best: Both | None) -> Both | None:
         """The best of `best` and of shapes that nobody has looked at."""
-        for space, patch in shapes:
+        for patch in patches:
             if (space, patch) in self._seen:
                 continue
             self._seen.add((space, patch))

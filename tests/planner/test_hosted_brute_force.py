@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -17,14 +17,13 @@ from test_brute_force import some
 
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Variant, Work
-from znnpy.network import Conv, Network, Pool
+from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.planner import with_host
 from znnpy.planner.both_sides import both_sides
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rates
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
-from znnpy.planner.plan import Plan
 from znnpy.planner.sides import device_side, host_side
 from znnpy.shapes import LayerShape, Vec3
 
@@ -191,31 +190,45 @@ def test_one_that_is_faster_is_found_or_there_is_none(network: Network, mode: st
         hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=best)
 
 
+@dataclass(frozen=True, slots=True)
 class Growing(Fake):
     """Faster per value the larger a layer is."""
 
+    grows: float = 1.0
+
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        return tuple(work._replace(flops=work.flops**0.7) for work in super().work(shape, variant))
+        (work,) = Fake.work(self, shape, variant)
+        return (work._replace(flops=work.flops**self.grows),)
 
 
-def test_layers_that_are_fast_where_they_are_large_are_found() -> None:
-    """Beside what the GPU alone would take, and what does not fit: these come first, and say that layers are slow."""
-    layers = (Conv((2, 2, 2), 4), Pool((2, 2, 2)), Conv((3, 3, 3), 4), Pool((2, 2, 2)), Conv((3, 3, 3), 4))
-    network, output = Network("m", 1, (*layers, Conv((3, 3, 3), 1))), (48, 48, 48)
-    growing = [Growing(**{field.name: getattr(fake, field.name) for field in fields(fake)}) for fake in ON_CPU]
-
-    def best(patch: Vec3 | None = None) -> Plan:
-        table = (*growing, *ON_GPU)
-        return hosted(network, output, 10_710_565 + AROUND, 1_075_939 + CONTEXT, table=table, patch=patch)
-
-    alone = {size: plan.seconds for size in (48, 24, 16, 12, 8, 4) if (plan := fitting(best, (size,) * 3)) is not None}
-    assert len(alone) > 1, "some fit, and not all are as fast"
-    assert min(alone.values()) < 0.8 * max(alone.values())
-    assert best().seconds <= min(alone.values())
+def growing(grows: float, fakes: Sequence[Fake]) -> list[Fake]:
+    return [Growing(**{field.name: getattr(fake, field.name) for field in fields(fake)}, grows=grows) for fake in fakes]
 
 
-def fitting(make: Callable[[Vec3], Plan], patch: Vec3) -> Plan | None:
-    """None: it does not fit."""
-    with suppress(NoPlanError):
-        return make(patch)
-    return None
+SHALLOW = (Conv((3, 3, 3), 4), Pool((2, 2, 2)), Conv((3, 3, 3), 4), Conv((3, 3, 3), 2))
+DEEP = (
+    Conv((2, 2, 2), 4), Pool((2, 2, 2)), Conv((3, 3, 3), 4), Pool((2, 2, 2)), Conv((3, 3, 3), 4), Conv((3, 3, 3), 1)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layers", "table", "ram_bytes", "vram_bytes"),
+    [
+        (DEEP, (*growing(0.7, ON_CPU), *ON_GPU), 10_710_565, 1_075_939),
+        (SHALLOW, (*growing(0.8, ON_CPU), *growing(0.8, ON_GPU)), 462_905, 10_007),
+    ],
+    ids=["the GPU alone would take small columns", "the best of a few patches and columns is a column"],
+)
+def test_no_cube_is_passed_over(
+    layers: tuple[Layer, ...], table: tuple[Fake, ...], ram_bytes: int, vram_bytes: int
+) -> None:
+    """Where layers are slower per voxel in what is looked at, or fits, than in the best."""
+    network, output = Network("cubes", 1, layers), (48, 48, 48)
+    limits = ram_bytes + AROUND, vram_bytes + CONTEXT
+    cubes = []
+    for size in (size for size in (48, 24, 16, 12, 8, 6, 4) if size % network.period[0] == 0):
+        with suppress(NoPlanError):
+            cubes.append(hosted(network, output, *limits, table=table, patch=(size,) * 3).seconds)
+    assert len(cubes) > 1, "some fit"
+    assert min(cubes) < 0.8 * max(cubes), "and are faster than others"
+    assert hosted(network, output, *limits, table=table).seconds <= min(cubes)
