@@ -6,12 +6,13 @@
 
 First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
 within every limit of the GPU's memory. At most so many `--turns` the layers of these plans are timed and all are
-planned anew, as with `--rigor measure`, until no plan of a network holds any that were not; each row has what was
-planned before that, too. Then the plans run, from the host's memory into the host's memory, through the pipeline that a
-run goes through. What takes longer than `--run-seconds` runs in part, whole steps of one column, or a few steps where
-two sides overlap; what it says of the whole output is the plan's prediction times how far the part was off its own.
-Side by side runs whole: against it the GPU alone should run for half a minute. Of what takes less than ten seconds a
-first run does not count: in it kernels are compiled and buffers pinned. `--resume` takes up what `--out` holds.
+planned anew, as with `--rigor measure`, until no plan of a network holds any that were not, or half of the `--minutes`
+are gone; each row has what was planned before that, too. Then the plans run, from the host's memory into the host's
+memory, through the pipeline that a run goes through. What takes longer than `--run-seconds` runs in part, as many steps
+and whole columns as fit, or a few steps where two sides overlap; what it says of the whole output is the plan's
+prediction times how far the part was off its own. Side by side runs whole: against it the GPU alone should run for half
+a minute. Of what takes less than ten seconds a first run does not count: in it kernels are compiled and buffers pinned.
+`--resume` takes up what `--out` holds.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
 a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
@@ -119,8 +120,8 @@ def planned(asked: tuple[Wanted, Known]) -> Facts:
     }
 
 
-def plan_all(known: dict[Key, Facts], options: Namespace) -> None:
-    """Every mode within every limit for all networks, but for what is known."""
+def plan_all(known: dict[Key, Facts], options: Namespace, until: float, keep: Callable[[], None]) -> None:
+    """Every mode within every limit for all networks, but for what is known; after `until` no layers are timed."""
     wanted = [want for name in options.networks for want in _wanted(name, known, options)]
     if not wanted:
         return
@@ -131,7 +132,8 @@ def plan_all(known: dict[Key, Facts], options: Namespace) -> None:
             before = known.get(want.key, {}).get("planned_before", [])
             known[want.key] = row | {"planned_before": before}
             print(said_of(row), flush=True)
-        if turn == options.turns:
+        keep()
+        if turn == options.turns or time.monotonic() > until:
             return
         asked = {name: [row["plan"] for row in rows if row["network"] == name and not row["failure"]] for name in rates}
         found = apart(timed, (asked, rates, options.precision, options.layer_seconds), alone=True)
@@ -275,7 +277,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a small volume, one limit: to see that it works")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "modes.json")
     options = parser.parse_args(given)
-    end = time.monotonic() + 60 * options.minutes
+    begin = time.monotonic()
+    end = begin + 60 * options.minutes
     if options.quick:
         options.side, options.run_seconds, options.measure_minutes = options.side or 40, 0.2, 0.0
         options.vram, options.workers, options.turns = options.vram[-1:], 1, 1
@@ -291,8 +294,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for on in () if measure else ("gpu", "cpu"):
             measure += measured(Namespace(**vars(options) | {"device": on, "network_minutes": 0.0}))
         keep()
-        plan_all(known, options)
-        keep()
+        plan_all(known, options, (begin + end) / 2, keep)
         for name in options.networks:
             run_all([known[key] for key in keys(name, options)], options, end, keep)
     keep()

@@ -240,15 +240,19 @@ def spread(work: Callable[[Asked], Answer], asked: Sequence[Asked], workers: int
 
 
 def part_of(plan: Plan, network: Network, most_seconds: float) -> Vec3:
-    """The whole output, or as many steps along one axis as are predicted to take `most_seconds`; one at least."""
+    """The whole output, or a part that is predicted to take at most `most_seconds`; one step at least.
+
+    Steps along one axis; where all of that axis fits, columns along the next, then along the last.
+    """
     if plan.seconds <= most_seconds:
         return plan.output
-    axis, best_size, steps = plan.axis, plan.patch_out, 2
-    thick = best_size[axis]
-    while steps * thick <= plan.output[axis]:
-        z, y, x = (steps * thick if i == axis else side for i, side in enumerate(plan.patch_out))
-        if plan.covering((z, y, x), network, plan.memory).seconds > most_seconds:
-            break
-        best_size, steps = (z, y, x), steps + 1
-    z, y, x = (min(a, b) for a, b in zip(best_size, plan.output, strict=True))
-    return z, y, x
+    z, y, x = (min(a, b) for a, b in zip(plan.patch_out, plan.output, strict=True))
+    part: Vec3 = z, y, x
+    for axis in sorted(range(3), key=lambda axis: axis != plan.axis):
+        while part[axis] < plan.output[axis]:
+            larger = min(part[axis] + plan.patch_out[axis], plan.output[axis])
+            z, y, x = (larger if i == axis else side for i, side in enumerate(part))
+            if plan.covering((z, y, x), network, plan.memory).seconds > most_seconds:
+                return part
+            part = z, y, x
+    return part

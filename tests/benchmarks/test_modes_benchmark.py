@@ -89,6 +89,25 @@ def test_planning_ends_where_all_layers_were_timed(
     assert len(row["planned_before"]) == (0 if all_timed else 1)
 
 
+def test_no_layers_are_timed_in_the_second_half_of_the_time(
+    imported: Callable[[str], Any],
+    tmp_path: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    modes, out = imported("modes"), tmp_path / "modes.json"
+    monkeypatch.setattr(modes, "timed", lambda asked: pytest.fail("there is no time for it"))
+    modes.main([*words, "--modes", "gpu", "--minutes", "0"])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["planned_before"] == []
+    assert "measured" not in capsys.readouterr().out
+    modes.main([*words, "--modes", "gpu", "--resume"])
+    (run,) = json.loads(out.read_text())["rows"]
+    assert run["plan"] == row["plan"]
+    assert run["voxels_per_second"] > 0
+
+
 def test_parts_have_steps_that_overlap(imported: Callable[[str], Any]) -> None:
     """Where the output has so many: one step of both sides, one after the other, says nothing of that."""
     runs, network = imported("modes_runs"), Network("two", 1, (Conv((3, 3, 3), 2, "none"), Conv((3, 3, 3), 1, "none")))

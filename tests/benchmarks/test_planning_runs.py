@@ -119,6 +119,13 @@ def test_a_part_of_a_long_run(imported: Callable[[str], Any]) -> None:
         sizes = [(4 * z, 12 * y, 12 * x) for z, y, x in times]
         one, two = (pick.covering(size, NET, pick.memory).seconds for size in sizes)
         assert points.part_of(pick, NET, (one + two) / 2) == sizes[0]
+        rest = [axis for axis in range(3) if axis != pick.axis]
+        wide = [OUTPUT[axis] if axis != rest[1] else pick.patch_out[axis] for axis in range(3)]
+        whole = pick.covering(tuple(wide), NET, pick.memory).seconds
+        assert points.part_of(pick, NET, whole) == tuple(wide), "columns along one more axis"
+        row = [OUTPUT[axis] if axis == pick.axis else pick.patch_out[axis] for axis in range(3)]
+        column = pick.covering(tuple(row), NET, pick.memory).seconds
+        assert points.part_of(pick, NET, (column + whole) / 2) not in (tuple(row), tuple(wide))
 
 
 def test_the_band_is_of_every_other_run(imported: Callable[[str], Any]) -> None:
