@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
 
@@ -18,10 +18,6 @@ from znnpy.planner.sides import Side, device_side, host_side, lives_with_host
 from znnpy.planner.trade import Front, Option, front, in_turn, smallest
 from znnpy.planner.with_host import WithHost
 from znnpy.shapes import LayerShape, Vec3
-
-# Assumed: per voxel no layer needs less than this share of the least seconds seen so far. Measured, large layers took
-# down to half the seconds per voxel of small ones; what does not fit comes first, so that nothing is seen of it.
-FASTER = 0.7
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,6 @@ class PartSearch(ShapeSearch):
     handed: int = 0  # bytes in page-locked memory of what is handed over, all buffers
     taken: int = 0  # bytes of this side's memory that the other side takes
     slots: int = 0  # bytes of what is handed over in a part, on the GPU
-    paces: dict[tuple[int, int], float] = field(default_factory=dict)  # least seconds per voxel of spans, seen so far
-    link_paces: dict[tuple[int, int], float] = field(default_factory=dict)  # the same, of bounds on them
     with_host: WithHost | None = None  # hosted convolutions that a GPU computes
 
     def front(self, shape: Candidate, span: int) -> Front:
@@ -164,29 +158,15 @@ class PartSearch(ShapeSearch):
 
     def quickest(self, shape: Part) -> float:
         """Seconds for the whole output whatever memory there is; inf: some layer runs nowhere."""
-        fronts = self.fronts(shape)
-        for span, voxels, options in zip(shape.layers, shape.voxels, fronts, strict=True):
-            if options:
-                pace = options[0].seconds / voxels
-                self.paces[span] = min(pace, self.paces.get(span, inf))
-        return sum(options[0].seconds if options else inf for options in fronts)
-
-    def expected(self, shape: Part) -> float:
-        """The same at least, as far as shapes that were seen tell."""
-        spans = zip(shape.layers, shape.voxels, strict=True)
-        seen = ((max(self.paces.get(span, 0.0), self.link_paces.get(span, 0.0)), voxels) for span, voxels in spans)
-        return FASTER * sum(pace * voxels for pace, voxels in seen)
+        return sum(options[0].seconds if options else inf for options in self.fronts(shape))
 
     def over_link(self, shape: Part) -> float:
         """The same at least, as the processor or the link has it."""
         least, lent = 0.0, self.with_host
-        for index, (span, voxels) in enumerate(zip(shape.layers, shape.voxels, strict=True)):
-            first, _ = self.space.spans[index]
+        for index, (first, _) in enumerate(self.space.spans):
             options = super().front(shape, index)
             link = inf if lent is None else lent.least(shape.shapes[first]) * shape.steps[first]
-            spent = min(options[0].seconds if options else inf, link)
-            self.link_paces[span] = min(spent / voxels, self.link_paces.get(span, inf))
-            least += spent
+            least += min(options[0].seconds if options else inf, link)
         return least
 
     def leanest(self, shape: Candidate) -> Found | None:

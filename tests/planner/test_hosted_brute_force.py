@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
 from math import inf, prod
+from typing import Any
 
 import pytest
 from brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
@@ -24,6 +25,7 @@ from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rates
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.plan import Plan
 from znnpy.planner.sides import device_side, host_side
 from znnpy.shapes import LayerShape, Vec3
 
@@ -211,24 +213,48 @@ DEEP = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layers", "table", "ram_bytes", "vram_bytes"),
-    [
-        (DEEP, (*growing(0.7, ON_CPU), *ON_GPU), 10_710_565, 1_075_939),
-        (SHALLOW, (*growing(0.8, ON_CPU), *growing(0.8, ON_GPU)), 462_905, 10_007),
-    ],
-    ids=["the GPU alone would take small columns", "the best of a few patches and columns is a column"],
-)
-def test_no_cube_is_passed_over(
-    layers: tuple[Layer, ...], table: tuple[Fake, ...], ram_bytes: int, vram_bytes: int
-) -> None:
-    """Where layers are slower per voxel in what is looked at, or fits, than in the best."""
-    network, output = Network("cubes", 1, layers), (48, 48, 48)
-    limits = ram_bytes + AROUND, vram_bytes + CONTEXT
+@dataclass(frozen=True, slots=True)
+class Larger:
+    """Of 13824 shapes few are looked at."""
+
+    layers: tuple[Layer, ...]
+    table: tuple[Fake, ...]
+    ram_bytes: int
+    vram_bytes: int
+
+    @property
+    def network(self) -> Network:
+        return Network("larger", 1, self.layers)
+
+    def best(self, **words: Any) -> Plan:
+        memory = self.ram_bytes + AROUND, self.vram_bytes + CONTEXT
+        return hosted(self.network, (48, 48, 48), *memory, table=self.table, **words)
+
+
+LARGER = {
+    "patches are best": Larger(DEEP, (*growing(0.7, ON_CPU), *ON_GPU), 10_710_565, 1_075_939),
+    "columns are best to begin with": Larger(
+        SHALLOW, (*growing(0.8, ON_CPU), *growing(0.8, ON_GPU)), 462_905, 10_007
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("larger", LARGER.values(), ids=LARGER.keys())
+def test_no_cube_is_passed_over(larger: Larger) -> None:
     cubes = []
-    for size in (size for size in (48, 24, 16, 12, 8, 6, 4) if size % network.period[0] == 0):
+    for size in (size for size in (48, 24, 16, 12, 8, 6, 4) if size % larger.network.period[0] == 0):
         with suppress(NoPlanError):
-            cubes.append(hosted(network, output, *limits, table=table, patch=(size,) * 3).seconds)
+            cubes.append(larger.best(patch=(size,) * 3).seconds)
     assert len(cubes) > 1, "some fit"
     assert min(cubes) < 0.8 * max(cubes), "and are faster than others"
-    assert hosted(network, output, *limits, table=table).seconds <= min(cubes)
+    assert larger.best().seconds <= min(cubes)
+
+
+@pytest.mark.parametrize("by", [1.2, 1.5, 3.0])
+@pytest.mark.parametrize("larger", LARGER.values(), ids=LARGER.keys())
+def test_one_that_is_faster_is_found_next_to_some_that_are_not(larger: Larger, by: float) -> None:
+    """Than a plan of small patches, which say nothing of where to look."""
+    best, small = larger.best(), larger.best(patch=(4, 4, 4))
+    scale = by * best.seconds / small.seconds
+    slower = replace(small, choices=tuple(replace(choice, seconds=scale * choice.seconds) for choice in small.choices))
+    assert larger.best(than=slower).seconds <= best.seconds * (1 + 1e-9)
