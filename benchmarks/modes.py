@@ -6,13 +6,13 @@
 
 First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
 within every limit of the GPU's memory. At most so many `--turns` the layers of these plans are timed and all are
-planned anew, as with `--rigor measure`, until no plan of a network holds any that were not, or half of the `--minutes`
-are gone; each row has what was planned before that, too. Then the plans run, from the host's memory into the host's
-memory, through the pipeline that a run goes through. What takes longer than `--run-seconds` runs in part, as many steps
-and whole columns as fit, or a few steps where two sides overlap; what it says of the whole output is the plan's
-prediction times how far the part was off its own. Side by side runs whole: against it the GPU alone should run for half
-a minute. Of what takes less than ten seconds a first run does not count: in it kernels are compiled and buffers pinned.
-`--resume` takes up what `--out` holds.
+planned anew, as with `--rigor measure`, until no plan of a network holds any that were not; no turn begins when half of
+the `--minutes` are gone. Each row has what was planned before that, and whether all its layers were timed. Then the
+plans run, from the host's memory into the host's memory, through the pipeline that a run goes through. What takes
+longer than `--run-seconds` runs in part, as many steps and whole columns as fit, or a few steps where two sides
+overlap; what it says of the whole output is the plan's prediction times how far the part was off its own. Side by side
+runs whole: against it the GPU alone should run for half a minute. Of what takes less than ten seconds a first run does
+not count: in it kernels are compiled and buffers pinned. `--resume` takes up what `--out` holds, plans as they are.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
 a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
@@ -130,14 +130,16 @@ def plan_all(known: dict[Key, Facts], options: Namespace, until: float, keep: Ca
         rows = spread(planned, [(want, rates[want.network]) for want in wanted], options.workers)
         for want, row in zip(wanted, rows, strict=True):
             before = known.get(want.key, {}).get("planned_before", [])
-            known[want.key] = row | {"planned_before": before}
+            known[want.key] = row | {"planned_before": before, "all_timed": False}
             print(said_of(row), flush=True)
         keep()
         if turn == options.turns or time.monotonic() > until:
             return
         asked = {name: [row["plan"] for row in rows if row["network"] == name and not row["failure"]] for name in rates}
         found = apart(timed, (asked, rates, options.precision, options.layer_seconds), alone=True)
-        wanted = [want for want in wanted if found[want.network] != rates[want.network]]  # others would be the same
+        for want in wanted:
+            known[want.key]["all_timed"] = found[want.network] == rates[want.network]
+        wanted = [want for want in wanted if not known[want.key]["all_timed"]]  # others would be the same
         rates |= found
         for row in (known[want.key] for want in wanted):
             if not row["failure"]:

@@ -1,7 +1,8 @@
 """What planning.py plans for: every network within every limit, on a machine that `znnpy measure` has measured.
 
 The volume of a point is the largest of those allowed in which a part of the run takes seconds: whole steps along one
-axis, as many as are predicted to take `--point-seconds`, those before the output begins among them.
+axis, and columns where whole ones fit, as many as are predicted to take `--point-seconds`, steps before the output
+begins among them.
 """
 
 from __future__ import annotations

@@ -87,21 +87,39 @@ def test_planning_ends_where_all_layers_were_timed(
     modes.main([*words, "--modes", "gpu"])
     (row,) = json.loads((tmp_path / "modes.json").read_text())["rows"]
     assert len(row["planned_before"]) == (0 if all_timed else 1)
+    assert row["all_timed"] == all_timed
 
 
-def test_no_layers_are_timed_in_the_second_half_of_the_time(
-    imported: Callable[[str], Any],
-    tmp_path: Path,
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+def test_no_turn_begins_in_the_second_half_of_the_time(
+    imported: Callable[[str], Any], tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes, out = imported("modes"), tmp_path / "modes.json"
-    monkeypatch.setattr(modes, "timed", lambda asked: pytest.fail("there is no time for it"))
-    modes.main([*words, "--modes", "gpu", "--minutes", "0"])
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["planned_before"] == []
-    assert "measured" not in capsys.readouterr().out
+    """What was planned until then is there, when a process ends within a turn too."""
+    modes, out, now = imported("modes"), tmp_path / "modes.json", [0.0]
+    monkeypatch.setattr(modes.time, "monotonic", lambda: now[0])
+    planned, runs = modes.planned, modes.run_all
+
+    def slowly(asked: Any) -> Any:
+        now[0] += 40.0
+        return planned(asked)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name, replacement in (("planned", slowly), ("timed", interrupted), ("run_all", interrupted)):
+        monkeypatch.setattr(modes, name, replacement)
+    for minutes, turns in (
+        ("2", "1"),
+        ("1", "1"),
+    ):  # ends in the first turn, which begins at 40 s; ends before the runs
+        now[0] = 0.0
+        out.unlink(missing_ok=True)
+        with pytest.raises(KeyboardInterrupt):
+            modes.main([*words, "--modes", "gpu", "--minutes", minutes, "--turns", turns])
+        (row,) = json.loads(out.read_text())["rows"]
+        assert row["planned_before"] == []
+        assert not row["all_timed"]
+    monkeypatch.setattr(modes, "run_all", runs)
     modes.main([*words, "--modes", "gpu", "--resume"])
     (run,) = json.loads(out.read_text())["rows"]
     assert run["plan"] == row["plan"]

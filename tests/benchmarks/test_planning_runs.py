@@ -123,9 +123,10 @@ def test_a_part_of_a_long_run(imported: Callable[[str], Any]) -> None:
         wide = [OUTPUT[axis] if axis != rest[1] else pick.patch_out[axis] for axis in range(3)]
         whole = pick.covering(tuple(wide), NET, pick.memory).seconds
         assert points.part_of(pick, NET, whole) == tuple(wide), "columns along one more axis"
-        row = [OUTPUT[axis] if axis == pick.axis else pick.patch_out[axis] for axis in range(3)]
-        column = pick.covering(tuple(row), NET, pick.memory).seconds
-        assert points.part_of(pick, NET, (column + whole) / 2) not in (tuple(row), tuple(wide))
+        long = [side if axis == pick.axis else pick.patch_out[axis] for axis, side in enumerate(OUTPUT)]
+        long[pick.axis] -= 1
+        part = points.part_of(pick, NET, pick.covering(tuple(long), NET, pick.memory).seconds - 1e-9)
+        assert all(part[axis] == pick.patch_out[axis] for axis in rest), "none across before the column is whole"
 
 
 def test_the_band_is_of_every_other_run(imported: Callable[[str], Any]) -> None:
