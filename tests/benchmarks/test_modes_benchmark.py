@@ -103,19 +103,17 @@ def test_no_turn_begins_in_the_second_half_of_the_time(
         now[0] += 40.0
         return planned(asked)
 
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def ended(in_what: str) -> Any:
+        raise InterruptedError(in_what)
 
-    for name, replacement in (("planned", slowly), ("timed", interrupted), ("run_all", interrupted)):
-        monkeypatch.setattr(modes, name, replacement)
-    for minutes, turns in (
-        ("2", "1"),
-        ("1", "1"),
-    ):  # ends in the first turn, which begins at 40 s; ends before the runs
+    monkeypatch.setattr(modes, "planned", slowly)
+    monkeypatch.setattr(modes, "timed", lambda _: ended("a turn"))
+    monkeypatch.setattr(modes, "run_all", lambda *_: ended("the runs"))
+    for minutes, in_what in (("1.5", "a turn"), ("1", "the runs")):
         now[0] = 0.0
         out.unlink(missing_ok=True)
-        with pytest.raises(KeyboardInterrupt):
-            modes.main([*words, "--modes", "gpu", "--minutes", minutes, "--turns", turns])
+        with pytest.raises(InterruptedError, match=in_what):
+            modes.main([*words, "--modes", "gpu", "--minutes", minutes])
         (row,) = json.loads(out.read_text())["rows"]
         assert row["planned_before"] == []
         assert not row["all_timed"]
