@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ from place import Place
 
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
-from znnpy.machine import Machine
+from znnpy.machine import Machine, this_machine
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
 from znnpy.planner.plan import Plan
@@ -201,10 +202,16 @@ def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.M
     taken = go(place, "auto").plan
     assert taken.mode in MODES
     assert taken.seconds <= 1.01 * min(plan.seconds for plan in made.values())
-    assert taken.seconds < modes.GAIN * made["gpu"].seconds
+    assert taken.seconds < modes.ASSUMED_GAIN * made["gpu"].seconds
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
-    monkeypatch.setattr(modes, "GAIN", 0.99 * taken.seconds / made["gpu"].seconds)
-    assert go(place, "auto").plan.mode == "gpu", "it gains too little"
+    monkeypatch.setattr(modes, "ASSUMED_GAIN", 0.99 * taken.seconds / made["gpu"].seconds)
+    assert go(place, "auto").plan.mode == "gpu", "it gains too little, by rates of the processor that are assumed"
+    units = frozenset(assumed_rates(this_machine(), 2).units)
+    measured = replace(assumed_rates(this_machine(), 2), fitted=units)
+    monkeypatch.setattr(modes, "processor_rates", lambda *_: measured)
+    assert go(place, "auto").plan.mode in MODES, "and enough by measured ones"
+    monkeypatch.setattr(modes, "GAIN", modes.ASSUMED_GAIN)
+    assert go(place, "auto").plan.mode == "gpu"
 
 
 def _none_fits(*asked: object, **words: object) -> Plan:
