@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from statistics import median
@@ -25,6 +25,7 @@ from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
 from znnpy.run.devices import Site
 from znnpy.run.hosted import HostedSession
+from znnpy.run.lane import Lane
 from znnpy.run.session import Session
 from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 
@@ -73,6 +74,7 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
     assert gpu.free_bytes is not None
     with sessions_of(here, site, network, corner.weights) as sessions, Lowest(gpu.gpu) as lowest:
         warm: Any = {name: Warm(session) for name, session in sessions.items()}  # type: ignore[arg-type]
+        _prepare(lanes_of(here, warm, network), corner.source, target)
         if here.seconds < WARM_SECONDS:
             pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target)
         before = _busy(sessions)
@@ -110,6 +112,13 @@ def to_run(plan: Plan, network: Network, most_seconds: float) -> Plan:
             z, y, x = (size if i == axis else other for i, other in enumerate(part))
             part = z, y, x
     return plan.covering(part, network, plan.memory)
+
+
+def _prepare(lanes: Sequence[Lane], source: Held, target: Kept) -> None:
+    """Make the buffers of `Warm` sessions, and compile the kernels that come with them: a GPU's first takes 2 s."""
+    for lane in lanes:
+        reads, writes = lane.shares.moves()
+        lane.session.buffers(source.dtype, target.dtype, reads=reads, writes=writes)
 
 
 def steady(busy: Mapping[str, float], spent: float, steps: int) -> float | None:

@@ -11,11 +11,12 @@ from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from rivals import TINY
 
 from znnpy.kernels.gpu import device
+from znnpy.kernels.gpu.moves import Moves
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import assumed_rates
 from znnpy.planner.search import make_plan
-from znnpy.run import devices
+from znnpy.run import devices, gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +123,30 @@ def test_no_turn_begins_in_the_second_half_of_the_time(
     (run,) = json.loads(out.read_text())["rows"]
     assert run["plan"] == row["plan"]
     assert run["voxels_per_second"] > 0
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+def test_what_moves_voxels_is_compiled_before_the_clock_starts(
+    imported: Callable[[str], Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no first run is left out."""
+    modes, runs, seen = imported("modes"), imported("modes_runs"), []
+    real = runs.pipeline.run_lanes
+
+    class Compiled(Moves):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            seen.append("compiled")
+
+    def run_lanes(lanes: Any, *rest: Any) -> Any:
+        seen.extend("begins" for lane in lanes if lane.name == "GPU")  # not the processor's, which makes the corner
+        return real(lanes, *rest)
+
+    monkeypatch.setattr(gpu, "Moves", Compiled)
+    monkeypatch.setattr(runs.pipeline, "run_lanes", run_lanes)
+    monkeypatch.setattr(runs, "WARM_SECONDS", 0.0)
+    modes.main([*words, "--modes", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])
+    assert seen == ["compiled", "begins"] * 4
 
 
 def test_parts_have_steps_that_overlap(imported: Callable[[str], Any]) -> None:
