@@ -39,6 +39,12 @@ def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return importlib.import_module
 
 
+@pytest.fixture
+def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does for each sub-layer is longer than all that the primitives of the planner's tests do."""
+    monkeypatch.setattr("znnpy.planner.with_host.SUBLAYER_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What runs measure and keep is not the user's, here and in processes that tests start."""

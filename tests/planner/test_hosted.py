@@ -16,17 +16,12 @@ from plans import MIXED, WIDE, edited
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
-from znnpy.planner import with_host
 from znnpy.planner.cost import Rate, seconds
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.shapes import Vec3
 
-
-@pytest.fixture(autouse=True)
-def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host does for each is longer than all that these primitives do."""
-    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 
 @pytest.fixture(scope="module")

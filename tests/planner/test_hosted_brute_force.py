@@ -19,7 +19,6 @@ from test_brute_force import some
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
-from znnpy.planner import with_host
 from znnpy.planner.both_sides import both_sides
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rates
@@ -29,13 +28,9 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.sides import device_side, host_side
 from znnpy.shapes import LayerShape, Vec3
 
+pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
+
 FEWER = replace(HOST_RATES, slower=(THREADS + 1) / THREADS)
-
-
-@pytest.fixture(autouse=True)
-def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host does for each is longer than all that these primitives do."""
-    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 0.0)
 
 
 @dataclass(frozen=True, slots=True)

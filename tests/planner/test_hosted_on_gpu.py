@@ -19,11 +19,7 @@ from znnpy.planner import with_host
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 
-
-@pytest.fixture(autouse=True)
-def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host does for each is longer than all that these primitives do."""
-    monkeypatch.setattr(with_host, "SUBLAYER_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 
 def test_layers_of_the_host_that_a_gpu_computes() -> None:
