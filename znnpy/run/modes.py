@@ -26,9 +26,9 @@ HOSTED = ("gpu-host", "cpu-to-gpu")  # of one GPU: the first layers have their t
 MODES = ("auto", "cpu", "gpu", *HOSTED, "side-by-side")
 LONG_SECONDS = 60.0  # of a run, from which on it pays to look at what the processor may do of it
 # Of a GPU's time alone, predicted, in which a run has to end that nobody asked to be on two devices. With hosted layers
-# runs took up to 1.5 times as long as predicted, where these had not been timed, and the GPU alone 0.6 times; up to 2.8
-# times where the processor's rates were assumed; side by side 0.99 to 1.16 times (`modes_alone-`, `modes_passed_over-`,
-# `side_by_side-` and `side_by_side_again-nvidia-h200-2026-11-22.json`).
+# runs took up to 1.5 times as long as predicted, where these had not been timed, and the GPU alone down to 0.35 times;
+# up to 2.8 times where the processor's rates were assumed; side by side 0.99 to 1.16 times (`modes_alone-`,
+# `modes_timed-`, `modes_passed_over-`, `side_by_side-` and `side_by_side_again-nvidia-h200-2026-11-22.json`).
 GAIN, ASSUMED_GAIN, BESIDE_GAIN = 0.5, 0.3, 0.8
 
 
