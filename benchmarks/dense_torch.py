@@ -22,12 +22,13 @@ from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Pool
 from znnpy.shapes import Activation, Vec3, multiply
 
 Method = Literal["fragments", "dilated"]
-Precision = Literal["fp32", "bf16", "tf32", "fp16"]
+Precision = Literal["fp64", "fp32", "bf16", "tf32", "fp16"]
 Layout = Literal["contiguous", "channels_last_3d"]
 
 Tensor = Any  # torch.Tensor: PyTorch is an extra, and its types are not read
 
 DTYPES: dict[Precision, Any] = {
+    "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "tf32": torch.float32,  # on a GPU, as `compute_in` says
@@ -65,8 +66,8 @@ class DenseTorch:
         if device != "cpu":
             compute_in(precision, tried)
 
-    def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """raw (c, z, y, x), grey values as stored -> (maps, z, y, x) float32, field of view - 1 smaller.
+    def __call__(self, raw: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """raw (c, z, y, x), grey values as stored -> (maps, z, y, x) float32 or float64, field of view - 1 smaller.
 
         With fragments the output has to be a multiple of the network's period along every axis.
         """
@@ -80,7 +81,7 @@ class DenseTorch:
                 match layer:
                     case Conv(activation=activation):
                         weight, bias = next(weights)
-                        x = torch.nn.functional.conv3d(x, weight, bias, dilation=dilation)
+                        x = self.convolved(x, weight, bias, dilation)
                         x = activated(x, activation).contiguous(memory_format=memory_format)
                     case Pool(window=window) | MaxFilter(window=window):
                         for axis, (extent, step) in enumerate(zip(window, dilation, strict=True), start=2):
@@ -93,15 +94,24 @@ class DenseTorch:
                         x = x.unflatten(1, (-1, of)).amax(2).contiguous(memory_format=memory_format)
             return self._dense(x)
 
+    def convolved(self, x: Tensor, weight: Tensor, bias: Tensor, dilation: Vec3) -> Tensor:
+        return torch.nn.functional.conv3d(x, weight, bias, dilation=dilation)
+
     def _normalised(self, raw: npt.NDArray[Any]) -> Tensor:
-        x = torch.from_numpy(np.ascontiguousarray(raw)).to(self._device).float()
+        x = torch.from_numpy(np.ascontiguousarray(raw)).to(self._device, self._dtype)
         normalise = self._network.normalise
         if normalise is None:
             return x
-        mean, std = (torch.tensor(v, device=self._device)[:, None, None, None] for v in (normalise.mean, normalise.std))
+        words = {"dtype": self._dtype, "device": self._device}
+        mean, std = (torch.tensor(v, **words)[:, None, None, None] for v in (normalise.mean, normalise.std))
         return (x - mean) / std
 
-    def _dense(self, x: Tensor) -> npt.NDArray[np.float32]:
+    @property
+    def _dtype(self) -> Any:
+        """Of what comes in and goes out."""
+        return torch.float64 if self._precision == "fp64" else torch.float32
+
+    def _dense(self, x: Tensor) -> npt.NDArray[Any]:
         """(1 or fragments, maps, z, y, x) as one patch (maps, z, y, x)."""
         windows = [layer.window for layer in self._network.layers if isinstance(layer, Pool)]
         for window in reversed(windows if self._method == "fragments" else []):
@@ -109,9 +119,9 @@ class DenseTorch:
             x = x.unflatten(0, (-1, *window)).permute(0, 4, 5, 1, 6, 2, 7, 3)
             s, f, mz, pz, my, py, mx, px = x.shape
             x = x.reshape(s, f, mz * pz, my * py, mx * px)
-        return self._downloaded(x[0].float().contiguous())
+        return self._downloaded(x[0].to(self._dtype).contiguous())
 
-    def _downloaded(self, x: Tensor) -> npt.NDArray[np.float32]:
+    def _downloaded(self, x: Tensor) -> npt.NDArray[Any]:
         if self._device == "cpu":
             return np.asarray(x.numpy())
         if self._pinned is None or self._pinned.shape != x.shape:

@@ -2,7 +2,8 @@
 
     python benchmarks/modes.py [--networks n337 n537 n726 n926] [--modes cpu gpu gpu-host cpu-to-gpu side-by-side]
                                [--vram 2G 4G 8G 12G 24G] [--ram 96G] [--precision fp32] [--side 512]
-                               [--turns 2] [--run-seconds 4] [--minutes 9] [--resume] [--quick] [--out RESULT.json]
+                               [--turns 2] [--run-seconds 4] [--minutes 9] [--definition] [--resume] [--quick]
+                               [--out RESULT.json]
 
 First `znnpy measure` measures the card and the processor; then every mode is planned for one volume of each network
 within every limit of the GPU's memory. At most so many `--turns` the layers of these plans are timed and all are
@@ -16,9 +17,10 @@ before the clock starts; of what takes less than ten seconds a first run does no
 compiled. `--resume` takes up what `--out` holds, plans as they are.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
-a corner of the output is from that of the processor, as a share of the size of the values. Of layers that run on two
-devices the row says for how much of the run each was busy, and of its steady state the slower; of side by side how much
-of what the processor does alone was gained.
+a corner of the output is from that of the processor, as a share of the size of the values; with `--definition` from
+what exactness.py computes in float64, with PyTorch. Of layers that run on two devices the row says for how much of the
+run each was busy, and of its steady state the slower; of side by side how much of what the processor does alone was
+gained.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from contestants import random_network
+from contestants_gpu import reference_side
 from gpu_card import gpu_header
 from header import machine_header
 from modes_runs import WARM_SECONDS, Corner, ran, to_run
@@ -190,6 +196,17 @@ def timed(asked: tuple[dict[str, list[Facts]], dict[str, Known], Precision, floa
     return rates
 
 
+def defined(asked: tuple[str, int]) -> npt.NDArray[np.float64]:
+    """The corner of a network's output for a volume of such a side, by definition."""
+    from exactness import corner_by_definition  # PyTorch is an extra
+
+    name, side = asked
+    network = random_network(name)
+    least = (min(reference_side(network), size) for size in network.dense_size((side,) * 3))
+    z, y, x = (size // period * period for size, period in zip(least, network.period, strict=True))
+    return corner_by_definition((name, side, (z, y, x)))
+
+
 def keys(name: str, options: Namespace) -> list[Key]:
     """Of all rows of a network; the processor alone has no limit of VRAM."""
     limits = {mode: [""] if mode == "cpu" else options.vram for mode in options.modes}
@@ -233,7 +250,8 @@ def run_all(rows: Sequence[Facts], options: Namespace, end: float, keep: Callabl
     waiting = [row for row in rows if not row["failure"] and "voxels_per_second" not in row]
     if not waiting or time.monotonic() + SPARE_SECONDS > end:
         return
-    corner = Corner.of(waiting[0]["network"], waiting[0]["side"], options.threads)
+    of = waiting[0]["network"], waiting[0]["side"]
+    corner = Corner.of(*of, options.threads, apart(defined, of, alone=True) if options.definition else None)
     with opened("gpu", options.precision) as site:
         for row in waiting:
             plan = Plan.from_json(json.dumps(row["plan"]))
@@ -250,6 +268,11 @@ def run_all(rows: Sequence[Facts], options: Namespace, end: float, keep: Callabl
             keep()
 
 
+def against(options: Namespace) -> str:
+    """What outputs are held against."""
+    return "definition" if options.definition else "processor"
+
+
 def taken_up(options: Namespace) -> tuple[list[Facts], dict[Key, Facts]]:
     """What `znnpy measure` said and all rows, of an earlier run in the same words; SystemExit where they differ."""
     if not options.resume or not options.out.exists():
@@ -257,6 +280,8 @@ def taken_up(options: Namespace) -> tuple[list[Facts], dict[Key, Facts]]:
     before = json.loads(options.out.read_text())
     if (there := before["precision"]) != options.precision:
         raise SystemExit(f"{options.out} holds runs in {there}: give another --out")
+    if (there := before["apart_from"]) != against(options):
+        raise SystemExit(f"{options.out} holds runs that are held against the {there}: give another --out")
     return before["measure"], {(row["network"], row["mode"], row["vram"]): row for row in before["rows"]}
 
 
@@ -276,6 +301,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="of all")
     parser.add_argument("--measure-minutes", type=float, default=0.8, help="of `znnpy measure`; 0: rates are assumed")
     parser.add_argument("--workers", type=int, default=limits_of(this_machine()).threads, help="that plan")
+    parser.add_argument("--definition", action="store_true", help="what outputs are held against, by PyTorch")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--quick", action="store_true", help="a small volume, one limit: to see that it works")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "modes.json")
@@ -289,7 +315,13 @@ def main(given: Sequence[str] | None = None) -> None:
 
     def keep() -> None:
         rows = list(known.values())
-        facts = {"precision": options.precision, "measure": measure, "gains": gains(rows), "rows": rows}
+        facts = {
+            "precision": options.precision,
+            "apart_from": against(options),
+            "measure": measure,
+            "gains": gains(rows),
+            "rows": rows,
+        }
         head = machine_header() | gpu_header(device.find_gpu())
         options.out.write_text(json.dumps({"header": head} | facts) + "\n")
 

@@ -28,6 +28,7 @@ from znnpy.run.hosted import HostedSession
 from znnpy.run.lane import Lane
 from znnpy.run.session import Session
 from znnpy.run.sessions import Sessions, lanes_of, sessions_of
+from znnpy.shapes import Vec3
 
 DIAGONAL = tuple(range(4))  # voxels (i, i, i) of outputs that are kept, to be held against the definition
 STEPS = 4  # at least, where two sides overlap
@@ -36,30 +37,39 @@ WARM_SECONDS = 10.0  # what is predicted to take as long runs without a first on
 
 @dataclass(frozen=True)
 class Corner:
-    """A network, its volume, and what the processor makes of the volume's first corner."""
+    """A network, its volume, and what the output's first corner is held against: as a rule what the processor makes."""
 
     network: Network
     weights: tuple[ConvWeights, ...]
     source: Held
-    voxels: npt.NDArray[np.float32]
+    voxels: npt.NDArray[Any]
 
     @classmethod
-    def of(cls, name: str, side: int, threads: int) -> Corner:
+    def of(cls, name: str, side: int, threads: int, voxels: npt.NDArray[Any] | None = None) -> Corner:
+        """voxels  what it is to hold instead of the processor's."""
         network = random_network(name)
-        weights = random_weights(network)
         source = Held(noise((side,) * 3, network.input_channels))
-        z, y, x = (min(reference_side(network), size) for size in network.dense_size((side,) * 3))
-        limits = Limits(limits_of(this_machine()).ram_bytes, threads)
-        plan = make_plan(network, (z, y, x), this_machine(), limits)
-        target = Kept(np.full((network.output_channels, z, y, x), np.nan, np.float32))
-        with Crew(threads) as crew, Session(plan, network, weights, crew) as session:
-            pipeline.run(session, crew, source, target, plan.cover(network))
-        return cls(network, weights, source, target.voxels)
+        if voxels is None:
+            z, y, x = (min(reference_side(network), size) for size in network.dense_size((side,) * 3))
+            limits = Limits(limits_of(this_machine()).ram_bytes, threads)
+            _, voxels = on_the_processor(network, source, (z, y, x), limits)
+        return cls(network, random_weights(network), source, voxels)
 
     def apart(self, voxels: npt.NDArray[np.float32]) -> float:
         """By how much an output (maps, z, y, x) differs, of the size of the values, where both are; NaN counts."""
         z, y, x = (min(a, b) for a, b in zip(voxels.shape[1:], self.voxels.shape[1:], strict=True))
         return apart(voxels[:, :z, :y, :x], self.voxels[:, :z, :y, :x]).most
+
+
+def on_the_processor(
+    network: Network, source: Held, output: Vec3, limits: Limits
+) -> tuple[Plan, npt.NDArray[np.float32]]:
+    """The plan for a corner of a volume, with random weights, and its output (maps, z, y, x)."""
+    plan = make_plan(network, output, this_machine(), limits)
+    target = Kept(np.full((network.output_channels, *output), np.nan, np.float32))
+    with Crew(limits.threads) as crew, Session(plan, network, random_weights(network), crew) as session:
+        pipeline.run(session, crew, source, target, plan.cover(network))
+    return plan, target.voxels
 
 
 def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int) -> dict[str, Any]:

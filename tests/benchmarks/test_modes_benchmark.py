@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from rivals import TINY
@@ -147,6 +148,28 @@ def test_what_moves_voxels_is_compiled_before_the_clock_starts(
     monkeypatch.setattr(runs, "WARM_SECONDS", 0.0)
     modes.main([*words, "--modes", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])
     assert seen == ["compiled", "begins"] * 4
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+def test_outputs_are_held_against_the_definition_where_asked(
+    imported: Callable[[str], Any], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run goes on only with what it was begun with."""
+    modes, asked = imported("modes"), []
+
+    def far(what: tuple[str, int]) -> Any:
+        asked.append(what)
+        return np.full((2, 2, 2, 2), 1e3)
+
+    monkeypatch.setattr(modes, "defined", far)
+    words = [*words, "--modes", "gpu"]
+    modes.main([*words, "--definition"])
+    found = json.loads((tmp_path / "modes.json").read_text())
+    assert asked == [(str(tmp_path / "tiny.yaml"), 26)]
+    assert found["apart_from"] == "definition"
+    assert found["rows"][0]["apart"] > 100
+    with pytest.raises(SystemExit, match="held against the definition: give another --out"):
+        modes.main([*words, "--resume"])
 
 
 def test_parts_have_steps_that_overlap(imported: Callable[[str], Any]) -> None:
