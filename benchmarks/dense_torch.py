@@ -95,10 +95,11 @@ class DenseTorch:
             return self._dense(x)
 
     def convolved(self, x: Tensor, weight: Tensor, bias: Tensor, dilation: Vec3) -> Tensor:
+        """x (S, f, z, y, x), weight (f', f, k), bias (f') -> the valid part (S, f', z, y, x)."""
         return torch.nn.functional.conv3d(x, weight, bias, dilation=dilation)
 
     def _normalised(self, raw: npt.NDArray[Any]) -> Tensor:
-        x = torch.from_numpy(np.ascontiguousarray(raw)).to(self._device, self._dtype)
+        x = torch.from_numpy(np.ascontiguousarray(raw)).to(self._device).to(self._dtype)  # bytes go up
         normalise = self._network.normalise
         if normalise is None:
             return x

@@ -31,16 +31,17 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from contestants import random_network
-from contestants_gpu import reference_side
+from contestants_gpu import Held, noise
 from gpu_card import gpu_header
 from header import machine_header
-from modes_runs import WARM_SECONDS, Corner, ran, to_run
+from modes_runs import WARM_SECONDS, Corner, corner_of, ran, to_run
 from planning_plans import Ground
 from planning_points import apart, grounds, measured, own_cache, spread
 
@@ -197,14 +198,12 @@ def timed(asked: tuple[dict[str, list[Facts]], dict[str, Known], Precision, floa
 
 
 def defined(asked: tuple[str, int]) -> npt.NDArray[np.float64]:
-    """The corner of a network's output for a volume of such a side, by definition."""
-    from exactness import corner_by_definition  # PyTorch is an extra
+    """The corner (maps, z, y, x) of a network's output for a volume of noise of such a side, by definition."""
+    from exactness import by_definition  # PyTorch is an extra
 
     name, side = asked
     network = random_network(name)
-    least = (min(reference_side(network), size) for size in network.dense_size((side,) * 3))
-    z, y, x = (size // period * period for size, period in zip(least, network.period, strict=True))
-    return corner_by_definition((name, side, (z, y, x)))
+    return by_definition(network, Held(noise((side,) * 3, network.input_channels)), corner_of(network, side))
 
 
 def keys(name: str, options: Namespace) -> list[Key]:
@@ -280,7 +279,7 @@ def taken_up(options: Namespace) -> tuple[list[Facts], dict[Key, Facts]]:
     before = json.loads(options.out.read_text())
     if (there := before["precision"]) != options.precision:
         raise SystemExit(f"{options.out} holds runs in {there}: give another --out")
-    if (there := before["apart_from"]) != against(options):
+    if (there := before.get("apart_from", "processor")) != against(options):
         raise SystemExit(f"{options.out} holds runs that are held against the {there}: give another --out")
     return before["measure"], {(row["network"], row["mode"], row["vram"]): row for row in before["rows"]}
 
@@ -306,6 +305,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a small volume, one limit: to see that it works")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "modes.json")
     options = parser.parse_args(given)
+    if options.definition and find_spec("torch") is None:
+        raise SystemExit("--definition needs PyTorch: pip install 'znnpy[bench]'")
     begin = time.monotonic()
     end = begin + 60 * options.minutes
     if options.quick:

@@ -37,28 +37,32 @@ WARM_SECONDS = 10.0  # what is predicted to take as long runs without a first on
 
 @dataclass(frozen=True)
 class Corner:
-    """A network, its volume, and what the output's first corner is held against: as a rule what the processor makes."""
+    """A network, its volume of noise, and what the output's first corner is held against."""
 
     network: Network
     weights: tuple[ConvWeights, ...]
     source: Held
-    voxels: npt.NDArray[Any]
+    voxels: npt.NDArray[np.floating]  # (maps, z, y, x): float32 of the processor, or float64 of the definition
 
     @classmethod
-    def of(cls, name: str, side: int, threads: int, voxels: npt.NDArray[Any] | None = None) -> Corner:
-        """voxels  what it is to hold instead of the processor's."""
+    def of(cls, name: str, side: int, threads: int, voxels: npt.NDArray[np.float64] | None = None) -> Corner:
+        """voxels  (maps, z, y, x), to be held instead of what the processor makes."""
         network = random_network(name)
         source = Held(noise((side,) * 3, network.input_channels))
-        if voxels is None:
-            z, y, x = (min(reference_side(network), size) for size in network.dense_size((side,) * 3))
-            limits = Limits(limits_of(this_machine()).ram_bytes, threads)
-            _, voxels = on_the_processor(network, source, (z, y, x), limits)
-        return cls(network, random_weights(network), source, voxels)
+        limits = Limits(limits_of(this_machine()).ram_bytes, threads)
+        held = voxels if voxels is not None else on_the_processor(network, source, corner_of(network, side), limits)[1]
+        return cls(network, random_weights(network), source, held)
 
     def apart(self, voxels: npt.NDArray[np.float32]) -> float:
-        """By how much an output (maps, z, y, x) differs, of the size of the values, where both are; NaN counts."""
+        """By how much an output (maps, z, y, x) is off, of the size of the values, where both are; NaN counts."""
         z, y, x = (min(a, b) for a, b in zip(voxels.shape[1:], self.voxels.shape[1:], strict=True))
-        return apart(voxels[:, :z, :y, :x], self.voxels[:, :z, :y, :x]).most
+        return apart(self.voxels[:, :z, :y, :x], voxels[:, :z, :y, :x]).most
+
+
+def corner_of(network: Network, side: int) -> Vec3:
+    """Output voxels of a volume of such a side that are held against others."""
+    z, y, x = (min(reference_side(network), size) for size in network.dense_size((side,) * 3))
+    return z, y, x
 
 
 def on_the_processor(

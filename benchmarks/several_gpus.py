@@ -85,10 +85,11 @@ class Apart(NamedTuple):
     rms: float
 
 
-def apart(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32], threads: int = 1) -> Apart:
+def apart(one: npt.NDArray[np.floating], other: npt.NDArray[np.floating], threads: int = 1) -> Apart:
     """Of two outputs, both (maps, z, y, x).
 
-    As `znnpy verify` measures errors: the size of a value is the largest of 1, the value, and the rms of its map.
+    As `znnpy verify` measures errors: the size of a value is the largest of 1, the value, and the rms of its map, in
+    `one`.
     """
     found = []
     with ThreadPoolExecutor(threads) as pool:  # a plane at a time: an output may take half of the memory

@@ -161,13 +161,22 @@ def test_outputs_are_held_against_the_definition_where_asked(
         asked.append(what)
         return np.full((2, 2, 2, 2), 1e3)
 
+    def apart(work: Callable[[Any], Any], what: Any, *, alone: bool) -> Any:
+        assert alone or work is not far, "PyTorch would keep memory of the GPU"
+        return work(what)
+
     monkeypatch.setattr(modes, "defined", far)
+    monkeypatch.setattr(modes, "apart", apart)
     words = [*words, "--modes", "gpu"]
+    monkeypatch.setattr(modes, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--definition needs PyTorch"):
+        modes.main([*words, "--definition"])
+    monkeypatch.setattr(modes, "find_spec", lambda name: name)
     modes.main([*words, "--definition"])
     found = json.loads((tmp_path / "modes.json").read_text())
     assert asked == [(str(tmp_path / "tiny.yaml"), 26)]
     assert found["apart_from"] == "definition"
-    assert found["rows"][0]["apart"] > 100
+    assert found["rows"][0]["apart"] == pytest.approx(1, abs=0.1)  # of the definition, not of the output
     with pytest.raises(SystemExit, match="held against the definition: give another --out"):
         modes.main([*words, "--resume"])
 
