@@ -99,7 +99,7 @@ class DenseTorch:
         return torch.nn.functional.conv3d(x, weight, bias, dilation=dilation)
 
     def _normalised(self, raw: npt.NDArray[Any]) -> Tensor:
-        x = torch.from_numpy(np.ascontiguousarray(raw)).to(self._device).to(self._dtype)  # bytes go up
+        x = torch.from_numpy(np.ascontiguousarray(raw)).to(self._device).to(self._dtype)  # bytes go to a GPU
         normalise = self._network.normalise
         if normalise is None:
             return x
