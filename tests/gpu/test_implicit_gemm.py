@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from closeness import INPUTS, MACHINE, random_input, random_weights, run_on
+from emulated import EmulatedDevice
 
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor
@@ -122,6 +123,19 @@ def test_long_sums_lose_little(device: Any, units: str, scale: int) -> None:
     assert error(out, exact_of(shape, x, weights)) <= 1e-6
     longer = GEMM.variants(replace(shape, fin=126), WITH_GPU)
     assert [variant.word("units") for variant in longer] == ["warpgroup", "tensor"]
+
+
+@pytest.mark.parametrize("fout", [3, 80])
+@pytest.mark.parametrize(("fin", "k"), [(16, (4, 12, 12)), (64, (5, 5, 5)), (2, (6, 20, 24))])
+@pytest.mark.parametrize("units", ["tensor", "warpgroup"])
+def test_of_hundreds_of_terms_none_is_added_to_all_before(units: str, fin: int, k: Vec3, fout: int) -> None:
+    """Of one sign, they would leave up to 5e-7. The emulator's tensor cores cut off nothing: what they add is exact."""
+    shape = ConvShape(1, fin, fout, (k[0], k[1] + 1, k[2] + 8), k, "none")
+    x, weights = np.abs(random_input(shape)), random_weights(shape)
+    weights.weight[...] = np.abs(weights.weight)
+    with EmulatedDevice() as device:
+        out, _ = run(device, (units, "fp32"), shape, x, weights)
+    assert error(out, exact_of(shape, x, weights)) <= 1.1e-7
 
 
 @pytest.mark.parametrize(("fin", "gap"), [(8, 0), (8, 7), (8, 8), (1, 3), (3, 0), (12, 4)])

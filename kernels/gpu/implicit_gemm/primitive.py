@@ -38,7 +38,7 @@ class ConvImplicitGemm:
 
     name: str = "gpu.conv.implicit_gemm"
     kind: Kind = "conv"
-    version: int = 1
+    version: int = 2
     summary: str = "small kernels, any shape: the lowered matrix is built in shared memory alone"
     source: str = "Chetlur et al., cuDNN, 2014"
 

@@ -7,7 +7,8 @@
  * Folded     few maps in: what is multiplied as 8 maps are 8 voxels of one map and line, from (y, x) on: `groups` times 8
  *            for kx, all maps, and `step` lines for the next rows of the kernel. Kernels have zeros where kx and ky end; what
  *            is not a number on the line behind them reaches the sums.
- * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product.
+ * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product;
+ *            of taps few are added up one after another (kept.cuh).
  *            float values are scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
  * Launch     A tile: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
  *            maps. For CHUNK maps and one dz a block holds all voxels that the tile's windows meet, its region, in shared
@@ -19,6 +20,7 @@
  * Tested     tests/gpu/test_implicit_gemm.py
  */
 #include "activation.cuh"
+#include "kept.cuh"
 #include "pieces.cuh"
 
 constexpr int CHUNK = 16;  // maps in, of one product; tensor.py
@@ -197,6 +199,9 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         const int buffer = group * TAP * PITCH;
         const half* coming = kernels;
         Piece<T> piece;
+        Kept<MT * NT * 4> kept;
+        int terms = 0;  // of every sum, since they were put by
+        bool keeps = false;
 #pragma unroll 1
         for (int done = 0; done < stages; ++done, ++stage) {
             const half* const rows = region(stage) + lane / 16 * 8;
@@ -229,12 +234,18 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                         index += THREADS;
                     }
                 }
+                terms += count;
+                if (WORDS == 2 && terms >= MOST_TERMS) {
+                    kept.put_by(sums[0][0], !keeps);
+                    keeps = true, terms = 0;
+                }
             }
             for (; more && index < pieces; index += THREADS) {
                 fetch(piece, index, following, behind);
                 put(piece, index, stage + 1);
             }
         }
+        if (keeps) kept.add_to(sums[0][0]);
     }
 
     /* Pairs: two maps may be written at once. */

@@ -99,9 +99,14 @@ def instances() -> list[Instance]:
     wanted = {(maps, precision) for precision in WORDS for maps in (8, 24, 80, WIDEST[WORDS[precision]])}
     kernels = [(blocks[maps], precision, False) for maps, precision in sorted(wanted)]
     kernels += [(FOLDED_BLOCKS[0], precision, True) for precision in WORDS]
-    spilled = {1: (0, 0), 2: (16, 64)}  # bytes on the stack, spilled, by words: outside of the loops
     return [
-        Instance(SOURCE, block.kernel(precision, folded=folded), block.registers, (), *spilled[WORDS[precision]])
+        Instance(
+            SOURCE,
+            block.kernel(precision, folded=folded),
+            block.registers,
+            stack_bytes=4 * FLOAT32 * prod(block.matrices) + 16 if WORDS[precision] == 2 else 0,  # sums are put by
+            spilled_bytes=64 if WORDS[precision] == 2 else 0,  # outside of the loops
+        )
         for block, precision, folded in kernels
     ]
 

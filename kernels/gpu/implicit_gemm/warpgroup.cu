@@ -16,13 +16,14 @@
  *            one map. Kernels have zeros where ky and kx end: what is not a number there reaches the sums.
  * Words      1: values as one float16, summed up by tensor cores, which cut off what they add: thousands of products of
  *            one sign may lose 1e-3. 2: as two, h + l, and l H + h L + h H leaves out less than 2^-21 of a product; no
- *            more than a group of taps is added up there. float values are scaled by a power of two so that the largest
- *            that there is, *x_peak, stays below 2^14.
+ *            more than a group of taps is added up there, and few groups one after another (kept.cuh). float values are
+ *            scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
  * Bound      tensor cores: 64 N 16 products take N / 2 cycles of theirs, and 16 + N / 4 of shared memory's.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
  * Tested     tests/gpu/test_implicit_gemm.py, test_warpgroup.py
  */
 #include "activation.cuh"
+#include "kept.cuh"
 #include "region.cuh"
 
 /* Called, since code for every sum would take registers from all of them. */
@@ -108,6 +109,8 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         const int share = (last + loops.groups - 1) / loops.groups;  // of the region, brought beside a group of taps
         const half* coming = kernels;
         float parts[MATRICES][SUMS];
+        Kept<MATRICES * SUMS> kept;
+        int terms = 0;  // of every sum, so far
 #pragma unroll 1
         for (int done = 0; done < loops.stages; ++done, ++stage) {
             const bool ends = done + 1 == loops.stages, more = !ends || follows;
@@ -145,8 +148,10 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
                 }
                 if (done == 0 && first == 0) beside();
                 finish(sums, parts);
+                if (WORDS == 2 && ++terms % MOST_TERMS == 0) kept.put_by(sums[0], terms == MOST_TERMS);
             }
         }
+        if (terms >= MOST_TERMS) kept.add_to(sums[0]);
     }
 
     /* Wait for the products of a group of taps. */

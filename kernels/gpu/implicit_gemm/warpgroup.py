@@ -54,7 +54,7 @@ MATRIX_CYCLES = {"fp16": 890, "tf32": 1150, "fp32": 1200}
 ROUND_CYCLES = {"fp16": 450, "tf32": 150, "fp32": 1150}
 PIECE_CYCLES = {"fp16": 1.4, "tf32": 3.0, "fp32": 0.5}
 FOLDED_CYCLES = {"fp16": 2.4, "tf32": 2.8, "fp32": 0.5}
-STACK_BYTES, SPILLED_BYTES = 96, 96  # of a thread, outside of the loops
+STACK_BYTES, SPILLED_BYTES = 96, 96  # of a thread, outside of the loops, beside the sums that are put by
 FLOPS_OF_CYCLE = 2867  # 0.7 of what 64 x N x 16 products in N / 2 cycles are: so much a card's power allows
 
 
@@ -266,7 +266,13 @@ def instances() -> list[Instance]:
     """All of them: each has registers of its own."""
     kinds = [(maps, word, folded) for maps, word, folded in product(MAPS, PRECISIONS.values(), (False, True))]
     return [
-        Instance(SOURCE, kernel_of(maps, precision, folded=folded), 128, (), STACK_BYTES, SPILLED_BYTES)
+        Instance(
+            SOURCE,
+            kernel_of(maps, precision, folded=folded),
+            128,
+            stack_bytes=STACK_BYTES + (FLOAT32 * maps // 2 if WORDS[precision] == 2 else 0),
+            spilled_bytes=SPILLED_BYTES,
+        )
         for maps, precision, folded in kinds
         if maps_of(maps, precision) == maps
     ]
