@@ -35,9 +35,9 @@ from znnpy.shapes import Vec3, text
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
 RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square
-FIRST = (16, 48)  # steps of the processor in a run, with which widths are compared
-BEST = 6  # widths, with which these are: more end together, fewer are faster
-STEPS = (8, 24, 32, 64, 128)
+FIRST = (1, 4, 16, 48)  # steps of the processor in a run, with which widths are compared
+BEST = 6  # widths, with which these are: more end together, fewer have less borders
+STEPS = (1, 2, 3, 4, 8, 24, 32, 64, 128)
 FINER = (1, 8, 64, 512, 4096)  # times narrower columns and smaller cells, where larger ones do not fit or take too long
 FEW = 32  # steps of a GPU
 PARTS = (4, 16)  # that the processor is to compute, of which plans for the GPU are tried

@@ -290,11 +290,11 @@ def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
 
 def test_no_size_next_to_the_best_is_better() -> None:
     """All of them were looked at, and one was better than those before."""
-    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.3, MIXED, columns=True)
+    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 1.0, MIXED, columns=True)
     alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
     found = []
     for around in (False, True):
-        trials = _Trials(alone, alone.seconds, 0.3 * alone.voxels_per_second, processor, PLENTY, MIXED, masks=False)
+        trials = _Trials(alone, alone.seconds, alone.voxels_per_second, processor, PLENTY, MIXED, masks=False)
         with pytest.MonkeyPatch.context() as patched:
             if not around:
                 patched.setattr(_Trials, "_look_around", lambda _: None)
