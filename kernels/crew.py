@@ -193,8 +193,12 @@ class Crew:
         """Ask every piece of work that has not begun to give up; from any thread, more than once."""
         self._stop.set()
 
+    def resume(self) -> None:
+        """Work on, once all that was stopped has ended."""
+        self._stop.clear()
+
     def check(self) -> None:
-        """Raise Stopped once `stop` was called."""
+        """Raise Stopped once `stop` was called, until `resume`."""
         if self._stop.is_set():
             raise Stopped
 

@@ -209,9 +209,14 @@ class _Run:
             lanes = lanes_of(plan, sessions, network, self.output.done)
             timings = pipeline.run_lanes(lanes, self.source, self._writes(plan), self.progress, self.trace)
             lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
+            late = [
+                f"{lane.name} was late at the end: a GPU computed {lane.given_up} of its cells"
+                for lane in timings.lanes
+                if lane.given_up
+            ]
             hosted = (session for session in sessions.values() if isinstance(session, HostedSession))
             idle = {side: seconds for session in hosted for side, seconds in session.idle_seconds.items()}
-            return _Done(plan, timings, site.taken_bytes(), (*lost, *wisdom.sentences), idle)
+            return _Done(plan, timings, site.taken_bytes(), (*lost, *late, *wisdom.sentences), idle)
 
     def _writes(self, plan: Plan) -> pipeline.Writes:
         if self.watched is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from znnpy.planner.search import make_plan
 from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import choice, devices, modes, pipeline
+from znnpy.run.session import Session
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -123,6 +125,29 @@ def test_the_processor_goes_on_without_the_gpu(place: Place, monkeypatch: pytest
     monkeypatch.setattr(Broken, "copies", 0)
     report = go(place, patch=(2, 4, 4))
     assert any("GPU was lost, and the others went on" in sentence for sentence in report.warnings)
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_a_gpu_computes_what_the_processor_is_late_with(place: Place) -> None:
+    """That gives up in the midst of a step."""
+    submit, begun = Session.submit, list[str]()
+
+    def late(self: Session, *words: Any, **more: Any) -> Any:
+        found = submit(self, *words, **more)
+        if self.plan.device == "cpu":
+            begun.append("CPU")
+            while True:
+                self.crew.check()
+                time.sleep(0.001)
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "submit", late)
+        report = go(place)
+    assert begun == ["CPU"]
+    (sentence,) = (sentence for sentence in report.warnings if "CPU was late" in sentence)
+    assert "CPU was late at the end: a GPU computed " in sentence
+    assert [lane.voxels for lane in report.lanes if lane.name == "CPU"] == [0]
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 from znnpy.errors import Stopped
 from znnpy.patches import Cover
-from znnpy.run.shares import Cells, Hand, Lease
+from znnpy.run.shares import LOOK_SECONDS, Cells, Hand, Lease
 
 GRID = Cover((40, 40, 40), (10, 10, 10))  # 64 cells
 
@@ -18,6 +19,12 @@ class NamedLane:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.given_up: Sequence[Lease] = ()
+
+    def give_up(self, leases: Sequence[Lease]) -> None:
+        assert leases
+        assert not self.given_up
+        self.given_up = leases
 
 
 def take_now(cells: Cells, lane: Any) -> Lease | None:
@@ -76,12 +83,21 @@ class Played:
                 lease = take_now(self.cells, lanes[name])
                 if lease is not None:
                     idle.remove(name)
+                    for index in lease.indices:  # that another gave up
+                        for taken in self.taken.values():
+                            if index in taken:
+                                taken.remove(index)
                     self.taken[name] += lease.indices
                     self.runs.append(lease.indices)
                     spent = len(lease.indices) * self.true[name] + (0 if lease.goes_on else self.begins[name])
                     heapq.heappush(under_way, (self.now + spent, next(order), name, lease))
+            under_way = [entry for entry in under_way if not entry[3].void]
+            heapq.heapify(under_way)
             if not under_way:
                 return ended
+            if idle and under_way[0][0] > self.now + LOOK_SECONDS:
+                self.now += LOOK_SECONDS
+                continue
             self.now, _, name, lease = heapq.heappop(under_way)
             self.cells.finish(lease)
             ended[name] = self.now

@@ -7,8 +7,9 @@ from dealt import GRID, NamedLane, Played, take_now
 from hypothesis import given
 from hypothesis import strategies as st
 
+from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
-from znnpy.run.shares import Cells, Hand
+from znnpy.run.shares import LOOK_SECONDS, Cells, Hand, Lease
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, pytest.param(3, id="one stack")])
@@ -49,6 +50,69 @@ def test_somebody_takes_every_cell(data: st.DataObject) -> None:
     played = Played(cells, data.draw(st.integers(0, 2)), true, predicted, begins)
     played.ends()
     assert sorted(index for some in played.taken.values() for index in some) == list(range(len(cells)))
+
+
+@pytest.mark.parametrize("late", [30.0, 400.0, 1e9])
+@pytest.mark.parametrize("names", [("GPU",), ("GPU 0", "GPU 1")])
+def test_nobody_waits_long_for_a_late_processor(names: tuple[str, ...], late: float) -> None:
+    """Twice what a GPU takes for the cell at most, and until somebody looks; what it ended is its own."""
+    gpus = dict.fromkeys(names, 1.0)
+    played = Played(GRID, 0, gpus | {"CPU": late}, gpus | {"CPU": 4.0})
+    ends = played.ends()
+    assert sorted(index for some in played.taken.values() for index in some) == list(range(64))
+    assert max(ends[name] for name in names) <= 64 / len(names) + 2 + LOOK_SECONDS
+    assert len(played.taken["CPU"]) == (64 / len(names) + 2) // late
+
+
+def test_who_gives_up_takes_nothing_more() -> None:
+    now = [0.0]
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 4.0, runs=False)}
+    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    first = cells.take(gpu)
+    assert first is not None
+    now[0] = 1.0
+    cells.finish(first)
+    late = Lease((0,), (), cpu, "cell", seconds=4.0)
+    cells._held.append(late)
+    cells._stacks[0].clear()
+    now[0] = 1.9
+    assert take_now(cells, gpu) is None, "it has not waited for as long as it takes"
+    now[0] = 2.0
+    lease = take_now(cells, gpu)
+    assert lease is not None
+    assert lease.indices == (0,)
+    assert cpu.given_up == [late]
+    assert late.void
+    with pytest.raises(Stopped):
+        cells.finish(late)
+    assert cells.take(cpu) is None
+    cells.finish(lease)
+    assert cells.take(gpu) is None
+
+
+def test_what_is_left_to_a_late_processor_goes_too() -> None:
+    """The GPU takes 11 seconds for one of the two cells, and so it waits for 22."""
+    now = [0.0]
+    hands = {
+        "GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0),
+        "CPU": Hand(lambda box: (), 5.0, runs=False, walks=True),
+    }
+    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    late = take_now(cells, cpu)
+    assert late is not None
+    for now[0] in (0.0, 12.0, 21.9):
+        assert take_now(cells, gpu) is None
+    now[0] = 22.0
+    lease = take_now(cells, gpu)
+    assert lease is not None
+    assert lease.indices == (0, 1)
+    assert cpu.given_up == [late]
 
 
 def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:

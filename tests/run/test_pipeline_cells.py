@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -82,26 +84,42 @@ def went(
     output: Output | None = None,
     progress: Any = None,
     walks: bool = False,
+    hangs: int = -1,
+    late: float = inf,
 ) -> tuple[Output, pipeline.Timings]:
     """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3.
 
     walks  the processor's are cells along the axis of the GPU's, and go on from one to the next
+    hangs  the processor's step that does not end before it is stopped, or `late` seconds are over
     """
     cells, patches = grid(cell, axis), {"GPU": STEP, "CPU": cell if walks else (1, 1, 3)}
     output = output or Lenient(hook, done)
-    with Crew(1) as crew:
+    with Crew(1) as gpus, Crew(1) as cpu:
         hands, sessions = {}, {}
         for name in hooks:
             gpu = name.startswith("GPU")
+            crew, other = (gpus, hooks[name]) if gpu else (cpu, until_stopped(hooks[name], cpu, hangs, late))
             patch, along = patches[name[:3]], axis if gpu or walks else (axis + 1) % 3
             columns, seconds = partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03
             hands[name] = Hand(columns, seconds, runs=gpu, walks=walks and not gpu, begins=0.0 if gpu else 0.02)
             whole = Cover(SIZE, patch, along, 3 * patch[along], MARGINS[along])
-            sessions[name] = (Late if gpu else Session)(hooks[name], crew, WALKER, whole)
+            sessions[name] = (Late if gpu else Session)(other, crew, WALKER, whole)
         shares = Cells(cells, axis, hands, done)
-        lanes = [Lane(name, sessions[name], crew, shares) for name in hooks]
+        lanes = [Lane(name, sessions[name], gpus if name.startswith("GPU") else cpu, shares) for name in hooks]
         timings = pipeline.run_lanes(lanes, Source(volume(WALKER), hook), output, progress)
+        cpu.check()  # another run may have it
     return output, timings
+
+
+def until_stopped(hook: Hook, crew: Crew, hangs: int, seconds: float) -> Hook:
+    def stalled(stage: str, patch: int) -> None:
+        hook(stage, patch)
+        began = time.perf_counter()
+        while patch == hangs and time.perf_counter() < began + seconds:
+            crew.check()
+            time.sleep(0.001)
+
+    return stalled
 
 
 @pytest.mark.parametrize("walks", [True, False])
@@ -122,8 +140,73 @@ def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
+def test_a_processor_that_never_ends(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """GPUs compute what it had begun, and what they and the writer had of it is not counted."""
+    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.005)
+    rng, events = random.Random(seed), list[pipeline.Event]()
+    axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
+    names, slow = ["GPU 0", "GPU 1", "CPU"][rng.randrange(2) :], rng.choice([0.0, 0.0005])
+    rng.shuffle(names)
+
+    def hook(stage: str, patch: int) -> None:
+        time.sleep(rng.random() * slow)
+
+    hangs, walks = rng.randrange(6), rng.random() < 0.7
+    hooks: dict[str, Hook] = dict.fromkeys(names, hook)
+    output, timings = went(hooks, axis, cell, hook=hook, progress=events.append, walks=walks, hangs=hangs)
+    cells = len(grid(cell, axis))
+    np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
+    assert sorted(output.finished) == list(range(cells))
+    assert timings.columns == cells
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    last = events[-1]
+    assert (last.columns_done, last.steps_done, last.voxels_done, last.work_done) == (cells, cells, 315, 1.0)
+    assert not any(lane.given_up or lane.lost for lane in timings.lanes if lane.name != "CPU")
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_late_processor_and_lost_gpus(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A GPU that fails when the processor has given up ends the run; what is finished is right in any case."""
+    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.002)
+    rng = random.Random(seed)
+    axis, cell = rng.randrange(3), (rng.choice([2, 4]), rng.choice([2, 4]), rng.choice([5, 6]))
+    names, output = ["GPU 0", "GPU 1", "CPU"][rng.randrange(2) :], Lenient(quiet)
+    fails = {name: rng.randrange(150) for name in names if name != "CPU" and rng.random() < 0.7}
+
+    def hook_of(name: str) -> Hook:
+        def hook(stage: str, patch: int) -> None:
+            time.sleep(rng.random() * 0.0005)
+            if stage == "compute" and patch == fails.get(name):
+                raise DeviceError("cudaErrorIllegalAddress")
+
+        return hook
+
+    words: Any = {"hangs": rng.randrange(4), "late": rng.choice([0.02, 0.2, 0.5]), "walks": rng.random() < 0.7}
+    timings: pipeline.Timings | None = None
+    with suppress(DeviceError):
+        _, timings = went({name: hook_of(name) for name in names}, axis, cell, output=output, **words)
+    assert fails or timings is not None
+    if timings is not None:
+        assert sorted(output.finished) == list(range(len(grid(cell, axis))))
+        assert timings.columns == len(output.finished)
+        assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    exact = dense(volume(WALKER), WALKER)
+    for index in output.finished:
+        box = (slice(None), *grid(cell, axis)[index].steps[0].write.slices)
+        np.testing.assert_array_equal(output.written[box], exact[box])
+    assert no_thread_is_left()
+
+
+def test_a_late_processor_is_told_of() -> None:
+    _, timings = went({"GPU": lambda *_: time.sleep(0.005), "CPU": quiet}, 0, (2, 4, 4), hangs=0)
+    assert {lane.name: lane.given_up > 0 for lane in timings.lanes} == {"GPU": False, "CPU": True}
+    assert {lane.name: lane.voxels for lane in timings.lanes} == {"GPU": 315, "CPU": 0}
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_delays_and_lost_gpus(seed: int) -> None:
-    """The processor computes what is left of any GPU."""
+    """The processor computes what is left of any GPU, unless it had given up."""
     rng = random.Random(seed)
     axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
     slow = {stage: rng.choice([0.0, 0.0, 0.0002, 0.0005]) for stage in ("read", "compute", "write")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -68,6 +68,8 @@ class Stops(Protocol):
     """What a lane asks of a crew."""
 
     def stop(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def check(self) -> None: ...
 
@@ -206,6 +208,7 @@ class Computing:
         self.out: list[Voxels] = []  # buffers for outputs
         self.voxels = 0  # written
         self.lost: str | None = None  # why it ended before the run did
+        self.given_up: Sequence[Lease] = ()  # what others compute in its stead
         self._session, self._source, self._land_step, self._trace = session, source, land, trace
         self._effort = Effort(session.plan, session.network)
         self._raw: list[Voxels] = []  # buffers for patches that are made
@@ -238,6 +241,12 @@ class Computing:
         self.lost = str(error)
         if not isinstance(error, VramError):
             self._session.abandon()
+        self.stop()
+
+    def give_up(self, leases: Sequence[Lease]) -> None:
+        """Others compute these, all that it had taken: its threads end, whatever they are at."""
+        self.given_up = leases
+        self.crew.stop()
         self.stop()
 
     def free(self, buffer: int) -> None:

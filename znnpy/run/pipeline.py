@@ -2,7 +2,8 @@
 
 A run has a lane for each device, or part of one, that computes; the first computes in the calling thread. All write
 through one thread. The first failure stops every lane, but that of a GPU where others are left for its columns: then it
-hands back what it had begun, and the run goes on without it.
+hands back what it had begun, and the run goes on without it. So it does without a processor whose last cells a GPU
+computes sooner.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError
 from znnpy.patches import Box, Column
 from znnpy.run.lane import END, Computes, Computing, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside
-from znnpy.run.shares import Queue, Shares
+from znnpy.run.shares import Lease, Queue, Shares
 from znnpy.shapes import subtract
 
 REPORT_SECONDS = 0.2  # between reports while only other threads are at work
@@ -64,6 +65,7 @@ class LaneTimings:
     voxels: int  # of the output
     seconds: Mapping[str, float]  # reading, computing, waiting
     lost: str | None  # why it ended before the run did
+    given_up: int = 0  # cells that it was late with, and others computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,10 @@ class _Run:
             raise self._errors[0]
         self._report()
         now = self._now
-        timed = tuple(LaneTimings(lane.name, lane.voxels, dict(lane.seconds), lane.lost) for lane in self._lanes)
+        timed = tuple(
+            LaneTimings(lane.name, lane.voxels, dict(lane.seconds), lane.lost, _cells_of(lane.given_up))
+            for lane in self._lanes
+        )
         return Timings(now.voxels, now.columns, time.perf_counter() - self._began, self._stage_seconds(), timed)
 
     def _wait_for(self, thread: threading.Thread) -> None:
@@ -188,9 +193,15 @@ class _Run:
                 self._report()
 
     def _attend(self, lane: Computing) -> None:
-        """Have a lane compute; it may be lost where others have its shares."""
+        """Have a lane compute; it may be lost where others have its shares, or give up to them."""
         try:
             lane.compute()
+        except Stopped:
+            if not lane.given_up or self._stopping.is_set():
+                raise
+            lane.crew.resume()  # for the next run
+            with self._turn:
+                self._forget(lane, lane.given_up)
         except (DeviceError, DeviceLostError) as error:
             if isinstance(error, VramError) and not self._alike(lane):
                 raise  # it may be planned anew
@@ -199,11 +210,15 @@ class _Run:
                 begun = lane.shares.lose(lane)
                 if begun is None:
                     raise
-                for lease in begun:
-                    self._now.steps -= lease.steps
-                    self._now.work -= lease.work
-                    self._now.voxels -= lease.voxels
-                    lane.voxels -= lease.voxels
+                self._forget(lane, begun)
+
+    def _forget(self, lane: Computing, leases: Sequence[Lease]) -> None:
+        """Others compute these anew."""
+        for lease in leases:
+            self._now.steps -= lease.steps
+            self._now.work -= lease.work
+            self._now.voxels -= lease.voxels
+            lane.voxels -= lease.voxels
 
     def _alike(self, lane: Computing) -> bool:
         """Others with the same plan are left."""
@@ -309,3 +324,7 @@ class _Run:
                 work / whole.work if steps < whole.steps else 1.0,
             )
         self._progress(event)
+
+
+def _cells_of(leases: Sequence[Lease]) -> int:
+    return sum(len(lease.indices) for lease in leases)

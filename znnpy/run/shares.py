@@ -8,7 +8,8 @@ Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side b
          together: a GPU leaves as many cells as the others are likely to compute meanwhile, the processor begins none
          that the GPUs would have computed, with all that is left, before it ends, and a GPU none of the last that the
          processor ends sooner. What a lane takes for a cell is as predicted until it has computed one, and as measured
-         from then on.
+         from then on. Where the processor is later than that, a GPU that has waited for its last cells as long as it
+         takes for them itself computes them instead, and the processor gives up: nobody waits for more than twice that.
 
 What a lost lane had not computed goes to the others: so a lane that finds nothing waits for as long as another might
 still be lost.
@@ -42,10 +43,13 @@ class Takes(Protocol):
     @property
     def name(self) -> str: ...
 
+    def give_up(self, leases: Sequence[Lease]) -> None:
+        """Others compute these, all that it had taken: it ends. Nothing is waited for here."""
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What a lane has taken. Void once the lane was lost before all of it was computed: another takes it."""
+    """What a lane has taken. Void once the lane was lost, or gave up, before it had computed all: another takes it."""
 
     indices: tuple[int, ...]  # in the run's output
     columns: Sequence[Column]  # that the lane computes for it
@@ -97,8 +101,10 @@ class Queue(ABC):
                 self._turn.wait(LOOK_SECONDS)  # whether it still pays to wait changes with time
 
     def finish(self, lease: Lease) -> None:
-        """All of it was computed, and lies in the host's memory."""
+        """All of it was computed, and lies in the host's memory. Stopped where another computes it."""
         with self._turn:
+            if lease.void:
+                raise Stopped
             self._held.remove(lease)
             self._finished(lease)
             self._turn.notify_all()
@@ -106,16 +112,22 @@ class Queue(ABC):
     def lose(self, lane: Takes) -> list[Lease] | None:
         """`lane` computes nothing any more: what it had begun, which is void now; None where no lane is left for it."""
         with self._turn:
-            self._lanes.discard(lane)
-            lost = [lease for lease in self._held if lease.lane == lane]
-            if not self._lanes and (lost or self._left()):
+            others = any(other != lane for other in self._lanes)
+            if not others and (self._left() or any(held.lane == lane for held in self._held)):
+                self._lanes.discard(lane)
                 return None
-            for lease in lost:
-                lease.void = True
-                self._held.remove(lease)
-            self._give_back(index for lease in lost for index in lease.indices)
-            self._turn.notify_all()
-            return lost
+            return self._void(lane)
+
+    def _void(self, lane: Takes) -> list[Lease]:
+        """What a lane has, which goes to others: it takes nothing any more."""
+        self._lanes.discard(lane)
+        found = [lease for lease in self._held if lease.lane == lane]
+        for lease in found:
+            lease.void = True
+            self._held.remove(lease)
+        self._give_back(index for lease in found for index in lease.indices)
+        self._turn.notify_all()
+        return found
 
     def stop(self) -> None:
         """From any thread: whoever waits, or takes, is Stopped."""
@@ -236,23 +248,28 @@ class Cells(Queue):
         return any(self._stacks.values())
 
     def _next(self, lane: Takes) -> Lease | None:
-        if not self._left():
-            return None
-        free = fsum(self._weights[place] * len(stack) for place, stack in self._stacks.items())
         hand = self._hands[lane.name]
-        lease = self._run(lane, hand, free) if hand.runs else self._one(lane, hand, free)
+        lease = self._run(lane, hand) if hand.runs else self._one(lane, hand)
+        if lease is None and hand.runs and self._takes_back(lane, hand):
+            lease = self._run(lane, hand)
         if lease is not None:
             if not any(held.lane == lane for held in self._held):
                 self._since[lane.name] = self._now()
             self._last[lane.name] = lease.indices[-1]
         return lease
 
-    def _run(self, lane: Takes, hand: Hand, free: float) -> Lease | None:
+    def _free(self) -> float:
+        """Cells that nobody has begun, by their weights."""
+        return fsum(self._weights[place] * len(stack) for place, stack in self._stacks.items())
+
+    def _run(self, lane: Takes, hand: Hand) -> Lease | None:
         """The last cells of the last stack, which lie behind each other.
 
         None where one that is at work, and takes cells singly, ends all of them before this lane ends one.
         """
-        stack = next(filter(None, reversed(self._stacks.values())))
+        if not self._left():
+            return None
+        free, stack = self._free(), next(filter(None, reversed(self._stacks.values())))
         weight = self._weights[self._place(stack[0])]
         ended = self._busy(lane) + weight * (hand.begins + hand.seconds) * self._pace(lane.name)
         if any(self._within(other, ended) >= free for other in self._singly()):
@@ -268,9 +285,11 @@ class Cells(Queue):
         seconds = weight * (hand.begins + len(taken) * hand.seconds)
         return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=seconds)
 
-    def _one(self, lane: Takes, hand: Hand, free: float) -> Lease | None:
+    def _one(self, lane: Takes, hand: Hand) -> Lease | None:
         """The first cell of the first stack; None where others are done with all before it is."""
-        stack = next(filter(None, self._stacks.values()))
+        if not self._left():
+            return None
+        free, stack = self._free(), next(filter(None, self._stacks.values()))
         index, goes_on = stack[0], self._goes_on(lane, stack[0])
         seconds = hand.seconds + (0.0 if goes_on else hand.begins)
         if self._others(lane, self._busy(lane) + seconds * self._pace(lane.name)) >= free:
@@ -280,6 +299,22 @@ class Cells(Queue):
         if goes_on:
             columns = [Column(tuple(step for step in column.steps if step.write.voxels)) for column in columns]
         return Lease((index,), columns, lane, "cell", goes_on, seconds)
+
+    def _takes_back(self, lane: Takes, hand: Hand) -> bool:
+        """Whether `lane`, which takes runs, is to compute what is left to those who take cells singly.
+
+        Once it has waited for as long as it takes for all of that.
+        """
+        late = self._singly()
+        if not late or any(held.lane == lane for held in self._held):
+            return False
+        cells = [index for held in self._held if held.lane in late for index in held.indices]
+        left = self._free() + fsum(self._weights[self._place(index)] for index in cells)
+        if self._now() - self._since[lane.name] < self._pace(lane.name) * left * (hand.begins + hand.seconds):
+            return False
+        for other in late:
+            other.give_up(self._void(other))
+        return True
 
     def _goes_on(self, lane: Takes, index: int) -> bool:
         """With the column of the cell that it took before."""
