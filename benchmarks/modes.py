@@ -12,9 +12,10 @@ the `--minutes` are gone. Each row has what was planned before that, and whether
 plans run, from the host's memory into the host's memory, through the pipeline that a run goes through. What takes
 longer than `--run-seconds` runs in part, as many steps and whole columns as fit, or a few steps where two sides
 overlap; what it says of the whole output is the plan's prediction times how far the part was off its own. Side by side
-runs whole: against it the GPU alone should run for half a minute. Buffers are pinned, and what moves voxels is compiled
-before the clock starts; of what takes less than ten seconds a first run does not count either, in which the rest is
-compiled. `--resume` takes up what `--out` holds, plans as they are.
+runs whole: against it the GPU alone should run for half a minute. As much of the host's memory as the largest plan takes
+is touched before, since a virtual machine may be given it only then, at 2.5 GB/s. Buffers are pinned, and what moves
+voxels is compiled before the clock starts; of what takes less than ten seconds a first run does not count either, in
+which the rest is compiled. `--resume` takes up what `--out` holds, plans as they are.
 
 Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
 a corner of the output is from that of the processor, as a share of the size of the values; with `--definition` from
@@ -41,7 +42,7 @@ from contestants import random_network
 from contestants_gpu import Held, noise
 from gpu_card import gpu_header
 from header import machine_header
-from modes_runs import WARM_SECONDS, Corner, corner_of, ran, to_run
+from modes_runs import WARM_SECONDS, Corner, corner_of, ran, to_run, touch
 from planning_plans import Ground
 from planning_points import apart, grounds, measured, own_cache, spread
 
@@ -63,8 +64,7 @@ NETWORKS = ("n337", "n537", "n726", "n926")
 MODES = ("gpu", "cpu", "gpu-host", "cpu-to-gpu", "side-by-side")  # in the order in which they are planned and run
 SIDES = {"n337": 1024, "n537": 768, "n726": 768, "n926": 512}  # of volumes: a GPU takes seconds for them
 OTHER_SIDE = 256
-SPARE_SECONDS = 5.0  # of a run, beside what is predicted: a session is made, kernels are compiled
-TOUCHED = 2.5e9  # assumed, bytes per second: memory of the host is taken, touched and pinned
+SPARE_SECONDS = 10.0  # of a run, beside what is predicted: a session is made, memory taken, kernels are compiled
 
 Facts = dict[str, Any]
 Key = tuple[str, str, str]  # network, mode and limit of a row
@@ -246,17 +246,17 @@ def gains(rows: Sequence[Facts]) -> list[str]:
 
 def run_all(rows: Sequence[Facts], options: Namespace, end: float, keep: Callable[[], None]) -> None:
     """Those of one network that have not run; what is not likely to fit into the time that is left is left out."""
-    waiting = [row for row in rows if not row["failure"] and "voxels_per_second" not in row]
-    if not waiting or time.monotonic() + SPARE_SECONDS > end:
+    left = waiting(rows)
+    if not left or time.monotonic() + SPARE_SECONDS > end:
         return
-    of = waiting[0]["network"], waiting[0]["side"]
+    of = left[0]["network"], left[0]["side"]
     corner = Corner.of(*of, options.threads, apart(defined, of, alone=True) if options.definition else None)
     with opened("gpu", options.precision) as site:
-        for row in waiting:
+        for row in left:
             plan = Plan.from_json(json.dumps(row["plan"]))
             likely = to_run(plan, corner.network, options.run_seconds).seconds
             runs = options.rounds + (likely < WARM_SECONDS)
-            if time.monotonic() + runs * likely + plan.memory.peak / TOUCHED + SPARE_SECONDS > end:
+            if time.monotonic() + runs * likely + SPARE_SECONDS > end:
                 print(f"{said_of(row)}: there is no time for it", flush=True)
                 continue
             try:
@@ -265,6 +265,11 @@ def run_all(rows: Sequence[Facts], options: Namespace, end: float, keep: Callabl
                 row["failure"] = f"{type(error).__name__}: {error}"[:500]
             print(said_of(row), flush=True)
             keep()
+
+
+def waiting(rows: Sequence[Facts]) -> list[Facts]:
+    """Those that were planned and have not run."""
+    return [row for row in rows if not row["failure"] and "voxels_per_second" not in row]
 
 
 def against(options: Namespace) -> str:
@@ -331,6 +336,8 @@ def main(given: Sequence[str] | None = None) -> None:
             measure += measured(Namespace(**vars(options) | {"device": on, "network_minutes": 0.0}))
         keep()
         plan_all(known, options, (begin + end) / 2, keep)
+        plans = [Plan.from_json(json.dumps(row["plan"])) for row in waiting(list(known.values()))]
+        touch(max((plan.memory.peak for plan in plans), default=0), options.threads)
         for name in options.networks:
             run_all([known[key] for key in keys(name, options)], options, end, keep)
     keep()

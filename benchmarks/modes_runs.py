@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from statistics import median
@@ -32,6 +33,7 @@ from znnpy.shapes import Vec3
 
 DIAGONAL = tuple(range(4))  # voxels (i, i, i) of outputs that are kept, to be held against the definition
 STEPS = 4  # at least, where two sides overlap
+TOUCHED = 2**28  # bytes of memory that a thread touches
 WARM_SECONDS = 10.0  # what is predicted to take as long runs without a first one that does not count
 
 
@@ -126,6 +128,12 @@ def to_run(plan: Plan, network: Network, most_seconds: float) -> Plan:
             z, y, x = (size if i == axis else other for i, other in enumerate(part))
             part = z, y, x
     return plan.covering(part, network, plan.memory)
+
+
+def touch(nbytes: int, threads: int) -> None:
+    """Have so much of the host's memory at once, written to by so many threads, and let go of it."""
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda size: np.full(size, 1, np.uint8), [TOUCHED] * (nbytes // TOUCHED) + [nbytes % TOUCHED]))
 
 
 def _prepare(lanes: Sequence[Lane], source: Held, target: Kept) -> None:
