@@ -8,8 +8,6 @@
 
 #include "device_ops.cuh"
 
-constexpr int MOST_TERMS = 32;  // that are added up in registers, or as many more as come at once
-
 template <int COUNT> struct Kept {
     volatile float sums[COUNT];
 

@@ -24,6 +24,7 @@
 #include "pieces.cuh"
 
 constexpr int CHUNK = 16;  // maps in, of one product; tensor.py
+constexpr int MOST_TERMS = 64;  // taps that are added up before they are put by, or as many more as come at once
 constexpr int PITCH = 24;  // float16 from row to row: 8 rows meet no bank twice; tensor.py
 
 /* Of a launch: in shared memory, so that the registers are for sums. */

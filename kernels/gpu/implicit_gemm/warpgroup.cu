@@ -26,6 +26,8 @@
 #include "kept.cuh"
 #include "region.cuh"
 
+constexpr int MOST_TERMS = 32;  // groups of taps that are added up before they are put by
+
 /* Called, since code for every sum would take registers from all of them. */
 CALLED float smooth(float value, int activation) {
     return activation == TANH ? activate<TANH>(value) : activate<SIGMOID>(value);
