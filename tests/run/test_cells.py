@@ -115,6 +115,56 @@ def test_what_is_left_to_a_late_processor_goes_too() -> None:
     assert cpu.given_up == [late]
 
 
+def test_what_a_gpu_takes_for_late_cells_is_as_measured_and_less_at_an_edge() -> None:
+    """It takes twice as long as predicted, and half of that for cells half as wide."""
+    now = [0.0]
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1e3, runs=False)}
+    cells = Cells(Cover((10, 10, 25), (10, 10, 10)), 0, hands, step=(10, 10, 5), now=lambda: now[0])
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    last = take_now(cells, gpu)
+    assert last is not None
+    assert last.indices == (2,)
+    now[0] = 1.0
+    cells.finish(last)
+    for index, waits in ((0, 2.0), (2, 1.0)):
+        cells._lanes.add(cpu)
+        for stack in cells._stacks.values():
+            stack.clear()
+        cells._held.append(Lease((index,), (), cpu, "cell", seconds=1e3))
+        cpu.given_up = ()
+        begun, cells._since["GPU"] = now[0], now[0]
+        now[0] = begun + waits - 0.01
+        assert take_now(cells, gpu) is None
+        now[0] = begun + waits
+        lease = take_now(cells, gpu)
+        assert lease is not None
+        assert lease.indices == (index,)
+        assert cpu.given_up
+        cells._held.remove(lease)
+
+
+def test_nobody_has_waited_for_what_a_lost_gpu_had() -> None:
+    """The processor takes it, and is not late."""
+    now = [0.0]
+    hands = {name: Hand(lambda box: (), 1.0, runs=True, begins=10.0) for name in ("GPU 0", "GPU 1")}
+    hands["CPU"] = Hand(lambda box: (), 4.0, runs=False)
+    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    first, second, cpu = NamedLane("GPU 0"), NamedLane("GPU 1"), NamedLane("CPU")
+    for lane in (first, second, cpu):
+        cells.join(lane)
+    for stack in cells._stacks.values():
+        stack.clear()
+    cells._held.append(Lease((0,), (), second, "cell", seconds=11.0))
+    now[0] = 40.0
+    assert take_now(cells, first) is None
+    assert cells.lose(second)
+    assert take_now(cells, cpu) is not None
+    assert take_now(cells, first) is None
+    assert not cpu.given_up
+
+
 def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
     """To begin takes a GPU 10 seconds, in which the processor is done with two cells."""
     hands = {

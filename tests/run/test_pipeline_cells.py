@@ -86,11 +86,13 @@ def went(
     walks: bool = False,
     hangs: int = -1,
     late: float = inf,
+    deaf: bool = False,
 ) -> tuple[Output, pipeline.Timings]:
     """A GPU's lane walks in steps of 1, 2 and 2 voxels along other axes than the processor's of 1, 1 and 3.
 
     walks  the processor's are cells along the axis of the GPU's, and go on from one to the next
     hangs  the processor's step that does not end before it is stopped, or `late` seconds are over
+    deaf   it does not end before, though it is stopped
     """
     cells, patches = grid(cell, axis), {"GPU": STEP, "CPU": cell if walks else (1, 1, 3)}
     output = output or Lenient(hook, done)
@@ -98,7 +100,7 @@ def went(
         hands, sessions = {}, {}
         for name in hooks:
             gpu = name.startswith("GPU")
-            crew, other = (gpus, hooks[name]) if gpu else (cpu, until_stopped(hooks[name], cpu, hangs, late))
+            crew, other = (gpus, hooks[name]) if gpu else (cpu, until_stopped(hooks[name], cpu, hangs, late, deaf))
             patch, along = patches[name[:3]], axis if gpu or walks else (axis + 1) % 3
             columns, seconds = partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03
             hands[name] = Hand(columns, seconds, runs=gpu, walks=walks and not gpu, begins=0.0 if gpu else 0.02)
@@ -111,12 +113,13 @@ def went(
     return output, timings
 
 
-def until_stopped(hook: Hook, crew: Crew, hangs: int, seconds: float) -> Hook:
+def until_stopped(hook: Hook, crew: Crew, hangs: int, late: float, deaf: bool) -> Hook:
     def stalled(stage: str, patch: int) -> None:
         hook(stage, patch)
         began = time.perf_counter()
-        while patch == hangs and time.perf_counter() < began + seconds:
-            crew.check()
+        while patch == hangs and time.perf_counter() < began + late:
+            if not deaf:
+                crew.check()
             time.sleep(0.001)
 
     return stalled
@@ -196,6 +199,20 @@ def test_a_late_processor_and_lost_gpus(monkeypatch: pytest.MonkeyPatch, seed: i
         box = (slice(None), *grid(cell, axis)[index].steps[0].write.slices)
         np.testing.assert_array_equal(output.written[box], exact[box])
     assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Also while the processor is at a step that it cannot leave: nothing is ever more than all of it."""
+    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.005)
+    monkeypatch.setattr("znnpy.run.pipeline.REPORT_SECONDS", 0.01)
+    rng, events = random.Random(seed), list[pipeline.Event]()
+    hooks: dict[str, Hook] = {"GPU": lambda *_: time.sleep(0.0005), "CPU": quiet}
+    words: Any = {"hangs": rng.randrange(1, 6), "late": 0.3, "deaf": True}
+    _, timings = went(hooks, rng.randrange(3), (4, 3, 5), progress=events.append, **words)
+    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    assert all(event.voxels_done <= event.voxels and event.work_done <= 1 + 1e-9 for event in events)
+    assert all(event.steps_done <= event.steps for event in events)
 
 
 def test_a_late_processor_is_told_of() -> None:

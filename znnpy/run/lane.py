@@ -244,7 +244,7 @@ class Computing:
         self.stop()
 
     def give_up(self, leases: Sequence[Lease]) -> None:
-        """Others compute these, all that it had taken: its threads end, whatever they are at."""
+        """Others compute these, all that it had taken: its threads end as soon as they look."""
         self.given_up = leases
         self.crew.stop()
         self.stop()

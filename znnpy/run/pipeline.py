@@ -109,7 +109,8 @@ def run_lanes(
     The first exception of any thread stops the others and is raised here once they have ended; so are KeyboardInterrupt
     and whatever else interrupts the calling thread. Patches computed by then are still written, so every column
     reported to the output is whole. What a step says names the output voxels that it writes. A lane that fails with a
-    DeviceError or DeviceLostError while another has the same shares is lost, and nothing else stops.
+    DeviceError or DeviceLostError while another has the same shares is lost, and nothing else stops; nor does it where
+    one gives up its last cells to another (`Cells`), which then is no longer there for those of a lane that fails.
     """
     return _Run(lanes, source, output, progress, trace).run()
 
@@ -213,12 +214,13 @@ class _Run:
                 self._forget(lane, begun)
 
     def _forget(self, lane: Computing, leases: Sequence[Lease]) -> None:
-        """Others compute these anew."""
+        """Others compute these anew: they no longer count."""
         for lease in leases:
             self._now.steps -= lease.steps
             self._now.work -= lease.work
             self._now.voxels -= lease.voxels
             lane.voxels -= lease.voxels
+            lease.steps, lease.work, lease.voxels = 0, 0.0, 0
 
     def _alike(self, lane: Computing) -> bool:
         """Others with the same plan are left."""
@@ -309,6 +311,8 @@ class _Run:
         if self._progress is None:
             return
         with self._turn:
+            for lane in self._lanes:  # one that gave up may not have ended yet
+                self._forget(lane, lane.given_up)
             early, now, whole = self._early, self._now, self._all
             steps, voxels, work = early.steps + now.steps, early.voxels + now.voxels, early.work + now.work
             event = Event(

@@ -8,8 +8,8 @@ Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side b
          together: a GPU leaves as many cells as the others are likely to compute meanwhile, the processor begins none
          that the GPUs would have computed, with all that is left, before it ends, and a GPU none of the last that the
          processor ends sooner. What a lane takes for a cell is as predicted until it has computed one, and as measured
-         from then on. Where the processor is later than that, a GPU that has waited for its last cells as long as it
-         takes for them itself computes them instead, and the processor gives up: nobody waits for more than twice that.
+         from then on. A GPU that has waited for the processor's last cells as long as it takes for them itself, one by
+         one, computes them instead, and the processor gives up: so it is late by no more than about twice that.
 
 What a lost lane had not computed goes to the others: so a lane that finds nothing waits for as long as another might
 still be lost.
@@ -303,7 +303,7 @@ class Cells(Queue):
     def _takes_back(self, lane: Takes, hand: Hand) -> bool:
         """Whether `lane`, which takes runs, is to compute what is left to those who take cells singly.
 
-        Once it has waited for as long as it takes for all of that.
+        Once it has waited for as long as it takes for all of that, cell by cell.
         """
         late = self._singly()
         if not late or any(held.lane == lane for held in self._held):
@@ -377,6 +377,8 @@ class Cells(Queue):
     def _give_back(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             insort(self._stacks[self._place(number)], number)
+        busy = {held.lane.name for held in self._held}  # the others wait for these from now on
+        self._since |= {name: self._now() for name in self._since if name not in busy}
 
     def _finished(self, lease: Lease) -> None:
         name, now = lease.lane.name, self._now()
