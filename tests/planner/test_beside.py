@@ -244,9 +244,9 @@ def test_an_output_narrower_than_a_cell_counts_as_what_it_is() -> None:
     sessions: Any = {"GPU": SimpleNamespace(plan=there), "CPU": SimpleNamespace(plan=there.beside)}
     queue = _shares(there, sessions, MIXED, frozenset())
     assert isinstance(queue, Cells)
-    assert set(queue._weights.values()) == {1.0}
+    assert set(queue._wide.values()) == {1.0}
     begins, each = of_a_gpu(there)
-    assert begins + len(there.cells) * each == pytest.approx(there.seconds_for(1.0), rel=0.02)
+    assert begins + queue._free() * each == pytest.approx(there.seconds_for(1.0), rel=0.02)
 
 
 def test_a_slow_processor_only_waits() -> None:

@@ -339,6 +339,49 @@ def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
     assert take_now(shares, cpu) is None, "in 12 seconds the GPU does 1 and 7"
 
 
+def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
+    """Two cells of 60 planes, 0 and 1, and two of 6 behind them: the processor, which reads ahead, takes no thin one."""
+    hands = {"GPU": Hand(lambda box: (), 60.0, runs=True), "CPU": Hand(lambda box: (), 65.0, runs=False)}
+    now = [0.0]
+    cells = Cells(Cover((66, 10, 20), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    first, taken = take_now(cells, cpu), take_now(cells, gpu)
+    assert first is not None
+    assert taken is not None
+    assert (first.indices, taken.indices, taken.seconds) == ((0,), (1, 3), 66.0)
+    assert take_now(cells, cpu) is None, "in 130 seconds the GPU has done 2 as well, in 72"
+    now[0] = 66.0
+    cells.finish(taken)
+    last = take_now(cells, gpu)
+    assert last is not None
+    assert (last.indices, last.seconds) == ((2,), 6.0)
+    now[0] = 72.0
+    cells.finish(last)
+    cells.finish(first)
+    assert take_now(cells, gpu) is None
+
+
+def test_a_gpu_waits_no_longer_for_a_thin_cell_than_it_takes_for_it() -> None:
+    hands = {"GPU": Hand(lambda box: (), 60.0, runs=True, begins=2.0), "CPU": Hand(lambda box: (), 65.0, runs=False)}
+    now = [0.0]
+    cells = Cells(Cover((66, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    late = Lease((1,), (), cpu, "cell", seconds=65.0)
+    cells._held.append(late)
+    cells._stacks[0].clear()
+    now[0] = 7.9
+    assert take_now(cells, gpu) is None
+    now[0] = 8.0
+    lease = take_now(cells, gpu)
+    assert lease is not None
+    assert lease.indices == (1,)
+    assert cpu.given_up == [late]
+
+
 def test_runs_walk_along_the_axis() -> None:
     played = Played(GRID, 1, {"GPU": 1.0, "CPU": 1000.0})
     played.ends()

@@ -24,7 +24,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil, fsum, prod
 from typing import Protocol
 
@@ -207,7 +207,7 @@ class Cells(Queue):
     cells  patches that write without overlap, as `Cover` makes them where no column walks
     axis   along which those who take runs walk
     hands  by the names of lanes
-    step   patch of those who take runs: a cell at an edge is less to them, by the steps that it is less
+    step   patch of those who take runs: a cell at an edge is less to them, by the columns and steps that it is less
     now    seconds of a clock
     """
 
@@ -226,14 +226,17 @@ class Cells(Queue):
         strides = (cells.counts[1] * cells.counts[2], cells.counts[2], 1)
         self._stride, self._long = strides[axis], cells.counts[axis]
         self._stacks: dict[int, list[int]] = {}  # of cells that nobody has begun, each in order along the axis
-        self._weights: dict[int, float] = {}  # of the cells of each, to those who take runs: 1 of the first
+        self._wide: dict[int, float] = {}  # columns of each, to those who take runs: 1 of the first
+        self._weights: list[float] = []  # of all cells, to those who take runs: 1 of the first
+        steps = [ceil(size / step[axis]) for size in cells.sizes(axis)]
         across = [i for i in range(3) if i != axis]
         most = prod(ceil(cells.sizes(i)[0] / step[i]) for i in across)
         for index in range(len(cells)):
             place = self._place(index)
             if place not in self._stacks:
                 size = cells[index].steps[0].write.size
-                self._weights[place] = prod(ceil(size[i] / step[i]) for i in across) / most
+                self._wide[place] = prod(ceil(size[i] / step[i]) for i in across) / most
+            self._weights.append(self._wide[place] * steps[index // self._stride % self._long] / steps[0])
             stack = self._stacks.setdefault(place, [])
             if index not in done:
                 stack.append(index)
@@ -260,7 +263,15 @@ class Cells(Queue):
 
     def _free(self) -> float:
         """Cells that nobody has begun, by their weights."""
-        return fsum(self._weights[place] * len(stack) for place, stack in self._stacks.items())
+        return self._weight(chain(*self._stacks.values()))
+
+    def _weight(self, indices: Iterable[int]) -> float:
+        """Of these cells together."""
+        return fsum(map(self._weights.__getitem__, indices))
+
+    def _of_run(self, hand: Hand, indices: Sequence[int]) -> float:
+        """Seconds, as predicted, of one who takes these, which lie behind each other."""
+        return self._wide[self._place(indices[0])] * hand.begins + hand.seconds * self._weight(indices)
 
     def _run(self, lane: Takes, hand: Hand) -> Lease | None:
         """The last cells of the last stack, which lie behind each other.
@@ -270,20 +281,18 @@ class Cells(Queue):
         if not self._left():
             return None
         free, stack = self._free(), next(filter(None, reversed(self._stacks.values())))
-        weight = self._weights[self._place(stack[0])]
-        ended = self._busy(lane) + weight * (hand.begins + hand.seconds) * self._pace(lane.name)
+        ended = self._busy(lane) + self._of_run(hand, stack[-1:]) * self._pace(lane.name)
         if any(self._within(other, ended) >= free for other in self._singly()):
             return None
-        lost = LOST_SECONDS / self._pace(lane.name) - weight * hand.begins
-        most = min(self._fair(lane, free, weight), max(1, int(lost / (weight * hand.seconds))))
-        if len(self._lanes) > 1 and not self._spent[lane.name][1]:
-            most = max(1, most // 2)  # what is left is dealt by what was measured
+        times = 2 if len(self._lanes) > 1 and not self._spent[lane.name][1] else 1  # later more is known of who is fast
+        wide = self._wide[self._place(stack[0])]
+        lost = LOST_SECONDS / times / self._pace(lane.name) - wide * hand.begins
+        most = min(self._fair(lane, free, stack, times), max(1, int(lost / (wide * hand.seconds))))
         gaps = (count for count, (b, a) in enumerate(pairwise(reversed(stack)), 1) if b != a + self._stride)
         first = len(stack) - min(most, next(gaps, len(stack)))
         taken = tuple(stack[first:])
         del stack[first:]
-        seconds = weight * (hand.begins + len(taken) * hand.seconds)
-        return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=seconds)
+        return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=self._of_run(hand, taken))
 
     def _one(self, lane: Takes, hand: Hand) -> Lease | None:
         """The first cell of the first stack; None where others are done with all before it is."""
@@ -309,8 +318,9 @@ class Cells(Queue):
         if not late or any(held.lane == lane for held in self._held):
             return False
         cells = [index for held in self._held if held.lane in late for index in held.indices]
-        left = self._free() + fsum(self._weights[self._place(index)] for index in cells)
-        if self._now() - self._since[lane.name] < self._pace(lane.name) * left * (hand.begins + hand.seconds):
+        cells += chain(*self._stacks.values())
+        waits = self._pace(lane.name) * fsum(self._of_run(hand, (index,)) for index in cells)
+        if self._now() - self._since[lane.name] < waits:
             return False
         for other in late:
             other.give_up(self._void(other))
@@ -334,14 +344,15 @@ class Cells(Queue):
         spent, predicted = self._spent[name]
         return spent / predicted if spent and predicted else 1.0  # a coarse clock may have seen nothing
 
-    def _fair(self, lane: Takes, free: float, weight: float) -> int:
-        """Cells after which `lane` is done no sooner than the others are with the rest; one at least."""
+    def _fair(self, lane: Takes, free: float, stack: Sequence[int], times: int) -> int:
+        """Cells of a stack: so many times them `lane` does no sooner than the others the rest; one at least."""
         busy, hand, pace = self._busy(lane), self._hands[lane.name], self._pace(lane.name)
 
         def done(count: int) -> float:
-            return count * weight + self._others(lane, busy + pace * weight * (hand.begins + count * hand.seconds))
+            taken = list(stack[-count:]) * times
+            return self._weight(taken) + self._others(lane, busy + pace * self._of_run(hand, taken))
 
-        return 1 + bisect_left(range(1, ceil(free / weight)), free, key=done)
+        return 1 + bisect_left(range(1, len(stack)), free, key=done)
 
     def _others(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""
@@ -353,21 +364,22 @@ class Cells(Queue):
 
     def _within(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that a lane is likely to begin and end, from now on, if no other does."""
-        hand, done = self._hands[lane.name], []
+        hand, ended = self._hands[lane.name], []
         left = (seconds - self._busy(lane)) / self._pace(lane.name)
-        places = list(self._stacks)
-        for place in reversed(places) if hand.runs else places:
-            if not (stack := self._stacks[place]):
+        for stack in reversed(self._stacks.values()) if hand.runs else self._stacks.values():
+            if not stack:
                 continue
-            weight = self._weights[place]
-            each = weight if hand.runs else 1.0
-            begins = 0.0 if self._goes_on(lane, stack[0]) else each * hand.begins
-            count = min(len(stack), int(max(0.0, left - begins) / (each * hand.seconds)))
-            done.append(weight * count)
-            if count < len(stack):
-                break
-            left -= begins + count * each * hand.seconds
-        return fsum(done)  # all of them are what is free, in whatever order
+            if hand.runs:
+                left -= self._wide[self._place(stack[0])] * hand.begins
+            elif not self._goes_on(lane, stack[0]):
+                left -= hand.begins
+            for index in reversed(stack) if hand.runs else stack:
+                weight = self._weights[index]
+                left -= hand.seconds * (weight if hand.runs else 1.0)
+                if left < 0:
+                    return fsum(ended)
+                ended.append(weight)
+        return fsum(ended)  # all of them are what is free, in whatever order
 
     def _busy(self, lane: Takes) -> float:
         """Seconds, about, until a lane is done with what it has."""
