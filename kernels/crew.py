@@ -233,7 +233,12 @@ class Crew:
             self._wait(pool, job)
             raise
         if job.errors:
-            raise min(job.errors, key=lambda found: found[0])[1]
+            error = min(job.errors, key=lambda found: found[0])[1]
+            job.errors.clear()  # errors refer to this frame: else arrays would wait for the garbage collector
+            try:
+                raise error
+            finally:
+                del error
 
     def _wait(self, pool: _Pool, job: _Job) -> None:
         """Until every share has ended, or those that had begun when the crew was stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -43,6 +44,17 @@ def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host does for each sub-layer is longer than all that the primitives of the planner's tests do."""
     monkeypatch.setattr("znnpy.planner.with_host.SUBLAYER_SECONDS", 0.0)
+
+
+@pytest.fixture
+def collects_nothing() -> Iterator[None]:
+    """Only what nothing refers to goes."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

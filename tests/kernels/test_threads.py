@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,34 @@ def test_the_error_of_the_first_share_is_raised_whoever_was_faster() -> None:
             with pytest.raises(ValueError, match="share from 0"):
                 crew.each(piece, 20)
         crew.each(lambda lo, hi, worker: None, 20)
+
+
+@pytest.mark.usefixtures("collects_nothing")
+@pytest.mark.parametrize("fails", ["a share", "stopped"])
+def test_what_failed_lets_go_of_its_arrays(fails: str) -> None:
+    """At once, and not when the garbage collector comes: they are most of a machine's memory."""
+    arrays: list[weakref.ref[Any]] = []
+
+    def call(crew: Crew) -> None:
+        array = np.zeros(1000)
+        arrays.append(weakref.ref(array))
+
+        def piece(lo: int, hi: int, worker: int) -> None:
+            del hi, worker
+            if fails == "stopped":
+                crew.stop()
+                time.sleep(0.01 if lo == 0 else 0.0)
+                crew.check()
+            raise ValueError(f"share from {lo} of {len(array)}")
+
+        crew.each(piece, 20)
+
+    with Crew(2) as crew:
+        for _ in range(3):
+            with pytest.raises(ValueError if fails == "a share" else Stopped):
+                call(crew)
+            crew.resume()
+        assert [array() for array in arrays] == [None] * 3
 
 
 def test_threads_end_with_the_crews_that_asked_for_them() -> None:

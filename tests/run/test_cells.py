@@ -340,7 +340,7 @@ def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
 
 
 def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
-    """Two cells of 60 planes, 0 and 1, and two of 6 behind them: the processor, which reads ahead, takes no thin one."""
+    """Two cells of 60 planes, 0 and 1, and two of 6 behind: the processor, which reads ahead, takes no thin one."""
     hands = {"GPU": Hand(lambda box: (), 60.0, runs=True), "CPU": Hand(lambda box: (), 65.0, runs=False)}
     now = [0.0]
     cells = Cells(Cover((66, 10, 20), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])

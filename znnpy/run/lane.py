@@ -259,6 +259,13 @@ class Computing:
         for queue in (self._raw_free, self._raw_full, self._out_free):
             queue.put(None)
 
+    def close(self) -> None:
+        """The run has ended: what was on its way, which refers to this, is let go of."""
+        self.shares.close()
+        self.given_up = ()
+        self._flights.clear()
+        self._raw_full = SimpleQueue()
+
     def read(self) -> None:
         try:
             self._read()

@@ -156,6 +156,16 @@ class _Run:
                 tally.voxels += column.voxels
 
     def run(self) -> Timings:
+        try:
+            return self._all_done()
+        finally:  # all of these refer to this: else buffers, sessions and outputs wait for the garbage collector
+            for lane in self._lanes:
+                lane.close()
+            self._lanes.clear()
+            self._errors.clear()
+            self._landed = SimpleQueue()
+
+    def _all_done(self) -> Timings:
         # Daemons: a second Ctrl-C gets out even if a thread hangs in a read that never returns.
         writer = self._thread("writer", self._write)
         threads = [self._thread(f"reader-{number}", lane.read) for number, lane in enumerate(self._lanes)]

@@ -135,6 +135,12 @@ class Queue(ABC):
             self._stopped = True
             self._turn.notify_all()
 
+    def close(self) -> None:
+        """The run has ended: lanes, which refer to their queue, are let go of."""
+        with self._turn:
+            self._lanes.clear()
+            self._held.clear()
+
     @abstractmethod
     def moves(self) -> tuple[int, int]:
         """Steps that a lane has if it takes all, those that read and those that write; PINNED stands for many."""
@@ -364,7 +370,7 @@ class Cells(Queue):
 
     def _within(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that a lane is likely to begin and end, from now on, if no other does."""
-        hand, ended = self._hands[lane.name], []
+        hand, ended = self._hands[lane.name], list[float]()
         left = (seconds - self._busy(lane)) / self._pace(lane.name)
         for stack in reversed(self._stacks.values()) if hand.runs else self._stacks.values():
             if not stack:
