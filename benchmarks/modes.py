@@ -17,11 +17,11 @@ takes is touched before, since a virtual machine may be given it only then, at 2
 moves voxels is compiled before the clock starts; of what takes less than ten seconds a first run does not count either,
 in which the rest is compiled. `--resume` takes up what `--out` holds, plans as they are.
 
-Each row has the speeds that were planned and measured, the memory of the card that was promised and taken, and how far
-a corner of the output is from that of the processor, as a share of the size of the values; with `--definition` from
-what exactness.py computes in float64, with PyTorch. Of layers that run on two devices the row says for how much of the
-run each was busy, and of its steady state the slower; of side by side how much of what the processor does alone was
-gained.
+Each row has the speeds that were planned and measured, the memory of the card and of the process, beside what that had
+before, that was promised and taken, and how far a corner of the output is from that of the processor, as a share of the
+size of the values; with `--definition` from what exactness.py computes in float64, with PyTorch. Of layers that run on
+two devices the row says for how much of the run each was busy, and of its steady state the slower; of side by side how
+much of what the processor does alone was gained, and how many cells it gave up.
 """
 
 from __future__ import annotations

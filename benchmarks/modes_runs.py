@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 from contestants import random_network
 from contestants_gpu import Held, Kept, Warm, noise, reference_side
-from gpu_card import Lowest
+from gpu_card import PAUSE, Lowest
 from planning_points import part_of
 from several_gpus import apart
 
@@ -88,7 +90,7 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
     target = Kept(np.full((network.output_channels, *here.output), np.nan, np.float32))
     assert gpu.gpu is not None
     assert gpu.free_bytes is not None
-    with sessions_of(here, site, network, corner.weights) as sessions, Lowest(gpu.gpu) as lowest:
+    with Taken() as taken, sessions_of(here, site, network, corner.weights) as sessions, Lowest(gpu.gpu) as lowest:
         warm: Any = {name: Warm(session) for name, session in sessions.items()}  # type: ignore[arg-type]
         _prepare(lanes_of(here, warm, network), corner.source, target)
         if here.seconds < WARM_SECONDS:
@@ -107,6 +109,8 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
         "part_voxels_per_second": prod(here.output) / median(spent),
         "vram_bytes": gpu.free_bytes - lowest.free_bytes if plan.device == "gpu" else 0,
         "promised_vram_bytes": plan.memory.vram,
+        "ram_bytes": taken.most_bytes,
+        "promised_ram_bytes": plan.memory.peak - plan.memory.baseline,
         "memory": asdict(plan.memory),
         "not_written": int(np.isnan(target.voxels).sum()),
         "apart": corner.apart(target.voxels),
@@ -114,7 +118,33 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
         "busy": {side: seconds * len(spent) / sum(spent) for side, seconds in busy.items()},
         "steady": steady(busy, sum(spent) / len(spent), cover.steps(cover.margin)),
         "lanes": {lane.name: {"voxels": lane.voxels, **lane.seconds} for lane in timings[-1].lanes},
+        "given_up": {lane.name: lane.given_up for lane in timings[-1].lanes if lane.given_up},
     }
+
+
+class Taken:
+    """The most memory that the process took while this was open, beside what it had: a thread looks now and then.
+
+    most_bytes  so far
+    """
+
+    def __init__(self, pause: float = PAUSE) -> None:
+        self._pause, self._process = pause, psutil.Process()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._before, self.most_bytes = self._process.memory_info().rss, 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *cause: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._pause):
+            self.most_bytes = max(self.most_bytes, self._process.memory_info().rss - self._before)
 
 
 def to_run(plan: Plan, network: Network, most_seconds: float) -> Plan:

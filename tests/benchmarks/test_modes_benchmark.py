@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ def test_every_mode(
         assert row["not_written"] == 0
         assert row["apart"] < 2e-5
         assert row["voxels_per_second"] > 0
+        assert row["promised_ram_bytes"] > 0
+        assert row["given_up"] in ({}, {"CPU": 1}, {"CPU": 2})
         assert set(row["lanes"]) == ({"GPU", "CPU"} if mode == "side-by-side" else {"CPU" if mode == "cpu" else "GPU"})
         assert set(row["busy"]) == ({"GPU", "CPU"} if mode == "cpu-to-gpu" else set())
         assert all(0 < share <= 1 for share in row["busy"].values())
@@ -90,6 +93,17 @@ def test_planning_ends_where_all_layers_were_timed(
     (row,) = json.loads((tmp_path / "modes.json").read_text())["rows"]
     assert len(row["planned_before"]) == (0 if all_timed else 1)
     assert row["all_timed"] == all_timed
+
+
+def test_what_a_process_takes_beside_what_it_has(imported: Callable[[str], Any]) -> None:
+    had = np.ones(2**23)
+    with imported("modes_runs").Taken(pause=0.001) as taken:
+        more = np.ones(2**22)
+        time.sleep(0.1)
+        del more
+        time.sleep(0.1)
+    assert taken.most_bytes == pytest.approx(2**25, rel=0.1)
+    assert len(had) == 2**23
 
 
 @pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
