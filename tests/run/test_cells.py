@@ -347,20 +347,55 @@ def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
     gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
     for lane in (gpu, cpu):
         cells.join(lane)
-    first, taken = take_now(cells, cpu), take_now(cells, gpu)
+    first, taken = take_now(cells, cpu), []
     assert first is not None
+    assert first.indices == (0,)
+    while (lease := take_now(cells, gpu)) is not None:
+        assert take_now(cells, cpu) is None, "in 130 seconds the GPU has done all others, in 72"
+        taken.append((lease.indices, lease.seconds))
+        now[0] += lease.seconds
+        cells.finish(lease)
+    assert taken == [((3,), 6.0), ((1,), 60.0), ((2,), 6.0)]
+    assert now[0] == 72.0
+
+
+def test_a_thick_cell_is_left_to_the_processor() -> None:
+    """It ends it in 29 seconds, a GPU in 78, and in 13 the thin one behind it, of which it counts two at first."""
+    hands = {"GPU": Hand(lambda box: (), 78.0, runs=True), "CPU": Hand(lambda box: (), 29.0, runs=False)}
+    cells = Cells(Cover((280, 10, 10), (240, 10, 10)), 0, hands, step=(40, 10, 10), now=lambda: 0.0)
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    thin, thick = take_now(cells, gpu), take_now(cells, cpu)
+    assert thin is not None
+    assert thick is not None
+    assert (thin.indices, thick.indices) == ((1,), (0,))
+
+
+def test_a_run_of_narrow_cells_begins_sooner() -> None:
+    """4 cells of a quarter of the columns, behind each other: a quarter of the 8 seconds too."""
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=8.0)}
+    shares = Cells(Cover((40, 9, 4), (10, 4, 4)), 0, hands, step=(10, 1, 4), now=lambda: 0.0)
+    gpu = NamedLane("GPU")
+    shares.join(gpu)
+    taken = take_now(shares, gpu)
     assert taken is not None
-    assert (first.indices, taken.indices, taken.seconds) == ((0,), (1, 3), 66.0)
-    assert take_now(cells, cpu) is None, "in 130 seconds the GPU has done 2 as well, in 72"
-    now[0] = 66.0
-    cells.finish(taken)
+    assert (taken.indices, taken.seconds) == ((2, 5, 8, 11), 3.0)
+
+
+def test_a_gpu_computes_the_last_cell_first() -> None:
+    """The thin one, in 6 of its 60 seconds: so the processor, which takes 25 for all others, leaves it that one."""
+    hands = {"GPU": Hand(lambda box: (), 60.0, runs=True), "CPU": Hand(lambda box: (), 10.0, runs=False)}
+    cells = Cells(Cover((126, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: 0.0)
+    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
+    for lane in (gpu, cpu):
+        cells.join(lane)
+    first = take_now(cells, cpu)
+    assert first is not None
+    assert cells._within(gpu, 6.0) == cells._weight((2,)) == 0.1
     last = take_now(cells, gpu)
     assert last is not None
-    assert (last.indices, last.seconds) == ((2,), 6.0)
-    now[0] = 72.0
-    cells.finish(last)
-    cells.finish(first)
-    assert take_now(cells, gpu) is None
+    assert last.indices == (2,)
 
 
 def test_a_gpu_waits_no_longer_for_a_thin_cell_than_it_takes_for_it() -> None:
@@ -415,6 +450,18 @@ def test_a_run_is_no_longer_than_what_may_be_lost() -> None:
     played.ends()
     assert [len(run) for run in played.runs[:3]] == [1, 2, 1], "half of it until speeds are known"
     assert max(len(run) for run in played.runs) == 2
+
+
+def test_who_still_computes_when_a_run_has_ended_is_stopped() -> None:
+    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True)})
+    gpu = NamedLane("GPU")
+    cells.join(gpu)
+    lease = cells.take(gpu)
+    assert lease is not None
+    cells.close()
+    with pytest.raises(Stopped):
+        cells.finish(lease)
+    assert cells.take(gpu) is None
 
 
 def test_what_a_lost_gpu_had_is_taken_anew() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,10 +17,10 @@ import pytest
 from emulated import compiler
 from hosted_sessions import a_plan, emulated_device, session_for
 from odd import Poisoned
-from probes import COLUMNS, Output, Session, volume
+from probes import COLUMNS, Output, Session, no_thread_is_left, quiet, volume
 from probes import Source as Voxels
 
-from znnpy.errors import OutputError
+from znnpy.errors import DeviceError, OutputError
 from znnpy.kernels.crew import Crew
 from znnpy.run import pipeline
 from znnpy.run.lane import Lane
@@ -43,7 +48,65 @@ def test_sessions_sources_and_outputs(at: str, lanes: int) -> None:
             with suppress(OutputError):
                 pipeline.run_lanes([Lane("CPU", session, crew, shares) for session in sessions], source, output)
                 assert at == "nowhere"
-        return [weakref.ref(thing) for thing in (output, source, *sessions)]
+        return refs(output, source, *sessions)
+
+    assert [there() for there in go()] == [None] * (2 + lanes)
+
+
+def refs(*things: Any) -> list[weakref.ref[Any]]:
+    return [weakref.ref(thing) for thing in things]
+
+
+def test_where_what_was_computed_is_not_written_any_more() -> None:
+    """The writer fails while more waits for it."""
+
+    def hook(stage: str, patch: int) -> None:
+        if stage == "write":
+            time.sleep(0.03)
+            raise OutputError("a")
+
+    def go() -> list[weakref.ref[Any]]:
+        with Crew(1) as crew:
+            output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
+            with pytest.raises(OutputError):
+                pipeline.run(session, crew, source, output, COLUMNS)
+            return refs(output, source, session)
+
+    assert [there() for there in go()] == [None] * 3
+
+
+class Refuses(Session):
+    """Of all buffers the first: at once, or when it is made."""
+
+    def __init__(self, late: bool, *given: Any) -> None:
+        super().__init__(*given)
+        self._late = late
+
+    def buffers(self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int) -> Any:
+        def none() -> Iterator[Any]:
+            raise DeviceError("a")
+            yield
+
+        if self._late:
+            return none(), super().buffers(raw, out, reads=reads, writes=writes)[1]
+        raise DeviceError("a")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
+    """The last of the lanes."""
+
+    def go() -> list[weakref.ref[Any]]:
+        with Crew(1) as crew:
+            output, source, shares = Output(quiet), Voxels(volume(), quiet), Shares(COLUMNS)
+            sessions = [Session(quiet, crew) for _ in range(lanes - 1)]
+            sessions.append(Refuses(late, quiet, crew))
+            with suppress(DeviceError):
+                pipeline.run_lanes([Lane("CPU", session, crew, shares) for session in sessions], source, output)
+                assert late
+                assert lanes == 2
+            return refs(output, source, *sessions)
 
     assert [there() for there in go()] == [None] * (2 + lanes)
 
@@ -67,3 +130,56 @@ def test_hosted_sessions(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
         return weakref.ref(session)
 
     assert go()() is None
+
+
+def test_where_a_thread_outlives_a_second_ctrl_c() -> None:
+    """It ends when what it hung in does, and nothing is left of the run."""
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def hook(stage: str, patch: int) -> None:
+        if stage == "write" and patch == 1:
+            inside.set()
+            assert goes_on.wait(20)
+
+    def twice() -> None:
+        for _ in range(2):
+            assert inside.wait(20)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def go() -> list[weakref.ref[Any]]:
+        thread = threading.Thread(target=twice)
+        with Crew(1) as crew:
+            output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.run(session, crew, source, output, COLUMNS)
+            assert not no_thread_is_left()
+            goes_on.set()
+            for _ in range(2000):
+                if no_thread_is_left():
+                    break
+                time.sleep(0.01)
+            assert no_thread_is_left()
+            return refs(output, source, session)
+
+    assert [there() for there in go()] == [None] * 3
+
+
+def test_ctrl_c_while_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, begin = list[threading.Thread](), threading.Thread.start
+
+    def third_is_interrupted(thread: threading.Thread) -> None:
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        begun.append(thread)
+        begin(thread)
+
+    shares = Shares(COLUMNS)
+    with Crew(1) as crew:
+        lanes = [Lane("CPU", Session(quiet, crew), crew, shares) for _ in range(2)]
+        monkeypatch.setattr(threading.Thread, "start", third_is_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run_lanes(lanes, Voxels(volume(), quiet), Output(quiet))
+    assert len(begun) == 2
+    assert no_thread_is_left()

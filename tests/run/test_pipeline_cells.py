@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -140,6 +141,18 @@ def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
     assert (last.columns_done, last.steps_done, last.voxels_done, last.work_done) == (cells, cells, 315, 1.0)
     assert all(a.work_done <= b.work_done + 1e-9 for a, b in pairwise(events))
     assert no_thread_is_left()
+
+
+@pytest.mark.usefixtures("collects_nothing")
+def test_a_processor_that_gave_up_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.005)
+
+    def go() -> weakref.ref[Any]:
+        output, timings = went({"GPU": quiet, "CPU": quiet}, 0, (2, 4, 4), hangs=0)
+        assert timings.lanes[1].given_up
+        return weakref.ref(output)
+
+    assert go()() is None
 
 
 @pytest.mark.parametrize("seed", range(60))

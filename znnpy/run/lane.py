@@ -264,7 +264,7 @@ class Computing:
         self.shares.close()
         self.given_up = ()
         self._flights.clear()
-        self._raw_full = SimpleQueue()
+        drain(self._raw_full)
 
     def read(self) -> None:
         try:
@@ -297,7 +297,10 @@ class Computing:
     def compute(self) -> None:
         while (read := self._next(self._raw_full)) is not END:
             if isinstance(read, Exception):
-                raise read
+                try:
+                    raise read
+                finally:
+                    del read  # it refers to this frame
             turn, out = read.turn, None
             if turn.writes:
                 out = self._next(self._out_free, turn)
@@ -361,6 +364,13 @@ class Computing:
             self.seconds[stage] += ended - began
             if self._trace is not None and stage != "computing":  # of that the session tells more
                 self._trace.record(f"{self.name} {stage}", "nothing to do" if turn is None else str(turn), began, ended)
+
+
+def drain(queue: SimpleQueue[Any]) -> None:
+    """Nothing is in it any more, but for who still waits there."""
+    while not queue.empty():
+        queue.get()
+    queue.put(None)
 
 
 @contextmanager

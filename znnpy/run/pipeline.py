@@ -20,7 +20,7 @@ import numpy as np
 
 from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError
 from znnpy.patches import Box, Column
-from znnpy.run.lane import END, Computes, Computing, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside
+from znnpy.run.lane import END, Computes, Computing, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside, drain
 from znnpy.run.shares import Lease, Queue, Shares
 from znnpy.shapes import subtract
 
@@ -134,7 +134,8 @@ class _Run:
         progress: Callable[[Event], None] | None,
         trace: Traces | None,
     ) -> None:
-        self._output, self._progress, self._trace = output, progress, trace
+        self._given, self._lanes = lanes, list[Computing]()
+        self._source, self._output, self._progress, self._trace = source, output, progress, trace
         self._landed: SimpleQueue[Any] = SimpleQueue()
         self._stopping = threading.Event()
         self._errors: list[BaseException] = []  # of other threads than the calling one; the first is the cause
@@ -145,7 +146,6 @@ class _Run:
         self._voxel_bytes = lanes[0].session.network.output_channels * output.dtype.itemsize
         self._writing = 0.0  # seconds
         self._began = time.perf_counter()
-        self._lanes = [Computing(lane, source, output.dtype, self._land, trace) for lane in lanes]
 
     def _count(self, shares: Queue) -> None:
         for index, column in enumerate(shares.columns):
@@ -163,16 +163,18 @@ class _Run:
                 lane.close()
             self._lanes.clear()
             self._errors.clear()
-            self._landed = SimpleQueue()
+            drain(self._landed)
 
     def _all_done(self) -> Timings:
+        for lane in self._given:
+            self._lanes.append(Computing(lane, self._source, self._output.dtype, self._land, self._trace))
         # Daemons: a second Ctrl-C gets out even if a thread hangs in a read that never returns.
         writer = self._thread("writer", self._write)
         threads = [self._thread(f"reader-{number}", lane.read) for number, lane in enumerate(self._lanes)]
         threads += [self._thread(f"lane-{lane.name}", partial(self._attend, lane)) for lane in self._lanes[1:]]
-        for thread in (writer, *threads):
-            thread.start()
         try:
+            for thread in (writer, *threads):
+                thread.start()
             self._report()
             self._attend(self._lanes[0])
             for thread in threads:
@@ -182,7 +184,8 @@ class _Run:
         except BaseException as error:
             self._stop()
             for thread in (writer, *threads):
-                thread.join()
+                if thread.ident is not None:  # it began
+                    thread.join()
             if isinstance(error, Stopped) and self._errors:
                 raise self._errors[0] from None  # Stopped only said that a thread failed
             raise

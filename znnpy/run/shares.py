@@ -34,7 +34,8 @@ from znnpy.planner.memory import PINNED
 from znnpy.shapes import Vec3
 
 LOOK_SECONDS = 0.5
-LOST_SECONDS = 480.0  # of one lease, as far as known: what a run that is killed computes again, in ten minutes at most
+# Of one lease, as far as known; half of it while nothing is: what a run that is killed computes again.
+LOST_SECONDS = 480.0
 
 
 class Takes(Protocol):
@@ -139,6 +140,8 @@ class Queue(ABC):
         """The run has ended: lanes, which refer to their queue, are let go of."""
         with self._turn:
             self._lanes.clear()
+            for lease in self._held:
+                lease.void = True
             self._held.clear()
 
     @abstractmethod
@@ -293,11 +296,11 @@ class Cells(Queue):
         times = 2 if len(self._lanes) > 1 and not self._spent[lane.name][1] else 1  # later more is known of who is fast
         wide = self._wide[self._place(stack[0])]
         lost = LOST_SECONDS / times / self._pace(lane.name) - wide * hand.begins
-        most = min(self._fair(lane, free, stack, times), max(1, int(lost / (wide * hand.seconds))))
         gaps = (count for count, (b, a) in enumerate(pairwise(reversed(stack)), 1) if b != a + self._stride)
-        first = len(stack) - min(most, next(gaps, len(stack)))
-        taken = tuple(stack[first:])
-        del stack[first:]
+        most = min(max(1, int(lost / (wide * hand.seconds))), next(gaps, len(stack)))
+        count = self._fair(lane, free, stack[-most:], times)
+        taken = tuple(stack[-count:])
+        del stack[-count:]
         return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=self._of_run(hand, taken))
 
     def _one(self, lane: Takes, hand: Hand) -> Lease | None:
@@ -350,15 +353,19 @@ class Cells(Queue):
         spent, predicted = self._spent[name]
         return spent / predicted if spent and predicted else 1.0  # a coarse clock may have seen nothing
 
-    def _fair(self, lane: Takes, free: float, stack: Sequence[int], times: int) -> int:
-        """Cells of a stack: so many times them `lane` does no sooner than the others the rest; one at least."""
+    def _fair(self, lane: Takes, free: float, cells: Sequence[int], times: int) -> int:
+        """How many of the last of some cells: so that `times` as many end about when the others have done the rest.
+
+        One at least. The next lease makes up for too few, nothing for too many.
+        """
         busy, hand, pace = self._busy(lane), self._hands[lane.name], self._pace(lane.name)
 
         def done(count: int) -> float:
-            taken = list(stack[-count:]) * times
+            taken = list(cells[-count:]) * times
             return self._weight(taken) + self._others(lane, busy + pace * self._of_run(hand, taken))
 
-        return 1 + bisect_left(range(1, len(stack)), free, key=done)
+        enough = 1 + bisect_left(range(1, len(cells)), free, key=done)
+        return enough - 1 if enough > 1 and free - done(enough - 1) < done(enough) - free else enough
 
     def _others(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""
