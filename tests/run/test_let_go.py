@@ -132,29 +132,35 @@ def test_hosted_sessions(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     assert go()() is None
 
 
-def test_where_a_thread_outlives_a_second_ctrl_c() -> None:
-    """It ends when what it hung in does, and nothing is left of the run."""
-    inside, goes_on = threading.Event(), threading.Event()
+@pytest.mark.parametrize("patch", [1, len(COLUMNS) - 1], ids=["within", "at the end"])
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
+    """The first waits for it, the second does not: then it ends when it hangs no longer. Nothing is left of the run."""
+    inside, goes_on, over = threading.Event(), threading.Event(), threading.Event()
 
-    def hook(stage: str, patch: int) -> None:
-        if stage == "write" and patch == 1:
+    def hook(stage: str, number: int) -> None:
+        if stage == "write" and number == patch:
             inside.set()
             assert goes_on.wait(20)
 
-    def twice() -> None:
-        for _ in range(2):
-            assert inside.wait(20)
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGINT)
+    def press() -> None:
+        assert inside.wait(20)
+        for _ in range(presses):
+            if not over.wait(0.3):
+                os.kill(os.getpid(), signal.SIGINT)
+        if presses == 1 and not over.wait(0.3):
+            goes_on.set()
 
     def go() -> list[weakref.ref[Any]]:
-        thread = threading.Thread(target=twice)
+        thread = threading.Thread(target=press)
         with Crew(1) as crew:
             output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
             thread.start()
             with pytest.raises(KeyboardInterrupt):
                 pipeline.run(session, crew, source, output, COLUMNS)
-            assert not no_thread_is_left()
+            over.set()
+            thread.join()
+            assert goes_on.is_set() == no_thread_is_left() == (presses == 1)
             goes_on.set()
             for _ in range(2000):
                 if no_thread_is_left():

@@ -37,6 +37,7 @@ from znnpy.planner.plan import Choice, Plan, handovers
 from znnpy.run.gpu import GpuWorkshop
 from znnpy.run.host import HostWorkshop
 from znnpy.run.session import Session
+from znnpy.run.threads import Thread
 from znnpy.run.walk import Walk
 from znnpy.run.workshop import Voxels, layer_of
 from znnpy.shapes import turn
@@ -172,7 +173,7 @@ class HostedSession:
         self._steps = 0  # submitted
         self._submitted: deque[_Job] = deque()  # and not waited for
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._feeder: threading.Thread | None = None
+        self._feeder: Thread | None = None
         self._began: float | None = None  # the first step
         self._busy = [0.0, 0.0]  # seconds of the front and of the back
         self._ended = 0.0  # the last step that was waited for
@@ -212,7 +213,7 @@ class HostedSession:
                 raise
             stack.callback(self._stop_feeding)
             if plan.overlaps:
-                feeder = threading.Thread(target=self._feed_all, name="znnpy-feeder", daemon=True)
+                feeder = Thread("feeder", self._feed_all)
                 feeder.start()
                 self._feeder = feeder
             self._open = stack.pop_all()
@@ -226,7 +227,7 @@ class HostedSession:
         self._stops.end()
         if self._feeder is not None:
             self._jobs.put(None)
-            self._feeder.join()
+            self._feeder.wait()
             self._feeder = None
         for job in self._submitted:
             job.forget()

@@ -22,6 +22,7 @@ from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError
 from znnpy.patches import Box, Column
 from znnpy.run.lane import END, Computes, Computing, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside, drain
 from znnpy.run.shares import Lease, Queue, Shares
+from znnpy.run.threads import Thread
 from znnpy.shapes import subtract
 
 REPORT_SECONDS = 0.2  # between reports while only other threads are at work
@@ -168,7 +169,6 @@ class _Run:
     def _all_done(self) -> Timings:
         for lane in self._given:
             self._lanes.append(Computing(lane, self._source, self._output.dtype, self._land, self._trace))
-        # Daemons: a second Ctrl-C gets out even if a thread hangs in a read that never returns.
         writer = self._thread("writer", self._write)
         threads = [self._thread(f"reader-{number}", lane.read) for number, lane in enumerate(self._lanes)]
         threads += [self._thread(f"lane-{lane.name}", partial(self._attend, lane)) for lane in self._lanes[1:]]
@@ -184,8 +184,7 @@ class _Run:
         except BaseException as error:
             self._stop()
             for thread in (writer, *threads):
-                if thread.ident is not None:  # it began
-                    thread.join()
+                thread.wait()
             if isinstance(error, Stopped) and self._errors:
                 raise self._errors[0] from None  # Stopped only said that a thread failed
             raise
@@ -199,12 +198,10 @@ class _Run:
         )
         return Timings(now.voxels, now.columns, time.perf_counter() - self._began, self._stage_seconds(), timed)
 
-    def _wait_for(self, thread: threading.Thread) -> None:
+    def _wait_for(self, thread: Thread) -> None:
         """Until it ends, with a report now and then."""
-        while thread.is_alive():
-            thread.join(REPORT_SECONDS)
-            if thread.is_alive():
-                self._report()
+        while not thread.wait(REPORT_SECONDS):
+            self._report()
 
     def _attend(self, lane: Computing) -> None:
         """Have a lane compute; it may be lost where others have its shares, or give up to them."""
@@ -292,8 +289,8 @@ class _Run:
                 self._trace.record("writer", str(turn), began, ended)
         lane.free(landed.buffer)
 
-    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=self._guarded, args=(work,), name=f"znnpy-{name}", daemon=True)
+    def _thread(self, name: str, work: Callable[[], None]) -> Thread:
+        return Thread(name, partial(self._guarded, work))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run a thread's work; what it raises is handed to the calling thread, and stops everything."""
