@@ -7,16 +7,16 @@ measures, between its other work, so that clocks and temperature are those of th
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from math import ceil
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from header import machine_header
+from watch import PAUSE, Watch
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Work
@@ -28,7 +28,6 @@ ROUNDS = 5  # of every limit; the median counts
 LEAST_SECONDS = 4e-3  # between two events: shorter work is queued more often
 MOST_REPEATS = 50
 COPIED_BYTES = 2**30
-PAUSE = 2e-2  # seconds between two looks at the memory that is free
 MATRIX = 8192  # rows and columns
 READINGS = (
     "name",
@@ -147,32 +146,19 @@ class WallClock:
         return (time.perf_counter() - begin) / repeats
 
 
-class Lowest:
-    """The least memory that was free on the device while this is open: a thread asks every `pause` seconds.
+class Lowest(Watch):
+    """The least memory that was free on the device while this is open.
 
     free_bytes  so far
     """
 
     def __init__(self, device: Device, pause: float = PAUSE) -> None:
-        self._device, self._pause = device, pause
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        super().__init__(pause)
+        self._device = device
         self.free_bytes = int(device.free_bytes())
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *cause: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
     def look(self) -> None:
         self.free_bytes = min(self.free_bytes, int(self._device.free_bytes()))
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self._pause):
-            self.look()
 
 
 def copy_rate(device: Device, nbytes: int = COPIED_BYTES) -> float:

@@ -13,9 +13,9 @@ plans run, from the host's memory into the host's memory, through the pipeline t
 longer than `--run-seconds` runs in part, as many steps and whole columns as fit, or a few steps where two sides
 overlap; what it says of the whole output is the plan's prediction times how far the part was off its own. Side by side
 runs whole: against it the GPU alone should run for half a minute. As much of the host's memory as the largest plan
-takes is touched before, since a virtual machine may be given it only then, at 2.5 GB/s. Buffers are pinned, and what
-moves voxels is compiled before the clock starts; of what takes less than ten seconds a first run does not count either,
-in which the rest is compiled. `--resume` takes up what `--out` holds, plans as they are.
+takes is touched before, since a virtual machine may be given it only then. Buffers are pinned, and what moves voxels is
+compiled before the clock starts; of what takes less than ten seconds a first run does not count either, in which the
+rest is compiled. `--resume` takes up what `--out` holds, plans as they are.
 
 Each row has the speeds that were planned and measured, the memory of the card and of the process, beside what that had
 before, that was promised and taken, and how far a corner of the output is from that of the processor, as a share of the

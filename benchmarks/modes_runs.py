@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 from contestants import random_network
 from contestants_gpu import Held, Kept, Warm, noise, reference_side
-from gpu_card import PAUSE, Lowest
+from gpu_card import Lowest
 from planning_points import part_of
 from several_gpus import apart
+from watch import PAUSE, Watch
 
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.crew import Crew
@@ -122,29 +122,19 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
     }
 
 
-class Taken:
-    """The most memory that the process took while this was open, beside what it had: a thread looks now and then.
+class Taken(Watch):
+    """The most memory that the process took while this was open, beside what it had.
 
     most_bytes  so far
     """
 
     def __init__(self, pause: float = PAUSE) -> None:
-        self._pause, self._process = pause, psutil.Process()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        super().__init__(pause)
+        self._process = psutil.Process()
         self._before, self.most_bytes = self._process.memory_info().rss, 0
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *cause: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self._pause):
-            self.most_bytes = max(self.most_bytes, self._process.memory_info().rss - self._before)
+    def look(self) -> None:
+        self.most_bytes = max(self.most_bytes, self._process.memory_info().rss - self._before)
 
 
 def to_run(plan: Plan, network: Network, most_seconds: float) -> Plan:

@@ -59,7 +59,7 @@ def test_every_mode(
         assert row["apart"] < 2e-5
         assert row["voxels_per_second"] > 0
         assert row["promised_ram_bytes"] > 0
-        assert row["given_up"] in ({}, {"CPU": 1}, {"CPU": 2})
+        assert set(row["given_up"]) <= {"CPU"}
         assert set(row["lanes"]) == ({"GPU", "CPU"} if mode == "side-by-side" else {"CPU" if mode == "cpu" else "GPU"})
         assert set(row["busy"]) == ({"GPU", "CPU"} if mode == "cpu-to-gpu" else set())
         assert all(0 < share <= 1 for share in row["busy"].values())

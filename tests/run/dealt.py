@@ -27,6 +27,13 @@ class NamedLane:
         self.given_up = leases
 
 
+def joined(cells: Cells, *names: str) -> list[NamedLane]:
+    lanes = [NamedLane(name) for name in names]
+    for lane in lanes:
+        cells.join(lane)
+    return lanes
+
+
 def take_now(cells: Cells, lane: Any) -> Lease | None:
     """What `take` gives without waiting."""
     found: list[Lease | None] = []
@@ -72,9 +79,7 @@ class Played:
 
     def ends(self) -> dict[str, float]:
         """When each lane ended its last lease."""
-        lanes = {name: NamedLane(name) for name in self.true}
-        for lane in lanes.values():
-            self.cells.join(lane)
+        lanes = dict(zip(self.true, joined(self.cells, *self.true), strict=True))
         under_way: list[tuple[float, int, str, Lease]] = []
         ended, order = dict.fromkeys(self.true, 0.0), count()
         idle = list(self.true)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dealt import GRID, NamedLane, Played, take_now
+from dealt import GRID, NamedLane, Played, joined, take_now
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,9 +68,7 @@ def test_who_gives_up_takes_nothing_more() -> None:
     now = [0.0]
     hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 4.0, runs=False)}
     cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     first = cells.take(gpu)
     assert first is not None
     now[0] = 1.0
@@ -101,9 +99,7 @@ def test_what_is_left_to_a_late_processor_goes_too() -> None:
         "CPU": Hand(lambda box: (), 5.0, runs=False, walks=True),
     }
     cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     late = take_now(cells, cpu)
     assert late is not None
     for now[0] in (0.0, 12.0, 21.9):
@@ -120,9 +116,7 @@ def test_what_a_gpu_takes_for_late_cells_is_as_measured_and_less_at_an_edge() ->
     now = [0.0]
     hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1e3, runs=False)}
     cells = Cells(Cover((10, 10, 25), (10, 10, 10)), 0, hands, step=(10, 10, 5), now=lambda: now[0])
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     last = take_now(cells, gpu)
     assert last is not None
     assert last.indices == (2,)
@@ -151,9 +145,7 @@ def test_nobody_has_waited_for_what_a_lost_gpu_had() -> None:
     hands = {name: Hand(lambda box: (), 1.0, runs=True, begins=10.0) for name in ("GPU 0", "GPU 1")}
     hands["CPU"] = Hand(lambda box: (), 4.0, runs=False)
     cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
-    first, second, cpu = NamedLane("GPU 0"), NamedLane("GPU 1"), NamedLane("CPU")
-    for lane in (first, second, cpu):
-        cells.join(lane)
+    first, second, cpu = joined(cells, "GPU 0", "GPU 1", "CPU")
     for stack in cells._stacks.values():
         stack.clear()
     cells._held.append(Lease((0,), (), second, "cell", seconds=11.0))
@@ -172,9 +164,7 @@ def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
         "CPU": Hand(lambda box: (), 5.0, runs=False, walks=True),
     }
     cells = Cells(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: 0.0)
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     first = take_now(cells, gpu)
     assert first is not None
     assert (first.indices, first.seconds) == ((3,), 11.0), "until another were done the processor is with three"
@@ -192,8 +182,7 @@ def test_no_run_takes_longer_than_may_be_lost() -> None:
     now = [0.0]
     hands = {"GPU": Hand(lambda box: (), 100.0, runs=True, begins=80.0)}
     cells = Cells(Cover((400, 20, 10), (10, 10, 10), later=(10, 5, 10)), 0, hands, step=(10, 5, 10), now=lambda: now[0])
-    gpu = NamedLane("GPU")
-    cells.join(gpu)
+    (gpu,) = joined(cells, "GPU")
     taken = []
     for _ in range(11):
         lease = take_now(cells, gpu)
@@ -222,9 +211,7 @@ def test_of_two_that_would_end_together_one_begins() -> None:
         {name: Hand(lambda box: (), 0.3, name == "GPU", begins=0.1) for name in ("GPU", "CPU")},
         now=lambda: 0.0,
     )
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     assert take_now(cells, cpu) is None
     assert take_now(cells, gpu) is not None
 
@@ -248,9 +235,7 @@ def test_to_begin_counts() -> None:
     one_stack = Cover((400, 10, 10), (10, 10, 10))
     hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0), "CPU": Hand(lambda box: (), 3.0, runs=False)}
     cells = Cells(one_stack, 0, hands, now=lambda: 0.0)
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     lease = take_now(cells, gpu)
     assert lease is not None
     assert len(lease.indices) == 28 // 2, "28 cells in 38 seconds, in which the processor is done with 12"
@@ -277,9 +262,7 @@ def test_to_begin_counts() -> None:
 def test_who_reads_ahead_has_to_compute_what_it_took() -> None:
     """A reader asks for the next cell before the last one is computed."""
     cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 20.0, runs=False)})
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    _, cpu = joined(cells, "GPU", "CPU")
     taken = [lease for _ in range(9) if (lease := take_now(cells, cpu)) is not None]
     assert len(taken) == 3, "60 of the 61 seconds that the GPU takes for the others"
 
@@ -296,9 +279,7 @@ def test_the_processor_goes_on_from_cell_to_cell() -> None:
         "CPU": Hand(steps_within, 2.0, runs=False, walks=True, begins=3.0),
     }
     cells = Cells(GRID, 0, hands, frozenset({32}), now=lambda: 0.0)
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    _, cpu = joined(cells, "GPU", "CPU")
     taken = [lease for _ in range(8) if (lease := take_now(cells, cpu)) is not None]
     assert [lease.indices for lease in taken] == [(0,), (16,), (48,), (1,), (17,), (33,), (49,), (2,)]
     assert [lease.goes_on for lease in taken] == [False, True, False, False, True, True, True, False]
@@ -315,9 +296,7 @@ def test_to_begin_a_column_has_to_pay() -> None:
             "CPU": Hand(lambda box: (), 20.0, runs=False, begins=begins),
         }
         cells = Cells(GRID, 0, hands, now=lambda: 0.0)
-        gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-        for lane in (gpu, cpu):
-            cells.join(lane)
+        _, cpu = joined(cells, "GPU", "CPU")
         assert len([1 for _ in range(9) if take_now(cells, cpu) is not None]) == most
 
 
@@ -326,9 +305,7 @@ def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
     cells = Cover((40, 9, 4), (10, 4, 4))
     hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 6.0, runs=False)}
     shares = Cells(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        shares.join(lane)
+    gpu, cpu = joined(shares, "GPU", "CPU")
     taken = take_now(shares, gpu)
     assert taken is not None
     assert taken.indices == (2, 5, 8, 11)
@@ -344,9 +321,7 @@ def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
     hands = {"GPU": Hand(lambda box: (), 60.0, runs=True), "CPU": Hand(lambda box: (), 65.0, runs=False)}
     now = [0.0]
     cells = Cells(Cover((66, 10, 20), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     first, taken = take_now(cells, cpu), []
     assert first is not None
     assert first.indices == (0,)
@@ -363,9 +338,7 @@ def test_a_thick_cell_is_left_to_the_processor() -> None:
     """It ends it in 29 seconds, a GPU in 78, and in 13 the thin one behind it, of which it counts two at first."""
     hands = {"GPU": Hand(lambda box: (), 78.0, runs=True), "CPU": Hand(lambda box: (), 29.0, runs=False)}
     cells = Cells(Cover((280, 10, 10), (240, 10, 10)), 0, hands, step=(40, 10, 10), now=lambda: 0.0)
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     thin, thick = take_now(cells, gpu), take_now(cells, cpu)
     assert thin is not None
     assert thick is not None
@@ -376,8 +349,7 @@ def test_a_run_of_narrow_cells_begins_sooner() -> None:
     """4 cells of a quarter of the columns, behind each other: a quarter of the 8 seconds too."""
     hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=8.0)}
     shares = Cells(Cover((40, 9, 4), (10, 4, 4)), 0, hands, step=(10, 1, 4), now=lambda: 0.0)
-    gpu = NamedLane("GPU")
-    shares.join(gpu)
+    (gpu,) = joined(shares, "GPU")
     taken = take_now(shares, gpu)
     assert taken is not None
     assert (taken.indices, taken.seconds) == ((2, 5, 8, 11), 3.0)
@@ -387,9 +359,7 @@ def test_a_gpu_computes_the_last_cell_first() -> None:
     """The thin one, in 6 of its 60 seconds: so the processor, which takes 25 for all others, leaves it that one."""
     hands = {"GPU": Hand(lambda box: (), 60.0, runs=True), "CPU": Hand(lambda box: (), 10.0, runs=False)}
     cells = Cells(Cover((126, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: 0.0)
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     first = take_now(cells, cpu)
     assert first is not None
     assert cells._within(gpu, 6.0) == cells._weight((2,)) == 0.1
@@ -402,9 +372,7 @@ def test_a_gpu_waits_no_longer_for_a_thin_cell_than_it_takes_for_it() -> None:
     hands = {"GPU": Hand(lambda box: (), 60.0, runs=True, begins=2.0), "CPU": Hand(lambda box: (), 65.0, runs=False)}
     now = [0.0]
     cells = Cells(Cover((66, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     late = Lease((1,), (), cpu, "cell", seconds=65.0)
     cells._held.append(late)
     cells._stacks[0].clear()
@@ -454,8 +422,7 @@ def test_a_run_is_no_longer_than_what_may_be_lost() -> None:
 
 def test_who_still_computes_when_a_run_has_ended_is_stopped() -> None:
     cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True)})
-    gpu = NamedLane("GPU")
-    cells.join(gpu)
+    (gpu,) = joined(cells, "GPU")
     lease = cells.take(gpu)
     assert lease is not None
     cells.close()
@@ -466,9 +433,7 @@ def test_who_still_computes_when_a_run_has_ended_is_stopped() -> None:
 
 def test_what_a_lost_gpu_had_is_taken_anew() -> None:
     cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 5.0, runs=False)})
-    gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
-    for lane in (gpu, cpu):
-        cells.join(lane)
+    gpu, cpu = joined(cells, "GPU", "CPU")
     lost = cells.take(gpu)
     assert lost is not None
     assert lost.indices == (60, 61, 62, 63)
