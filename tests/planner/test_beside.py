@@ -18,7 +18,7 @@ from plans import MIXED
 
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
-from znnpy.network import Network
+from znnpy.network import Conv, Network
 from znnpy.planner.beside import _leaving, _next_to, _Trials, _widths, idle, plan_beside
 from znnpy.planner.cells import of_a_gpu, seconds_beside, seconds_without, share
 from znnpy.planner.kinds import kind_of
@@ -286,6 +286,21 @@ def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
     both = plan_beside(alone, gpu, narrow, MIXED, masks=False)
     assert both.cells.patch[1:] == (4, 4)
     assert both.dealt > 0
+
+
+def test_one_cell_may_be_all_that_the_processor_computes() -> None:
+    """Where the volume is hardly larger than the field of view: in four it would take a third longer."""
+    deep = Network("deep", 1, (Conv((17, 3, 3), 2, "relu"), Conv((17, 3, 3), 1, "none")))
+    output: Vec3 = (48, 16, 16)
+    alone = on("gpu", 1.0, deep, columns=True)(output, PLENTY, patch=(1, 4, 4))
+    speed = alone.voxels_per_second
+    whole = on("cpu", 1.0, deep, columns=True)(output, PLENTY)
+    processor = on("cpu", speed / whole.voxels_per_second, deep, columns=True)  # as fast as the GPU
+    trials = _Trials(alone, alone.seconds, speed, processor, PLENTY, deep, masks=False)
+    trials.run()
+    best = min(trials.found.values(), key=lambda plan: plan.seconds)
+    assert best.dealt == 1
+    assert best.seconds == pytest.approx(0.58 * alone.seconds, rel=0.02)
 
 
 def test_no_size_next_to_the_best_is_better() -> None:
