@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ from odd import Poisoned
 from probes import COLUMNS, Output, Session, no_thread_is_left, quiet, volume
 from probes import Source as Voxels
 
-from znnpy.errors import DeviceError, OutputError
+from znnpy.errors import DeviceError, OutputError, Stopped
 from znnpy.kernels.crew import Crew
 from znnpy.run import pipeline
 from znnpy.run.lane import Lane
@@ -132,6 +131,17 @@ def test_hosted_sessions(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     assert go()() is None
 
 
+@pytest.fixture
+def interrupted() -> Iterator[None]:
+    """By SIGINT, which a shell's background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("patch", [1, len(COLUMNS) - 1], ids=["within", "at the end"])
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
@@ -143,17 +153,29 @@ def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
             inside.set()
             assert goes_on.wait(20)
 
-    def press() -> None:
+    def ctrl_c() -> None:
+        """In the calling thread; of the process's signals it may be any thread that takes one, and wakes nobody."""
+        caller = threading.main_thread().ident
+        assert caller is not None
+        signal.pthread_kill(caller, signal.SIGINT)
+
+    def press(crew: Crew) -> None:
         assert inside.wait(20)
-        for _ in range(presses):
-            if not over.wait(0.3):
-                os.kill(os.getpid(), signal.SIGINT)
-        if presses == 1 and not over.wait(0.3):
+        time.sleep(0.1)
+        ctrl_c()
+        with suppress(Stopped):
+            while not over.wait(0.01):
+                crew.check()
+        if over.wait(0.1):
+            return
+        if presses == 2:
+            ctrl_c()
+        else:
             goes_on.set()
 
     def go() -> list[weakref.ref[Any]]:
-        thread = threading.Thread(target=press)
         with Crew(1) as crew:
+            thread = threading.Thread(target=press, args=(crew,))
             output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
             thread.start()
             with pytest.raises(KeyboardInterrupt):
