@@ -135,7 +135,7 @@ class ConvFftTiled:
 
     name: str = "gpu.conv.fft_tiled"
     kind: Kind = "conv"
-    version: int = 1
+    version: int = 2
     summary: str = "many maps and kernels of 2 or more: overlapping tiles, products on tensor cores"
     source: str = "overlap-save; per-frequency products after Mathieu, Henaff, LeCun 2014"
 

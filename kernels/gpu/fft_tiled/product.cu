@@ -21,6 +21,8 @@ struct Words<Split> {
 template <class Spectrum, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES, int CHUNK>
 struct Product {
   static constexpr int WORDS = Words<Spectrum>::COUNT;
+  // Sums of their own for what is small, and for every other k: tensor cores cut off the more the larger a sum is.
+  static constexpr int SUMS = WORDS == 2 ? 3 : 1;
   static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
   static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
   // Rows in shared memory, float16; 16 bytes more than they need, so that 8 rows of a matrix meet in no bank.
@@ -55,7 +57,7 @@ struct Product {
     }
   }
 
-  DEVICE void multiply(float (&sum)[MT][NT][4], int stage) const {
+  DEVICE void multiply(float (&sum)[SUMS][MT][NT][4], int stage) const {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int m0 = warp / WARPS_N * MT * 16, n0 = warp % WARPS_N * NT * 8;
     // Rows of the matrices that this lane points at.
@@ -88,11 +90,11 @@ struct Product {
 #pragma unroll
           for (int n = 0; n < 2; n++) {
             if (j + n >= NT) continue;
-            if (WORDS == 2) {  // the small ones first
-              mma_half(sum[i][j + n], x[WORDS - 1][i], {w[0][2 * n], w[0][2 * n + 1]});
-              mma_half(sum[i][j + n], x[0][i], {w[WORDS - 1][2 * n], w[WORDS - 1][2 * n + 1]});
+            if (WORDS == 2) {
+              mma_half(sum[SUMS - 1][i][j + n], x[WORDS - 1][i], {w[0][2 * n], w[0][2 * n + 1]});
+              mma_half(sum[SUMS - 1][i][j + n], x[0][i], {w[WORDS - 1][2 * n], w[WORDS - 1][2 * n + 1]});
             }
-            mma_half(sum[i][j + n], x[0][i], {w[0][2 * n], w[0][2 * n + 1]});
+            mma_half(sum[k / 16 % (SUMS > 2 ? 2 : 1)][i][j + n], x[0][i], {w[0][2 * n], w[0][2 * n + 1]});
           }
       }
     }
@@ -144,7 +146,7 @@ struct Product {
   DEVICE void run(Value* Y, int column0, float alpha) const {
     const int steps = (rows + BM - 1) / BM * chunks;
     const bool ahead = STAGES > 1 && chunks == 1;  // rows are loaded while those before are multiplied
-    float sum[MT][NT][4] = {};
+    float sum[SUMS][MT][NT][4] = {};
     load_b(column0, 0);
     load_a(0, 0, 0);
     cp_async_commit();
@@ -159,13 +161,23 @@ struct Product {
       multiply(sum, stage);
       sync_block();
       if ((s + 1) % chunks == 0) {
-        store(Y, sum, row0, column0, alpha, stage);
 #pragma unroll
-        for (int i = 0; i < MT; i++)
+        for (int part = 1; part < SUMS; part++)
 #pragma unroll
-          for (int j = 0; j < NT; j++)
+          for (int i = 0; i < MT; i++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) sum[i][j][e] = 0.0f;
+            for (int j = 0; j < NT; j++)
+#pragma unroll
+              for (int e = 0; e < 4; e++) sum[0][i][j][e] += sum[part][i][j][e];
+        store(Y, sum[0], row0, column0, alpha, stage);
+#pragma unroll
+        for (int part = 0; part < SUMS; part++)
+#pragma unroll
+          for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int j = 0; j < NT; j++)
+#pragma unroll
+              for (int e = 0; e < 4; e++) sum[part][i][j][e] = 0.0f;
       }
       if (!ahead && s + 1 < steps) {
         sync_block();
