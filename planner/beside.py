@@ -26,6 +26,7 @@ from typing import Protocol
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.network import Network
+from znnpy.planner.cells import likely_seconds
 from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
@@ -76,7 +77,7 @@ def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, 
     found = [plan for trial in trials for plan in trial.found.values()]
     if not found:
         raise _no_room(whole, min(trial.least for trial in trials))
-    return min(found, key=lambda plan: plan.seconds)
+    return min(found, key=likely_seconds)
 
 
 @dataclass
@@ -105,7 +106,7 @@ class _Trials:
             some = voxels / finer
             for width, steps in product(_widths(gpu, self.network.period, some), FIRST):
                 self._try(_cell(gpu, width, some / steps))
-            best = sorted(self.found.values(), key=lambda plan: plan.seconds)[:BEST]
+            best = sorted(self.found.values(), key=likely_seconds)[:BEST]
             for plan, steps in product(best, STEPS):
                 self._try(_cell(gpu, plan.cells.patch, some / steps))
             if self.found:
@@ -115,7 +116,7 @@ class _Trials:
     def _look_around(self) -> None:
         """Of cells a step of the GPU larger and smaller than the best ones, for as long as one is better."""
         looked_at: Plan | None = None
-        while (best := min(self.found.values(), key=lambda plan: plan.seconds)) is not looked_at:
+        while (best := min(self.found.values(), key=likely_seconds)) is not looked_at:
             for cell in _next_to(self.gpu, best.cells.patch):
                 self._try(cell)
             looked_at = best

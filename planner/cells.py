@@ -7,23 +7,41 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import ceil, prod
+from statistics import fmean
 
 from znnpy.planner.plan import Plan
 
-
-def seconds(plan: Plan) -> float:
-    """Until both are done."""
-    count = dealt(plan)
-    return max(seconds_without(plan, count), seconds_beside(plan, count))
+PACES = (0.85, 1.0, 1.1, 1.25)  # of a processor beside a GPU: seconds for one predicted; 0.84 to 1.24 on two machines
 
 
-def dealt(plan: Plan) -> int:
-    """Cells that the processor computes in the time that GPUs take for the others."""
+def seconds(plan: Plan, pace: float = 1.0) -> float:
+    """Until both are done, where the processor takes `pace` times as long as predicted.
 
-    def late(count: int) -> bool:
-        return seconds_beside(plan, count) > seconds_without(plan, count)
+    It begins a first cell as planned; how many more it takes is seen when that is done. A GPU that is done before it
+    waits for as long as it takes for the processor's last cell, and then computes that itself.
+    """
+    if not dealt(plan):
+        return seconds_without(plan, 0)
+    count = max(1, dealt(plan, pace))
+    others, own = seconds_without(plan, count), pace * seconds_beside(plan, count)
+    return max(others, min(own, others + 2 * sum(of_a_gpu(plan))))
 
-    return bisect_left(range(1, 1 + len(plan.cells)), True, key=late)
+
+def likely_seconds(plan: Plan) -> float:
+    """The same on average of what a processor beside a GPU may take."""
+    return fmean(seconds(plan, pace) for pace in PACES)
+
+
+def dealt(plan: Plan, pace: float = 1.0) -> int:
+    """Cells that the processor computes: it begins none that GPUs, with all that is left, are done with before it.
+
+    Nor the last one, which a GPU has from the start.
+    """
+
+    def in_vain(count: int) -> bool:
+        return pace * seconds_beside(plan, count) >= seconds_without(plan, count - 1)
+
+    return bisect_left(range(1, len(plan.cells)), True, key=in_vain)
 
 
 def seconds_beside(plan: Plan, count: int) -> float:

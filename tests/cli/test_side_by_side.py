@@ -83,8 +83,9 @@ def test_the_plan_says_who_computes_what(place: Place) -> None:
     made = go(place, threads=3).plan
     assert made.beside is not None
     assert made.beside.limits.threads == made.beside.crew == 2  # one feeds the GPU
-    text = made.explain()
-    assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, {len(made.cells)} in all" in text
+    text = " ".join(made.explain().split())
+    assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, " in text
+    assert f"{len(made.cells)} in all, of which the processor is to compute {made.dealt}, " in text
     assert "without the processor, which computes" in text
     assert Plan.from_json(made.to_json()) == made
 

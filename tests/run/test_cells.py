@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
+from znnpy.run import shares
 from znnpy.run.shares import LOOK_SECONDS, Cells, Hand, Lease
+
+
+@pytest.fixture
+def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor takes cells as if it were as fast as it seems."""
+    monkeypatch.setattr(shares, "DOUBT", 0.0)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, pytest.param(3, id="one stack")])
@@ -230,6 +237,7 @@ def test_what_lanes_are_likely_to_end() -> None:
     assert shares._within(NamedLane("CPU"), 12.0) == 0.5, "2 cells"
 
 
+@pytest.mark.usefixtures("no_doubt")
 def test_to_begin_counts() -> None:
     """Of each run of a GPU, and of the processor's columns but for the one that it goes on with."""
     one_stack = Cover((400, 10, 10), (10, 10, 10))
@@ -259,6 +267,7 @@ def test_to_begin_counts() -> None:
     assert len(lease.indices) == 20 // 2, "of 39: the processor needs not begin again"
 
 
+@pytest.mark.usefixtures("no_doubt")
 def test_who_reads_ahead_has_to_compute_what_it_took() -> None:
     """A reader asks for the next cell before the last one is computed."""
     cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 20.0, runs=False)})
@@ -267,11 +276,45 @@ def test_who_reads_ahead_has_to_compute_what_it_took() -> None:
     assert len(taken) == 3, "60 of the 61 seconds that the GPU takes for the others"
 
 
+def test_of_the_last_cells_none_is_taken_before_the_one_before_is_done() -> None:
+    """Until then nobody knows whether the processor is half as fast as it seems."""
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 5.0, runs=False)}
+    cells = Cells(GRID, 2, hands, now=lambda: 0.0)
+    _, cpu = joined(cells, "GPU", "CPU")
+    taken = [lease for _ in range(9) if (lease := take_now(cells, cpu)) is not None]
+    assert len(taken) == 5, "with the sixth it might take 60 seconds, in which the GPU does the 59 others"
+    cells.finish(taken[0])
+    assert take_now(cells, cpu) is not None
+
+
+@pytest.mark.parametrize(("seconds", "asks"), [(4.9, True), (5.0, True), (4.9, False)])
+def test_a_gpu_leaves_what_a_processor_is_about_to_take(seconds: float, asks: bool) -> None:
+    """Which has ended its cell, and has not asked again yet. If it takes it: in 5 seconds a GPU ends it, too."""
+    now = [0.0]
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0), "CPU": Hand(lambda box: (), seconds, runs=False)}
+    cells = Cells(Cover((30, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    gpu, cpu = joined(cells, "GPU", "CPU")
+    last, first = take_now(cells, gpu), take_now(cells, cpu)
+    assert last is not None
+    assert first is not None
+    assert (last.indices, first.indices) == ((2,), (0,))
+    assert not asks or take_now(cells, cpu) is None, "twice 10 seconds may pass, the GPU is done with it in 10"
+    now[0] = seconds
+    cells.finish(first)
+    now[0] = 5.0
+    cells.finish(last)
+    assert (take_now(cells, gpu) is None) == asks
+    takes = asks and seconds < 5
+    assert (take_now(cells, cpu) is not None) == takes
+    assert (take_now(cells, gpu) is not None) == (asks and not takes)
+
+
 def steps_within(box: Box) -> tuple[Column, ...]:
     """One column along z, of two steps before each cell of GRID."""
     return tuple(column.shifted(box.lo) for column in Cover(box.size, (10, 10, 10), 0, 640, 15))
 
 
+@pytest.mark.usefixtures("no_doubt")
 def test_the_processor_goes_on_from_cell_to_cell() -> None:
     """With a column for each stack: its first cell has the steps before its output, all others their own."""
     hands = {
@@ -288,6 +331,7 @@ def test_the_processor_goes_on_from_cell_to_cell() -> None:
     assert all(lease.columns[0].steps[-1].write == GRID[lease.indices[0]].steps[0].write for lease in taken)
 
 
+@pytest.mark.usefixtures("no_doubt")
 def test_to_begin_a_column_has_to_pay() -> None:
     """The GPU is done with all 64 sooner than the processor with a first one, or a second."""
     for begins, most in ((100.0, 0), (40.0, 1), (0.0, 3)):

@@ -8,8 +8,9 @@ Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side b
          together: a GPU leaves as many cells as the others are likely to compute meanwhile, the processor begins none
          that the GPUs would have computed, with all that is left, before it ends, and a GPU none of the last that the
          processor ends sooner. What a lane takes for a cell is as predicted until it has computed one, and as measured
-         from then on. A GPU that has waited for the processor's last cells as long as it takes for them itself, one by
-         one, computes them instead, and the processor gives up: so it is late by no more than about twice that.
+         from then on: so the processor reads a cell ahead only where that is not one of the last. A GPU that has waited
+         for the processor's last cells as long as it takes for them itself, one by one, computes them instead, and the
+         processor gives up: so it is late by no more than about twice that.
 
 What a lost lane had not computed goes to the others: so a lane that finds nothing waits for as long as another might
 still be lost.
@@ -36,6 +37,7 @@ from znnpy.shapes import Vec3
 LOOK_SECONDS = 0.5
 # Of one lease, as far as known; half of it while nothing is: what a run that is killed computes again.
 LOST_SECONDS = 480.0
+DOUBT = 2.0  # times as long a processor may take as predicted
 
 
 class Takes(Protocol):
@@ -252,6 +254,7 @@ class Cells(Queue):
         self._spent = {name: [0.0, 0.0] for name in hands}  # seconds, and those predicted for what was computed
         self._last: dict[str, int] = {}  # cell that a lane took
         self._since = dict.fromkeys(hands, now())  # when a lane took its lease, or ended the one before
+        self._later: set[str] = set()  # lanes at work that wait before they take another
 
     def moves(self) -> tuple[int, int]:
         return PINNED, PINNED
@@ -291,7 +294,7 @@ class Cells(Queue):
             return None
         free, stack = self._free(), next(filter(None, reversed(self._stacks.values())))
         ended = self._busy(lane) + self._of_run(hand, stack[-1:]) * self._pace(lane.name)
-        if any(self._within(other, ended) >= free for other in self._singly()):
+        if any(self._within(other, ended) >= free for other in self._singly(asking=True)):
             return None
         times = 2 if len(self._lanes) > 1 and not self._spent[lane.name][1] else 1  # later more is known of who is fast
         wide = self._wide[self._place(stack[0])]
@@ -304,13 +307,21 @@ class Cells(Queue):
         return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=self._of_run(hand, taken))
 
     def _one(self, lane: Takes, hand: Hand) -> Lease | None:
-        """The first cell of the first stack; None where others are done with all before it is."""
+        """The first cell of the first stack; None where others are done with all before it is.
+
+        Where that may be so, were it slower than it seems, a lane at work ends first what it has.
+        """
+        self._later.discard(lane.name)
         if not self._left():
             return None
         free, stack = self._free(), next(filter(None, self._stacks.values()))
         index, goes_on = stack[0], self._goes_on(lane, stack[0])
         seconds = hand.seconds + (0.0 if goes_on else hand.begins)
-        if self._others(lane, self._busy(lane) + seconds * self._pace(lane.name)) >= free:
+        ended = self._busy(lane) + seconds * self._pace(lane.name)
+        if any(held.lane == lane for held in self._held) and self._others(lane, DOUBT * ended) >= free:
+            self._later.add(lane.name)
+            return None
+        if self._others(lane, ended) >= free:
             return None
         del stack[0]
         columns = hand.columns(self._box((index,)))
@@ -371,9 +382,10 @@ class Cells(Queue):
         """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""
         return sum(self._within(other, seconds) for other in self._lanes if other != lane)
 
-    def _singly(self) -> set[Takes]:
-        """Lanes that take cells singly, and are at work: each of them will ask for another."""
-        return {held.lane for held in self._held if not self._hands[held.lane.name].runs}
+    def _singly(self, *, asking: bool = False) -> set[Takes]:
+        """Lanes that take cells singly, and are at work: each of them will ask for another, or is about to."""
+        later = {lane for lane in self._lanes if asking and lane.name in self._later}
+        return later | {held.lane for held in self._held if not self._hands[held.lane.name].runs}
 
     def _within(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that a lane is likely to begin and end, from now on, if no other does."""
