@@ -4,9 +4,10 @@ Method  Cells are as thick as some steps of the GPU's plan, and as wide as some 
         first, which are as wide as the processor's columns. The processor computes cells that lie behind each other as
         one column, a step each, so that it pays for borders on the sides of that column only; GPUs take the others. Of
         a few widths, as wide as one column of all that the processor is to compute, or of a part of it, and a few
-        thicknesses the one that ends soonest is taken, and then the next sizes for as long as one of them is better, in
-        the memory that the GPU leaves of the process's: thin steps end together, thick ones are faster. Some widths
-        leave whole columns to the GPU: what would fill the last of a row in part is the processor's then.
+        thicknesses the one is taken that ends soonest on average, since nobody knows how fast a processor is beside a
+        GPU, and then the next sizes for as long as one of them is better, in the memory that the GPU leaves of the
+        process's: thin steps end together, thick ones are faster. Some widths leave whole columns to the GPU: what
+        would fill the last of a row in part is the processor's then.
 Bound   The GPU's voxels per second and those that the processor reaches alone. What is lost to it are the sides of
         its columns, where the volume is not much larger than a field of view, the thread that feeds each GPU, and the
         end, in which somebody waits for the last cell.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from itertools import product
 from math import ceil, inf, prod
 from operator import ge
@@ -51,7 +53,9 @@ class Makes(Protocol):
 
 
 def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, masks: bool) -> Plan:
-    """The fastest plan for the GPUs of `alone` and the processor; `Plan.dealt` is 0 where that gains nothing.
+    """The plan for the GPUs of `alone` and the processor that ends soonest on average (`likely_seconds`).
+
+    `Plan.dealt` is 0 where the processor is not likely to gain anything.
 
     alone  the best plan of the GPUs for the output
     make   one GPU's best plan for an output (z, y, x), within limits
@@ -74,7 +78,7 @@ def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, 
         for part in _of_parts(alone, make, network, share, masks=masks):
             trials.append(_Trials(part, alone.seconds, speed, processor, left, network, masks))
             trials[-1].run()
-    found = [plan for trial in trials for plan in trial.found.values()]
+    found = [trial.best(1)[0] for trial in trials if trial.found]
     if not found:
         raise _no_room(whole, min(trial.least for trial in trials))
     return min(found, key=likely_seconds)
@@ -96,6 +100,7 @@ class _Trials:
     network: Network
     masks: bool
     found: dict[Vec3, Plan] = field(default_factory=dict)  # by their cells
+    likely: dict[Vec3, float] = field(default_factory=dict)  # seconds of each
     too_large: list[Vec3] = field(default_factory=list)
     least: float = inf  # bytes that the processor needs, of what does not fit
 
@@ -106,17 +111,20 @@ class _Trials:
             some = voxels / finer
             for width, steps in product(_widths(gpu, self.network.period, some), FIRST):
                 self._try(_cell(gpu, width, some / steps))
-            best = sorted(self.found.values(), key=likely_seconds)[:BEST]
-            for plan, steps in product(best, STEPS):
+            for plan, steps in product(self.best(BEST), STEPS):
                 self._try(_cell(gpu, plan.cells.patch, some / steps))
             if self.found:
                 self._look_around()
                 return
 
+    def best(self, count: int) -> list[Plan]:
+        """So many of those that are found, the one that is likely to end soonest first."""
+        return [self.found[cell] for cell in nsmallest(count, self.found, key=self.likely.__getitem__)]
+
     def _look_around(self) -> None:
         """Of cells a step of the GPU larger and smaller than the best ones, for as long as one is better."""
         looked_at: Plan | None = None
-        while (best := min(self.found.values(), key=likely_seconds)) is not looked_at:
+        while (best := self.best(1)[0]) is not looked_at:
             for cell in _next_to(self.gpu, best.cells.patch):
                 self._try(cell)
             looked_at = best
@@ -137,7 +145,7 @@ class _Trials:
         if any(memory.over(gpu.limits)):
             self.least = min(self.least, memory.beside)
         elif (not other.walks or other.axis == gpu.axis) and (other.seconds_per_step <= LOST_SECONDS or not plan.dealt):
-            self.found[cell] = plan
+            self.found[cell], self.likely[cell] = plan, likely_seconds(plan)
 
 
 def _no_room(gpu: Plan, needed: float) -> NoPlanError:

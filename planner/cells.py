@@ -20,16 +20,23 @@ def seconds(plan: Plan, pace: float = 1.0) -> float:
     It begins a first cell as planned; how many more it takes is seen when that is done. A GPU that is done before it
     waits for as long as it takes for the processor's last cell, and then computes that itself.
     """
-    if not dealt(plan):
-        return seconds_without(plan, 0)
-    count = max(1, dealt(plan, pace))
-    others, own = seconds_without(plan, count), pace * seconds_beside(plan, count)
-    return max(others, min(own, others + 2 * sum(of_a_gpu(plan))))
+    return _seconds(plan, pace, dealt(plan))
 
 
 def likely_seconds(plan: Plan) -> float:
     """The same on average of what a processor beside a GPU may take."""
-    return fmean(seconds(plan, pace) for pace in PACES)
+    planned = dealt(plan)
+    return fmean(_seconds(plan, pace, planned) for pace in PACES)
+
+
+def _seconds(plan: Plan, pace: float, planned: int) -> float:
+    """Where so many cells are the processor's if it is as fast as predicted."""
+    if not planned:
+        return seconds_without(plan, 0)
+    count = planned if pace == 1 else max(1, dealt(plan, pace))
+    others, own = seconds_without(plan, count), pace * seconds_beside(plan, count)
+    waits = sum(of_a_gpu(plan))
+    return max(others, own) if own <= others + waits else others + 2 * waits
 
 
 def dealt(plan: Plan, pace: float = 1.0) -> int:

@@ -251,7 +251,7 @@ class Plan:
 
     @property
     def dealt(self) -> int:
-        """Cells that the processor computes in the time that GPUs take for the others."""
+        """Cells that the processor computes, if it is as fast as predicted, while GPUs compute the others."""
         from znnpy.planner import cells  # here: it is of plans
 
         return cells.dealt(self)

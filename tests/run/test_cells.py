@@ -16,7 +16,7 @@ from znnpy.run.shares import LOOK_SECONDS, Cells, Hand, Lease
 @pytest.fixture
 def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor takes cells as if it were as fast as it seems."""
-    monkeypatch.setattr(shares, "DOUBT", 0.0)
+    monkeypatch.setattr(shares, "DOUBT", 1.0)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, pytest.param(3, id="one stack")])

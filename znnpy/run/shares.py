@@ -8,9 +8,10 @@ Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side b
          together: a GPU leaves as many cells as the others are likely to compute meanwhile, the processor begins none
          that the GPUs would have computed, with all that is left, before it ends, and a GPU none of the last that the
          processor ends sooner. What a lane takes for a cell is as predicted until it has computed one, and as measured
-         from then on: so the processor reads a cell ahead only where that is not one of the last. A GPU that has waited
-         for the processor's last cells as long as it takes for them itself, one by one, computes them instead, and the
-         processor gives up: so it is late by no more than about twice that.
+         from then on: so the processor reads a cell ahead only where that is not likely to be one of the last. A GPU
+         that has waited for the processor's last cells as long as it takes for them itself, one by one, and does not
+         see them end sooner, computes them instead, and the processor gives up: so it is late by no more than about
+         three times that.
 
 What a lost lane had not computed goes to the others: so a lane that finds nothing waits for as long as another might
 still be lost.
@@ -37,7 +38,7 @@ from znnpy.shapes import Vec3
 LOOK_SECONDS = 0.5
 # Of one lease, as far as known; half of it while nothing is: what a run that is killed computes again.
 LOST_SECONDS = 480.0
-DOUBT = 2.0  # times as long a processor may take as predicted
+DOUBT = 2.0  # times as long as predicted: what a processor at work may take for that and the next cell
 
 
 class Takes(Protocol):
@@ -254,7 +255,7 @@ class Cells(Queue):
         self._spent = {name: [0.0, 0.0] for name in hands}  # seconds, and those predicted for what was computed
         self._last: dict[str, int] = {}  # cell that a lane took
         self._since = dict.fromkeys(hands, now())  # when a lane took its lease, or ended the one before
-        self._later: set[str] = set()  # lanes at work that wait before they take another
+        self._later: set[str] = set()  # names of lanes that had work when they asked, and ask again when it is done
 
     def moves(self) -> tuple[int, int]:
         return PINNED, PINNED
@@ -288,7 +289,7 @@ class Cells(Queue):
     def _run(self, lane: Takes, hand: Hand) -> Lease | None:
         """The last cells of the last stack, which lie behind each other.
 
-        None where one that is at work, and takes cells singly, ends all of them before this lane ends one.
+        None where one that takes cells singly, and is at work or about to ask, ends all before this lane ends one.
         """
         if not self._left():
             return None
@@ -309,7 +310,7 @@ class Cells(Queue):
     def _one(self, lane: Takes, hand: Hand) -> Lease | None:
         """The first cell of the first stack; None where others are done with all before it is.
 
-        Where that may be so, were it slower than it seems, a lane at work ends first what it has.
+        A lane at work does not take it yet where that may be so, were it slower than it seems.
         """
         self._later.discard(lane.name)
         if not self._left():
@@ -317,11 +318,13 @@ class Cells(Queue):
         free, stack = self._free(), next(filter(None, self._stacks.values()))
         index, goes_on = stack[0], self._goes_on(lane, stack[0])
         seconds = hand.seconds + (0.0 if goes_on else hand.begins)
-        ended = self._busy(lane) + seconds * self._pace(lane.name)
-        if any(held.lane == lane for held in self._held) and self._others(lane, DOUBT * ended) >= free:
-            self._later.add(lane.name)
-            return None
-        if self._others(lane, ended) >= free:
+        ended, is_at_work = (
+            self._busy(lane) + seconds * self._pace(lane.name),
+            any(lane == held.lane for held in self._held),
+        )
+        if self._others(lane, ended * (DOUBT if is_at_work else 1.0)) >= free:
+            if is_at_work:
+                self._later.add(lane.name)
             return None
         del stack[0]
         columns = hand.columns(self._box((index,)))
@@ -332,7 +335,7 @@ class Cells(Queue):
     def _takes_back(self, lane: Takes, hand: Hand) -> bool:
         """Whether `lane`, which takes runs, is to compute what is left to those who take cells singly.
 
-        Once it has waited for as long as it takes for all of that, cell by cell.
+        Once it has waited for as long as it takes for all of that, cell by cell, and does not see it end sooner.
         """
         late = self._singly()
         if not late or any(held.lane == lane for held in self._held):
@@ -342,6 +345,8 @@ class Cells(Queue):
         waits = self._pace(lane.name) * fsum(self._of_run(hand, (index,)) for index in cells)
         if self._now() - self._since[lane.name] < waits:
             return False
+        if any(0 < self._busy(other) < waits and self._within(other, waits) >= self._free() for other in late):
+            return False  # it seems to end them sooner
         for other in late:
             other.give_up(self._void(other))
         return True
@@ -376,7 +381,11 @@ class Cells(Queue):
             return self._weight(taken) + self._others(lane, busy + pace * self._of_run(hand, taken))
 
         enough = 1 + bisect_left(range(1, len(cells)), free, key=done)
-        return enough - 1 if enough > 1 and free - done(enough - 1) < done(enough) - free else enough
+        if enough == 1:
+            return 1
+        nearer = free - done(enough - 1) < done(enough) - free
+        others_may = times == 1 and done(enough) - self._weights[cells[-enough]] >= free  # end one more as soon
+        return enough - 1 if nearer or others_may else enough
 
     def _others(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""
