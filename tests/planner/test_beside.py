@@ -20,6 +20,7 @@ from plans import MIXED
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
+from znnpy.planner import cells
 from znnpy.planner.beside import _leaving, _next_to, _Trials, _widths, idle, plan_beside
 from znnpy.planner.cells import PACES, likely_seconds, of_a_gpu, seconds, seconds_beside, seconds_without, share
 from znnpy.planner.kinds import kind_of
@@ -339,6 +340,22 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
         ends.append(max(played.ends().values()) / 1e3)
         assert seconds(both, pace) == pytest.approx(ends[-1], rel=1e-4 if pace == 1 else 0.1)
     assert likely_seconds(both) == pytest.approx(np.mean(ends[:-1]), rel=0.05)
+
+
+def test_a_gpu_has_the_last_cell_from_the_start() -> None:
+    """However fast the processor is."""
+    _, both = beside(50.0, columns=True, limits=LITTLE)
+    assert both.dealt == len(both.cells) - 1 > 0
+
+
+@pytest.mark.parametrize(("pace", "ends"), [(1.0, 10.0), (1.9, 19.0), (2.1, 30.0), (2.9, 30.0)])
+def test_a_gpu_waits_for_as_long_as_it_takes_itself(pace: float, ends: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both take 10 seconds for one of two cells."""
+    both: Any = SimpleNamespace(cells=range(2))
+    monkeypatch.setattr(cells, "seconds_without", lambda plan, count: 10.0 * (2 - count))
+    monkeypatch.setattr(cells, "seconds_beside", lambda plan, count: 10.0 * count)
+    monkeypatch.setattr(cells, "of_a_gpu", lambda plan: (4.0, 6.0))
+    assert seconds(both, pace) == ends
 
 
 def test_no_size_next_to_the_best_is_better() -> None:

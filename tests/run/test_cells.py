@@ -309,6 +309,59 @@ def test_a_gpu_leaves_what_a_processor_is_about_to_take(seconds: float, asks: bo
     assert (take_now(cells, gpu) is not None) == (asks and not takes)
 
 
+def test_who_is_about_to_ask_is_not_late() -> None:
+    """A GPU has waited for 30 seconds when the processor ends its cell, as soon as predicted; to begin takes it 4."""
+    now = [0.0]
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0), "CPU": Hand(lambda box: (), 4.9, runs=False)}
+    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    gpu, cpu = joined(cells, "GPU", "CPU")
+    now[0] = 30.0
+    first = take_now(cells, cpu)
+    assert first is not None
+    assert take_now(cells, cpu) is None
+    now[0] = 34.9
+    cells.finish(first)
+    assert take_now(cells, gpu) is None
+    assert not cpu.given_up
+    assert take_now(cells, cpu) is not None
+
+
+def test_what_the_processor_ends_sooner_is_not_taken_back() -> None:
+    """A GPU has waited for 10 seconds, as long as it takes for the cell; the processor began it 5 seconds ago."""
+    now = [0.0]
+    hands = {"GPU": Hand(lambda box: (), 10.0, runs=True), "CPU": Hand(lambda box: (), 12.0, runs=False)}
+    cells = Cells(Cover((10, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    gpu, cpu = joined(cells, "GPU", "CPU")
+    now[0] = 5.0
+    cells._held.append(Lease((0,), (), cpu, "cell", seconds=12.0))
+    cells._since["CPU"] = 5.0
+    cells._stacks[0].clear()
+    for now[0] in (10.0, 16.9):
+        assert take_now(cells, gpu) is None
+        assert not cpu.given_up
+    now[0] = 17.0
+    assert take_now(cells, gpu) is not None, "it should have ended"
+    assert cpu.given_up
+
+
+def test_of_two_cells_each_takes_one() -> None:
+    """The processor is done with one half a second after the GPU with the other."""
+    now = [0.0]
+    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1.0, runs=False)}
+    cells = Cells(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    gpu, cpu = joined(cells, "GPU", "CPU")
+    first = take_now(cells, gpu)
+    assert first is not None
+    assert first.indices == (3,)
+    now[0] = 0.5
+    assert take_now(cells, cpu) is not None
+    now[0] = 1.0
+    cells.finish(first)
+    lease = take_now(cells, gpu)
+    assert lease is not None
+    assert lease.indices == (2,)
+
+
 def steps_within(box: Box) -> tuple[Column, ...]:
     """One column along z, of two steps before each cell of GRID."""
     return tuple(column.shifted(box.lo) for column in Cover(box.size, (10, 10, 10), 0, 640, 15))

@@ -21,12 +21,14 @@ struct Words<Split> {
 template <class Spectrum, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES, int CHUNK>
 struct Product {
   static constexpr int WORDS = Words<Spectrum>::COUNT;
-  // Sums of their own for what is small, and for every other k: tensor cores cut off the more the larger a sum is.
-  static constexpr int SUMS = WORDS == 2 ? 3 : 1;
   static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
   static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
   // Rows in shared memory, float16; 16 bytes more than they need, so that 8 rows of a matrix meet in no bank.
   static constexpr int A_ROW = (WORDS * CHUNK > BN ? WORDS * CHUNK : BN) + 8, B_ROW = CHUNK + 8;
+  static constexpr int SHARED = 2 * (STAGES * BM * A_ROW + WORDS * BN * B_ROW);
+  // Sums of their own for what is small, and for every other k: tensor cores cut off the more the larger a sum is. Where
+  // a multiprocessor of an H100 has shared memory for two blocks they would keep one out, and take up to 1.28 times.
+  static constexpr int SUMS = WORDS == 2 && (MT == 1 || SHARED > 113 * 1024) ? 3 : 1;
 
   const half* X;  // of this frequency: rows of `row` float16
   const half* W;  // [column][k], then the same again of what the first leaves out (Split), `apart` further
