@@ -4,7 +4,7 @@ Method  Cells are as thick as some steps of the GPU's plan, and as wide as some 
         first, which are as wide as the processor's columns. The processor computes cells that lie behind each other as
         one column, a step each, so that it pays for borders on the sides of that column only; GPUs take the others. Of
         a few widths, as wide as one column of all that the processor is to compute, or of a part of it, and a few
-        thicknesses the one is taken that ends soonest on average, since nobody knows how fast a processor is beside a
+        thicknesses the one that ends soonest on average is taken, since nobody knows how fast a processor is beside a
         GPU, and then the next sizes for as long as one of them is better, in the memory that the GPU leaves of the
         process's: thin steps end together, thick ones are faster. Some widths leave whole columns to the GPU: what
         would fill the last of a row in part is the processor's then.
@@ -78,10 +78,10 @@ def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, 
         for part in _of_parts(alone, make, network, share, masks=masks):
             trials.append(_Trials(part, alone.seconds, speed, processor, left, network, masks))
             trials[-1].run()
-    found = [trial.best(1)[0] for trial in trials if trial.found]
+    found = {seconds: trial.found[cell] for trial in trials for cell, seconds in trial.likely.items()}
     if not found:
         raise _no_room(whole, min(trial.least for trial in trials))
-    return min(found, key=likely_seconds)
+    return found[min(found)]
 
 
 @dataclass

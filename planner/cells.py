@@ -30,7 +30,7 @@ def likely_seconds(plan: Plan) -> float:
 
 
 def _seconds(plan: Plan, pace: float, planned: int) -> float:
-    """Where so many cells are the processor's if it is as fast as predicted."""
+    """planned  cells that are the processor's if it is as fast as predicted"""
     if not planned:
         return seconds_without(plan, 0)
     count = planned if pace == 1 else max(1, dealt(plan, pace))

@@ -359,10 +359,11 @@ def test_many_maps(cuda_device: Any, precision: Precision, fin: int, fout: int) 
         assert rms_error(out, x, weights, shape) <= ALLOWED[precision]
 
 
+@pytest.mark.parametrize("fout", [3, 24, 160])
 @pytest.mark.gpu
-def test_of_many_maps_tensor_cores_cut_off_little(cuda_device: Any) -> None:
+def test_of_many_maps_tensor_cores_cut_off_little(cuda_device: Any, fout: int) -> None:
     """In one sum they leave 1.2e-6 of these; the emulator's cut off nothing."""
-    shape = ConvShape(1, 160, 160, (30, 33, 37), (3, 4, 3), "none")
+    shape = ConvShape(1, 160, fout, (30, 33, 37), (3, 4, 3), "none")
     x, weights = np.maximum(random_input(shape), 0), random_weights(shape)
     weights.bias[...] = 0
     out, _ = run(cuda_device, shape, x, weights, tiled(shape, (16, 16, 16)))

@@ -342,6 +342,17 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
     assert likely_seconds(both) == pytest.approx(np.mean(ends[:-1]), rel=0.05)
 
 
+@pytest.mark.parametrize("times", [0.5, 2.0])
+def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
+    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.5, MIXED, columns=True)
+    alone = gpu(OUTPUT, LITTLE)
+    part = replace(alone, choices=tuple(replace(choice, seconds=times * choice.seconds) for choice in alone.choices))
+    monkeypatch.setattr("znnpy.planner.beside._of_parts", lambda *asked, **words: [part])
+    both = plan_beside(alone, gpu, processor, MIXED, masks=False)
+    assert both.choices == (part if times < 1 else alone).choices
+
+
 def test_a_gpu_has_the_last_cell_from_the_start() -> None:
     """However fast the processor is."""
     _, both = beside(50.0, columns=True, limits=LITTLE)

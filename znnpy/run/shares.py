@@ -318,10 +318,8 @@ class Cells(Queue):
         free, stack = self._free(), next(filter(None, self._stacks.values()))
         index, goes_on = stack[0], self._goes_on(lane, stack[0])
         seconds = hand.seconds + (0.0 if goes_on else hand.begins)
-        ended, is_at_work = (
-            self._busy(lane) + seconds * self._pace(lane.name),
-            any(lane == held.lane for held in self._held),
-        )
+        ended = self._busy(lane) + seconds * self._pace(lane.name)
+        is_at_work = any(held.lane == lane for held in self._held)
         if self._others(lane, ended * (DOUBT if is_at_work else 1.0)) >= free:
             if is_at_work:
                 self._later.add(lane.name)
@@ -345,7 +343,7 @@ class Cells(Queue):
         waits = self._pace(lane.name) * fsum(self._of_run(hand, (index,)) for index in cells)
         if self._now() - self._since[lane.name] < waits:
             return False
-        if any(0 < self._busy(other) < waits and self._within(other, waits) >= self._free() for other in late):
+        if any(0 < self._busy(other) < waits for other in late):
             return False  # it seems to end them sooner
         for other in late:
             other.give_up(self._void(other))
@@ -384,8 +382,8 @@ class Cells(Queue):
         if enough == 1:
             return 1
         nearer = free - done(enough - 1) < done(enough) - free
-        others_may = times == 1 and done(enough) - self._weights[cells[-enough]] >= free  # end one more as soon
-        return enough - 1 if nearer or others_may else enough
+        as_soon = times == 1 and done(enough) - self._weights[cells[-enough]] >= free  # if the others end it
+        return enough - 1 if nearer or as_soon else enough
 
     def _others(self, lane: Takes, seconds: float) -> float:
         """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""

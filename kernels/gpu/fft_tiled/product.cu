@@ -25,10 +25,9 @@ struct Product {
   static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
   // Rows in shared memory, float16; 16 bytes more than they need, so that 8 rows of a matrix meet in no bank.
   static constexpr int A_ROW = (WORDS * CHUNK > BN ? WORDS * CHUNK : BN) + 8, B_ROW = CHUNK + 8;
-  static constexpr int SHARED = 2 * (STAGES * BM * A_ROW + WORDS * BN * B_ROW);
-  // Sums of their own for what is small, and for every other k: tensor cores cut off the more the larger a sum is. Where
-  // a multiprocessor of an H100 has shared memory for two blocks they would keep one out, and take up to 1.28 times.
-  static constexpr int SUMS = WORDS == 2 && (MT == 1 || SHARED > 113 * 1024) ? 3 : 1;
+  // Tensor cores cut off the more the larger a sum is: many products have sums of their own for what is small, and for
+  // every other k. Up to 96 a chunk, of 96 maps at most, one sum errs by less than 1e-6, and leaves more blocks room.
+  static constexpr int SUMS = WORDS == 2 && CHUNK > 96 ? 3 : 1;
 
   const half* X;  // of this frequency: rows of `row` float16
   const half* W;  // [column][k], then the same again of what the first leaves out (Split), `apart` further
