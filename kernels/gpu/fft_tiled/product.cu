@@ -148,6 +148,8 @@ struct Product {
     const int steps = (rows + BM - 1) / BM * chunks;
     const bool ahead = STAGES > 1 && chunks == 1;  // rows are loaded while those before are multiplied
     float sum[SUMS][MT][NT][4] = {};
+    float* const all = sum[0][0][0];
+    constexpr int COUNT = MT * NT * 4;
     load_b(column0, 0);
     load_a(0, 0, 0);
     cp_async_commit();
@@ -163,22 +165,10 @@ struct Product {
       sync_block();
       if ((s + 1) % chunks == 0) {
 #pragma unroll
-        for (int part = 1; part < SUMS; part++)
-#pragma unroll
-          for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int j = 0; j < NT; j++)
-#pragma unroll
-              for (int e = 0; e < 4; e++) sum[0][i][j][e] += sum[part][i][j][e];
+        for (int i = COUNT; i < SUMS * COUNT; i++) all[i % COUNT] += all[i];
         store(Y, sum[0], row0, column0, alpha, stage);
 #pragma unroll
-        for (int part = 0; part < SUMS; part++)
-#pragma unroll
-          for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int j = 0; j < NT; j++)
-#pragma unroll
-              for (int e = 0; e < 4; e++) sum[part][i][j][e] = 0.0f;
+        for (int i = 0; i < SUMS * COUNT; i++) all[i] = 0.0f;
       }
       if (!ahead && s + 1 < steps) {
         sync_block();
