@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -10,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from znnpy.errors import OutputError
-from znnpy.files import replace_file, write_asked
+from znnpy.files import (
+    create_new,
+    give_name,
+    is_still,
+    is_zarr_array,
+    open_regular,
+    regular_file,
+    remove,
+    reopen,
+    replace_file,
+    write_all,
+    write_asked,
+)
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
@@ -37,8 +50,8 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(*((os, "fsync", full) if step == "fsync" else (Path, "replace", full)))
     with pytest.raises(OSError, match="No space left"):
         replace_file(path, b"new")
-    with pytest.raises(OutputError, match=rf"^cannot write the plan {path}: No space left on device; give another --o"):
-        write_asked(path, "new", "--out", "the plan ")
+    with pytest.raises(OutputError, match=rf"^cannot write the plan {path}: No space left on device; give another `o"):
+        write_asked(path, "new", "out", "the plan ")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -80,3 +93,135 @@ def test_several_at_once_never_mix(tmp_path: Path) -> None:
     assert len(read) == 20
     assert set(read) <= set(contents)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_regular_files_are_opened_and_nothing_waits(tmp_path: Path) -> None:
+    """A pipe without a writer and a device are refused at once; a link to a file is followed."""
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    file.write_bytes(b"content")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    with open_regular(link) as opened:
+        assert opened.read() == b"content"
+    for other in (pipe, Path("/dev/zero")):
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular(other)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "missing")
+
+
+def test_a_new_file_takes_no_name_that_something_has(tmp_path: Path) -> None:
+    other, at = tmp_path / "other", tmp_path / "name"
+    other.write_bytes(b"precious")
+    for target in (other, tmp_path / "nothing"):
+        at.symlink_to(target)
+        with pytest.raises(FileExistsError):
+            create_new(at)
+        at.unlink()
+    assert not (tmp_path / "nothing").exists()
+    with create_new(at) as file:
+        write_all(file, b"new")
+        assert is_still(at, file.fileno())
+        at.rename(tmp_path / "moved")
+        assert not is_still(at, file.fileno())
+        at.symlink_to(tmp_path / "moved")
+        assert not is_still(at, file.fileno())
+    assert other.read_bytes() == b"precious"
+
+
+def test_only_a_regular_file_with_one_name_is_reopened(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+    with reopen(file) as opened:
+        assert opened.read() == b"content"
+    (tmp_path / "soft").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, said in (
+        ("soft", "it is a symbolic link"),
+        ("pipe", "not a regular file"),
+        ("folder", "Is a directory"),
+        ("missing", "No such file"),
+    ):
+        with pytest.raises(OSError, match=said):
+            reopen(tmp_path / name)
+    (tmp_path / "hard").hardlink_to(file)
+    with pytest.raises(OSError, match=r"it has 2 names \(hard links\)"):
+        reopen(file)
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_name_is_given_only_where_nothing_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, links: bool
+) -> None:
+    """File systems without hard links keep the same promise."""
+    draft, path = tmp_path / "draft", tmp_path / "name"
+    if kind == "file":
+        draft.write_bytes(b"new")
+    else:
+        draft.mkdir()
+    if not links:
+
+        def refused(*given: object, **more: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refused)
+    path.write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        give_name(draft, path)
+    assert path.read_bytes() == b"precious"
+    path.unlink()
+    path.symlink_to(tmp_path / "nothing")
+    with pytest.raises(FileExistsError):
+        give_name(draft, path)
+    path.unlink()
+    give_name(draft, path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.is_dir() == (kind == "folder")
+
+
+def test_a_file_that_was_asked_for_is_no_input_and_no_link_to_nothing(tmp_path: Path) -> None:
+    read, hard, soft = tmp_path / "read", tmp_path / "hard", tmp_path / "soft"
+    read.write_bytes(b"precious")
+    hard.hardlink_to(read)
+    soft.symlink_to(read)
+    for path in (read, hard, soft):
+        with pytest.raises(OutputError, match=r"is the volume .*read itself; give another name as `out`$"):
+            regular_file(path, overwrite=True, inputs={"plan": None, "volume": read})
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nothing")
+    with pytest.raises(
+        OutputError, match=r"exists already, as a link to .*nothing, which does not exist; give another"
+    ):
+        regular_file(dangling, overwrite=False)
+    assert regular_file(dangling, overwrite=True) == tmp_path / "nothing"
+
+
+def test_removing_a_link_leaves_what_it_names(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"precious")
+    (tmp_path / "link").symlink_to(folder)
+    remove(tmp_path / "link")
+    remove(tmp_path / "link")
+    assert (folder / "file").read_bytes() == b"precious"
+    remove(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arrays_are_told_from_groups(tmp_path: Path) -> None:
+    """The metadata of a group may repeat that of its arrays."""
+    group, array, old = tmp_path / "group", tmp_path / "array", tmp_path / "old"
+    for folder, name, content in (
+        (group, "zarr.json", '{"node_type": "group", "consolidated": {"raw": {"node_type": "array"}}}'),
+        (array, "zarr.json", '{"node_type": "array"}'),
+        (old, ".zarray", "{}"),
+        (tmp_path / "damaged", "zarr.json", "[" * 100_000),
+    ):
+        folder.mkdir()
+        (folder / name).write_text(content)
+    found = {folder.name for folder in tmp_path.iterdir() if is_zarr_array(folder)}
+    assert found == {"array", "old"}

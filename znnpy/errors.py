@@ -1,4 +1,4 @@
-"""What znnpy raises when files, sizes, memory or values are not what they must be, as one tree.
+"""The errors that znnpy raises for unusable files, sizes, memory and values, as one tree.
 
 ZnnpyError
 ├── ShapeError           a size breaks a layer's arithmetic (also a ValueError)
@@ -12,6 +12,7 @@ ZnnpyError
 ├── VerifyError          sampled voxels differ from the definition by more than allowed (also an ArithmeticError)
 ├── DeviceError          there is no GPU to use, or it refused a call (also a RuntimeError)
 │   └── VramError        it refused memory (also a MemoryError)
+├── ThreadError          the system refuses to start a thread (also a RuntimeError)
 └── MissingExtraError    an optional package is needed for this (also an ImportError)
 
 Each message is one sentence of what happened, with the numbers, and one of what to do. Inner code raises the
@@ -25,6 +26,8 @@ Stopped is no error: it unwinds worker threads after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from typing import Self
+
+from znnpy.wording import option
 
 
 class ZnnpyError(Exception):
@@ -63,6 +66,7 @@ class NoPlanError(ZnnpyError, MemoryError):
     """No patch size and primitives fit the limits."""
 
     needed_bytes: int | None = None  # the least that would do where the layers run, where that is known
+    needs: tuple[int, int] | None = None  # the least bytes of RAM and of VRAM that would do, where they are known
 
 
 class ValuesOverflowError(ZnnpyError, OverflowError):
@@ -83,6 +87,26 @@ class VramError(DeviceError, MemoryError):
 
 class DeviceLostError(ZnnpyError, RuntimeError):
     """A GPU runs nothing any more in this process: the message holds what it said first."""
+
+
+class ThreadError(ZnnpyError, RuntimeError):
+    """The system refuses to start another thread: a limit on processes or on address space is reached."""
+
+    REFUSED = "can't start new thread"  # what Python's RuntimeError says
+
+    @classmethod
+    def check(cls, error: Exception) -> None:
+        """Raise ThreadError where `error`, of whatever library, says that a thread was refused."""
+        if str(error) == cls.REFUSED:
+            raise cls.refused() from error
+
+    @classmethod
+    def refused(cls) -> Self:
+        """The error with what can be done about it."""
+        return cls(
+            "the system refuses to start another thread, because a limit on processes or on address space is reached; "
+            f"raise it (`ulimit -u`, `ulimit -v`), or give a smaller {option('threads')}"
+        )
 
 
 class MissingExtraError(ZnnpyError, ImportError):

@@ -1,16 +1,154 @@
-"""Files that appear whole or not at all, and where one that was asked for may be written.
+"""Functions that write, replace and remove files, and that check where a requested file may be written.
+
+A file of ours is created exclusively (O_EXCL), or reopened only where it is a regular file with one name; symbolic
+links are never followed to write. The libraries for HDF5 and Zarr open drafts by path: they create exclusively, and
+what they opened is compared by device and inode.
 
 Loads no numpy, as the command line does not.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import shutil
 import stat
+from collections.abc import Collection, Mapping
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
+
+from pydantic_core import from_json
 
 from znnpy.errors import OutputError
+from znnpy.wording import option
+
+MOST_METADATA_BYTES = 2**22  # of one file of metadata that is read
+
+Inputs = Mapping[str, Path | Collection[Path] | None]  # files and folders that are read, by what they are
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The regular file at `path`, open for unbuffered reading. OSError otherwise, and never a wait.
+
+    A pipe would block until somebody writes to it, and a device may do anything: both are OSError with errno EINVAL and
+    a text that says so; a folder is IsADirectoryError. Symbolic links are followed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a regular file", str(path))
+        return os.fdopen(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The first `most` bytes of the regular file at `path`, or all that it has. OSError as from `open_regular`."""
+    content = bytearray()
+    with open_regular(path) as file:
+        while len(content) < most and (part := file.read(most - len(content))):
+            content += part
+    return bytes(content)
+
+
+def create_new(path: Path) -> FileIO:
+    """A new empty file, open for unbuffered reading and writing. FileExistsError where anything has the name."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return FileIO(os.open(path, flags, 0o666), "r+b")
+
+
+def reopen(path: Path) -> FileIO:
+    """A file that an earlier run created, open for unbuffered reading and writing; nothing in it changes.
+
+    OSError where it is a symbolic link, no regular file, or has another name (a hard link) that would change with it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a regular file", str(path))
+        if found.st_nlink != 1:
+            raise OSError(errno.EMLINK, f"it has {found.st_nlink} names (hard links)", str(path))
+        return FileIO(descriptor, "r+b")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def is_still(path: Path, descriptor: int) -> bool:
+    """Return whether `path` itself, not the target of a link, is the open file or folder, by device and inode."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def give_name(draft: Path, path: Path) -> None:
+    """Rename a file or folder of ours to a name that nothing has. FileExistsError where something has it.
+
+    A file has both names for a moment. Where the file system knows no hard links, and for folders, what takes the name
+    within the moment between look and renaming is replaced if it is a file or an empty folder.
+    """
+    if not draft.is_dir():
+        try:
+            os.link(draft, path, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+        else:
+            draft.unlink()
+            return
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    draft.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Take away a file, a link (not what it names) or a whole folder of ours, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Bring the content of a file to disk; OSError, also for a symbolic link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring names created, renamed or removed in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def draft_name(path: Path) -> Path:
+    """A name beside `path` that nothing else has: 64 random bits are part of it."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+
+
+def draft_beside(path: Path) -> tuple[Path, FileIO]:
+    """A new file beside `path`, with a name that nothing else has, and the file open for writing."""
+    draft = draft_name(path)
+    return draft, create_new(draft)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -18,42 +156,101 @@ def replace_file(path: Path, content: bytes) -> None:
 
     Folders that are not there are made. The content is on disk before it takes its name.
     """
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # nobody else writes the same one
     path.parent.mkdir(parents=True, exist_ok=True)
+    draft, file = draft_beside(path)
     try:
-        with draft.open("xb") as file:
-            file.write(content)
-            file.flush()
+        with file:
+            write_all(file, content)
             os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def write_asked(path: Path, content: str | bytes, word: str = "name", what: str = "") -> None:
-    """`replace_file` for what a user asked for by `word`; OutputError where that cannot be done.
+def write_all(file: FileIO, content: bytes) -> None:
+    """Write from the file's position on, however often the system takes a part only. OSError."""
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
 
-    what  "the costs ", say: in front of the name
+
+def write_asked(path: Path, content: str | bytes, argument: str = "out", what: str = "") -> None:
+    """`replace_file` for what a user asked for by `argument`; OutputError where that cannot be done.
+
+    what  in front of the name, for example "the costs ".
     """
     try:
         replace_file(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise OutputError(f"cannot write {what}{path}: {error.strerror}; give another {word}") from error
+        raise OutputError(f"cannot write {what}{path}: {error.strerror}; give another {option(argument)}") from error
 
 
-def regular_file(path: Path, overwrite: bool, word: str = "--out") -> Path:
-    """Where to write for `path`, given as `word`: behind all links. OutputError when it may not be replaced."""
+def regular_file(path: Path, overwrite: bool, argument: str = "out", *, inputs: Inputs | None = None) -> Path:
+    """Return the path to write for `path`, which the user gave as `argument`, with all links resolved.
+
+    inputs  files that are read, by what they are, for example "plan"; None stands for one that is not given.
+
+    OutputError when it may not be replaced, or is one of the inputs.
+    """
     target = Path(os.path.realpath(path))
+    refuse_inputs(path, inputs or {}, argument)
     try:
         mode = target.lstat().st_mode
     except FileNotFoundError:
         if not target.parent.is_dir():
-            raise OutputError(f"{target.parent} is no folder; give another {word}") from None
+            raise OutputError(f"{target.parent} is no folder; give another {option(argument)}") from None
+        if path.is_symlink() and not overwrite:
+            raise OutputError(
+                f"{path} exists already, as a link to {target}, which does not exist; give another {option(argument)}, "
+                f"or {option('overwrite', True)} to create that"
+            ) from None
         return target
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another {word}") from error
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another {option(argument)}") from error
     if not stat.S_ISREG(mode):
-        raise OutputError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}; give another {word}")
+        kind = "folder" if stat.S_ISDIR(mode) else "special file"
+        raise OutputError(f"{path} is a {kind}; give another {option(argument)}")
     if not overwrite:
-        raise OutputError(f"{path} exists already; give another {word}, or --overwrite to replace it")
+        raise OutputError(
+            f"{path} exists already; give another {option(argument)}, or {option('overwrite', True)} to replace it"
+        )
     return target
+
+
+def refuse_inputs(path: Path, inputs: Inputs, argument: str = "out") -> None:
+    """OutputError where writing `path` would replace a file or folder that is read, or something inside or around one.
+
+    Files are the same where device and inode are, so under every symbolic and hard link. In the folder of an input a
+    new file or folder is allowed (a new array in a Zarr group, for example), but not inside a Zarr array.
+    """
+    mine = Path(os.path.realpath(path))
+    advice = f"give another name as {option(argument)}"
+    every = ((what, (paths,) if isinstance(paths, Path) else paths or ()) for what, paths in inputs.items())
+    for what, given in ((what, given) for what, paths in every for given in paths):
+        theirs = Path(os.path.realpath(given))
+        if mine == theirs or _same(path, given):
+            raise OutputError(f"the output {path} is the {what} {given} itself; {advice}")
+        if any(_same(mine, folder) for folder in theirs.parents):
+            raise OutputError(f"the output {path} would replace the folder that holds the {what} {given}; {advice}")
+        inside = [folder for folder in mine.parents if folder == theirs or theirs in folder.parents]
+        if theirs.is_dir() and any(is_zarr_array(folder) for folder in inside):
+            raise OutputError(f"the output {path} would lie inside an array of the {what} {given}; {advice}")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them does not exist, or may not be looked at, and then not be written either
+        return False
+
+
+def is_zarr_array(folder: Path) -> bool:
+    """Return whether the folder holds the chunks of an array, by the metadata of Zarr 2 or 3."""
+    if (folder / ".zarray").exists():
+        return True
+    try:
+        with open_regular(folder / "zarr.json") as file:
+            metadata = from_json(file.read(MOST_METADATA_BYTES))
+    except (OSError, ValueError):
+        return False
+    return isinstance(metadata, dict) and metadata.get("node_type") == "array"

@@ -46,6 +46,16 @@ def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
     return size
 
 
+def number(ctx: click.Context, param: click.Parameter, value: str | None) -> int | float | None:
+    """A number, whole ones exactly; NaN and infinity too."""
+    if value is None:
+        return None
+    try:
+        return int(value) if re.fullmatch(r"\s*[+-]?\d{1,20}\s*", value) else float(value)
+    except ValueError:
+        raise click.BadParameter(f"{_shortened(value)} is not a number such as 0 or 127.5") from None
+
+
 def positive(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
     """A number above 0 that is one: click's own range lets NaN pass."""
     if value is not None and not 0 < value < inf:
@@ -168,8 +178,15 @@ devices_words = _together(
         help="GPUs of the kind of the first that compute together, a number or all [default: 1].",
     ),
 )
+fill_missing_word = click.option(
+    "--fill-missing",
+    metavar="VALUE",
+    callback=number,
+    help="Value of voxels whose file is missing, of HDF5 volumes made of several [default: an error].",
+)
 region_words = _together(
     click.option("--dataset", help="Array inside the file [default: the only 3D or 4D one]."),
+    fill_missing_word,
     click.option("--roi", metavar="Z0:Z1,Y0:Y1,X0:X1", callback=region_form, help="Part of the volume, in voxels."),
     click.option(
         "--border",
@@ -211,3 +228,7 @@ rigor_words = _together(
     click.option("--paranoid", is_flag=True, help="Run each chosen layer and hold it against the definition."),
 )
 json_word = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+loudness_words = _together(
+    click.option("--quiet", is_flag=True, help="Print errors only: no progress, no report; --json still prints."),
+    click.option("--verbose", is_flag=True, help="Log each phase of the work on stderr."),
+)

@@ -1,0 +1,29 @@
+"""Advice to install an extra names packages, which pip finds wherever znnpy came from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from znnpy.extras import install
+
+
+@pytest.mark.parametrize("extra", ["gpu", "cudnn", "zarr", "safetensors", "plugins"])
+def test_every_package_of_an_extra_is_named(extra: str, repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"'([\w.-]+)", install(extra))
+    assert named == [re.match(r"[\w.-]+", line)[0] for line in project["optional-dependencies"][extra]]  # type: ignore[index]
+    assert install(extra).startswith("pip install '")
+    assert "znnpy" not in install(extra)
+
+
+def test_a_copy_that_is_not_installed_has_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert install("zarr") == "pip install '.[zarr]'"

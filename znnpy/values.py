@@ -1,0 +1,86 @@
+"""The range and mean of what a run writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.patches import Box
+from znnpy.run.pipeline import Writes
+
+PIECE = 2**17  # values
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Finite values of the output that one run wrote, of all maps, as they are stored."""
+
+    lowest: float
+    highest: float
+    mean: float
+
+    def __str__(self) -> str:
+        return f"{self.lowest:.3g} to {self.highest:.3g}, mean {self.mean:.3g}"
+
+
+@dataclass
+class Tally:
+    """Counts the values of what is written; takes the memory of PIECE values. What is written twice counts twice."""
+
+    _count: int = 0
+    _sum: float = 0.0
+    _lowest: float = np.inf
+    _highest: float = -np.inf
+
+    @property
+    def values(self) -> Values | None:
+        """Return the range and mean of all values so far; None if none of them is finite."""
+        return Values(self._lowest, self._highest, self._sum / self._count) if self._count else None
+
+    def add(self, voxels: npt.NDArray[Any]) -> None:
+        """Count voxels (maps, z, y, x); those that are not finite are left out."""
+        for piece in _pieces(voxels):
+            with np.errstate(invalid="ignore"):
+                total = float(piece.sum(dtype=np.float64))
+            finite = piece if np.isfinite(total) else piece[np.isfinite(piece)]
+            if finite.size:
+                self._count += finite.size
+                self._sum += total if finite is piece else float(finite.sum(dtype=np.float64))
+                self._lowest = min(self._lowest, float(finite.min()))
+                self._highest = max(self._highest, float(finite.max()))
+
+
+def _pieces(voxels: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Parts of up to PIECE values, or lines of more."""
+    if voxels.size <= PIECE or voxels.ndim == 1:
+        yield voxels
+        return
+    for part in voxels:
+        yield from _pieces(part)
+
+
+@dataclass(frozen=True)
+class Tallied:
+    """An output, see `pipeline.Writes`, whose values are counted as they are written."""
+
+    output: Writes
+    tally: Tally
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.output.dtype
+
+    @property
+    def done(self) -> Set[int]:
+        return self.output.done
+
+    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+        self.output.write(box, voxels)
+        self.tally.add(voxels)
+
+    def finish_column(self, index: int) -> None:
+        self.output.finish_column(index)
