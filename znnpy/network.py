@@ -28,10 +28,14 @@ from znnpy.shapes import (
     turned,
     valid,
 )
+from znnpy.wording import excerpt, option
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+MOST_LAYERS = 1000  # of one network; the time that planning takes grows with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,9 @@ class ConvWeights:
     weight: npt.NDArray[np.float32]  # (f', f, kz, ky, kx)
     bias: npt.NDArray[np.float32]  # (f',)
 
+    def __repr__(self) -> str:
+        return f"<ConvWeights {self.weight.shape}>"
+
 
 @dataclass(frozen=True, slots=True)
 class Normalise:
@@ -113,11 +120,26 @@ class Network:
             raise ShapeError(f"a network needs at least 1 input channel, not {self.input_channels}")
         if not self.layers:
             raise ShapeError("a network needs at least one layer")
+        if len(self.layers) > MOST_LAYERS:
+            raise ShapeError(
+                f"a network has at most {MOST_LAYERS:,} layers, and this one has {len(self.layers):,}; split it"
+            )
         maps = self.input_channels
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Maxout) and maps % layer.of:
-                raise ShapeError(f"layer {index} ({layer}) does not divide the {maps} maps it gets")
+                raise ShapeError(
+                    f"layer {index} ({layer}) does not divide the {maps} maps it gets; "
+                    "change the group, or the maps that come before it"
+                )
             maps = _maps_after(layer, maps)
+
+    def __repr__(self) -> str:
+        """One line; `layers` lists the layers."""
+        maps = f"{self.input_channels} -> {self.output_channels} maps"
+        return (
+            f"<Network {excerpt(self.name, 60)}: {len(self.layers)} layers, {maps}, {self.parameters:,} parameters, "
+            f"field of view {text(self.field_of_view)}>"
+        )
 
     @cached_property
     def maps(self) -> tuple[int, ...]:
@@ -202,7 +224,8 @@ class Network:
             if n < fov:
                 raise ShapeError(
                     f"the volume is smaller than the field of view along {axis}: {text(volume)} against "
-                    f"{text(self.field_of_view)}; give at least {fov - n} more voxels there, or use --border reflect"
+                    f"{text(self.field_of_view)}; give at least {fov - n} more voxels there, "
+                    f"or use {option('border', 'reflect')}"
                 )
         return valid(volume, self.field_of_view)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.errors import ShapeError
-from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
+from znnpy.network import MOST_LAYERS, Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.shapes import Vec3, turn
 
 NETWORKS = {
@@ -271,7 +271,7 @@ def test_a_volume_smaller_than_the_field_of_view() -> None:
         network.dense_size((9, 3, 9))
     assert str(caught.value) == (
         "the volume is smaller than the field of view along y: 9x3x9 against 2x5x3; "
-        "give at least 2 more voxels there, or use --border reflect"
+        "give at least 2 more voxels there, or use border='reflect'"
     )
 
 
@@ -282,6 +282,14 @@ def test_networks_that_cannot_be() -> None:
         Network("a", 1, ())
     with pytest.raises(ShapeError, match=r"layer 1 \(maxout of 2\) does not divide the 5 maps it gets"):
         Network("a", 1, (Conv((1, 1, 1), 5), Maxout(2)))
+
+
+def test_a_network_has_at_most_a_stated_number_of_layers() -> None:
+    layer = Conv((1, 1, 1), 1)
+    assert len(Network("a", 1, (layer,) * MOST_LAYERS).layers) == MOST_LAYERS
+    with pytest.raises(ShapeError) as caught:
+        Network("a", 1, (layer,) * (MOST_LAYERS + 1))
+    assert str(caught.value) == "a network has at most 1,000 layers, and this one has 1,001; split it"
 
 
 def test_maps_convolutions_and_parameters() -> None:

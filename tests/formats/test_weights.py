@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import io
+import os
 import pickle
 import sys
-import threading
-import time
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +85,6 @@ def test_byte_order_array_order_and_compression_do_not_matter(arrays: Arrays, tm
     assert_equal(read_weights(path, NETWORK), stored)
 
 
-def test_one_thread_parses_headers_at_a_time(arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.11 fails now and then where two do."""
-    path, literal = save_npz(tmp_path / "w.npz", arrays), ast.literal_eval
-    busy, together = threading.Semaphore(1), []
-
-    def alone(text: str) -> Any:
-        together.append(not busy.acquire(blocking=False))
-        time.sleep(0.002)
-        busy.release()
-        return literal(text)
-
-    monkeypatch.setattr(ast, "literal_eval", alone)
-    with ThreadPoolExecutor(4) as users:
-        for _ in users.map(lambda _: read_weights(path, NETWORK), range(8)):
-            pass
-    assert together
-    assert not any(together)
-
-
 @pytest.mark.parametrize("name", SAVE)
 def test_missing_and_unknown_arrays(name: str, arrays: Arrays, tmp_path: Path) -> None:
     path = tmp_path / name
@@ -178,8 +157,7 @@ def test_a_zip_of_something_else(arrays: Arrays, tmp_path: Path) -> None:
         for name in arrays:
             archive.writestr(name, b"hello")
     assert refusal(path) == (
-        "conv0_weight is damaged or cut short (EOF: reading magic string, expected 8 bytes got 5); "
-        "save or copy it again"
+        "conv0_weight is damaged or cut short (it ends after 5 of 8 bytes of its header); save or copy it again"
     )
 
 
@@ -190,12 +168,16 @@ def npy(array: npt.NDArray[Any]) -> bytes:
 
 
 BAD_MEMBERS = [
-    (lambda whole: whole + b"x", "(bytes after the array)"),
+    (lambda whole: whole + b"x", "(97 bytes of an array of 96)"),
     (lambda whole: whole[:-1], "(95 bytes of an array of 96)"),
-    (lambda whole: whole.replace(b"'shape': (", b"'shape': ["), "(Cannot parse header: "),
-    (lambda whole: whole.replace(b"{'descr'", b"({'descr'"), "(('EOF in multi-line statement', "),
-    (lambda whole: whole.replace(b"<f4", b"<04"), "(leading zeros in decimal integer literals"),
-    (lambda whole: whole.replace(b"NUMPY\x01", b"NUMPY\x03"), "(.npy version (3, 0))"),
+    (lambda whole: whole.replace(b"'shape': (", b"'shape': ["), "(its header is {'descr'"),
+    (lambda whole: whole.replace(b"{'descr'", b"({'descr'"), "(its header is ({'descr'"),
+    (lambda whole: whole.replace(b"<f4", b"<04"), "(its header names the dtype <04)"),
+    (lambda whole: whole.replace(b"NUMPY\x01", b"NUMPY\x04"), "(.npy version (4, 0))"),
+    (lambda whole: whole.replace(b"(4, 1", b"(True"), "(its header is {'descr'"),
+    (lambda whole: whole[:8] + b"\x28\x23" + b"[" * 9000, "(its header has 9,000 bytes, more than the 1,024 that"),
+    (lambda whole: whole[:8] + b"\xe8\x03" + b"-" * 1000, "(its header is -----"),
+    (lambda whole: whole[:8] + b"\x04\x00" + b"\x1b[2J", r"(its header is \x1b[2J)"),
 ]
 
 
@@ -229,20 +211,112 @@ def test_a_wrong_header_allocates_nothing(arrays: Arrays, tmp_path: Path) -> Non
     assert "conv0_weight has shape (4, 100000000000), but must be (4, 1, 1, 2, 3)" in refusal(path)
 
 
+def written(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    """A compressed archive of these members, in which a name may come twice."""
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        warnings.simplefilter("ignore")  # of a name that comes twice
+        for name, content in members:
+            archive.writestr(name, content)
+    return path
+
+
+def peak_bytes(path: Path, network: Network = NETWORK) -> int:
+    """The most memory that Python takes to refuse a file."""
+    tracemalloc.start()
+    try:
+        refusal(path, network)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_of_many_bytes_is_not_read(tmp_path: Path) -> None:
+    """A header of 256 MiB takes 256 KiB in the file. It was read whole, and ended in advice to allow pickles."""
+    header = b"\x93NUMPY\x02\x00" + (2**28).to_bytes(4, "little") + b" " * 2**28
+    path = written(tmp_path / "w.npz", [("conv0_weight.npy", header)])
+    bare = Network("bare", 1, (Conv((1, 1, 1), 1),))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("conv0_bias.npy", npy(np.zeros(1, np.float32)))
+    del header
+    said = refusal(path, bare)
+    assert said == (
+        "conv0_weight is damaged or cut short (its header has 268,435,456 bytes, more than the 1,024 that are read); "
+        "save or copy it again"
+    )
+    assert peak_bytes(path, bare) < 2**22
+
+
+@pytest.mark.parametrize("second", ["conv1_bias", "conv1_bias.npy"])
+def test_an_array_that_comes_twice_is_refused(second: str, arrays: Arrays, tmp_path: Path) -> None:
+    members = [(f"{name}.npy", npy(array)) for name, array in arrays.items()]
+    path = written(tmp_path / "w.npz", [*members, (second, npy(np.ones(3, np.float32)))])
+    assert refusal(path) == "the file holds conv1_bias twice; save it again with numpy.savez"
+
+
+def test_a_long_list_of_members_is_not_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "w.npz", [(f"{index:0200}", b"") for index in range(5000)])
+    assert refusal(path) == (
+        "the file is damaged or cut short (its list of arrays has 1,230,000 bytes, more than the 1,048,576 that are "
+        "read); save or copy it again"
+    )
+    assert peak_bytes(path) < 2**22
+
+
+def test_a_member_that_claims_more_than_it_has(tmp_path: Path) -> None:
+    """The size that the archive states is compared with the header before memory is taken."""
+    wide = Network("wide", 1, (Conv((8, 8, 8), 2**16),))
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": (2**16, 1, 8, 8, 8)})
+    members = [("conv0_weight.npy", stream.getvalue()), ("conv0_bias.npy", npy(np.zeros(2**16, np.float32)))]
+    path = written(tmp_path / "w.npz", members)
+    assert "conv0_weight is damaged or cut short (0 bytes of an array of 134217728)" in refusal(path, wide)
+    assert peak_bytes(path, wide) < 2**22
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ((2**40).to_bytes(8, "little") + b"{}", "its header has 1,099,511,627,776 bytes, more than the 1,048,576"),
+        ((2**19).to_bytes(8, "little") + b"[" * 2**19, "its header is nested too deeply"),
+        (b"\x02" + bytes(7) + b"{}" + b"x" * 10**6, "Error while deserializing header"),
+    ],
+)
+def test_hostile_headers_of_safetensors(content: bytes, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+    assert refusal(path).startswith(f"the file is damaged or cut short ({why}")
+
+
+def test_an_array_that_comes_twice_in_safetensors(arrays: Arrays, tmp_path: Path) -> None:
+    path = save_safetensors(tmp_path / "w.safetensors", arrays)
+    path.write_bytes(path.read_bytes().replace(b'"conv1_bias"', b'"conv0_bias"'))
+    assert refusal(path) == "the file holds conv0_bias twice; save it again"
+
+
+@pytest.mark.parametrize("name", SAVE)
+def test_pipes_and_devices_are_not_opened(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / f"zero_{name}").symlink_to("/dev/zero")
+    for path in (tmp_path / name, tmp_path / f"zero_{name}"):
+        with pytest.raises(NetworkFileError, match="is a device or a pipe, not a weights file; give a file on disk"):
+            read_weights(path, NETWORK)
+
+
 def test_no_array_of_an_npz_is_in_memory_twice(tmp_path: Path) -> None:
     network = Network("wide", 1, (Conv((1, 1, 1), 512), Conv((2, 2, 2), 512)))
-    named = {}
+    named: Arrays = {}
     for i, one in enumerate(random_weights(network, seed=1)):
-        named[f"conv{i}_weight"], named[f"conv{i}_bias"] = one.weight, one.bias
+        named[f"conv{i}_weight"], named[f"conv{i}_bias"] = one.weight.astype(np.float64), one.bias
     path = save_npz(tmp_path / "w.npz", named)
-    nbytes = sum(array.nbytes for array in named.values())
+    nbytes = sum(4 * array.size for array in named.values())
     tracemalloc.start()
     try:
         read_weights(path, network)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert nbytes <= peak < 1.3 * nbytes, "a quarter says which values are finite"
+    assert nbytes <= peak < nbytes + 2**21, "a part of what the file holds in float64"
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
@@ -270,7 +344,7 @@ def test_damaged_safetensors(arrays: Arrays, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", b"\xff" * 100, whole[:-3], whole[:20]):
         path.write_bytes(content)
-        assert refusal(path).startswith("the file is damaged or cut short (Error while deserializing header: ")
+        assert refusal(path).startswith("the file is damaged or cut short (")
 
 
 def test_safetensors_is_optional(arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +353,7 @@ def test_safetensors_is_optional(arrays: Arrays, tmp_path: Path, monkeypatch: py
     with pytest.raises(MissingExtraError) as caught:
         read_weights(path, NETWORK)
     assert str(caught.value) == (
-        f"{path} needs the package safetensors, which is not installed; pip install 'znnpy[safetensors]'"
+        f"{path} needs the package safetensors, which is not installed; pip install 'safetensors>=0.4'"
     )
 
 
@@ -287,9 +361,17 @@ def test_file_that_is_not_there(arrays: Arrays, tmp_path: Path) -> None:
     save_npz(tmp_path / "cells.npz", arrays)
     with pytest.raises(NetworkFileError, match=r"there is no weights file .*/cell\.npz; did you mean cells\.npz\?$"):
         read_weights(tmp_path / "cell.npz", NETWORK)
+    (tmp_path / "w.txt").touch()
+    with pytest.raises(NetworkFileError, match=r"w\.txt cannot be a weights file by its name, which must end in \.npz"):
+        read_weights(tmp_path / "w.txt", NETWORK)
     (tmp_path / "w.pt").touch()
-    with pytest.raises(NetworkFileError, match=r"w\.pt cannot be a weights file by its name, which must end in \.npz"):
+    with pytest.raises(NetworkFileError) as caught:
         read_weights(tmp_path / "w.pt", NETWORK)
+    assert str(caught.value) == (
+        f"{tmp_path}/w.pt is a file of PyTorch, and weights are read from .npz or .safetensors only: save "
+        "conv<i>_weight (out, in, z, y, x) and conv<i>_bias of every convolution i, counted from 0, with numpy.savez, "
+        "as 'Your network' in the README shows"
+    )
 
 
 def test_a_network_without_convolutions_needs_no_arrays(tmp_path: Path) -> None:

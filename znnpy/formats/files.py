@@ -8,10 +8,22 @@ from pathlib import Path
 from reprlib import Repr
 
 from znnpy.errors import NetworkFileError
+from znnpy.wording import excerpt, option
 
 LARGEST = 10**6  # sizes and counts in a file, and the field of view that follows from them
 COUNT = f"a whole number from 1 to {LARGEST}"
 MANY = 12  # names in a message
+LONGEST_WORD = 100  # characters of an unknown word that are compared with known ones
+
+_TORCH, _KERAS, _TENSORFLOW = "a file of PyTorch", "a file of HDF5 or Keras", "a file of TensorFlow"
+_FOREIGN = {  # files in which other tools keep networks with their weights, by suffix
+    **dict.fromkeys((".pt", ".pth", ".pt2", ".ckpt", ".torchscript"), _TORCH),
+    ".onnx": "a file of ONNX",
+    **dict.fromkeys((".keras", ".h5", ".hdf5"), _KERAS),
+    **dict.fromkeys((".pb", ".tflite"), _TENSORFLOW),
+    ".caffemodel": "a file of Caffe",
+}
+_WEIGHTS = (".npz", ".safetensors")
 
 _SHORT = Repr()
 _SHORT.maxlevel = 3
@@ -19,14 +31,15 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def came(value: object) -> str:
-    """`value` as a message shows it: short, whatever it is."""
-    return "empty" if value is None else _SHORT.repr(value)
+    """`value` as a message shows it: short, whatever it is, and on one line."""
+    return "empty" if value is None else excerpt(_SHORT.repr(value))
 
 
 def near(word: object, known: Iterable[str]) -> str:
     """What to do about an unknown word: take one of the near ones if there are any, else one of all."""
     names = {name.lower(): name for name in known}
-    matches = get_close_matches(str(word).lower(), names, n=3)
+    meant = word[:LONGEST_WORD] if isinstance(word, str) else came(word)
+    matches = get_close_matches(meant.lower(), names, n=3)
     if matches:
         return f"did you mean {' or '.join(names[match] for match in matches)}?"
     shown = [*names.values()]
@@ -51,11 +64,36 @@ def require_file(path: Path, what: str, suffixes: Sequence[str], also: Sequence[
         hint = near(path.name, names) if names else f"no {accepted} file is in that folder; correct the path"
         raise NetworkFileError(f"there is no {what} file {path}; {hint}")
     if path.suffix.lower() not in suffixes:
+        if advice := _foreign(path.suffix.lower(), what):
+            raise NetworkFileError(f"{path} is {advice}")
         raise NetworkFileError(
             f"{path} cannot be a {what} file by its name, which must end in {accepted}; give such a file"
         )
     if not path.is_file():
         raise NetworkFileError(f"{path} is a device or a pipe, not a {what} file; give a file on disk")
+
+
+def _foreign(suffix: str, what: str) -> str | None:
+    """Say which tool a file is of, and what to do with it; None if the suffix does not tell."""
+    if suffix in _WEIGHTS:
+        return (
+            "a file of weights, and a network is a text file that lists the layers: give that .yaml file, and this one "
+            f"by {option('weights')}"
+        )
+    kind = _FOREIGN.get(suffix)
+    if kind is None:
+        return None
+    if what == "weights":
+        return (
+            f"{kind}, and weights are read from {' or '.join(_WEIGHTS)} only: save conv<i>_weight (out, in, z, y, x) "
+            "and conv<i>_bias of every convolution i, counted from 0, with numpy.savez, as 'Your network' in the "
+            "README shows"
+        )
+    return (
+        f"{kind}, which is not read yet: a network runs if it is a chain of convolutions with neither padding nor "
+        "strides, max-poolings, max-filters and maxouts, with batch-norm folded in, and a U-Net does not; write its "
+        "layers into a .yaml file and its weights into an .npz file, as 'Your network' in the README shows"
+    )
 
 
 def cannot_read(path: Path, error: OSError) -> NetworkFileError:

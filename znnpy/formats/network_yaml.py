@@ -6,22 +6,18 @@ what to write. Messages are made from these, so that none of pydantic's reach a 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from yaml.constructor import ConstructorError
 
 from znnpy.errors import NetworkFileError
 from znnpy.formats.files import COUNT, LARGEST, came, near
+from znnpy.formats.yaml12 import read_yaml
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.shapes import ACTIVATIONS, Activation, Vec3
 
 FLOAT32_MAX = 3.4028234e38
 FLOAT32_TINY = 1.1754944e-38
-LONGEST_NUMBER = 30  # digits
 
 
 class Parsed(NamedTuple):
@@ -46,10 +42,12 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Size = Annotated[tuple[Count, Count, Count], BeforeValidator(_triple)]
 Mean = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
 Std = Annotated[float, Field(ge=FLOAT32_TINY, le=FLOAT32_MAX, allow_inf_nan=False)]
-Words = Annotated[str, Field(min_length=1, pattern=r"^\P{C}+$")]  # no control characters: it becomes an attribute
+LONGEST_WORDS = 200  # characters
+# Nothing that steers a terminal: it becomes an attribute of the output, and is printed.
+Words = Annotated[str, Field(min_length=1, max_length=LONGEST_WORDS, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")]
 
 _SIZE = f"{COUNT} or three of them, [z, y, x]"
-_ONE_LINE = "text on one line"
+_ONE_LINE = f"text on one line of at most {LONGEST_WORDS} characters"
 
 
 class _Entry(BaseModel):
@@ -157,7 +155,7 @@ def parse(content: str, name: str) -> Parsed:
 
     NetworkFileError for the first mistake; ShapeError when a maxout does not divide its maps.
     """
-    raw = _load(content)
+    raw = read_yaml(content)
     if not isinstance(raw, dict):
         raise NetworkFileError(
             f"the file is {came(raw)}, but must be a mapping; write at least {_NetworkEntry.example()}"
@@ -195,57 +193,3 @@ def _normalise(raw: object, channels: int) -> Normalise | None:
                 "write one number, or one per channel"
             )
     return Normalise(mean * (channels // len(mean)), std * (channels // len(std)))
-
-
-# What JSON has, and merging (<<): a date is text here, and no object is ever built.
-_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses duplicate keys, and reads 1e-3 as a number (YAML 1.2) rather than as text."""
-
-    yaml_constructors: ClassVar[dict[str | None, Any]] = {
-        tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _TAGS
-    }
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and len(node.value) > LONGEST_NUMBER:
-            raise ConstructorError(None, None, f"a number of {len(node.value)} digits", node.start_mark)
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, KeyError):  # "!!int three", "!!bool maybe"
-            raise ConstructorError(None, None, f"{came(node.value)} is no {node.tag}", node.start_mark) from None
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    raise ConstructorError(None, None, f"key {came(key.value)} is given twice", key.start_mark)
-                seen.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in pairs if tag in _TAGS]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+0123456789.")
-)
-
-
-def _load(content: str) -> object:
-    try:
-        return yaml.load(content, _Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        problem = ", ".join(part for part in (error.context, error.problem) if part)
-        at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise NetworkFileError(f"{at}not valid YAML: {problem}; correct it there") from None
-    except yaml.reader.ReaderError as error:
-        raise NetworkFileError(
-            f"not valid YAML: character {error.character!r} at position {error.position}; delete it"
-        ) from None
-    except RecursionError:
-        raise NetworkFileError("not valid YAML for a network: lists nested too deeply; flatten them") from None

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from znnpy.errors import NetworkFileError, ShapeError
+from znnpy.files import read_regular
 from znnpy.formats import network_yaml, network_znni
 from znnpy.formats.files import LARGEST, cannot_read, require_file
 from znnpy.network import Network
 from znnpy.shapes import text
+from znnpy.wording import excerpt
 
 DEFAULT = "fib25_boundary"
 SHIPPED = Path(__file__).parent.parent / "networks"  # numpy and safetensors want real files, so no importlib.resources
 
 SUFFIXES = (".yaml", ".yml", ".znni")
-LARGEST_FILE = 2**20  # bytes; ten thousand layers are less: what is larger is no network
+LARGEST_FILE = 2**18  # bytes; the most layers that a network may have are less: what is larger is no network
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ def read_network(where: str | Path) -> NetworkFile:
         content = _read_text(path)
     except OSError as error:
         raise cannot_read(path, error) from error
+    name = excerpt(path.stem)
     try:
         if path.suffix.lower() == ".znni":
-            return NetworkFile(_within_limits(network_znni.parse(content, path.stem)), None, path)
-        parsed = network_yaml.parse(content, path.stem)
+            return NetworkFile(_within_limits(network_znni.parse(content, name)), None, path)
+        parsed = network_yaml.parse(content, name)
         network = _within_limits(parsed.network)
         if parsed.field_of_view not in (None, network.field_of_view):
             raise NetworkFileError(
@@ -62,7 +65,7 @@ def read_network(where: str | Path) -> NetworkFile:
     except NetworkFileError as error:
         raise error.with_context(str(path)) from None
     except ShapeError as error:
-        raise NetworkFileError(f"{path}: {error}; change the group, or the maps that come before it") from None
+        raise NetworkFileError(f"{path}: {error}") from None
 
 
 def _within_limits(network: Network) -> Network:
@@ -74,8 +77,7 @@ def _within_limits(network: Network) -> Network:
 
 
 def _read_text(path: Path) -> str:
-    with path.open("rb") as stream:
-        content = stream.read(LARGEST_FILE + 1)
+    content = read_regular(path, LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
         raise NetworkFileError(
             f"{path} is larger than {LARGEST_FILE} bytes, so it is no network file; give the file that lists the layers"
