@@ -38,7 +38,7 @@ def furnished(folder: Path) -> Path:
 def output(path: Path, mode: Mode = "new", maps: int = 1, dtype: str = "f4", **job: Any) -> Output:
     return Output(
         path,
-        volume=path.with_name("volume.h5"),
+        inputs={"volume": path.with_name("volume.h5")},
         shape=(maps, *SIZE),
         dtype=np.dtype(dtype),
         mode=mode,

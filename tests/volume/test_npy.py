@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import array as array_module
 from znnpy.volume import open_volume
+from znnpy.volume.volume import Absent
 
 
 def saved(path: Path, shape: tuple[int, ...], dtype: str = "<u2", order: str = "C") -> npt.NDArray[Any]:
@@ -82,7 +84,7 @@ def test_files_that_are_no_volume(tmp_path: Path) -> None:
         open_volume(path)
     saved(path, (7, 9, 11))
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(VolumeError, match=r"v\.npy cannot be read as \.npy"):
+    with pytest.raises(VolumeError, match=r"v\.npy is cut short: 300 bytes of the 1514 its header promises; copy it"):
         open_volume(path)
     saved(path, (7, 9))
     with pytest.raises(VolumeError, match=r"v\.npy has 2 axes \(7, 9\), and a volume has 3"):
@@ -90,6 +92,80 @@ def test_files_that_are_no_volume(tmp_path: Path) -> None:
     saved(path, (7, 9, 11))
     with pytest.raises(VolumeError, match="holds one array, so there is no dataset 'raw' to name"):
         open_volume(path, "raw")
+    with pytest.raises(VolumeError, match=r"v\.npy is not made of other files, .*: leave out `fill_missing`"):
+        open_volume(path, absent=Absent(fill=5))
+    with pytest.raises(VolumeError, match=r"v\.npy has no chunks that could be missing: leave out missing_chunks='er"):
+        open_volume(path, absent=Absent(chunks="error"))
+    with pytest.raises(VolumeError, match=r"v\.zarr is not made of other files, .*: leave out `fill_missing`"):
+        open_volume(tmp_path / "v.zarr", absent=Absent(fill=5))
+
+
+def with_header(text: bytes, version: int = 1) -> bytes:
+    """A .npy file of this header and 64 zeros."""
+    return (
+        b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text + bytes(64)
+    )
+
+
+def header(descr: str = "'|u1'", order: str = "False", shape: str = "(4, 4, 4)") -> bytes:
+    return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}".encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "it ends after 0 of 8 bytes of its header"),
+        (b"no array at all", "it does not begin as a .npy array does"),
+        (b"\x93NUMPY\x01\x00\xff\x00{", "it ends after 1 of 255 bytes of its header"),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f", "its header has 2,147,483,647 bytes, more than the 1,024"),
+        (with_header(header(shape="(True, 4, 4)")), "its header is {"),
+        (with_header(header(shape="(-4, 4, 4)")), "its header is {"),
+        (with_header(header(shape="'444'")), "its header is {"),
+        (with_header(header(shape=f"({2**63}, 4, 4)")), "its header is {"),
+        (with_header(header(shape="(10000001, 4, 4)")), "has an axis of 10,000,001 voxels, and up to 10,000,000 are"),
+        (with_header(header(shape="(10**7,) * 3")), "its header is {"),
+        (with_header(header(shape=f"({10**7}, {10**7}, {10**7})")), f"is cut short: .* of the {10**21 + 93} its"),
+        (with_header(header(order="1")), "its header is {"),
+        (with_header(header(descr="'|O'")), r"holds object \(object\) voxels, and only integers"),
+        (with_header(header(descr="()")), "its header is {"),
+        (with_header(header(descr="('|u1',)")), "its header is {"),
+        (with_header(header(descr="[('a', '<f4')]")), "its header is {"),
+        (with_header(header(descr="'<q9'")), "its header names the dtype <q9"),
+        (with_header(b"(" * 9000), "its header has 9,000 bytes, more than the 1,024"),
+        (with_header(b"(" * 900), r"its header is \(\("),
+        (with_header(b"{}"), "its header is {}"),
+        (with_header(b"\xff\xfe", 3), "its header is"),
+    ],
+    ids=lambda value: value[:60] if isinstance(value, str) else "",
+)
+def test_hostile_headers(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "v.npy"
+    path.write_bytes(content)
+    with pytest.raises(VolumeError, match=rf"v\.npy .*{said}"):
+        open_volume(path)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_every_version_of_the_format(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "v.npy"
+    path.write_bytes(with_header(header(), version))
+    with open_volume(path) as volume:
+        assert volume.shape == (1, 4, 4, 4)
+
+
+def test_axes_of_length_1_in_front(tmp_path: Path) -> None:
+    array = saved(tmp_path / "v.npy", (1, 1, 2, 3, 5, 4), "u1")
+    with open_volume(tmp_path / "v.npy") as volume:
+        assert volume.shape == (2, 3, 5, 4)
+        out = np.zeros((2, 2, 3, 4), np.uint8)
+        volume.read(Box((1, 1, 0), (3, 4, 4)), out)
+    np.testing.assert_array_equal(out, array[0, 0, :, 1:3, 1:4])
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "v.npy")
+    with pytest.raises(VolumeError, match=r"v\.npy cannot be read: it is a pipe, a socket or a device"):
+        open_volume(tmp_path / "v.npy")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are listed on Linux only")

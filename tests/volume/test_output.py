@@ -105,13 +105,15 @@ def test_readable_while_it_is_written(path: Path) -> None:
 
 def test_new_refuses_what_exists(path: Path) -> None:
     path.write_text("precious")
-    with pytest.raises(OutputError, match=r"the output .*out\.h5 exists; give --overwrite to replace it, or another"):
+    with pytest.raises(
+        OutputError, match=r"the output .*out\.h5 exists; give overwrite=True to replace it, or another"
+    ):
         output(path).__enter__()
     assert path.read_text() == "precious"
     path.unlink()
     interrupt(path, 5)
     message = (
-        r"an unfinished run left .*out\.h5\.partial with 5 of 12 columns done; go on with --resume, or start again"
+        r"an unfinished run left .*out\.h5\.partial with 5 of 12 columns done; go on with resume=True, or start again"
     )
     with pytest.raises(OutputError, match=message):
         output(path).__enter__()
@@ -124,7 +126,7 @@ def test_the_volume_is_not_the_output(path: Path, tmp_path: Path) -> None:
     (tmp_path / "out.h5.partial").symlink_to(volume)
     for name in ("volume.h5", "soft.h5", "hard.h5", "out.h5"):
         for mode in ("new", "overwrite", "resume"):
-            with pytest.raises(OutputError, match=r"is the volume .*volume\.h5 itself; give another name with --out"):
+            with pytest.raises(OutputError, match=r"is the volume .*volume\.h5 itself; give another name as `out`"):
                 output(tmp_path / name, mode).__enter__()
     assert volume.read_bytes() == b"the volume"
 
@@ -140,7 +142,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"there is no folder .*nowhere to write out\.h5 in; create it first"):
         output(tmp_path / "nowhere" / "out.h5").__enter__()
     (tmp_path / "folder.h5").mkdir()
-    with pytest.raises(OutputError, match="is a folder; give the name of a file in --out"):
+    with pytest.raises(OutputError, match="is a folder; give the name of a file in `out`"):
         output(tmp_path / "folder.h5").__enter__()
 
 
@@ -190,7 +192,7 @@ def test_not_enough_disk_is_known_before_the_start(path: Path, monkeypatch: pyte
     needed = (2 * 3 * 2) * (6 * 5 * 5) * 4  # chunks of 6x5x5 float32
     assert stored_bytes((1, *SIZE), np.dtype("f4")) == needed
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, needed - 1))
-    message = rf"the output needs {needed} bytes \(0\.0 MiB\) and .* has {needed - 1} free \(0\.0 MiB\); make room"
+    message = r"the output needs 7\.03 KiB, which is 1 B more than the 7\.03 KiB that are free in .*; make room"
     with pytest.raises(OutputError, match=message):
         output(path).__enter__()
     assert names(path) == {"volume.h5"}
@@ -221,4 +223,4 @@ def test_a_place_that_takes_no_lock_is_not_taken_for_another_run() -> None:
 
 def test_a_folder_without_a_name_is_no_output() -> None:
     with pytest.raises(OutputError, match=r"the output '\.' is a folder"):
-        Output(Path("."), volume=Path("v.h5"), shape=(1, *SIZE), dtype=np.dtype("f4"), mode="new", job={})
+        Output(Path("."), inputs={}, shape=(1, *SIZE), dtype=np.dtype("f4"), mode="new", job={})

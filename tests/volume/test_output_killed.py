@@ -32,7 +32,7 @@ columns = cover(size, patch)
 voxels = np.random.default_rng(4).standard_normal((2, *size)).astype(np.float32)
 path = Path(sys.argv[1])
 with output.Output(
-    path, volume=path, shape=(2, *size), dtype=np.dtype("f4"), mode="resume", job={"kill": 1}
+    path, inputs={}, shape=(2, *size), dtype=np.dtype("f4"), mode="resume", job={"kill": 1}
 ) as out:
     print("entered", flush=True)
     if out.header is None and not out.finished:
@@ -80,7 +80,12 @@ def test_killed_at_random_moments(name: str, tmp_path: Path) -> None:
         killed += 1
         if not (journal_path(path).exists() and partial.exists()):
             continue  # killed before the file was whole, or when it had its name: the next run sees to it
-        _, done = Journal(journal_path(path)).read()
+        journal = Journal(journal_path(path))
+        assert journal.open()
+        recorded = journal.read()
+        assert recorded is not None
+        journal.close()
+        done = recorded[1]
         assert len(done) >= finished
         finished = len(done)
         kept = read(partial)
@@ -93,3 +98,16 @@ def test_killed_at_random_moments(name: str, tmp_path: Path) -> None:
     assert compared > 0
     np.testing.assert_array_equal(read(path), voxels)
     assert {item.name for item in tmp_path.iterdir()} == {name}
+
+
+@pytest.mark.parametrize(("name", "least"), [("out.h5", 12), ("out.zarr", 40)])
+def test_killed_before_every_step(name: str, least: int, tmp_path: Path) -> None:
+    """An output is replaced, and the run is killed before each change of a name; so is the run that goes on."""
+    if name.endswith(".zarr"):
+        pytest.importorskip("zarr")
+    program = Path(__file__).with_name("killed_everywhere.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / name)], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= least

@@ -17,7 +17,7 @@ from outputs import COLUMNS, HEADER, JOB, expected, finish, furnished, interrupt
 from znnpy.errors import OutputError, ResumeError
 from znnpy.patches import cover
 from znnpy.volume import store as store_module
-from znnpy.volume.journal import JournalHeader, read_header
+from znnpy.volume.journal import Journal, JournalHeader, read_header
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.store import Hdf5Store
 
@@ -90,10 +90,12 @@ def test_resume_begins_when_half_is_missing(path: Path, left: str) -> None:
     np.testing.assert_array_equal(stored(path), expected()[0])
 
 
-def test_resume_of_what_is_finished(path: Path) -> None:
-    finish(path)
+def test_resume_of_what_is_finished(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as killed:  # at the very end
+        killed.setattr(Journal, "remove", Journal.close)
+        finish(path)
+    assert names(path) == {"volume.h5", "out.h5", "out.h5.journal"}
     before = path.stat().st_mtime_ns
-    path.with_name("out.h5.journal").write_text("left by a run killed at the very end")
     with output(path, "resume") as opened:
         assert opened.finished
         assert opened.header is None
@@ -132,7 +134,7 @@ def test_resume_of_another_job(path: Path, job: dict[str, Any], message: str) ->
 
 def test_resume_of_a_foreign_file(path: Path) -> None:
     path.write_text("precious")
-    with pytest.raises(ResumeError, match=r"out\.h5 exists and was not written by znnpy; give --overwrite"):
+    with pytest.raises(ResumeError, match=r"out\.h5 exists and was not written by znnpy; give overwrite=True"):
         output(path, "resume").__enter__()
     path.unlink()
     with h5py.File(path, "w") as file:
@@ -200,7 +202,7 @@ def test_disk_full_in_mid_run(small_disk: Path, monkeypatch: pytest.MonkeyPatch)
     voxels = np.random.default_rng(1).standard_normal((1, *size)).astype(np.float32)
 
     def opened(mode: Mode) -> Output:
-        return Output(path, volume=path, shape=(1, *size), dtype=np.dtype("f4"), mode=mode, job=JOB)
+        return Output(path, inputs={}, shape=(1, *size), dtype=np.dtype("f4"), mode=mode, job=JOB)
 
     def work(opened: Output, indices: range) -> None:
         for index in indices:
@@ -218,8 +220,8 @@ def test_disk_full_in_mid_run(small_disk: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(OutputError) as caught:
         until_full()
     assert str(caught.value) == (
-        f"the disk is full: {path}.partial needs 524288 bytes in all and {small_disk} has 0 free; "
-        "1 of 4 columns are kept: make room and give --resume"
+        f"the disk is full: {path}.partial needs 512 KiB in all, and {small_disk} has 0 B free; "
+        "1 of 4 columns are kept: make room and give resume=True"
     )
     (small_disk / "hog").unlink()
     with opened("resume") as second:

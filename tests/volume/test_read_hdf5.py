@@ -19,6 +19,7 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume import hdf5, open_volume
+from znnpy.volume.hdf5_links import INDEX_BYTES
 from znnpy.volume.volume import Volume
 
 Store = Callable[..., Path]
@@ -95,7 +96,7 @@ def test_the_only_volume_is_found_in_nested_groups(tmp_path: Path) -> None:
 def test_several_datasets_are_listed(store: Store) -> None:
     path = store(raw=voxels((4, 5, 6), "u1"), labels=voxels((2, 4, 5, 6), "<u8"), table=np.zeros(3))
     message = (
-        "holds 2 datasets that could be the volume: labels (2x4x5x6 uint64), raw (4x5x6 uint8); name one with --dataset"
+        "holds 2 datasets that could be the volume: labels (2x4x5x6 uint64), raw (4x5x6 uint8); name one with `dataset`"
     )
     with pytest.raises(VolumeError, match=re.escape(message)):
         open_volume(path)
@@ -115,9 +116,9 @@ def test_unknown_dataset(store: Store) -> None:
         (np.zeros((4, 5, 6), bool), "holds bool voxels, .*store it as uint8"),
         (np.zeros((4, 5, 6), "c8"), r"holds complex \(complex64\) voxels, .*such as its magnitude"),
         (np.zeros((4, 5, 6), [("a", "f4")]), r"holds compound \(.*'a'.*\) voxels, .*dataset of its own"),
-        (np.zeros((4, 5, 6), "S3"), r"holds text \(\|S3\) voxels, .*another dataset with --dataset"),
+        (np.zeros((4, 5, 6), "S3"), r"holds text \(\|S3\) voxels, .*another dataset with `dataset`"),
         (np.zeros((4, 5), "u1"), r"has 2 axes \(4, 5\), and a volume has 3 \(z, y, x\) or 4"),
-        (np.zeros((1, 2, 3, 4, 5), "u1"), r"has 5 axes \(1, 2, 3, 4, 5\), and a volume has 3"),
+        (np.zeros((2, 1, 3, 4, 5), "u1"), r"has 5 axes \(2, 1, 3, 4, 5\), and a volume has 3"),
         (np.zeros((4, 0, 5), "u1"), r"is empty: \(4, 0, 5\)"),
         (h5py.Empty("f4"), "has no axes, and a volume has 3"),
     ],
@@ -193,7 +194,10 @@ def test_a_virtual_dataset_needs_its_files(tmp_path: Path) -> None:
         np.testing.assert_array_equal(whole(volume)[0], stored)
     for z in (3, 2):
         (tmp_path / f"plane{z}.h5").unlink()
-    message = r"main is made of 4 other files, of which 2 are missing, the first plane2\.h5; put them beside volume\.h5"
+    message = (
+        r"main: voxels \(z, y, x\) = \(2, 0, 0\) to \(2, 4, 5\) are missing: the source file plane2\.h5 is missing; "
+        r"and 1 other regions are missing; put it where it should be, or give `fill_missing` with the value to read"
+    )
     with pytest.raises(VolumeError, match=message):
         open_volume(path)
 
@@ -277,7 +281,7 @@ def test_missing_filter(tmp_path: Path) -> None:
     python(FILTERED)
     message = python(WITHOUT_PLUGIN)
     assert "main is compressed with HDF5 filter 32015 (HDF5 zstd filter), which is not installed here" in message
-    assert "`pip install hdf5plugin`" in message
+    assert "`pip install 'hdf5plugin>=5.0'`" in message
     assert python(WITH_PLUGIN) == "True\n"
 
 
@@ -292,7 +296,7 @@ def test_large_chunks_are_counted(tmp_path: Path) -> None:
     with open_volume(path, "plain") as volume:
         assert volume.extra_bytes == 0
     with open_volume(path, "large") as volume:
-        assert volume.extra_bytes == hdf5.CACHE_BYTES + 2 * 2**26 - READER_BYTES
+        assert volume.extra_bytes == 4 * 2**26 + INDEX_BYTES + hdf5.SPARE_BYTES - READER_BYTES
 
 
 def test_identity_follows_the_content_not_the_path(tmp_path: Path, store: Store) -> None:
@@ -321,5 +325,22 @@ def test_npy(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match="there is no file"):
         open_volume(tmp_path / "none.npy")
     np.save(tmp_path / "pickled.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(VolumeError, match=r"pickled\.npy cannot be read as \.npy: .*; write it again with numpy\.save"):
+    with pytest.raises(VolumeError, match=r"pickled\.npy holds object \(object\) voxels, .*; store it as numbers"):
         open_volume(tmp_path / "pickled.npy")
+
+
+def test_a_file_that_the_caller_has_open(tmp_path: Path) -> None:
+    """Other code of this process may have the file open before and while the volume is; closing releases the file."""
+    path = tmp_path / "volume.h5"
+    voxels = np.arange(60, dtype=np.uint8).reshape(3, 4, 5)
+    with h5py.File(path, "w") as file:
+        file["raw"] = voxels
+    with h5py.File(path, "r") as file, open_volume(path) as volume:
+        out = np.empty((1, 3, 4, 5), np.uint8)
+        volume.read(Box((0, 0, 0), (3, 4, 5)), out)
+        assert (out[0] == voxels).all()
+        assert (file["raw"][:] == voxels).all()
+    with open_volume(path), h5py.File(path, "r") as file:
+        assert (file["raw"][:] == voxels).all()
+    with h5py.File(path, "r+") as file:
+        file["raw"][0] = 7

@@ -5,23 +5,46 @@ A .npy file is read, not mapped: pages of a mapping count as memory of the proce
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VolumeError
+from znnpy.files import open_regular
+from znnpy.formats.npy import read_npy_header
 from znnpy.patches import Box
+from znnpy.volume.paths_behind import paths_behind
 from znnpy.volume.volume import Volume
+from znnpy.wording import excerpt
 
 RUN_BYTES = 2**20  # read at once, where it lies together
 PAGE = 4096  # bytes
 
 
+def why_unwritable(array: npt.NDArray[Any]) -> str | None:
+    """None where each element can be written by itself; else the end of a sentence that begins with the array's name.
+
+    Axes must be nested: a step along one goes beyond all that the axes with smaller steps reach. Slices and transposes
+    of ordinary arrays are so.
+    """
+    if not array.flags.writeable:
+        return "is read-only; give one that can be written to"
+    reach = array.itemsize
+    for step, count in sorted((abs(step), n) for step, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if step < reach:
+            return f"has elements that share memory (its strides are {array.strides}); give numpy.empty of its shape"
+        reach += step * (count - 1)
+    return None
+
+
 class ArrayVolume(Volume):
-    """An array (z, y, x) or (c, z, y, x) of any integer or floating type, not copied."""
+    """An array (z, y, x) or (c, z, y, x), maybe behind axes of length 1, of any number type; not copied."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         if not isinstance(array, np.ndarray):
@@ -31,7 +54,11 @@ class ArrayVolume(Volume):
         if isinstance(array, np.ma.MaskedArray):
             raise VolumeError("the array is masked, and masks are not read; fill it first (`array.filled(...)`)")
         super().__init__(Path("the array"), "", array.shape, array.dtype)
-        self._voxels = array if self.has_channel_axis else array[np.newaxis]
+        self._voxels = array.reshape(self.shape)
+
+    @property
+    def files(self) -> Collection[Path]:
+        return paths_behind(self._voxels)
 
     def close(self) -> None:
         """Nothing to let go of: the array is the caller's."""
@@ -47,13 +74,21 @@ class ArrayVolume(Volume):
 class NpyVolume(Volume):
     """A .npy file, C or Fortran order. Made by `open_volume`."""
 
-    def __init__(self, path: Path, header: np.memmap[Any, Any]) -> None:
-        """header  a map of the file, for what its header says; not kept."""
-        super().__init__(path, "", header.shape, header.dtype)
-        self._stored_dtype = header.dtype
-        self._begin = header.offset
-        self._is_fortran = header.flags.fnc
-        self._file = path.open("rb", buffering=0)
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        """Reads the header.
+
+        file  open at its beginning; closed with the volume
+
+        VolumeError: no volume, or the file ends before the voxels do. OSError, ValueError: the header is damaged.
+        """
+        header = read_npy_header(file)
+        shape, dtype = header.shape, header.dtype
+        super().__init__(path, "", shape, dtype)
+        self._stored_dtype, self._is_fortran = dtype, header.by_columns
+        self._begin, self._file = header.nbytes, cast("FileIO", file)
+        held, needed = os.fstat(file.fileno()).st_size, self._begin + prod(shape) * dtype.itemsize
+        if held < needed:
+            raise VolumeError(f"{path} is cut short: {held} bytes of the {needed} its header promises; copy it again")
 
     def close(self) -> None:
         self._file.close()
@@ -107,10 +142,16 @@ def open_volume(path: Path, dataset: str | None = None) -> NpyVolume:
     if dataset is not None:
         raise VolumeError(f"{path} is a .npy file and holds one array, so there is no dataset {dataset!r} to name")
     try:
-        return NpyVolume(path, np.load(path, mmap_mode="r", allow_pickle=False))
-    except VolumeError:
-        raise
+        file = open_regular(path)
     except FileNotFoundError:
         raise VolumeError(f"there is no file {path}; check the path") from None
     except (OSError, ValueError) as error:
-        raise VolumeError(f"{path} cannot be read as .npy: {error}; write it again with numpy.save") from None
+        raise VolumeError(f"{path} cannot be read: {getattr(error, 'strerror', error)}; give a .npy file") from None
+    try:
+        return NpyVolume(path, file)
+    except VolumeError:
+        file.close()
+        raise
+    except (OSError, ValueError) as error:
+        file.close()
+        raise VolumeError(f"{path} cannot be read as .npy: {excerpt(error)}; write it again with numpy.save") from None

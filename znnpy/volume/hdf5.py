@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import errno
+import os
+import resource
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -13,113 +15,351 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import VolumeError
+from znnpy.errors import VolumeError, ZnnpyError
+from znnpy.extras import install
+from znnpy.files import open_regular
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
-from znnpy.volume.volume import Volume, pick
+from znnpy.volume.hdf5_links import (
+    HDF5_ERRORS,
+    INDEX_BYTES,
+    MissingTargetError,
+    all_datasets,
+    dataset_named,
+    open_shared,
+    shown,
+)
+from znnpy.volume.hdf5_packed import PackedChunks
+from znnpy.volume.hdf5_sources import Missing, Sources, Stored, fills
+from znnpy.volume.hdf5_space import space_of
+from znnpy.volume.regions import Region, pieces
+from znnpy.volume.volume import Absent, Chunks, Volume, pick
+from znnpy.wording import excerpt, option
 
-CACHE_BYTES = 8 * 2**20  # decompressed chunks HDF5 keeps
-SLOTS = 1009  # of the cache's hash table: prime, and more than the chunks that fit
+MIB = 2**20
+CACHE_BYTES = 8 * MIB  # unpacked chunks that HDF5 keeps, or one that is larger
+SLOTS = 1009  # of the cache's hash table: prime, and the most chunks that it holds
+PREEMPT = 0.75  # share of the cache whose chunks go first once they were read whole; with 1.0 HDF5 keeps all of them
+STEPS = 3  # times a chunk that is being unpacked: as it is stored, and before and behind a filter
+SPARE_BYTES = 4 * MIB  # records of chunks and files while they are read
+AT_ONCE = 512  # chunks of one read: HDF5 makes a record of some KiB for each
+PIECE_BYTES = 4 * MIB  # of one read where its target does not lie together in memory
+FILE_BYTES = 2 * MIB  # that HDF5 takes for each further file it has open
+OTHER_FILES = 256  # that the process may have open beside the sources of a virtual dataset
 
 
 class Hdf5Volume(Volume):
-    """One dataset of an HDF5 file, (z, y, x) or (c, z, y, x). Made by `open_volume`."""
+    """One dataset of an HDF5 file, (z, y, x) or (c, z, y, x), maybe behind axes of length 1. Made by `open_volume`."""
 
-    def __init__(self, file: h5py.File, dataset: h5py.Dataset, path: Path, name: str) -> None:
-        super().__init__(path, name, dataset.shape, dataset.dtype)
-        self._file = file
-        self._voxels = dataset
+    def __init__(
+        self,
+        file: h5py.h5f.FileID,
+        dataset: h5py.h5d.DatasetID,
+        path: Path,
+        name: str,
+        sources: Sources,
+        absent: Absent,
+    ) -> None:
+        super().__init__(path, name, _shape(dataset), _dtype(dataset))
+        made = dataset.get_create_plist()
+        self._file, self._voxels, self._sources, self._absent = file, dataset, sources, absent
+        self._own = None if made.get_layout() == h5py.h5d.VIRTUAL else Stored.of(dataset, made)
+        self._packed = PackedChunks(dataset, self._own, str(self)) if self._own else None
+        self._missing: list[Region] = []
+        self._chunks = Chunks()
+        self._never_written: list[Missing] = []  # of a virtual dataset
+        # HDF5 leaves the memory as it is where a chunk is not stored and has no value.
+        self._has_fill_value = fills(made)
+
+    def leave_out(self, lost: Sequence[Missing]) -> None:
+        """Fill what is missing instead of reading it; VolumeError where there is no value for it, or it is no box."""
+        self._never_written = [one for one in lost if one.is_read]
+        self._has_fill_value &= all(one.has_value for one in self._never_written)
+        lost = [one for one in lost if not one.is_read]
+        is_fillable = all(one.is_exact for one in lost)
+        if lost and (self._absent.fill is None or not is_fillable):
+            raise VolumeError(f"{self}: {_first(lost, is_fillable=is_fillable)}")
+        if lost:
+            value = self._absent.fill
+            assert value is not None
+            if self.dtype.kind != "f" and not (float(value).is_integer() and _holds(self.dtype, int(value))):
+                raise VolumeError(
+                    f"{self} holds {self.dtype} voxels, which cannot hold {value}; "
+                    f"give another {option('fill_missing')}"
+                )
+        self._missing = [one.region for one in lost]
 
     def close(self) -> None:
-        self._file.close()
+        if self._file.valid:
+            self._voxels.close()
+            self._file.close()
+
+    @property
+    def files(self) -> Collection[Path]:
+        return self._sources.files
+
+    @property
+    def chunks(self) -> Chunks:
+        return self._chunks
+
+    def expect(self, box: Box) -> None:
+        if self._own is None:
+            self._expect_of_sources(self.stored_region(box))
+            return
+        try:
+            self._chunks = _count(self._voxels, self._own, self.stored_region(box))
+        except HDF5_ERRORS as error:
+            raise self._damaged(box, error) from None
+        if self._chunks.missing and not self._has_fill_value:
+            raise VolumeError(
+                f"{self}: {self._chunks.missing:,} of {self._chunks.looked:,} chunks were never written, and the "
+                "dataset has no fill value to read instead; write it again"
+            )
+        if self._chunks.missing and self._absent.chunks == "error":
+            raise VolumeError(
+                f"{self}: {self._chunks.missing:,} of {self._chunks.looked:,} chunks were never written; write them, "
+                f"or leave out {option('missing_chunks', 'error')} to read the fill value there"
+            )
+
+    def _expect_of_sources(self, box: Region) -> None:
+        """Count the voxels of a virtual dataset that were never written, and refuse them where they must be there."""
+        found = [(one, part) for one in self._never_written if (part := one.region.clipped(box)).elements]
+        missing = min(box.elements, sum(part.elements for _, part in found))
+        self._chunks = Chunks(missing, box.elements, "voxels")
+        said = f"{self}: {missing:,} of {box.elements:,} voxels were never written"
+        if any(not one.has_value for one, _ in found):
+            raise VolumeError(f"{said}, and they have no fill value to read instead; write the sources again")
+        if found and self._absent.chunks == "error":
+            one, part = found[0]
+            raise VolumeError(
+                f"{said}: {one.why} (z, y, x) = {part.lo[-3:]} to {tuple(hi - 1 for hi in part.hi[-3:])}; write them, "
+                f"or leave out {option('missing_chunks', 'error')} to read the fill value there"
+            )
 
     @property
     def extra_bytes(self) -> int:
-        """A filtered chunk larger than the cache is unpacked whole, beside its packed form, for every read."""
-        if self._voxels.chunks is None or self._voxels.id.get_create_plist().get_nfilters() == 0:
-            return 0  # read in place, however large
-        chunk: int = prod(self._voxels.chunks) * self.dtype.itemsize
-        return max(0, CACHE_BYTES + 2 * chunk - READER_BYTES)
+        """Memory of HDF5 beyond READER_BYTES: its cache and index, chunks being unpacked, and source files."""
+        stored = list(self._sources.stored.values())
+        packed = max((one.packed_bytes for one in stored), default=0)
+        files = 0 if self._own else len({key[:2] for key in self._sources.stored})
+        cache = _cache_bytes(stored) * (1 if self._own else len(stored))
+        return max(0, cache + STEPS * packed + INDEX_BYTES + files * FILE_BYTES + SPARE_BYTES - READER_BYTES)
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        where = (slice(None), *box.slices) if self.has_channel_axis else box.slices
-        try:
-            self._voxels.read_direct(out if self.has_channel_axis else out[0], where)
-        except OSError as error:
-            raise VolumeError(
-                f"{self} cannot be read at (z, y, x) = {box.lo} to {box.hi}: {_cause(error)}; "
-                "the file is damaged or was changed meanwhile: check it with h5dump or copy it again"
-            ) from None
+        asked = self.stored_region(box)
+        target = out.reshape(asked.shape)
+        if not self._has_fill_value:
+            target.fill(0)
+        back = [-at for at in asked.lo]
+        for hole in self._missing:
+            target[hole.clipped(asked).shifted(back).slices] = self._absent.fill
+        for part in asked.without(self._missing):
+            for piece in self._pieces(part, whole=bool(target.flags.c_contiguous)):
+                try:
+                    self._read(piece, target, piece.shifted(back))
+                except HDF5_ERRORS as error:
+                    if isinstance(error, ZnnpyError):
+                        raise
+                    raise self._damaged(box, error) from None
+
+    def _damaged(self, box: Box, error: Exception) -> VolumeError:
+        return VolumeError(
+            f"{self} cannot be read at (z, y, x) = {box.lo} to {box.hi}: {_cause(error)}; "
+            "the file is damaged or was changed meanwhile: check it with h5dump or copy it again"
+        )
+
+    def _pieces(self, part: Region, *, whole: bool) -> Iterator[Region]:
+        """Yield regions to read at once; `whole` says that their target is contiguous, so that no copy is needed."""
+        few = PIECE_BYTES // self.dtype.itemsize
+        if self._own and self._own.chunk:
+            most = part.elements if whole else few
+            for piece in pieces(part, self._own.chunk, elements=most, chunks=AT_ONCE):
+                yield from (piece,) if whole else pieces(piece, (1,) * self.axes, elements=few, chunks=few)
+            return
+        of_sources = [AT_ONCE * prod(one.chunk) for one in self._sources.stored.values() if one.chunk]
+        most = min([part.elements if whole else few, *of_sources])
+        yield from pieces(part, (1,) * self.axes, elements=most, chunks=most)
+
+    def _read(self, piece: Region, target: npt.NDArray[Any], there: Region) -> None:
+        """Read `piece` of the dataset into `there` of `target`."""
+        if self._packed:
+            self._packed.check(piece)
+        space = self._voxels.get_space()
+        space.select_hyperslab(piece.lo, piece.shape)
+        if target.flags.c_contiguous:
+            memory = h5py.h5s.create_simple(target.shape)
+            memory.select_hyperslab(there.lo, there.shape)
+            self._voxels.read(memory, space, target)
+        else:
+            voxels = np.empty(piece.shape, self.dtype)
+            self._voxels.read(h5py.h5s.create_simple(piece.shape), space, voxels)
+            target[there.slices] = voxels
 
     def stored(self) -> tuple[int, int]:
         status = self.path.stat()
         return status.st_size, status.st_mtime_ns
 
 
-def open_volume(path: Path, dataset: str | None = None) -> Hdf5Volume:
+def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> Hdf5Volume:
     """The dataset `dataset` of the file, or the only 3D or 4D numeric one in any of its groups; reads only headers.
 
     VolumeError: missing, not HDF5, cut short, locked, no such dataset, several datasets, a type or shape that is no
-    volume, a missing filter plugin.
+    volume, a missing filter plugin, a source of a virtual dataset or an external file that is missing.
     """
     file = _open(path)
     try:
-        if dataset is not None and isinstance(file.get(dataset), h5py.Dataset):  # links too, which no list holds
-            name = dataset.strip("/")
-        else:
-            name = pick(_datasets(file), dataset, path)
-        volume = Hdf5Volume(file, file[name], path, name)
-        _check_filters(volume, file[name])
-        _check_sources(volume, file[name])
+        sources = Sources()
+        name, found = _chosen(file, dataset, path, sources)
+        lost = sources.missing(found, path)
+        _check_files(sources, path)
+        found = _with_cache(found, sources)
+        volume = Hdf5Volume(file, found, path, name, sources, absent or Absent())
+        volume.leave_out(lost)
+        volume.space = space_of(found, str(volume))
+        _check_filters(volume, found.get_create_plist())
+    except HDF5_ERRORS as error:
+        file.close()
+        if isinstance(error, ZnnpyError):
+            raise
+        raise VolumeError(f"{path} cannot be read as HDF5: {excerpt(error)}; it is damaged: copy it again") from None
     except BaseException:
         file.close()
         raise
     return volume
 
 
-def _open(path: Path) -> h5py.File:
+def _open(path: Path) -> h5py.h5f.FileID:
     try:
-        return h5py.File(path, "r", rdcc_nbytes=CACHE_BYTES, rdcc_nslots=SLOTS)
+        with open_regular(path) as opened:
+            size = os.fstat(opened.fileno()).st_size
     except FileNotFoundError:
         raise VolumeError(f"there is no file {path}; check the path") from None
     except IsADirectoryError:
         raise VolumeError(f"{path} is a folder, not an HDF5 file; name the file inside it") from None
-    except OSError as error:
-        raise VolumeError(f"{path} {_why_closed(path, error)}") from None
+    except PermissionError as error:
+        raise VolumeError(f"{path} may not be read by this user ({error.strerror}); change its permissions") from None
+    except (OSError, ValueError) as error:
+        raise VolumeError(f"{path} cannot be read: {getattr(error, 'strerror', error)}; give an HDF5 file") from None
+    try:
+        return open_shared(path)
+    except HDF5_ERRORS as error:
+        raise VolumeError(f"{path} {_why_closed(size, error)}") from None
 
 
-def _why_closed(path: Path, error: OSError) -> str:
+def _why_closed(size: int, error: Exception) -> str:
+    """The end of a sentence about a file of so many bytes that HDF5 does not open."""
     if "unable to lock file" in str(error):
         return (
-            f"is locked: another program has it open for writing (errno {error.errno}); close that program, or set "
-            "HDF5_USE_FILE_LOCKING=FALSE if you know that it does not write"
+            f"is locked: another program has it open for writing (errno {getattr(error, 'errno', '')}); close that "
+            "program, or set HDF5_USE_FILE_LOCKING=FALSE if you know that it does not write"
         )
-    if error.errno == errno.EACCES:
-        return "may not be read by this user (Permission denied); change its permissions"
-    size = path.stat().st_size
     if "truncated file" in str(error):
         stored = str(error).rpartition("stored_eof = ")[2].rstrip(")")
-        return f"is cut short: {size} bytes of the {stored} its header promises; copy it again"
+        return f"is cut short: {size} bytes of the {excerpt(stored, 40)} its header promises; copy it again"
     if "signature not found" in str(error):
         return f"is not an HDF5 file ({size} bytes without its signature); convert it to HDF5, .zarr or .npy"
     return f"cannot be opened as HDF5: {_cause(error)}; copy it again"
 
 
-def _datasets(file: h5py.File) -> dict[str, tuple[tuple[int, ...] | None, np.dtype[Any]]]:
-    """Name, shape and dtype of every dataset in the file, groups searched."""
-    found: dict[str, tuple[tuple[int, ...] | None, np.dtype[Any]]] = {}
+def _chosen(file: h5py.h5f.FileID, dataset: str | None, path: Path, sources: Sources) -> tuple[str, h5py.h5d.DatasetID]:
+    """Name and dataset that is asked for, or the only volume in the file."""
+    if dataset is not None:
+        try:
+            found = dataset_named(file, os.fsencode(dataset), path, sources.files)  # links are in no list
+        except MissingTargetError as missing:
+            raise VolumeError(f"{path}: {missing}; put it there, or name another {option('dataset')}") from None
+        if found is not None:
+            return shown(os.fsencode(dataset)).strip("/"), found
+    every = dict(all_datasets(file))
+    kinds: dict[str, tuple[tuple[int, ...] | None, np.dtype[Any]]] = {}
+    named: dict[str, bytes] = {}
+    for stored, one in every.items():
+        if one.get_create_plist().get_layout() == h5py.h5d.VIRTUAL:
+            Sources().missing(one, path)  # HDF5 opens sources to tell a shape
+        named[shown(stored)] = stored
+        kinds[shown(stored)] = (_shape(one), _dtype(one))
+    name = pick(kinds, dataset, path)
+    return name, every[named[name]]
 
-    def look(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        if isinstance(item, h5py.Dataset):
-            found[name] = (item.shape, item.dtype)
 
-    file.visititems(look)
-    return found
+def _shape(dataset: h5py.h5d.DatasetID) -> tuple[int, ...] | None:
+    """Return the shape of a dataset; None for an empty dataspace, which has no elements."""
+    space = dataset.get_space()
+    return None if space.get_simple_extent_type() == h5py.h5s.NULL else tuple(space.shape)
 
 
-def _check_filters(volume: Hdf5Volume, dataset: h5py.Dataset) -> None:
+def _dtype(dataset: h5py.h5d.DatasetID) -> np.dtype[Any]:
+    """The type of the elements; that of an object where numpy has no such type."""
+    try:
+        dtype: np.dtype[Any] = dataset.dtype
+    except TypeError:
+        return np.dtype(object)
+    return dtype
+
+
+def _check_files(sources: Sources, path: Path) -> None:
+    """HDF5 reads zeros from files that it cannot open because the process has too many open."""
+    files = len({key[:2] for key in sources.stored})
+    may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if may_open != resource.RLIM_INFINITY and files + OTHER_FILES > may_open and files > 1:
+        raise VolumeError(
+            f"{path} is made of {files:,} files, and this process may have {may_open:,} open; "
+            f"allow more with `ulimit -n {files + OTHER_FILES}`"
+        )
+
+
+def _with_cache(found: h5py.h5d.DatasetID, sources: Sources) -> h5py.h5d.DatasetID:
+    """The dataset, opened anew with a cache of its size."""
+    access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_chunk_cache(SLOTS, _cache_bytes(list(sources.stored.values())), PREEMPT)
+    file, name = h5py.h5i.get_file_id(found), h5py.h5i.get_name(found)
+    found.close()
+    return h5py.h5d.open(file, name, access)
+
+
+def _cache_bytes(stored: Sequence[Stored]) -> int:
+    """Return the bytes of the cache of each dataset; a chunk that is read whole and fits is unpacked once."""
+    return max([CACHE_BYTES // max(1, len(stored)), *(one.packed_bytes for one in stored)])
+
+
+def _count(voxels: h5py.h5d.DatasetID, own: Stored, box: Region) -> Chunks:
+    """Chunks that a box touches, and those of them that are not stored."""
+    if not own.chunk:
+        is_external = voxels.get_create_plist().get_external_count() > 0
+        return Chunks(int(not is_external and voxels.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED), 1)
+    first = tuple(lo // size for lo, size in zip(box.lo, own.chunk, strict=True))
+    touched = Region(first, tuple(-(-hi // size) for hi, size in zip(box.hi, own.chunk, strict=True)))
+    if voxels.get_num_chunks() >= prod(ceil(n / size) for n, size in zip(voxels.shape, own.chunk, strict=True)):
+        return Chunks(0, touched.elements)
+    stored = 0
+
+    def look(chunk: h5py.h5d.StoreInfo) -> None:
+        nonlocal stored
+        places = zip(chunk.chunk_offset, own.chunk, touched.lo, touched.hi, strict=True)
+        stored += all(lo <= at // size < hi for at, size, lo, hi in places)
+
+    voxels.chunk_iter(look)
+    return Chunks(touched.elements - stored, touched.elements)
+
+
+def _first(lost: Sequence[Missing], *, is_fillable: bool) -> str:
+    """Say what is missing, as a sentence without its beginning."""
+    one = lost[0]
+    lo, last = one.region.lo[-3:], tuple(hi - 1 for hi in one.region.hi[-3:])
+    more = f"and {len(lost) - 1} other regions are missing; " if len(lost) > 1 else ""
+    advice = "put it where it should be"
+    if is_fillable:
+        advice += f", or give {option('fill_missing')} with the value to read"
+    return f"voxels (z, y, x) = {lo} to {last} are missing: {one.why}; {more}{advice}"
+
+
+def _holds(dtype: np.dtype[Any], value: int) -> bool:
+    info = np.iinfo(dtype)
+    return int(info.min) <= value <= int(info.max)
+
+
+def _check_filters(volume: Hdf5Volume, made: h5py.h5p.PropDCID) -> None:
     """Compressed data need their filter; hdf5plugin brings most, once it is imported."""
-    made = dataset.id.get_create_plist()
     missing = [f for f in map(made.get_filter, range(made.get_nfilters())) if not h5py.h5z.filter_avail(f[0])]
     if missing and find_spec("hdf5plugin"):
         import_module("hdf5plugin")
@@ -127,26 +367,11 @@ def _check_filters(volume: Hdf5Volume, dataset: h5py.Dataset) -> None:
     if missing:
         code, name = missing[0][0], missing[0][3].decode(errors="replace").partition(";")[0]
         raise VolumeError(
-            f"{volume} is compressed with HDF5 filter {code} ({name or 'unnamed'}), which is not installed here; "
-            "`pip install hdf5plugin` brings the usual ones"
+            f"{volume} is compressed with HDF5 filter {code} ({excerpt(name) or 'unnamed'}), which is not installed "
+            f"here; `{install('plugins')}` brings the usual ones"
         )
 
 
-def _check_sources(volume: Hdf5Volume, dataset: h5py.Dataset) -> None:
-    """A virtual dataset whose files are missing reads as zeros without a word; here it is refused."""
-    if not dataset.is_virtual:
-        return
-    names = {source.file_name for source in dataset.virtual_sources()} - {"."}
-    folders = (Path(), volume.path.parent)
-    plain = [name for name in names if "%" not in name]  # others stand for as many files as there are
-    missing = sorted(name for name in plain if not any((folder / name).exists() for folder in folders))
-    if missing:
-        raise VolumeError(
-            f"{volume} is made of {len(names)} other files, of which {len(missing)} are missing, the first "
-            f"{missing[0]}; put them beside {volume.path.name}"
-        )
-
-
-def _cause(error: OSError) -> str:
+def _cause(error: Exception) -> str:
     """The library's words without its `[Errno ..] Unable to synchronously open file (...)` around them."""
-    return str(error).partition("(")[2].removesuffix(")") or str(error)
+    return excerpt(str(error).partition("(")[2].removesuffix(")") or str(error))

@@ -1,44 +1,68 @@
 """The journal of an unfinished output: what the job is, and which columns of it are on disk. Loads no numpy.
 
-First line: the header. Every further line: a list of columns that were synced to disk before the line was written.
-A run that was killed may leave half a last line; it is ignored, and cut off before the next is written.
+First line: that it is a journal, the run's id, and whether the run may replace an output. Second line: the header.
+Every further line: a list of columns that were synced to disk before the line was written, and its checksum. A run that
+was killed may leave half a last line; it is ignored, and cut off before the next is written.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from znnpy.errors import ResumeError
+from znnpy.errors import OutputError, ResumeError
+from znnpy.files import create_new, is_still, open_regular, reopen, sync_folder, write_all
+from znnpy.wording import excerpt, option
 
-FORMAT = 1  # version of the journal
+MAGIC = b"znnpy journal 2 "  # and 16 hexadecimal digits, the run's id, and NEW or REPLACES
+NEW, REPLACES = b" new\n", b" replaces\n"
+FIRST_LINE = re.compile(rb"%s([0-9a-f]{16}) (new|replaces)\n" % MAGIC)
+RECORD = re.compile(rb"\[(\d{1,9}(?:, \d{1,9})*)\] ([0-9a-f]{8})\n")
+MOST_LINE_BYTES = 2**24  # of the header, or of one record: longer ones are damage
+MOST_COLUMNS = 2**26  # of an output: a byte each is taken before anything else is known
+COLUMNS_A_RECORD = 2**16  # longer lists take several lines
+
+
+class Settings(TypedDict, total=False):
+    """The settings that decide the bytes of a run beside its plan."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    only: list[str]  # names of primitives that the caller chose
+    processor: str
+    versions: dict[str, str]  # of libraries
+    gpu: dict[str, str | int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class JournalHeader:
     """Everything a resumed run needs to write the same bytes as an uninterrupted one."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
     job: dict[str, Any]  # what identifies the job; JSON types
-    settings: dict[str, Any]  # what else decides the bytes: versions of libraries, words of the caller; JSON types
+    settings: Settings
     plan: str  # plan.json
     blas: str  # kernels BLAS ran
     columns: int  # how many the output has
-    format: int = FORMAT
     wisdom: dict[str, str] = field(default_factory=dict)  # FFTW's, by transform; the others were estimated
 
 
 def default_output(volume: Path, network: str) -> Path:
-    """Where an output goes when nobody says: beside the volume, as `<volume>_<network>.h5`."""
+    """Return the default path of an output: beside the volume, `<volume>_<network>.h5`, or `.zarr` if that is one."""
     word = re.sub(r"[^\w.+-]+", "_", network)  # a network may be called lab/net, a file may not
-    return volume.with_name(f"{volume.stem}_{word}.h5")
+    return volume.with_name(f"{volume.stem}_{word}{'.zarr' if volume.suffix == '.zarr' else '.h5'}")
 
 
 def journal_path(out: Path) -> Path:
@@ -47,9 +71,18 @@ def journal_path(out: Path) -> Path:
 
 
 def read_header(out: Path) -> JournalHeader | None:
-    """Header of the journal beside the output `out`; None when there is none. ResumeError when it is damaged."""
+    """Header of the journal beside the output `out`; None when there is none, or one that was never whole.
+
+    ResumeError when it is damaged, OutputError when no run wrote it, OSError where it cannot be read.
+    """
     journal = Journal(journal_path(out))
-    return journal.read()[0] if journal.path.exists() else None
+    try:
+        file = open_regular(journal.path)
+    except FileNotFoundError:
+        return None
+    with file:
+        found = journal.read_from(file)
+    return None if found is None else found[0]
 
 
 class ColumnSet(Set[int]):
@@ -79,99 +112,181 @@ class ColumnSet(Set[int]):
 
 
 class Journal:
-    """The file itself. Only the holder of the output's lock writes it."""
+    """The file itself, from `create` or `open` to `close`. Only the holder of the output's lock writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.run: str | None = None  # its id; None where the run was killed before it wrote that
+        self.replaces = False  # the run may replace what has the output's name
+        self._file: FileIO | None = None
         self._length = 0  # bytes known to be whole lines
 
-    def create(self, header: JournalHeader) -> None:
-        """Begin a journal; it appears whole or not at all."""
-        draft = self.path.with_name(self.path.name + ".new")
-        line = _adapter().dump_json(header) + b"\n"
-        with draft.open("wb") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
-        sync_folder(self.path.parent)
-        self._length = len(line)
+    def create(self, run: str, header: JournalHeader, *, replaces: bool = False) -> None:
+        """Begin a journal where there is none; it is on disk on return. FileExistsError where there is anything.
 
-    def read(self) -> tuple[JournalHeader, Set[int]]:
-        """Header and finished columns. ResumeError when more than the end of the last line is damaged."""
-        with self.path.open("rb") as file:
-            header = self._header(file.readline())
+        run  the id, 16 hexadecimal digits.
+        """
+        if not 0 < header.columns <= MOST_COLUMNS:
+            raise OutputError(f"an output has 1 to {MOST_COLUMNS} columns, not {header.columns}; choose larger patches")
+        first = MAGIC + run.encode() + (REPLACES if replaces else NEW)
+        lines = first + header_line(header)
+        self._file = create_new(self.path)
+        write_all(self._file, lines)
+        os.fsync(self._file.fileno())
+        sync_folder(self.path.parent)
+        self.run, self.replaces, self._length = run, replaces, len(lines)
+
+    def open(self) -> bool:
+        """Open the journal of an earlier run, and read its id. False where there is none.
+
+        OutputError where it is not a journal of ours, which stays as it is.
+        """
+        try:
+            file = reopen(self.path)
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            raise
+        except OSError as error:
+            raise self._foreign(error.strerror) from error
+        self._file = file
+        try:
+            self._first_line(file)
+        except BaseException:
+            self.close()
+            raise
+        return True
+
+    def read(self) -> tuple[JournalHeader, Set[int]] | None:
+        """Header and finished columns; None where the run was killed before its header was whole.
+
+        ResumeError when more than the end of the last line is damaged.
+        """
+        file = self._opened()
+        file.seek(0)
+        return self.read_from(file)
+
+    def read_from(self, file: BinaryIO | FileIO) -> tuple[JournalHeader, Set[int]] | None:
+        """`read`, from a file that the caller opened at its beginning."""
+        with os.fdopen(os.dup(file.fileno()), "rb") as lines:
+            length = self._first_line(lines)
+            line = lines.readline(MOST_LINE_BYTES)
+            if not length or not (line.endswith(b"\n") or lines.read(1)):
+                return None
+            header = self._header(line)
+            length += len(line)
             done = ColumnSet(header.columns)
-            for number, line in enumerate(file, start=2):
+            number = 2
+            while line := lines.readline(MOST_LINE_BYTES):
+                number += 1
                 columns = _columns(line, header.columns)
                 if columns is None:
-                    if file.readline():
-                        shown = line.rstrip(b"\n")[:40]
-                        raise self._damaged(number, f"{shown!r} is no list of columns 0 to {header.columns - 1}")
+                    if lines.read(1):
+                        shown = excerpt(line.removesuffix(b"\n").decode(errors="replace"), 40)
+                        raise self.damaged(number, f"'{shown}' is no record of columns 0 to {header.columns - 1}")
                     break
                 done.update(columns)
-                self._length += len(line)
+                length += len(line)
+        self._length = length
         return header, done
 
+    def append(self, columns: Iterable[int]) -> None:
+        """Record columns whose data are on disk; on return, so is the record."""
+        file, left = self._opened(), sorted(columns)
+        records = b""
+        while left:
+            part, left = left[:COLUMNS_A_RECORD], left[COLUMNS_A_RECORD:]
+            numbers = b", ".join(b"%d" % column for column in part)
+            records += b"[%s] %08x\n" % (numbers, zlib.crc32(numbers))
+        file.truncate(self._length)
+        file.seek(self._length)
+        write_all(file, records)
+        os.fsync(file.fileno())
+        self._length += len(records)
+
+    def is_still_there(self) -> bool:
+        """Return whether the path is still the file that is open."""
+        return self._file is not None and is_still(self.path, self._file.fileno())
+
+    def remove(self) -> None:
+        """Take the file away, if one is open and the path is still it, and close it."""
+        if self.is_still_there():
+            self.path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; more than once is fine."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        self.run, self.replaces, self._length = None, False, 0
+
+    def _opened(self) -> FileIO:
+        if self._file is None:
+            raise ValueError(f"the journal {self.path} is not open")
+        return self._file
+
+    def _first_line(self, file: BinaryIO | FileIO) -> int:
+        """Read it, and remember what it says. Its bytes, 0 where the run was killed before it was whole."""
+        line = file.readline(64)
+        if found := FIRST_LINE.fullmatch(line):
+            self.run, self.replaces = found[1].decode(), found[2] == b"replaces"
+            return len(line)
+        self.run, self.replaces = None, False
+        whole = any(FIRST_LINE.fullmatch(line + rest) for rest in _rests(line))
+        if not whole:
+            raise self._foreign("it does not begin as one")
+        return 0
+
     def _header(self, line: bytes) -> JournalHeader:
-        if not line.endswith(b"\n"):
-            raise self._damaged(1, f"{len(line)} bytes without an end of line")
         try:
             header = _adapter().validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the header"
-            raise self._damaged(1, f"{where}: {first['msg']}") from None
-        if header.format != FORMAT:
-            raise self._damaged(1, f"format {header.format} instead of {FORMAT}")
-        if header.columns < 1:
-            raise self._damaged(1, f"columns: {header.columns}")
-        self._length = len(line)
+            raise self.damaged(2, f"{excerpt(where, 80)}: {excerpt(first['msg'], 100)}") from None
+        if not 0 < header.columns <= MOST_COLUMNS:
+            raise self.damaged(2, f"columns: {excerpt(header.columns, 40)}")
         return header
 
-    def append(self, columns: Iterable[int]) -> None:
-        """Record columns whose data are on disk; on return, so is the record."""
-        line = json.dumps(sorted(columns)).encode() + b"\n"
-        with self.path.open("r+b") as file:
-            file.truncate(self._length)
-            file.seek(self._length)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        self._length += len(line)
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def _damaged(self, line: int, why: str) -> ResumeError:
+    def damaged(self, line: int, why: str) -> ResumeError:
+        """Make the error for a line, counted from 1, that no run wrote."""
         return ResumeError(
             f"the journal {self.path} is damaged in line {line} ({why}), so what was finished is not known; "
-            "start again with --overwrite"
+            f"start again with {option('overwrite', True)}"
+        )
+
+    def _foreign(self, why: str | None) -> OutputError:
+        return OutputError(
+            f"{self.path} is not the journal of a run ({why}), and is left as it is; move it away, or give another "
+            f"{option('out')}"
         )
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring names created, renamed or removed in a folder to disk, where the system can."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def header_line(header: JournalHeader) -> bytes:
+    """The header as a line of the journal."""
+    return _adapter().dump_json(header) + b"\n"
+
+
+def header_digest(header: JournalHeader) -> str:
+    """Return the digest by which an output names its journal: SHA-256 of the header, in hexadecimal digits."""
+    return hashlib.sha256(header_line(header)).hexdigest()
+
+
+def _rests(line: bytes) -> Iterator[bytes]:
+    """Yield the bytes that complete `line` if it is the beginning of a first line."""
+    for last in (NEW, REPLACES):
+        whole = MAGIC + b"0" * 16 + last
+        yield whole[len(line) :]
 
 
 def _columns(line: bytes, count: int) -> list[int] | None:
-    """The columns of one line, or None when it is none, or only the first part of one."""
-    if not line.endswith(b"\n"):
+    """The columns of one record, or None when it is none, or only the first part of one."""
+    found = RECORD.fullmatch(line)
+    if found is None or zlib.crc32(found[1]) != int(found[2], 16):
         return None
-    try:
-        columns = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(columns, list) or not all(isinstance(c, int) and 0 <= c < count for c in columns):
-        return None
-    return columns
+    columns = [int(column) for column in found[1].split(b", ")]
+    return columns if max(columns) < count else None
 
 
 @cache

@@ -1,7 +1,8 @@
 """The output of a run: begun, resumed, completed; whole or not there.
 
 `out.h5.partial` grows beside `out.h5` (or `out.zarr`) and takes its name when complete. `out.h5.journal` holds what a
-resumed run needs and the columns that are on disk; `out.h5.lock` keeps a second run away and is gone afterwards.
+resumed run needs and the columns that are on disk; `out.h5.lock` keeps a second run away and is gone afterwards. A run
+has a random id, which the journal and the output name, and which tells its files from those of others.
 """
 
 from __future__ import annotations
@@ -20,23 +21,27 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock, Timeout
+from pydantic_core import from_json
 
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
+from znnpy.files import Inputs, give_name, remove, sync_folder
 from znnpy.patches import Box
-from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, journal_path, sync_folder
-from znnpy.volume.store import Store, store_for, stored_bytes
+from znnpy.planner.explain import human_bytes
+from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, header_digest
+from znnpy.volume.lock import OutputLock
+from znnpy.volume.names import FOLDER_SUFFIX, Names, check_place, check_replaced, new_run
+from znnpy.volume.store import JOURNAL_ATTRIBUTE, RUN_ATTRIBUTE, Store, store_for, stored_bytes, taken_over
+from znnpy.wording import excerpt, option
 
 Mode = Literal["new", "overwrite", "resume"]
 
 SYNC_SECONDS = 1.0  # between two syncs: small columns share one
-MIB = 2**20
 
 
 class Output:
     """Writes one prediction. A context manager: entering checks everything and takes the lock.
 
-        with Output(path, volume=..., shape=..., dtype=..., mode=..., job=...) as output:
+        with Output(path, inputs=..., shape=..., dtype=..., mode=..., job=...) as output:
             if output.header is None:
                 output.begin(header, attributes)
             output.write(box, voxels); output.finish_column(0); ...
@@ -49,7 +54,7 @@ class Output:
         self,
         path: Path,
         *,
-        volume: Path,
+        inputs: Inputs,
         shape: tuple[int, int, int, int],
         dtype: np.dtype[Any],
         mode: Mode,
@@ -57,28 +62,31 @@ class Output:
     ) -> None:
         """Remembers; touches nothing. OutputError for a suffix that is not written.
 
-        volume  the input, which the output must not be.
+        inputs  files and folders that the output must not replace, by what they are, for example "volume".
         shape   (maps, z, y, x).
         mode    new: refuse what exists; overwrite: replace it once the new one is complete; resume: go on with an
                 unfinished run of the same job, or begin.
         job     what identifies the job, JSON types; compared on resume and kept as attribute `job`.
         """
         if not path.name:
-            raise OutputError(f"the output {str(path)!r} is a folder; give the name of a file in --out")
+            raise OutputError(f"the output {str(path)!r} is a folder; give the name of a file in {option('out')}")
         self.path = path
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.header: JournalHeader | None = None  # of the run that is resumed, or was begun
         self.finished = False  # a resumed job's output is complete: nothing to do
         self.done: Set[int] = frozenset()  # columns finished by earlier runs
-        self._volume = volume
+        self._inputs = inputs
         self._mode = mode
         self._job: dict[str, Any] = json.loads(json.dumps(job))
-        self._partial = path.with_name(path.name + ".partial")
-        self._old = path.with_name(path.name + ".old")  # a Zarr folder on its way out
-        self._journal = Journal(journal_path(path))
+        self._names = Names(path)
+        self._partial = self._names.partial
+        self._journal = Journal(self._names.journal)
+        self._held = OutputLock(self._names.lock, path)
         self._kind = store_for(path)
         self._store: Store | None = None
+        self._run: str | None = None  # id of the run that was begun or is resumed here
+        self._replaces = mode == "overwrite"  # whatever has the name of the output when it is complete
         self._columns = 0
         self._kept = ColumnSet(0)  # columns on record, of this run and earlier ones
         self._pending: set[int] = set()  # finished, not yet synced
@@ -88,31 +96,34 @@ class Output:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        with self._open:
-            self._check_place()
-            self._lock()
-            with self._explained():
-                self._look()
+        with self._open, self._explained():
+            check_place(self.path, self._inputs)
+            self._open.callback(self._held.release)
+            self._held.hold()
+            self._open.callback(self._journal.close)
+            self._look()
             self._check_room()
             self._open = self._open.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._open, self._turn:
-            if self._store is None:
-                return
             try:
-                if self._may_sync:
+                if self._store is not None and self._may_sync:
                     self._sync()
             except OutputError as late:
                 if error is None:
                     raise
                 error.add_note(f"afterwards: {late}")  # the first error is the cause; this one is its shadow
             finally:
+                if self._run is not None and not self.finished and not self._kept:
+                    self._abandon()  # nothing to go on from: leave no run behind that blocks another
                 self._store = None
-            if not self._kept:  # nothing to go on from: leave no run behind that blocks another
-                self._journal.remove()
-                _remove(self._partial)
+            if self._kept and not self.finished and isinstance(error, KeyboardInterrupt):
+                error.add_note(
+                    f"what was finished is kept, {len(self._kept)} of {self._columns} columns: the same call with "
+                    f"{option('resume', True)} (and without {option('overwrite')}) goes on from there"
+                )
 
     def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
         """Begin a new run: the file at its full size, then its journal. Only where `self.header` is None.
@@ -122,13 +133,16 @@ class Output:
         if self.header is not None or self.finished:
             raise ValueError(f"{self.path} was begun before, so it cannot begin")
         with self._explained():
-            self._journal.remove()  # first, lest it vouch for a file that is gone
-            _remove(self._partial)
-            self._kind.create(
-                self._partial, self.shape, self.dtype, {**attributes, "job": json.dumps(self._job, sort_keys=True)}
-            )
+            self._clear()
+            run = self._run = new_run()
+            self._journal.create(run, header, replaces=self._replaces)
+            named = {RUN_ATTRIBUTE: run, JOURNAL_ATTRIBUTE: header_digest(header)}
+            job = json.dumps(self._job, sort_keys=True)
+            draft = self._names.draft(run)
+            self._kind.create(draft, self.shape, self.dtype, {**attributes, **named, "job": job})
+            give_name(draft, self._partial)
+            sync_folder(self.path.parent)
             self._open_store()
-            self._journal.create(header)
         self.header = header
         self._columns = header.columns
         self._kept = ColumnSet(header.columns)
@@ -142,11 +156,8 @@ class Output:
             self.done = ColumnSet(self._columns, self._kept)
             if not self.done:
                 self.header = None
-                self._store.close()
-                self._store = None
                 with self._explained():
-                    self._journal.remove()
-                    _remove(self._partial)
+                    self._abandon()
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         """Write voxels (maps, *box.size) of `self.dtype`, any strides, at dense-output coordinates `box`."""
@@ -172,17 +183,68 @@ class Output:
         if missing:
             raise ValueError(f"{missing} of {self._columns} columns of {self.path} are not finished")
         self._sync()
-        store.close()
-        self._store = None
         with self._explained():
-            if self.path.is_dir():  # a folder cannot be replaced in one step: it stays until the new one has its name
-                _remove(self._old)
-                self.path.rename(self._old)
-            self._partial.replace(self.path)
-            sync_folder(self.path.parent)
+            self._held.hold()  # somebody may have removed the lock, and another run may be on
+            self._check_ours()
+            store.close()
+            self._store = None
+            self._publish()
             self._journal.remove()
-            _remove(self._old)
         self.finished = True
+
+    def _publish(self) -> None:
+        """Give the complete output its name. What has it is replaced where that was asked for; else OutputError."""
+        run = self._journal.run
+        assert run is not None  # it was begun or resumed
+        there = os.path.lexists(self.path)
+        if there:
+            if not self._replaces:
+                raise self._appeared()
+            check_replaced(self.path)
+        old = self._names.old(run)
+        if there and self.path.suffix == FOLDER_SUFFIX:  # no folder is replaced in one step
+            self.path.rename(old)
+            there = False
+        try:
+            if there:
+                self._partial.replace(self.path)
+            else:
+                give_name(self._partial, self.path)
+        except FileExistsError:
+            raise self._appeared() from None
+        sync_folder(self.path.parent)
+        if os.path.lexists(old):
+            self._names.discard(old, run)
+
+    def _appeared(self) -> OutputError:
+        return OutputError(
+            f"{self.path} exists, and the run that wrote {self._partial} was not to replace it; move it away and go on "
+            f"with {option('resume', True)}"
+        )
+
+    def _clear(self) -> None:
+        """Remove what an earlier run of ours left: its journal last, which knows the names of the rest."""
+        if (run := self._kind.run_of(self._partial)) is not None:
+            self._names.discard(self._partial, self._journal.run or run)
+        self._journal.remove()
+
+    def _abandon(self) -> None:
+        """Remove the files of the run that was begun here, as far as they are still its own."""
+        if self._run is None or self._journal.run != self._run or not self._journal.is_still_there():
+            return
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        remove(self._names.draft(self._run))
+        if self._kind.run_of(self._partial) == self._run:
+            self._names.discard(self._partial, self._run)
+        self._journal.remove()
+        self._run = None
+
+    def _check_ours(self) -> None:
+        """OutputError where the names of the partial output and the journal are not those that this run opened."""
+        if not (self._opened().is_still_there() and self._journal.is_still_there()):
+            raise taken_over(self._partial)
 
     def _sync(self) -> None:
         """Data to disk, then the record of it: in this order a column on record is always whole."""
@@ -191,6 +253,7 @@ class Output:
         self._may_sync = False  # a sync that failed once may lie about success the next time
         with self._explained():
             self._opened().sync()
+            self._check_ours()
             self._journal.append(self._pending)
         self._may_sync = True
         self._kept.update(self._pending)
@@ -206,74 +269,92 @@ class Output:
             raise ValueError(f"{self.path} is not open for writing: enter it, and `begin` a new run")
         return self._store
 
-    def _check_place(self) -> None:
-        with self._explained():
-            folder = self.path.parent
-            if not folder.is_dir():
-                raise OutputError(f"there is no folder {folder} to write {self.path.name} in; create it first")
-            if self.path.is_dir() and self.path.suffix != ".zarr":
-                raise OutputError(f"the output {self.path} is a folder; give the name of a file in --out")
-            for name in (self.path, self._partial):
-                if name.exists() and self._volume.exists() and name.samefile(self._volume):
-                    raise OutputError(
-                        f"the output {name} is the volume {self._volume} itself; give another name with --out"
-                    )
-
-    def _lock(self) -> None:
-        lock = FileLock(self.path.with_name(self.path.name + ".lock"), timeout=0)
-        try:
-            with self._explained():
-                lock.acquire()
-        except Timeout:
-            if not Path(lock.lock_file).exists():  # the library waits, whatever the system refused
-                raise OutputError(
-                    f"{self.path.parent} takes no file {Path(lock.lock_file).name}, which keeps a second run away; "
-                    "give another --out"
-                ) from None
-            raise OutputError(
-                f"another run is writing {self.path} (it holds {lock.lock_file}); wait for it, or give another --out"
-            ) from None
-
-        def release() -> None:
-            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: nobody else can have taken this file
-            lock.release()
-
-        self._open.callback(release)
-
     def _look(self) -> None:
-        """Decide what there is to do with what is on disk."""
+        """Bring to an end what a killed run was doing, then decide what there is to do with what is on disk."""
+        recorded = self._journal.open()
+        run = self._journal.run
+        if run is not None:
+            published = self._kind.run_of(self.path) == run
+            self._names.recover(run, published=published)
+            if published and not os.path.lexists(self._partial):
+                self._journal.remove()
+        unfinished = os.path.lexists(self._partial)
+        made_by = self._kind.run_of(self._partial) if unfinished else None
+        going_on = self._mode == "resume" and recorded and unfinished
+        if unfinished and made_by is None and not going_on:
+            raise OutputError(
+                f"{self._partial} is no unfinished output of a run, or is damaged, and is left as it is; move it away "
+                f"or remove it, or give another {option('out')}"
+            )
         if self._mode == "overwrite":
+            if os.path.lexists(self.path):
+                check_replaced(self.path)
             return
-        header: JournalHeader | None = None
-        done: Set[int] = frozenset()
-        if self._journal.path.exists() and self._partial.exists():
-            header, done = self._journal.read()
+        found = self._journal.read() if unfinished and recorded else None
+        if going_on and found is None:
+            raise self._journal.damaged(2, "the header is not whole")
         if self._mode == "new":
-            if done or (self._partial.exists() and header is None):
-                progress = f" with {len(done)} of {header.columns} columns done" if header else ""
-                raise OutputError(
-                    f"an unfinished run left {self._partial}{progress}; "
-                    "go on with --resume, or start again with --overwrite"
-                )
-            if self.path.exists():
-                raise OutputError(f"the output {self.path} exists; give --overwrite to replace it, or another --out")
-            return
-        if header is not None and done:
-            self.done = done
-            self._check_same(header.job, f"the unfinished {self._partial}", "finish it with the old settings")
-            self._open_store()
-            self.header = header
-            self._columns = header.columns
-            self._kept = ColumnSet(header.columns, self.done)
-        elif self.path.exists():
-            job = self._kind.attributes_of(self.path).get("job")
-            if not isinstance(job, str):
-                raise ResumeError(
-                    f"{self.path} exists and was not written by znnpy; give --overwrite to replace it, or another --out"
-                )
-            self._check_same(json.loads(job), f"the finished {self.path}", "give another --out")
-            self._journal.remove()  # of a run killed between its last two steps
-            self.finished = True
+            self._check_new(unfinished, found)
+        elif found is not None and (found[1] or made_by is None):
+            self._go_on(*found, made_by)
+        elif os.path.lexists(self.path):
+            self._check_finished()
+
+    def _check_new(self, unfinished: bool, found: tuple[JournalHeader, Set[int]] | None) -> None:
+        """OutputError where there is anything to go on from, or to replace."""
+        if unfinished and (found is None or found[1]):
+            progress = f" with {len(found[1])} of {found[0].columns} columns done" if found else ""
+            raise OutputError(
+                f"an unfinished run left {self._partial}{progress}; "
+                f"go on with {option('resume', True)}, or start again with {option('overwrite', True)}"
+            )
+        if os.path.lexists(self.path):
+            link = "" if self.path.exists() else " as a link to what does not exist"
+            raise OutputError(
+                f"the output {self.path} exists{link}; give {option('overwrite', True)} to replace it, or another "
+                f"{option('out')}"
+            )
+
+    def _go_on(self, header: JournalHeader, done: Set[int], made_by: str | None) -> None:
+        """Open what an earlier run left; ResumeError where it is damaged, or of another run or job."""
+        self._check_same(header.job, f"the unfinished {self._partial}", "finish it with the old settings")
+        self._replaces = self._journal.replaces
+        if os.path.lexists(self.path):
+            if not self._replaces:
+                raise self._appeared()
+            check_replaced(self.path)
+        self._open_store()
+        if made_by != self._journal.run:
+            raise ResumeError(
+                f"{self._journal.path} is the journal of run {self._journal.run}, and {self._partial} was made by run "
+                f"{made_by}; put back what belongs together, or start again with {option('overwrite', True)}"
+            )
+        if self._kind.attributes_of(self._partial).get(JOURNAL_ATTRIBUTE) != header_digest(header):
+            raise ResumeError(
+                f"the journal {self._journal.path} was changed after the run had begun, so what was finished is not "
+                f"known; start again with {option('overwrite', True)}"
+            )
+        self.done = done
+        self.header = header
+        self._run = self._journal.run
+        self._columns = header.columns
+        self._kept = ColumnSet(header.columns, done)
+
+    def _check_finished(self) -> None:
+        """The output exists: it is that of this job, and complete; else ResumeError."""
+        text = self._kind.attributes_of(self.path).get("job")
+        try:
+            job = from_json(text) if isinstance(text, str) else None
+        except ValueError:
+            job = None
+        if not isinstance(job, dict):
+            raise ResumeError(
+                f"{self.path} exists and was not written by znnpy; give {option('overwrite', True)} to replace it, or "
+                f"another {option('out')}"
+            )
+        self._check_same(job, f"the finished {self.path}", f"give another {option('out')}")
+        self._clear()
+        self.finished = True
 
     def _check_same(self, theirs: Mapping[str, Any], what: str, else_do: str) -> None:
         before, now = dict(_flat(theirs)), dict(_flat(self._job))
@@ -281,8 +362,8 @@ class Output:
             old, new = before.get(field), now.get(field)
             if old != new:
                 raise ResumeError(
-                    f"{what} belongs to another job: {field} was {_shown(old)} and is {_shown(new)} now; "
-                    f"{else_do}, or start again with --overwrite"
+                    f"{what} belongs to another job: {excerpt(field)} was {_shown(old)} and is {_shown(new)} now; "
+                    f"{else_do}, or start again with {option('overwrite', True)}"
                 )
 
     def _check_room(self) -> None:
@@ -294,8 +375,9 @@ class Output:
             free += _taken(self._partial)  # its room is taken already, or will be free
         if free < needed:
             raise OutputError(
-                f"the output needs {needed} bytes ({needed / MIB:.1f} MiB) and {self.path.parent} has {free} free "
-                f"({free / MIB:.1f} MiB); make room, choose a smaller --output-dtype or --roi, or another --out"
+                f"the output needs {human_bytes(needed)}, which is {human_bytes(needed - free)} more than the "
+                f"{human_bytes(free)} that are free in {self.path.parent}; make room, choose a smaller "
+                f"{option('output_dtype')} or {option('roi')}, or another {option('out')}"
             )
 
     @contextmanager
@@ -303,7 +385,7 @@ class Output:
         """Turn what the system refuses into sentences."""
         try:
             yield
-        except (ZnnpyError, Timeout):
+        except ZnnpyError:
             raise
         except OSError as error:
             raise OutputError(self._sentence(error)) from error
@@ -316,23 +398,16 @@ class Output:
                 error.errno, "the file may not grow that large"
             )
             return (
-                f"{cause}: {self._partial} needs {needed} bytes in all and {self.path.parent} has {free} free; "
-                f"{len(self._kept)} of {self._columns} columns are kept: make room and give --resume"
+                f"{cause}: {self._partial} needs {human_bytes(needed)} in all, and {self.path.parent} has "
+                f"{human_bytes(free)} free; "
+                f"{len(self._kept)} of {self._columns} columns are kept: make room and give {option('resume', True)}"
             )
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return (
                 f"{self.path.parent} may not be written to ({os.strerror(error.errno)}); "
-                "change its permissions or give another --out"
+                f"change its permissions or give another {option('out')}"
             )
-        return f"{self.path} cannot be written: {error}; give another --out"
-
-
-def _remove(path: Path) -> None:
-    """Take away a file or a whole folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        return f"{self.path} cannot be written: {error}; give another {option('out')}"
 
 
 def _taken(path: Path) -> int:
@@ -351,4 +426,4 @@ def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    return "not given" if value is None else excerpt(json.dumps(value))

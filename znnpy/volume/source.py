@@ -20,6 +20,7 @@ from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.volume import Volume
+from znnpy.wording import excerpt, option
 
 SLAB_BYTES = 2 * 2**20  # of a patch that are put together, or looked at, at once
 
@@ -65,6 +66,13 @@ class Source:
             self.domain = Box(lo, subtract(add(add(lo, region.size), fov), (1, 1, 1)))
         self._mean = _representable(network, volume)
 
+    @property
+    def needed(self) -> Box:
+        """Smallest box of the volume that holds every voxel which patches read, mirrored ones included."""
+        z, y, x = _mirrored(self.domain, self.volume.size)
+        lo, hi = zip(*((int(along.min()), int(along.max()) + 1) for along in (z, y, x)), strict=True)
+        return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
+
     def read(self, lo: Vec3, out: npt.NDArray[Any]) -> Mask | None:
         """Fill `out` with the input patch whose first voxel stands at dense-output coordinate `lo`.
 
@@ -86,7 +94,10 @@ class Source:
             if not inside.voxels:
                 return None
             part = out[(slice(None), *inside.shifted(subtract((0, 0, 0), box.lo)).slices)]
-            self._gather(_mirrored(inside, self.volume.size), part)
+            if inside.clipped(Box((0, 0, 0), self.volume.size)) == inside:
+                self.volume.read(inside, part)
+            else:
+                self._gather(_mirrored(inside, self.volume.size), part)
         if self.dtype.kind != "f" or all(np.isfinite(part[:, z, y]).all() for z, y in _slabs(part)):
             return None
         if not self.allow_nan:
@@ -132,19 +143,22 @@ class Source:
         return VolumeError(
             f"{self.volume}: {count} {'voxel is' if count == 1 else 'voxels are'} NaN or infinite between (z, y, x) = "
             f"{(int(iz[0]), int(iy[0]), int(ix[0]))} and {(int(iz[-1]), int(iy[-1]), int(ix[-1]))}, the first at {at}; "
-            "repair the volume, or give --allow-nan to write NaN wherever the field of view holds one"
+            f"repair the volume, or give {option('allow_nan', True)} to write NaN wherever the field of view holds one"
         )
 
 
 def parse_roi(roi: str, size: Vec3) -> Box:
     """`z0:z1,y0:y1,x0:x1` as a box inside a volume of `size`; an open end means the volume's: `10:,:50,:`.
 
-    VolumeError when it is malformed, empty, or reaches outside.
+    VolumeError when it is malformed, empty, or reaches outside; ValueError when it is no text.
     """
+    if not isinstance(roi, str):
+        raise ValueError(f"roi is text of the form 'z0:z1,y0:y1,x0:x1', not {excerpt(repr(roi))}")
     parts = [re.fullmatch(r"\s*(\d*)\s*:\s*(\d*)\s*", part) for part in roi.split(",")]
     if len(parts) != 3 or not all(parts):
         raise VolumeError(
-            f"--roi {roi!r} is not of the form z0:z1,y0:y1,x0:x1; count voxels from 0 and leave an end open for the "
+            f"{option('roi')} {roi!r} is not of the form z0:z1,y0:y1,x0:x1; "
+            "count voxels from 0 and leave an end open for the "
             f"volume's, such as 10:,:50,: (the volume is {text(size)})"
         )
     ends = [(int(part[1] or 0), int(part[2]) if part[2] else n) for part, n in zip(parts, size, strict=True) if part]
@@ -157,11 +171,11 @@ def _check_inside(roi: Box, size: Vec3) -> None:
     for axis, lo, hi, n in zip("zyx", roi.lo, roi.hi, size, strict=True):
         if lo < 0 or hi > n:
             raise VolumeError(
-                f"--roi reaches outside the volume along {axis}: {lo}:{hi} of 0:{n}; "
+                f"{option('roi')} reaches outside the volume along {axis}: {lo}:{hi} of 0:{n}; "
                 f"give a region inside {text(size)} voxels"
             )
         if lo >= hi:
-            raise VolumeError(f"--roi is empty along {axis}: {lo}:{hi}; give an end beyond {lo}, at most {n}")
+            raise VolumeError(f"{option('roi')} is empty along {axis}: {lo}:{hi}; give an end beyond {lo}, at most {n}")
 
 
 def _dense_size(network: Network, size: Vec3, *, is_roi: bool) -> Vec3:
@@ -169,8 +183,8 @@ def _dense_size(network: Network, size: Vec3, *, is_roi: bool) -> Vec3:
     for axis, n, needed in zip("zyx", size, fov, strict=True):
         if is_roi and n < needed:
             raise ShapeError(
-                f"--roi is smaller than the field of view along {axis}: {text(size)} against {text(fov)}; "
-                f"make it at least {needed - n} voxels larger there, or use --border reflect"
+                f"{option('roi')} is smaller than the field of view along {axis}: {text(size)} against {text(fov)}; "
+                f"make it at least {needed - n} voxels larger there, or use {option('border', 'reflect')}"
             )
     return network.dense_size(size)
 

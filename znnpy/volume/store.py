@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from io import FileIO
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -26,12 +27,18 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import OutputError
+from znnpy.errors import OutputError, ResumeError
+from znnpy.files import is_still, open_regular, reopen
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
+from znnpy.volume.names import RUN
+from znnpy.wording import excerpt, option
 
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 DATASET = "prediction"
+RUN_ATTRIBUTE = "znnpy_run"  # the id of the run that made an output
+JOURNAL_ATTRIBUTE = "znnpy_journal"  # the digest of the header of its journal
+DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py raises for files that are not whole
 CHUNK = 64  # most voxels along each axis: 1 MiB of float32
 PAGE = 4096  # bytes: chunks stand on pages
 THREADS = 2  # that write; a chunk of memory each is part of what plans set aside, WRITER_BYTES
@@ -43,19 +50,32 @@ class Store(ABC):
 
     @abstractmethod
     def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
-        """Open what `create` made. OutputError when it is another shape or type."""
+        """Open what `create` made. OutputError when it is another shape or type, ResumeError when it is damaged."""
 
     @staticmethod
     @abstractmethod
     def create(
         path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
     ) -> None:
-        """Make it, with attributes (texts, numbers, arrays) on the prediction; on disk on return."""
+        """Make it, with attributes (texts, numbers, arrays) on the prediction; on disk on return.
+
+        FileExistsError where there is anything at `path`.
+        """
 
     @staticmethod
     @abstractmethod
     def attributes_of(path: Path) -> dict[str, Any]:
-        """Attributes of the prediction at `path`; none when it is no such file."""
+        """Attributes of the prediction at `path`; none when it is no such file, or cannot be read."""
+
+    @classmethod
+    def run_of(cls, path: Path) -> str | None:
+        """The id of the run that made the file or folder at `path`; None where no run did, or it cannot be read."""
+        run = cls.attributes_of(path).get(RUN_ATTRIBUTE)
+        return run if isinstance(run, str) and RUN.fullmatch(run) else None
+
+    @abstractmethod
+    def is_still_there(self) -> bool:
+        """Return whether the path is still the file or folder that was opened."""
 
     @abstractmethod
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
@@ -73,13 +93,13 @@ class Store(ABC):
 def store_for(path: Path) -> type[Store]:
     """How outputs of this name are stored, by suffix. OutputError for others, MissingExtraError without zarr."""
     if path.suffix == ".zarr":
-        from znnpy.volume.zarr import ZarrStore
+        from znnpy.volume.zarr_store import ZarrStore
 
         return ZarrStore
     if path.suffix not in HDF5_SUFFIXES:
         raise OutputError(
             f"the output {path} has suffix {path.suffix!r}, and only {', '.join(HDF5_SUFFIXES)} and .zarr are written; "
-            "give one of these in --out"
+            f"give one of these in {option('out')}"
         )
     return Hdf5Store
 
@@ -103,9 +123,14 @@ class Hdf5Store(Store):
     def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
         self._size: Vec3 = (shape[1], shape[2], shape[3])
         self._chunk = chunk_of(self._size)
-        self._addresses = _addresses(path, shape, dtype)
         self._buffers = [np.empty(self._chunk, dtype) for _ in range(THREADS)]  # untouched, they take no memory
-        self._file = path.open("r+b", buffering=0)
+        self._path = path
+        self._file = reopen(path)
+        try:
+            self._addresses = _addresses(path, self._file, shape, dtype)
+        except BaseException:
+            self._file.close()
+            raise
 
     @staticmethod
     def create(
@@ -118,20 +143,24 @@ class Hdf5Store(Store):
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         # v108: understood everywhere, and attributes may pass 64 KiB (plans do).
-        with h5py.File(path, "w", libver=("v108", "v108"), alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+        with h5py.File(path, "x", libver=("v108", "v108"), alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+            made = os.fstat(file.id.get_vfd_handle())
             space = h5py.h5s.create_simple(stored)
             kind = h5py.h5t.py_create(dtype, logical=True)
             h5py.h5d.create(file.id, DATASET.encode(), kind, space, dcpl=layout)
             file[DATASET].attrs.update(attributes)
-        with path.open("r+b") as written:
+        with reopen(path) as written:
+            _check_same(path, os.fstat(written.fileno()), made)
             os.fsync(written.fileno())
 
     @staticmethod
     def attributes_of(path: Path) -> dict[str, Any]:
-        if not h5py.is_hdf5(path):
+        try:
+            with open_regular(path) as there, h5py.File(path, "r") as file:
+                _check_same(path, os.fstat(there.fileno()), os.fstat(file.id.get_vfd_handle()))
+                return dict(_dataset(file).attrs)
+        except DAMAGED:
             return {}
-        with h5py.File(path, "r") as file:
-            return dict(file[DATASET].attrs) if isinstance(file.get(DATASET), h5py.Dataset) else {}
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         dtype = self._buffers[0].dtype
@@ -167,6 +196,9 @@ class Hdf5Store(Store):
     def sync(self) -> None:
         os.fsync(self._file.fileno())
 
+    def is_still_there(self) -> bool:
+        return is_still(self._path, self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -193,7 +225,7 @@ class Hdf5Store(Store):
         while room:
             count = os.preadv(self._file.fileno(), [room], address)
             if not count:
-                raise OSError(f"{self._file.name} ends at byte {address}: something else cut it short")
+                raise OSError(f"{self._path} ends at byte {address}: something else cut it short")
             room, address = room[count:], address + count
 
     def _write(self, planes: npt.NDArray[Any], address: int) -> None:
@@ -219,29 +251,91 @@ def _taken(left: deque[tuple[Vec3, int]]) -> Iterator[tuple[Vec3, int]]:
             return
 
 
-def _addresses(path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> npt.NDArray[np.int64]:
-    """Byte in the file where each chunk begins: (c, chunks along z, y, x) int64."""
-    size = (shape[1], shape[2], shape[3])
-    chunk = chunk_of(size)
-    addresses = np.full((shape[0], *ceil_divide(size, chunk)), -1, np.int64)
-    with h5py.File(path, "r") as file:
-        dataset = file[DATASET]
-        stored = (1,) * (4 - dataset.ndim) + dataset.shape
-        if stored != shape or dataset.dtype != dtype or dataset.chunks[-3:] != chunk:
-            raise OutputError(
-                f"{path} holds {stored} {dataset.dtype}, and this run writes {shape} {dtype}; "
-                "start again with --overwrite"
-            )
+def _addresses(
+    path: Path, opened: FileIO, shape: tuple[int, int, int, int], dtype: np.dtype[Any]
+) -> npt.NDArray[np.int64]:
+    """Byte in the file `opened` where each chunk begins: (c, chunks along z, y, x) int64."""
+    chunk = chunk_of((shape[1], shape[2], shape[3]))
+    try:
+        with h5py.File(path, "r") as file:
+            _check_same(path, os.fstat(opened.fileno()), os.fstat(file.id.get_vfd_handle()))
+            dataset = _dataset(file)
+            check_stored(path, dataset.shape, dataset.dtype, shape, dtype)
+            if (
+                dataset.chunks != (chunk if shape[0] == 1 else (1, *chunk))
+                or dataset.id.get_create_plist().get_nfilters()
+            ):
+                raise ValueError(f"its chunks are {dataset.chunks}, and not plain ones of {chunk}")
+            return _chunk_addresses(dataset, chunk, os.fstat(opened.fileno()).st_size)
+    except OutputError:
+        raise
+    except DAMAGED as error:
+        raise damaged(path, error) from error
 
-        def note(info: Any) -> None:
-            at = info.chunk_offset
-            index = (at[0] if len(at) == 4 else 0, *(o // c for o, c in zip(at[-3:], chunk, strict=True)))
-            addresses[index] = info.byte_offset
 
-        dataset.id.chunk_iter(note)
-    if (addresses < 0).any():
-        raise OutputError(f"{path} lacks {(addresses < 0).sum()} of {addresses.size} chunks; start with --overwrite")
+def _chunk_addresses(dataset: h5py.Dataset, chunk: Vec3, file_bytes: int) -> npt.NDArray[np.int64]:
+    """Byte where each chunk begins; ValueError unless all are inside the file, and none is on another."""
+    shape = (1,) * (4 - dataset.ndim) + dataset.shape
+    addresses = np.full((shape[0], *ceil_divide((shape[1], shape[2], shape[3]), chunk)), -1, np.int64)
+
+    def note(info: Any) -> None:
+        at = info.chunk_offset
+        index = (at[0] if len(at) == 4 else 0, *(o // c for o, c in zip(at[-3:], chunk, strict=True)))
+        addresses[index] = info.byte_offset
+
+    dataset.id.chunk_iter(note)
+    chunk_bytes = prod(chunk) * dataset.dtype.itemsize
+    begins = np.sort(addresses, axis=None)
+    ends = np.append(begins[1:], file_bytes)
+    if begins[0] < 0 or (ends - begins < chunk_bytes).any():
+        raise ValueError(f"chunks of {chunk_bytes} bytes are missing, on top of each other, or beyond the end")
     return addresses
+
+
+def _dataset(file: h5py.File) -> h5py.Dataset:
+    """The prediction in the file itself; ValueError where there is none, or a link to another file."""
+    link = file.get(DATASET, getlink=True)
+    dataset = file.get(DATASET) if isinstance(link, h5py.HardLink) else None
+    if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
+        raise ValueError(f"it holds no dataset {DATASET} of its own")
+    return dataset
+
+
+def _check_same(path: Path, one: os.stat_result, other: os.stat_result) -> None:
+    """OSError unless both are of one file: `path` was given to a library, which may have opened another by then."""
+    if not os.path.samestat(one, other):
+        raise OSError(f"{path} was replaced by another file while it was opened")
+
+
+def check_stored(
+    path: Path,
+    found: tuple[int, ...],
+    found_dtype: np.dtype[Any],
+    shape: tuple[int, int, int, int],
+    dtype: np.dtype[Any],
+) -> None:
+    """OutputError unless what is stored, (c, z, y, x) or (z, y, x), is what this run writes."""
+    stored = (1,) * (4 - len(found)) + tuple(found)
+    if stored != shape or found_dtype != dtype:
+        raise OutputError(
+            f"{path} holds {stored} {found_dtype}, and this run writes {shape} {dtype}; "
+            f"start again with {option('overwrite', True)}"
+        )
+
+
+def taken_over(path: Path) -> OutputError:
+    """A run's files are no longer those that it opened."""
+    return OutputError(
+        f"{path} was removed or replaced while this run wrote it, perhaps by another run, so this run gives no output; "
+        "see that one run at a time writes, and start again"
+    )
+
+
+def damaged(path: Path, why: object) -> ResumeError:
+    """An unfinished output that cannot be gone on with."""
+    return ResumeError(
+        f"the unfinished {path} is damaged ({excerpt(why)}), so nothing can go on from it; remove it and start again"
+    )
 
 
 def chunks_of(box: Box, chunk: Vec3) -> Iterator[Vec3]:

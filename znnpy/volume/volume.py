@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,27 +16,65 @@ import numpy.typing as npt
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
+from znnpy.volume.regions import Region
+from znnpy.volume.sample import Sample, sample_of
+from znnpy.volume.space import Space
+from znnpy.wording import excerpt, option
 
-SAMPLE = 8  # voxels along each axis of one sampled box
-SAMPLES = (0.0, 0.5, 1.0)  # where they stand, per axis, from the first to the last
+MOST_VOXELS = 10**7  # along an axis
+
+MissingChunks = Literal["fill", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """The answers to voxels that a file should hold and does not."""
+
+    fill: float | None = None  # value of voxels whose file is missing; None: an error
+    chunks: MissingChunks = "fill"  # chunks that were never written: the fill value that the format says, or an error
+
+    def check_fill(self, volume: object) -> None:
+        """VolumeError where a fill value is given for `volume`, which lies in no other files."""
+        if self.fill is not None:
+            raise VolumeError(
+                f"{volume} is not made of other files, as HDF5 volumes may be: leave out {option('fill_missing')}"
+            )
+
+    def check_none(self, volume: object) -> None:
+        """VolumeError where anything is said about missing voxels of `volume`, which always holds all of them."""
+        self.check_fill(volume)
+        if self.chunks == "error":
+            raise VolumeError(
+                f"{volume} has no chunks that could be missing: leave out {option('missing_chunks', 'error')}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The number of chunks of a volume that were looked for, and of those that are not stored."""
+
+    missing: int = 0
+    looked: int = 0
+    unit: Literal["chunks", "voxels"] = "chunks"  # of both; voxels where a volume is made of several datasets
 
 
 class Volume(ABC):
     """Voxels (c, z, y, x) of an integer or floating type, on disk or in memory. A context manager."""
 
-    def __init__(self, path: Path, dataset: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dataset: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
         """Checks that the array can be a volume; VolumeError says why it cannot.
 
-        shape  as stored: (z, y, x) or (c, z, y, x).
+        shape  as stored: (z, y, x) or (c, z, y, x), behind any number of axes of length 1.
         dtype  as stored, any byte order.
         """
         self.path = path
         self.dataset = dataset
         why = why_not(shape, dtype)
-        if why is not None:
+        if shape is None or why is not None:
             raise VolumeError(f"{self} {why}")
-        self.has_channel_axis = len(shape) == 4
-        self.channels: int = shape[0] if self.has_channel_axis else 1
+        self.axes = len(shape)  # as stored
+        self.space: Space | None = None  # where voxels lie in the specimen, if metadata say it
+        self.channels: int = shape[-4] if len(shape) > 3 else 1
         self.size: Vec3 = (shape[-3], shape[-2], shape[-1])
         self.dtype: np.dtype[Any] = dtype.newbyteorder("=")
 
@@ -56,9 +93,32 @@ class Volume(ABC):
         return self.channels, *self.size
 
     @property
+    def files(self) -> Collection[Path]:
+        """Every file or folder that voxels are read from, and those that lead there: no output may replace them."""
+        return (self.path,)
+
+    @property
     def extra_bytes(self) -> int:
         """Memory that reading takes beyond the READER_BYTES that every plan sets aside for it."""
         return 0
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the box that is expected, as far as they were looked for."""
+        return Chunks()
+
+    def expect(self, box: Box) -> None:
+        """Say once, before reading, that all voxels of `box` will be read: their chunks are counted from now on.
+
+        VolumeError where chunks are known to be missing, and that is to be an error or there is no value for them.
+        """
+        del box  # of no interest where nothing is stored in chunks
+
+    def stored_region(self, box: Box) -> Region:
+        """All channels of a box, along the axes of the stored array."""
+        lead = (0,) * (self.axes - 3)
+        ends = (1,) * (self.axes - 4) + (self.channels,) * (self.axes > 3)
+        return Region((*lead, *box.lo), (*ends, *box.hi))
 
     @abstractmethod
     def close(self) -> None:
@@ -66,7 +126,7 @@ class Volume(ABC):
 
     @abstractmethod
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """Copy the voxels of `box` into `out`: (c, *box.size) of `self.dtype`, C order.
+        """Copy the voxels of `box` into `out`: (c, *box.size) of `self.dtype`, any strides.
 
         VolumeError when the storage cannot deliver them.
         """
@@ -75,11 +135,12 @@ class Volume(ABC):
     def stored(self) -> tuple[int, int]:
         """Size in bytes and time of last change in ns of what holds the voxels."""
 
-    def identity(self) -> dict[str, Any]:
-        """What tells this volume from another, whatever folder it lies in; a resumed run compares it.
+    def identity(self, sample: Sample | None = None) -> dict[str, Any]:
+        """Return the identity of this volume, which a resumed run compares; it does not depend on the folder.
 
-        The content is sampled: a digest of boxes of 8^3 voxels at corners, middles of edges and faces, and centre.
+        sample  of its content, where it was read already.
         """
+        read = sample or sample_of(self)
         size, changed = self.stored()
         return {
             "bytes": size,
@@ -87,36 +148,32 @@ class Volume(ABC):
             "dataset": self.dataset,
             "shape": list(self.shape),
             "dtype": self.dtype.name,
-            "samples_sha256": self._samples(),
+            "samples_sha256": read.sha256,
         }
-
-    def _samples(self) -> str:
-        digest = hashlib.sha256()
-        spare = [max(0, n - SAMPLE) for n in self.size]
-        for at in sorted(set(product(*([round(s * part) for part in SAMPLES] for s in spare)))):
-            lo = (at[0], at[1], at[2])
-            box = Box(lo, (lo[0] + SAMPLE, lo[1] + SAMPLE, lo[2] + SAMPLE)).clipped(Box((0, 0, 0), self.size))
-            voxels = np.empty((self.channels, *box.size), self.dtype)
-            self.read(box, voxels)
-            digest.update(voxels.tobytes())
-        return digest.hexdigest()
 
 
 def why_not(shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> str | None:
     """None if an array of this shape and type can be a volume; else the end of a sentence that begins with its name."""
     if dtype.kind not in "iuf":
-        kind = {"b": "bool", "c": f"complex ({dtype})", "V": f"compound ({dtype})"}.get(dtype.kind, f"text ({dtype})")
+        words = {"c": "complex", "V": "compound", "O": "object", "M": "date", "m": "time"}.get(dtype.kind, "text")
+        kind = "bool" if dtype.kind == "b" else f"{words} ({dtype})"
         advice = {
             "b": "store it as uint8",
             "c": "store one real part of it, such as its magnitude",
+            "O": "store it as numbers",
             "V": "store the field to predict as a dataset of its own",
-        }.get(dtype.kind, "name another dataset with --dataset")
+        }.get(dtype.kind, f"name another dataset with {option('dataset')}")
         return f"holds {kind} voxels, and only integers and floating-point numbers can be read; {advice}"
-    if shape is None or len(shape) not in (3, 4):
+    if shape is None or len(shape) < 3 or set(shape[:-4]) - {1}:
         axes = "no axes" if not shape else f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'} {shape}"
-        return f"has {axes}, and a volume has 3 (z, y, x) or 4 (c, z, y, x); reshape it or name another with --dataset"
+        return (
+            f"has {axes}, and a volume has 3 (z, y, x) or 4 (c, z, y, x), behind any number of length 1; "
+            f"reshape it or name another with {option('dataset')}"
+        )
     if prod(shape) == 0:
-        return f"is empty: {shape}; name a dataset that holds voxels with --dataset"
+        return f"is empty: {shape}; name a dataset that holds voxels with {option('dataset')}"
+    if max(shape) > MOST_VOXELS:
+        return f"has an axis of {max(shape):,} voxels, and up to {MOST_VOXELS:,} are read; check how it was written"
     return None
 
 
@@ -129,7 +186,7 @@ def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dat
         wanted = dataset.strip("/")
         if wanted in arrays:
             return wanted
-        raise VolumeError(f"{path} has no dataset {dataset!r}; it holds {_listed(arrays, arrays)}")
+        raise VolumeError(f"{path} has no dataset {excerpt(repr(dataset))}; it holds {_listed(arrays, arrays)}")
     fitting = [name for name, (shape, dtype) in arrays.items() if why_not(shape, dtype) is None]
     if len(fitting) == 1:
         return fitting[0]
@@ -143,13 +200,16 @@ def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dat
         )
     raise VolumeError(
         f"{path} holds {len(fitting)} datasets that could be the volume: {_listed(arrays, fitting)}; "
-        "name one with --dataset"
+        f"name one with {option('dataset')}"
     )
 
 
 def _listed(
     arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], names: Sequence[str] | Mapping[str, Any]
 ) -> str:
-    shown = [f"{name} ({text(arrays[name][0] or ()) or 'scalar'} {arrays[name][1]})" for name in list(names)[:10]]
+    shown = [
+        f"{excerpt(name, 40)} ({excerpt(text(arrays[name][0] or ()) or 'scalar', 40)} {excerpt(arrays[name][1], 40)})"
+        for name in list(names)[:10]
+    ]
     more = [f"and {len(names) - 10} more"] if len(names) > 10 else []
     return ", ".join(shown + more) or "nothing"

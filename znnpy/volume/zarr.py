@@ -1,9 +1,10 @@
-"""Zarr volumes and outputs (formats 2 and 3, local folders): one file a chunk. Needs the extra `zarr`."""
+"""Zarr volumes (formats 2 and 3, local folders): one file a chunk, or a shard of several. Needs the extra `zarr`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -11,160 +12,163 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import MissingExtraError, OutputError, VolumeError
+from znnpy.errors import MissingExtraError, ThreadError, VolumeError, ZnnpyError
+from znnpy.extras import install
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
-from znnpy.shapes import add, multiply, subtract
-from znnpy.volume.journal import sync_folder
-from znnpy.volume.store import Store, chunk_of, chunks_of
-from znnpy.volume.volume import Volume, pick
+from znnpy.volume.regions import Region, pieces
+from znnpy.volume.space import Scales
+from znnpy.volume.unpacking import ChunkTooLargeError
+from znnpy.volume.volume import Absent, Chunks, Volume, pick, why_not
+from znnpy.volume.zarr_nodes import Node, read_nodes
+from znnpy.wording import excerpt
 
 try:
     import zarr
     from zarr.core.buffer import default_buffer_prototype
-    from zarr.errors import NodeNotFoundError
+
+    from znnpy.volume.zarr_codecs import bounded_array
+    from znnpy.volume.zarr_files import VolumeFiles, table_bytes
 except ImportError:
     raise MissingExtraError(
-        "reading and writing .zarr needs the package zarr, which is not installed; `pip install 'znnpy[zarr]'`"
+        f"reading and writing .zarr needs the package zarr, which is not installed; `{install('zarr')}`"
     ) from None
 
-DAMAGED = (OSError, RuntimeError, ValueError)  # what codecs and metadata raise
+# What codecs and metadata raise where they are damaged.
+DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
+PIECE_BYTES = 4 * 2**20  # of voxels that are read at once; of a larger chunk, one
+AT_ONCE = 64  # chunks of one piece: each takes some KiB while it is read
+STEPS = 3  # times a chunk that is being unpacked: as it is stored, unpacked, and in the order of the array
+INDEX_ENTRY = 16  # bytes of the index of a shard for each chunk in it
+INDEX_STEPS = 4  # times the index of a shard that is being read
+LOOKED_FOR = 100_000  # files of chunks at most that are looked for before a run, where none may be missing
+THREADS = 10  # that unpack side by side; each keeps some memory that it freed
 
 
 class ZarrVolume(Volume):
-    """One array of a Zarr folder, (z, y, x) or (c, z, y, x). Made by `open_volume`."""
+    """One array of a Zarr folder, (z, y, x) or (c, z, y, x), maybe behind axes of length 1. Made by `open_volume`."""
 
-    def __init__(self, array: zarr.Array[Any], path: Path, name: str) -> None:
-        super().__init__(path, name, array.shape, np.dtype(array.dtype))
-        self._voxels = array
+    def __init__(self, path: Path, name: str, node: Node, absent: Absent) -> None:
+        super().__init__(path, name, node.shape, node.dtype or np.dtype(object))
+        self._node, self._absent = node, absent
+        self._files = VolumeFiles(path)
+        index_bytes = INDEX_ENTRY * prod(node.file) // prod(node.chunk) + INDEX_ENTRY
+        self._index_bytes = index_bytes if node.file != node.chunk else 0
+        self._files.watch(name, node.chunk_bytes, index_bytes=self._index_bytes, has_fill_value=node.has_fill_value)
+        self._voxels: zarr.Array[Any] = zarr.open_array(self._files, path=name, mode="r")
+        if tuple(self._voxels.shape) != node.shape or np.dtype(self._voxels.dtype) != node.dtype:
+            raise ValueError(
+                f"the array is {self._voxels.dtype} of shape {self._voxels.shape}, not as its metadata say"
+            )
+        self._voxels = bounded_array(self._voxels, node.chunk_bytes)
+        self._turn = threading.Lock()  # one thread reads at a time, so that memory is counted once
 
     def close(self) -> None:
         """Nothing stays open between reads."""
 
     @property
+    def files(self) -> Collection[Path]:
+        return (self.path, self.path / self.dataset)
+
+    @property
+    def chunks(self) -> Chunks:
+        return self._files.chunks
+
+    def expect(self, box: Box) -> None:
+        needed, size = self.stored_region(box), self._node.file
+        lo = tuple(at // step for at, step in zip(needed.lo, size, strict=True))
+        files = Region(lo, tuple(-(-at // step) for at, step in zip(needed.hi, size, strict=True)))
+        self._files.expect(files, self._absent.chunks)
+        if self._absent.chunks == "error" and files.elements <= LOOKED_FOR:
+            key_of = cast("Any", self._voxels.metadata).encode_chunk_key
+            spans = (range(first, end) for first, end in zip(files.lo, files.hi, strict=True))
+            self._files.look_for(f"{self.dataset}/{key_of(index)}".lstrip("/") for index in product(*spans))
+
+    @property
     def extra_bytes(self) -> int:
-        """Chunks are unpacked several at once, each beside its packed form."""
-        chunk: int = prod(self._voxels.chunks) * self.dtype.itemsize
-        at_once: int = min(int(zarr.config.get("async.concurrency")), int(self._voxels.nchunks))
-        return max(0, 2 * at_once * chunk - READER_BYTES)
+        """Memory for chunks being unpacked side by side, the index of a shard, and the count of missing chunks."""
+        chunk = self._node.chunk_bytes
+        at_once = min(AT_ONCE, THREADS, max(1, PIECE_BYTES // chunk), self._node.chunks)
+        table = table_bytes(self._node.shape, self._node.file)
+        return max(0, at_once * STEPS * chunk + INDEX_STEPS * self._index_bytes + table - READER_BYTES)
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        where = (slice(None), *box.slices) if self.has_channel_axis else box.slices
-        target = default_buffer_prototype().nd_buffer.from_numpy_array(out if self.has_channel_axis else out[0])
+        asked = self.stored_region(box)
+        target, back = out.reshape(asked.shape), [-at for at in asked.lo]
+        most = PIECE_BYTES // self.dtype.itemsize
         try:
-            self._voxels.get_basic_selection(where, out=target)
+            with self._turn:
+                for piece in pieces(asked, self._node.chunk, elements=most, chunks=AT_ONCE):
+                    self._read(piece, target[piece.shifted(back).slices])
+        except ChunkTooLargeError:
+            raise self._too_large(piece) from None
         except DAMAGED as error:
+            if isinstance(error, ZnnpyError):
+                raise
+            ThreadError.check(error)
             raise VolumeError(
-                f"{self} cannot be read at (z, y, x) = {box.lo} to {box.hi}: {error}; "
+                f"{self} cannot be read at (z, y, x) = {box.lo} to {box.hi}: {excerpt(error)}; "
                 "a chunk is damaged or was changed meanwhile: copy the folder again"
             ) from None
 
+    def _read(self, piece: Region, there: npt.NDArray[Any]) -> None:
+        buffer = default_buffer_prototype().nd_buffer.from_numpy_array(there)
+        self._voxels.get_basic_selection(piece.slices, out=buffer)
+
+    def _too_large(self, piece: Region) -> VolumeError:
+        """An error that names the first chunk of a piece that unpacks to too much, found by reading one at a time."""
+        for one in pieces(piece, self._node.chunk, elements=1, chunks=1):
+            try:
+                with self._turn:
+                    self._read(one, np.empty(one.shape, self.dtype))
+            except ChunkTooLargeError as error:
+                index = tuple(at // size for at, size in zip(one.lo, self._node.chunk, strict=True))
+                return VolumeError(
+                    f"{self}: chunk {index} unpacks to {error}, and a chunk of the array has "
+                    f"{self._node.chunk_bytes:,}; it is damaged: copy the folder again"
+                )
+        return VolumeError(f"{self}: a chunk was changed while it was read; read it again")
+
     def stored(self) -> tuple[int, int]:
-        """Bytes of all files and the latest change of any."""
-        files = [file.stat() for file in self.path.rglob("*") if file.is_file()]
+        """Bytes of all files of the array and the latest change of any; other arrays of its group may change."""
+        files = [file.stat() for file in (self.path / self.dataset).rglob("*") if file.is_file()]
         return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
 
 
-def open_volume(path: Path, dataset: str | None = None) -> ZarrVolume:
+def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> ZarrVolume:
     """The array `dataset` of the folder, or the only 3D or 4D numeric one in any of its groups; or the folder itself.
+
+    Of an OME-Zarr image in several sizes the finest is taken where none is named.
 
     VolumeError: missing, not Zarr, damaged metadata, no such array, several arrays, no volume.
     """
-    try:
-        root = zarr.open(path, mode="r")
-        if isinstance(root, zarr.Array):
-            if dataset is not None:
-                raise VolumeError(f"{path} is one Zarr array, so there is no dataset {dataset!r} to name")
-            return ZarrVolume(root, path, "")
-        arrays = {name: item for name, item in root.members(max_depth=None) if isinstance(item, zarr.Array)}
-    except FileNotFoundError as error:
-        if path.exists() and isinstance(error, NodeNotFoundError):
-            raise VolumeError(
-                f"{path} is not Zarr: it holds no zarr.json, .zarray or .zgroup; check the path"
-            ) from None
-        raise VolumeError(f"there is no folder {path}; check the path") from None
-    except VolumeError:
-        raise
-    except DAMAGED as error:
-        raise VolumeError(f"{path} cannot be opened as Zarr: {error}; copy it again") from None
-    name = pick({key: (array.shape, np.dtype(array.dtype)) for key, array in arrays.items()}, dataset, path)
-    return ZarrVolume(arrays[name], path, name)
-
-
-class ZarrStore(Store):
-    """A Zarr array of format 3, zstd compressed: (c, z, y, x), or (z, y, x) where c is 1.
-
-    Every chunk is a file that is replaced whole, so a killed process leaves each as it was or as it should be.
-    """
-
-    def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
-        self._path = path
-        array = zarr.open_array(path, mode="r+")
-        stored = (1,) * (4 - array.ndim) + array.shape
-        if stored != shape or array.dtype != dtype:
-            raise OutputError(
-                f"{path} holds {stored} {array.dtype}, and this run writes {shape} {dtype}; "
-                "start again with --overwrite"
-            )
-        for half in path.rglob("*.partial"):  # chunks whose writer was killed
-            half.unlink()
-        self._voxels = array
-        self._chunk = chunk_of((shape[1], shape[2], shape[3]))
-        self._maps = shape[0]
-        self._unsynced: set[Path] = set()
-
-    @staticmethod
-    def create(
-        path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
-    ) -> None:
-        chunk = chunk_of((shape[1], shape[2], shape[3]))
-        zarr.create_array(
-            path,
-            shape=shape if shape[0] > 1 else shape[1:],
-            chunks=chunk if shape[0] == 1 else (1, *chunk),
-            dtype=dtype,
-            dimension_names=("c", "z", "y", "x")[-3 if shape[0] == 1 else -4 :],
-            attributes={
-                key: value.tolist() if hasattr(value, "tolist") else value for key, value in attributes.items()
-            },
+    if not path.is_dir():
+        raise VolumeError(
+            f"{path} is no folder; check the path" if path.exists() else f"there is no folder {path}; check the path"
         )
-        _sync_file(path / "zarr.json")
-        sync_folder(path)
-
-    @staticmethod
-    def attributes_of(path: Path) -> dict[str, Any]:
-        try:
-            return dict(zarr.open_array(path, mode="r").attrs)
-        except (NodeNotFoundError, *DAMAGED):
-            return {}
-
-    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        if voxels.shape[1:] != box.size or voxels.dtype != self._voxels.dtype:
-            raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._voxels.dtype}")
-        for index in chunks_of(box, self._chunk):  # one by one: little memory, and no chunk is written twice
-            lo = multiply(index, self._chunk)
-            part = box.clipped(Box(lo, add(lo, self._chunk)))
-            there = part.shifted(subtract((0, 0, 0), box.lo))
-            for channel, maps in enumerate(voxels):
-                leading = () if self._maps == 1 else (channel,)
-                self._voxels[(*leading, *part.slices)] = maps[there.slices]
-                key = cast("Any", self._voxels.metadata).encode_chunk_key((*leading, *index))
-                self._unsynced.add(self._path / key)
-
-    def sync(self) -> None:
-        folders = {folder for file in self._unsynced for folder in list(file.parents)[: 3 + (self._maps > 1)]}
-        for file in self._unsynced:
-            if file.exists():  # a chunk of zeros is none
-                _sync_file(file)
-        for folder in folders:
-            if folder.exists():
-                sync_folder(folder)
-        self._unsynced.clear()
-
-    def close(self) -> None:
-        """Nothing stays open between writes."""
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    nodes = read_nodes(path)
+    if not nodes:
+        raise VolumeError(f"{path} is not Zarr: it holds no zarr.json, .zarray or .zgroup; check the path")
+    arrays = {name: (node.shape, node.dtype) for name, node in nodes.items() if node.dtype is not None}
+    scales = Scales.of(nodes[""].attributes)
+    if "" in arrays and dataset is not None:
+        raise VolumeError(f"{path} is one Zarr array, so there is no dataset {excerpt(repr(dataset))} to name")
+    if "" in arrays:
+        name = ""
+    elif dataset is None and scales and scales.paths[0] in arrays and why_not(*arrays[scales.paths[0]]) is None:
+        name = scales.paths[0]
+    else:
+        name = pick(arrays, dataset, path)
+    try:
+        volume = ZarrVolume(path, name, nodes[name], absent or Absent())
+    except DAMAGED as error:
+        if isinstance(error, ZnnpyError):
+            raise
+        ThreadError.check(error)
+        raise VolumeError(f"{path} cannot be opened as Zarr: {excerpt(error)}; copy it again") from None
+    group, _, last = name.rpartition("/")
+    last = last or "."  # an array that describes itself, as outputs of znnpy do
+    scales = Scales.of(nodes[group].attributes) if group in nodes else None
+    if scales and last in scales.paths:
+        volume.space = scales.spaces[scales.paths.index(last)]
+    return volume

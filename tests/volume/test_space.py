@@ -1,0 +1,91 @@
+"""The place of voxels in the specimen is read from OME-Zarr, moved with the region and written with the output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from place import Place
+
+from znnpy.volume import open_volume
+from znnpy.volume.space import Space, ome_of
+
+
+def ome_volume(folder: Path) -> Path:
+    """20x23x25 uint8 in an OME-Zarr group: voxels of 40x4x8 nm, the first at (100, 0, -8)."""
+    path = folder / "volume.zarr"
+    group = zarr.create_group(path)
+    array = group.create_array("0", shape=(1, 20, 23, 25), chunks=(1, 10, 23, 25), dtype="u1")
+    array[...] = np.random.default_rng(7).integers(0, 256, (1, 20, 23, 25), np.uint8)
+    axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}]
+    axes += [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]
+    steps = [
+        {"type": "scale", "scale": [1.0, 40.0, 4.0, 8.0]},
+        {"type": "translation", "translation": [0.0, 100.0, 0.0, -8.0]},
+    ]
+    image = {"axes": axes, "datasets": [{"path": "0", "coordinateTransformations": steps}]}
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [image]}
+    return path
+
+
+# The first voxel of the prediction lies 2, 3 and 3 voxels inside (field of view 6x8x7), and 4, 0 and 1 of the region.
+SCALE, TRANSLATION = [40.0, 4.0, 8.0], [100.0 + 6 * 40, 3 * 4.0, -8.0 + 4 * 8]
+
+
+def predict(place: Place, *words: str) -> Any:
+    path = ome_volume(place.folder)
+    result = place.run("infer", path, "--network", place.folder / "net.yaml", "--roi", "4:,:,1:", *words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_zarr_in_is_zarr_out_at_the_same_place(place: Place) -> None:
+    result = predict(place)
+    out = place.folder / "volume_tiny.zarr"
+    assert result.stdout.startswith(f"{out}: ")
+    attributes = dict(zarr.open_array(out).attrs)
+    assert (attributes["resolution"], attributes["translation"]) == (SCALE, TRANSLATION)
+    assert (attributes["axes"], attributes["units"]) == ("z,y,x", "nanometer,nanometer,nanometer")
+    (image,) = attributes["ome"]["multiscales"]
+    assert [axis["name"] for axis in image["axes"]] == ["c", "z", "y", "x"]
+    scale, translation = image["datasets"][0]["coordinateTransformations"]
+    assert (scale["scale"], translation["translation"]) == ([1.0, *SCALE], [0.0, *TRANSLATION])
+    with open_volume(out) as volume:
+        assert volume.space is not None
+        assert (list(volume.space.scale), list(volume.space.translation)) == (SCALE, TRANSLATION)
+        assert volume.space.units == ("nanometer",) * 3
+
+
+def test_an_hdf5_output_says_it_too(place: Place) -> None:
+    predict(place, "--out", str(place.out))
+    with h5py.File(place.out) as file:
+        attributes = dict(file["prediction"].attrs)
+    assert attributes["resolution"].tolist() == SCALE
+    assert attributes["translation"].tolist() == TRANSLATION
+    assert (attributes["axes"], attributes["units"]) == ("z,y,x", "nanometer,nanometer,nanometer")
+
+
+@pytest.mark.parametrize("suffix", ["h5", "zarr"])
+def test_where_the_volume_says_nothing_the_output_claims_nothing(place: Place, suffix: str) -> None:
+    out = place.folder / f"x.{suffix}"
+    assert place.run(*place.words[:-1], out).exit_code == 0
+    if suffix == "zarr":
+        attributes = dict(zarr.open_array(out).attrs)
+    else:
+        with h5py.File(out) as file:
+            attributes = dict(file["prediction"].attrs)
+    assert not {"resolution", "translation", "axes", "units", "ome"} & attributes.keys()
+
+
+def test_units_may_be_missing() -> None:
+    attributes = Space((2.0, 1.0, 1.0), units=("micrometer", None, "")).behind((1, 0, 5)).attributes()
+    assert attributes["units"] == "micrometer,,"
+    assert attributes["translation"].tolist() == [2.0, 0.0, 5.0]
+    (image,) = ome_of(attributes, 1)["ome"]["multiscales"]
+    assert [axis.get("unit") for axis in image["axes"]] == ["micrometer", None, None]
+    assert len(image["datasets"][0]["coordinateTransformations"][0]["scale"]) == 3
+    assert ome_of({}, 1) == {}

@@ -1,0 +1,103 @@
+"""The attributes that a finished output says its origin in, read with every type, length and range checked.
+
+An output may come from anywhere: what its attributes say is a claim that `znnpy verify` holds against the files given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from znnpy.errors import VolumeError
+from znnpy.shapes import PRECISIONS, Vec3
+from znnpy.volume.store import HDF5_SUFFIXES, store_for
+from znnpy.wording import excerpt
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(gt=0, lt=2**63)]
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class VolumeClaim(_Checked):
+    """The volume that the output was predicted from, by its content."""
+
+    dataset: Annotated[str, Field(max_length=4096)]
+    shape: tuple[Count, Count, Count, Count]  # (c, z, y, x)
+    dtype: Annotated[str, Field(max_length=20)]
+    samples_sha256: Digest
+
+
+class JobClaim(_Checked):
+    """The job that made the output: digests of network and weights, and the options that decide its voxels."""
+
+    network: Digest
+    weights: Digest
+    volume: VolumeClaim
+    roi: Annotated[str, Field(pattern=r"^([0-9]{1,18}:[0-9]{1,18}(,[0-9]{1,18}:[0-9]{1,18}){2})?$")]
+    border: Literal["valid", "reflect"]
+    output_dtype: Literal["float32", "float16", "uint8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """All that an output says of where it comes from."""
+
+    job: JobClaim
+    network: str  # its name
+    offset: Vec3  # of the output's first voxel, volume coordinates
+    precision: str  # one of PRECISIONS
+
+    @classmethod
+    def of(cls, output: Path) -> Self:
+        """The origin that the output at `output` names.
+
+        VolumeError when it has none, as files that znnpy did not write, and when an attribute is of another type or
+        length than znnpy writes.
+        """
+        said = {} if output.suffix not in (*HDF5_SUFFIXES, ".zarr") else store_for(output).attributes_of(output)
+        if not {"job", "network", "offset"} <= said.keys():
+            raise VolumeError(f"{output} was not written by znnpy; give the file that `znnpy infer` wrote")
+        precision = _text(output, "precision", said.get("precision", "fp32"))  # early versions did not write it
+        if precision not in PRECISIONS:
+            raise VolumeError(
+                f"{output} says it was predicted in {excerpt(precision)!r}, which this version does not know; verify "
+                "it with the version that wrote it"
+            )
+        network = _text(output, "network", said["network"])
+        return cls(_job(output, said["job"]), network, _offset(output, said["offset"]), precision)
+
+
+def _text(output: Path, name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _damaged(output, name, f"it is of type {type(value).__name__}, not text")
+    return value
+
+
+def _job(output: Path, value: Any) -> JobClaim:
+    text = _text(output, "job", value).encode("utf-8", "surrogateescape")
+    try:
+        return JobClaim.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise _damaged(output, "job", f"{where}: {first['msg']}") from None
+
+
+def _offset(output: Path, value: Any) -> Vec3:
+    numbers = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(number) is int for number in numbers):
+        raise _damaged(output, "offset", f"it is {excerpt(repr(value), 60)}, not three whole numbers")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _damaged(output: Path, name: str, why: str) -> VolumeError:
+    return VolumeError(
+        f"the attribute {name} of {output} is damaged: {excerpt(why)}; copy the output again, or predict it again"
+    )

@@ -1,0 +1,218 @@
+"""Volumes and outputs that the caller holds: whatever can be sliced, and whatever takes assignment by slices.
+
+Arrays of numpy, datasets of h5py, arrays of Zarr and dask, and classes of the caller's own with the same methods.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Mapping, Set
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import OutputError, VolumeError
+from znnpy.patches import Box
+from znnpy.planner.memory import READER_BYTES
+from znnpy.volume import open_volume
+from znnpy.volume.array import ArrayVolume, why_unwritable
+from znnpy.volume.hdf5_sources import Sources
+from znnpy.volume.journal import JournalHeader
+from znnpy.volume.paths_behind import paths_behind
+from znnpy.volume.regions import pieces
+from znnpy.volume.volume import Absent, Volume
+from znnpy.wording import option
+
+PIECE_BYTES = 4 * 2**20  # of voxels that are asked for at once, unless one chunk is larger
+AT_ONCE = 64  # chunks of one piece
+STEPS = 4  # times a piece: as it is stored, unpacked, in the order of the array, and as it is returned
+
+
+class Sliceable(Protocol):
+    """An object that `infer` can read a volume from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(z, y, x) or (c, z, y, x), maybe behind axes of length 1."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the values, in any form that `numpy.dtype` accepts."""
+
+    def __getitem__(self, where: Any, /) -> Any:
+        """`where` is a tuple of slices with steps of 1, one for each axis; what comes out is made a numpy array."""
+
+
+class Assignable(Protocol):
+    """An object that `infer` can write an output to."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(maps, z, y, x); for one map also (z, y, x)."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the values, in any form that `numpy.dtype` accepts."""
+
+    def __setitem__(self, where: Any, block: Any, /) -> None:
+        """`where` is a tuple of slices, one for each axis; the memory of the numpy array `block` is reused later."""
+
+
+class SliceVolume(Volume):
+    """A volume that is read by slicing an object of the caller's, by one thread at a time."""
+
+    def __init__(self, thing: Sliceable) -> None:
+        shape = tuple(int(size) for size in thing.shape)
+        super().__init__(Path(f"the {type(thing).__name__}"), "", shape, np.dtype(thing.dtype))
+        self._thing, self._stored_shape = thing, shape
+        self._chunk = _chunk_of(thing, shape)
+        self._turn = threading.Lock()
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory for a piece that is being unpacked and returned."""
+        return max(0, STEPS * max(PIECE_BYTES, prod(self._chunk) * self.dtype.itemsize) - READER_BYTES)
+
+    @property
+    def files(self) -> Collection[Path]:
+        """Return the files of the object, as far as it tells; VolumeError if a virtual source cannot be opened."""
+        if not isinstance(self._thing, h5py.Dataset):
+            return paths_behind(self._thing)
+        sources = Sources()
+        sources.missing(self._thing.id, Path(self._thing.file.filename))
+        return sources.files
+
+    def close(self) -> None:
+        """Nothing to let go of: the object is the caller's."""
+
+    def read(self, box: Box, out: npt.NDArray[Any]) -> None:
+        asked = self.stored_region(box)
+        target, back = out.reshape(asked.shape), [-at for at in asked.lo]
+        most = PIECE_BYTES // self.dtype.itemsize
+        with self._turn:
+            for piece in pieces(asked, self._chunk, elements=most, chunks=AT_ONCE):
+                found = np.asarray(self._thing[piece.slices])
+                if found.shape != piece.shape or found.dtype.newbyteorder("=") != self.dtype:
+                    raise VolumeError(
+                        f"{self} was asked for {piece.shape} voxels of {self.dtype} and gave {found.shape} of "
+                        f"{found.dtype}; give an object whose slices have the size and type that it says"
+                    )
+                target[piece.shifted(back).slices] = found
+
+    def stored(self) -> tuple[int, int]:
+        """Bytes of all voxels; an object has no date, so 0."""
+        return prod(self._stored_shape) * self.dtype.itemsize, 0
+
+
+def open_given(volume: str | Path | Sliceable, dataset: str | None = None, absent: Absent | None = None) -> Volume:
+    """The volume at a path, as `open_volume` opens it, or an object of the caller's.
+
+    VolumeError says why a file or an object cannot be used.
+    """
+    if isinstance(volume, str | os.PathLike):
+        return open_volume(Path(volume), dataset, absent)
+    if dataset is not None:
+        raise VolumeError(f"the volume is one array, so there is no dataset to name: leave out {option('dataset')}")
+    if absent:
+        absent.check_none("the volume")
+    if isinstance(volume, np.ndarray):
+        return ArrayVolume(volume)
+    if not all(hasattr(volume, name) for name in ("shape", "dtype", "__getitem__")):
+        raise TypeError(
+            f"a volume is a path, or something to slice with shape and dtype, not {type(volume).__name__}; "
+            "give numpy.asarray of it"
+        )
+    return SliceVolume(volume)
+
+
+class BlockOutput:
+    """An output that blocks are assigned to, with the interface of `Output` that a run uses; it keeps no journal."""
+
+    def __init__(
+        self, thing: Assignable, *, volume: object, shape: tuple[int, int, int, int], dtype: np.dtype[Any]
+    ) -> None:
+        """Checks that the output fits; OutputError says why it does not.
+
+        thing   to write to.
+        volume  what is read meanwhile, which must not share memory with it.
+        shape   (maps, z, y, x) of the prediction.
+        dtype   of the prediction.
+        """
+        if not all(hasattr(thing, name) for name in ("shape", "dtype", "__setitem__")):
+            raise TypeError(
+                f"an output is a path, or something with shape and dtype that takes assignment to slices, "
+                f"not {type(thing).__name__}"
+            )
+        self._maps: tuple[slice, ...] = (slice(0, shape[0]),)
+        if shape[0] == 1 and tuple(thing.shape) == shape[1:]:
+            self._maps = ()
+        elif tuple(thing.shape) != shape:
+            raise self._unfit(thing, shape, dtype)
+        if np.dtype(thing.dtype) != dtype:
+            raise self._unfit(thing, shape, dtype)
+        if isinstance(thing, np.ndarray):
+            if why := why_unwritable(thing):
+                raise OutputError(f"the output array {why}")
+            if isinstance(volume, np.ndarray) and np.may_share_memory(thing, volume):
+                raise OutputError("the output array shares memory with the volume; give one of its own")
+        self.dtype, self.shape = dtype, shape
+        self.header: JournalHeader | None = None
+        self.finished = False
+        self.done: Set[int] = frozenset()
+        self._thing = thing
+        self._turn = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the process that a numpy array takes once it is written."""
+        return prod(self.shape) * self.dtype.itemsize if isinstance(self._thing, np.ndarray) else 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Nothing to close: the object is the caller's."""
+
+    def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
+        """Begin a run; the attributes have no place in an array."""
+        del attributes
+        self.header = header
+
+    def pause(self) -> None:
+        """A run ended early, and begins anew: no record says what was finished."""
+        self.header = None
+
+    def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
+        """Assign voxels (maps, *box.size) at dense-output coordinates `box`."""
+        with self._turn:
+            self._thing[(*self._maps, *box.slices)] = voxels if self._maps else voxels[0]
+
+    @staticmethod
+    def _unfit(thing: Assignable, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> OutputError:
+        return OutputError(
+            f"the output has shape {tuple(thing.shape)} and type {np.dtype(thing.dtype)}, and the prediction has "
+            f"(maps, z, y, x) = {shape} and type {dtype}; give one that fits, or another {option('output_dtype')}"
+        )
+
+    def finish_column(self, index: int) -> None:
+        """Nothing to record."""
+
+    def complete(self) -> None:
+        """Every block was assigned."""
+        self.finished = True
+
+
+def _chunk_of(thing: object, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Voxels of a chunk along each axis; of something that names none, a line."""
+    chunks = getattr(thing, "chunks", None)
+    if isinstance(chunks, tuple) and len(chunks) == len(shape):
+        sizes = [max(along, default=0) if isinstance(along, tuple) else along for along in chunks]
+        if all(isinstance(size, int) and size > 0 for size in sizes):
+            return tuple(min(size, n) for size, n in zip(sizes, shape, strict=True))
+    return (*(1 for _ in shape[:-1]), shape[-1])

@@ -1,0 +1,132 @@
+"""The place of the voxels of a volume in the specimen, according to its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from znnpy.shapes import Vec3
+
+AXES = ("z", "y", "x")
+MOST_SCALES = 100  # datasets of a multiscale group, and transformations of one
+LONGEST_NAME = 64  # of an axis or a unit
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Position of voxel (z, y, x): `translation + scale * (z, y, x)`, in units."""
+
+    scale: tuple[float, float, float]
+    translation: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    units: tuple[str | None, str | None, str | None] = (None, None, None)  # "nanometer", for example
+    axes: tuple[str, ...] = AXES  # of the stored array, as its metadata name them
+
+    def behind(self, offset: Vec3) -> Space:
+        """The space of an array that begins at voxel `offset` (z, y, x) of this one."""
+        z, y, x = (t + s * o for t, s, o in zip(self.translation, self.scale, offset, strict=True))
+        return Space(self.scale, (z, y, x), self.units)
+
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of an array: resolution and translation, (z, y, x) float64, and the names of axes and units."""
+        return {
+            "axes": ",".join(AXES),
+            "resolution": np.array(self.scale, np.float64),
+            "translation": np.array(self.translation, np.float64),
+            "units": ",".join(unit or "" for unit in self.units),
+        }
+
+
+def ome_of(attributes: Mapping[str, Any], maps: int) -> dict[str, Any]:
+    """`ome`, the metadata of OME-Zarr 0.5, for attributes that `Space.attributes` made; nothing without them.
+
+    maps  of the array: more than one are a channel axis in front.
+    """
+    if "resolution" not in attributes:
+        return {}
+    units = attributes["units"].split(",")
+    axes = [
+        {"name": name, "type": "space"} | ({"unit": unit} if unit else {})
+        for name, unit in zip(AXES, units, strict=True)
+    ]
+    channel = [{"name": "c", "type": "channel"}] if maps > 1 else []
+    steps = [
+        {"type": "scale", "scale": [1.0] * len(channel) + [float(n) for n in attributes["resolution"]]},
+        {"type": "translation", "translation": [0.0] * len(channel) + [float(n) for n in attributes["translation"]]},
+    ]
+    image = {"axes": channel + axes, "datasets": [{"path": ".", "coordinateTransformations": steps}]}
+    return {"ome": {"version": "0.5", "multiscales": [image]}}
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The arrays of one image in several sizes, as OME-Zarr describes them, versions 0.4 and 0.5."""
+
+    paths: tuple[str, ...]  # names of the arrays in the group, the finest first
+    spaces: tuple[Space | None, ...]
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, Any]) -> Scales | None:
+        """Read the attributes of a group; None if they describe no image or are damaged."""
+        holder = attributes.get("ome", attributes)
+        images = holder.get("multiscales") if isinstance(holder, Mapping) else None
+        if not isinstance(images, list) or not images or not isinstance(images[0], Mapping):
+            return None
+        image = images[0]
+        datasets = image.get("datasets")
+        if not isinstance(datasets, list) or not 0 < len(datasets) <= MOST_SCALES:
+            return None
+        if not all(isinstance(one, Mapping) and isinstance(one.get("path"), str) for one in datasets):
+            return None
+        paths = tuple(one["path"].strip("/") for one in datasets)
+        return cls(paths, tuple(_space(image.get("axes"), one, image) for one in datasets))
+
+
+def _space(axes: Any, dataset: Mapping[str, Any], image: Mapping[str, Any]) -> Space | None:
+    """Return the space of one dataset, whose transformations are applied before those of the image."""
+    if not isinstance(axes, list) or not all(_is_axis(axis) for axis in axes):
+        return None
+    names = tuple(axis["name"] for axis in axes)
+    if len(set(names)) != len(names) or names[-3:] != AXES:
+        return None
+    scale, translation = [1.0] * len(names), [0.0] * len(names)
+    steps: list[Any] = []
+    for holder in (dataset, image):
+        found = holder.get("coordinateTransformations", [])
+        if not isinstance(found, list) or len(found) > MOST_SCALES:
+            return None
+        steps += found
+    for step in steps:
+        kind = step.get("type") if isinstance(step, Mapping) else None
+        numbers = _numbers(step.get(kind), len(names)) if kind in ("scale", "translation") else None
+        if numbers is None:
+            return None
+        if kind == "scale":
+            scale = [a * b for a, b in zip(scale, numbers, strict=True)]
+            translation = [a * b for a, b in zip(translation, numbers, strict=True)]
+        else:
+            translation = [a + b for a, b in zip(translation, numbers, strict=True)]
+    if not all(isfinite(n) and n > 0 for n in scale) or not all(map(isfinite, translation)):
+        return None
+    z, y, x = (axis.get("unit") for axis in axes[-3:])
+    return Space(
+        (scale[-3], scale[-2], scale[-1]), (translation[-3], translation[-2], translation[-1]), (z, y, x), names
+    )
+
+
+def _is_axis(axis: Any) -> bool:
+    if not isinstance(axis, Mapping):
+        return False
+    name, unit = axis.get("name"), axis.get("unit")
+    return all(isinstance(word, str) and len(word) <= LONGEST_NAME for word in (name, unit or ""))
+
+
+def _numbers(value: Any, count: int) -> Sequence[float] | None:
+    if not isinstance(value, list) or len(value) != count:
+        return None
+    if not all(type(number) in (int, float) and abs(number) < 1e300 for number in value):
+        return None
+    return [float(number) for number in value]
