@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Bytes
 
 PAGE = 4096  # bytes, or a divisor of what a system takes for one
+TOUCHED = 2**28  # bytes, a multiple of it: a quarter of a second on a slow virtual machine
 
 
 def aligned_bytes(nbytes: int) -> Bytes:
@@ -22,18 +25,25 @@ def aligned_bytes(nbytes: int) -> Bytes:
     return room[start : start + nbytes]
 
 
-def touch(block: Bytes, hands: Crew) -> None:
+def touch(block: Bytes, hands: Crew, told: Callable[[int], None] | None = None) -> None:
     """Write to every page of a block, which keeps its values: the system gives memory when it is first written to.
 
-    By all threads: that is slow, most of all on a virtual machine, which has to ask its host for the memory.
+    By all threads: that is slow, most of all on a virtual machine, which has to ask its host for the memory. Ctrl-C is
+    answered after each TOUCHED bytes.
+
+    told  called with the bytes that were written to since the last call, as often.
     """
-    pages = block[::PAGE]
+    for start in range(0, block.size, TOUCHED):
+        part = block[start : start + TOUCHED]
+        pages = part[::PAGE]
+        hands.each(partial(_write, pages), pages.size)
+        if told is not None:
+            told(part.size)
 
-    def piece(lo: int, hi: int, worker: int) -> None:
-        del worker
-        pages[lo:hi] |= 0
 
-    hands.each(piece, pages.size)
+def _write(pages: Bytes, lo: int, hi: int, worker: int) -> None:
+    del worker
+    pages[lo:hi] |= 0
 
 
 def odd_lines(count: int) -> int:

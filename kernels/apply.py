@@ -48,6 +48,8 @@ def apply(
 ) -> Array:
     """The layer `shape` of `x`, computed by the primitive called `name`.
 
+    name     of the primitive, for example "cpu.conv.fft_tiled"; `znnpy primitives` lists them.
+    shape    sizes, kernel and activation of the layer; for a convolution a ConvShape.
     x        `shape.in_shape`, (S, z, y, x, f) float32, C order; read only.
     weights  of a convolution: kernels (f', f, kz, ky, kx), cross-correlation, and biases (f',); else None.
     variant  tile size, blocking and the like; default: the one with the least work.

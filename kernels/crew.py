@@ -23,7 +23,7 @@ from typing import Self
 
 from threadpoolctl import threadpool_limits
 
-from znnpy.errors import Stopped
+from znnpy.errors import Stopped, ThreadError
 
 SHARES = 4  # per worker: a worker that the system holds up leaves the others at most a quarter of its part to wait for
 # With 16 threads 64 shares took 2.3 ms to hand out, however small (`host_ram_runs-nvidia-h200-2026-11-22.json`).
@@ -81,15 +81,22 @@ class _Pool:
         self._jobs: deque[_Job] = deque()  # that have shares left to begin
 
     def join(self, threads: int) -> None:
-        """Have at least `threads` threads until `leave`."""
+        """Have at least `threads` threads until `leave`. ThreadError when the system refuses one: then it has left."""
         with self._turn:
             self._crews.append(threads)
-            while len(self._threads) < threads:
-                name = f"znnpy-crew-{len(self._threads)}"
-                # A daemon: a crew that was never closed must not keep a process from ending.
-                thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            try:
+                while len(self._threads) < threads:
+                    name = f"znnpy-crew-{len(self._threads)}"
+                    # A daemon: a crew that was never closed must not keep a process from ending.
+                    thread = threading.Thread(target=self._work, name=name, daemon=True)
+                    thread.start()  # it waits for its turn, and then is in the list
+                    self._threads.append(thread)
+                return
+            except RuntimeError as error:
+                if str(error) != ThreadError.REFUSED:
+                    raise
+        self.leave(threads)
+        raise ThreadError.refused()
 
     def leave(self, threads: int) -> None:
         """Let go of those that no other crew asks for."""

@@ -75,12 +75,17 @@ IN_HOST_RAM: tuple[ConvHostRam, ...] = (
 )
 
 
-def find(name: str, table: tuple[Primitive, ...] = TABLE) -> Primitive:
-    """The primitive called `name`; KeyError lists the near names."""
-    for primitive in table:
+def find(name: str, table: tuple[Primitive, ...] | None = None) -> Primitive:
+    """The primitive called `name`, for example "cpu.conv.direct"; KeyError lists the near names.
+
+    name   as `znnpy primitives` lists it.
+    table  where to look for it; None: among all primitives that a plan may choose.
+    """
+    known = TABLE if table is None else table
+    for primitive in known:
         if primitive.name == name:
             return primitive
-    names = [p.name for p in table]
+    names = [p.name for p in known]
     near = get_close_matches(name, names, n=2) or names
     raise KeyError(f"no primitive {name!r}; did you mean {' or '.join(near)}?")
 

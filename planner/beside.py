@@ -30,11 +30,12 @@ from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.cells import likely_seconds
 from znnpy.planner.explain import human_seconds
-from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import Make, covering
 from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, text
+from znnpy.wording import option
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
 RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square
@@ -152,10 +153,13 @@ def _no_room(gpu: Plan, needed: float) -> NoPlanError:
     """Where the processor needs so many bytes beside a GPU's plan; inf: where it is not for want of memory."""
     part, limit = gpu.memory.peak, gpu.limits.ram_bytes
     if needed == inf:
-        return NoPlanError(f"the processor runs no steps of {text(gpu.patch_out)} output voxels: choose --mode gpu")
+        return NoPlanError(
+            f"the processor runs no steps of {text(gpu.patch_out)} output voxels: choose {option('mode', 'gpu')}"
+        )
     return NoPlanError(
-        f"the GPU's part takes {part:,} of {limit:,} bytes of RAM, and the processor needs at least {needed:,}; allow "
-        f"at least --ram {-(-(part + needed) // MIB):.0f}M, or choose --mode gpu"
+        f"the GPU's part takes {mebibytes(part)} of {mebibytes(limit)} of RAM, and the processor needs at least "
+        f"{mebibytes(needed)}; allow at least {option('ram', f'{-(-(part + needed) // MIB):.0f}M')}, or choose "
+        f"{option('mode', 'gpu')}"
     )
 
 

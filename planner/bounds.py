@@ -53,10 +53,6 @@ class Bounds:
         learnt.leanest = min(learnt.leanest, *(lean for _, _, lean in found))
         learnt.paces[planes] = _unbeaten(found + learnt.paces.get(planes, []))
 
-    def seconds(self, shape: Candidate, room: int, whole: Reached = NOTHING, enough: float = inf) -> float:
-        """The least seconds for the whole output in `room` bytes, as far as FASTER and LEANER are right: `needs`."""
-        return least_seconds(self.needs(shape, whole), room, enough)
-
     def needs(self, shape: Candidate, whole: Reached = NOTHING) -> list[Needs]:
         """What the options of every span need at least.
 
@@ -131,6 +127,28 @@ def least_seconds(spans: Sequence[Needs], room: int, enough: float = inf) -> flo
         pairs.append(kept)
         live = max(live, int(leanest))
     return relaxed(pairs, room - live, enough)
+
+
+def least_priced(spans: Sequence[Needs], price: float) -> float:
+    """The least seconds of one option per span where every byte of weights and of the arena adds `price` seconds.
+
+    The arena is as large as the largest of the options' arenas. Exact, but that all bytes find room.
+    """
+    ranked = sorted(
+        (arena, span, seconds + price * resident)
+        for span, needs in enumerate(spans)
+        for seconds, resident, arena in needs
+    )
+    cheapest: dict[int, float] = {}
+    total, least = 0.0, inf
+    for arena, span, cost in ranked:
+        before = cheapest.get(span, inf)
+        if cost < before:
+            total += cost - (before if span in cheapest else 0.0)
+            cheapest[span] = cost
+            if len(cheapest) == len(spans):
+                least = min(least, total + price * arena)
+    return least
 
 
 def reached(shape: Candidate, span: int, options: Front) -> Paces:

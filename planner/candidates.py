@@ -183,6 +183,12 @@ class Candidate:
         own = (under + (0 if held else x) for under, held, x in zip(self.under, self.held, self.tensors, strict=False))
         return sum(self.carries) + max(*own, self.under[-1] + self.tensors[-1])
 
+    @cached_property
+    def undivided(self) -> int:
+        """Bytes of the largest activation up to the output of the first pooling: every split has all of each."""
+        pool = next((i for i, (_, last) in enumerate(self.space.spans) if self.shapes[last].kind == "pool"), 0)
+        return max(self.tensors[: pool + 2])
+
     @property
     def patch_out(self) -> Vec3:
         """The patch with its axes in the order (z, y, x)."""

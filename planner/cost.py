@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import log
+from math import inf, log
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,7 @@ CPU_RATES: Mapping[Unit, Rate] = {
     "lane_fft": Rate(flops=300e9, nbytes=40e9),
     "lane_stream": Rate(flops=500e9, nbytes=42e9),
 }
+CPU_TOUCHING = 2.0**30  # assumed bytes per second of new memory: a virtual machine asks its host for each page
 CPU_STAGE_SECONDS = 5e-5  # to hand one stage to the threads and to wait for the last of them
 # Of kernels whose results no card has shown yet: too slow to be chosen, or measured, unless `only` asks for them.
 UNSEEN = Rate(flops=0.5e12, nbytes=0.5e12)
@@ -206,6 +207,8 @@ class Rates:
     refused   layers, of any variant, that a primitive would not run when it was to be measured, and its words
     hope      factor on the seconds of layers that were not measured at about their size: below 1, what they may take
     slower    factor on all seconds: fewer threads compute than did when it was measured
+    touching  bytes per second at which new memory is written to for the first time; inf: this takes no time
+    touching_measured  on the machine; else it is assumed
     """
 
     units: Mapping[Unit, Rate] = field(default_factory=lambda: CPU_RATES)
@@ -216,6 +219,8 @@ class Rates:
     refused: Mapping[Case, str] = field(default_factory=dict)
     hope: float = 1.0
     slower: float = 1.0
+    touching: float = inf
+    touching_measured: bool = False
     _alike: dict[Case, list[tuple[Sizes, Trend]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _trends: dict[Layer, Trend] = field(default_factory=dict, init=False, repr=False, compare=False)
     _kin: dict[Layer, list[Case]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -343,7 +348,7 @@ def assumed_rates(machine: Machine, threads: int, device: DeviceKind = "cpu") ->
         return _gpu_rates(machine.gpu)
     workers = min(threads, machine.cores) / _THREADS
     flops, nbytes = workers * _FLOPS_OF_AVX512[machine.simd], workers**_SHARED
-    rates = Rates().scaled(flops, nbytes)
+    rates = Rates(touching=CPU_TOUCHING).scaled(flops, nbytes)
     if machine.blas_warning is None:
         return rates
     return rates.replaced(product=rates.of("product").times(_FLOPS_OF_AVX512["avx2"], 1.0))

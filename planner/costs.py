@@ -16,12 +16,13 @@ from pydantic.dataclasses import dataclass
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.machine import Machine
 from znnpy.planner.cost import Rate, Rates, assumed_rates
-from znnpy.planner.documents import Document
+from znnpy.planner.documents import SHOWN, Document
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
 from znnpy.planner.sizes import SIZES
 from znnpy.shapes import PRECISIONS, LayerShape
+from znnpy.wording import excerpt
 
 FORMAT = 3  # version of the file
 AGAIN = "measure again with `znnpy measure`"
@@ -54,6 +55,19 @@ class Measurement:
     shape: Annotated[LayerShape, Field(discriminator="kind")]
     seconds: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
 
+    def runs(self, primitive: Primitive, machine: Machine) -> bool:
+        """Return whether `primitive` runs such a layer in such a way.
+
+        Its variants are no list to look in: it was timed on fewer images than the plan that chose the variant has.
+        """
+        if primitive.kind != self.shape.kind or primitive.why_not(self.shape, machine) is not None:
+            return False
+        try:
+            primitive.work(self.shape, self.variant)
+        except (ArithmeticError, KeyError, TypeError, ValueError):  # a variant of another primitive, or of none
+            return False
+        return True
+
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class UnitSpeed:
@@ -81,10 +95,13 @@ class Costs:
     by_size: dict[str, Annotated[tuple[Factor, ...], Field(min_length=len(SIZES), max_length=len(SIZES))]]
     stage_seconds: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]  # that a stage takes to begin
     layers: tuple[Measurement, ...]  # of networks, as their plans run them
+    touching: Speed | None = None  # bytes per second of memory that is first written to; None: it was not measured
 
     def __post_init__(self) -> None:
         if (self.device == "gpu") != (self.machine.gpu is not None):
             raise ValueError("costs of a GPU name it, and costs of a processor name none")
+        if self.device == "gpu" and self.touching is not None:
+            raise ValueError("costs of a GPU say nothing of memory that is first written to")
 
     @property
     def name(self) -> str:
@@ -93,7 +110,7 @@ class Costs:
         return self.machine.processor if gpu is None else f"{gpu.name} beside {self.machine.processor}"
 
     def rates(self, table: Sequence[Primitive]) -> Rates:
-        """What the planner takes; of layers that `table` has no primitive for, nothing."""
+        """Return the rates for the planner, without layers that no primitive of `table` runs as measured."""
         known = {(p.name, p.version): p for p in table}
         rates = replace(
             self._units(assumed_rates(self.machine, self.threads, self.device)),
@@ -101,8 +118,11 @@ class Costs:
             fitted=frozenset(self.units),
             by_size=self.by_size,
         )
+        if self.touching is not None:
+            rates = replace(rates, touching=self.touching, touching_measured=True)
         for layer in self.layers:
-            if (primitive := known.get((layer.primitive, layer.version))) is not None:
+            primitive = known.get((layer.primitive, layer.version))
+            if primitive is not None and layer.runs(primitive, self.machine):
                 rates = rates.learnt(primitive, layer.shape, layer.variant, layer.seconds)
         return rates
 
@@ -123,7 +143,8 @@ class Costs:
         there = _facts(self.machine, self.device, self.threads, self.primitives)
         for name in (*there, *(name for name in here if name not in there)):
             if there.get(name) != here.get(name):
-                return f"{name} was {there.get(name, 'not there')} and is {here.get(name, 'not there')} here"
+                was = excerpt(there.get(name, "not there"), SHOWN)
+                return f"{excerpt(name, SHOWN)} was {was} and is {here.get(name, 'not there')} here"
         return None
 
     def to_json(self) -> str:

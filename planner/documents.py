@@ -1,4 +1,4 @@
-"""Files of JSON that hold a plan or costs: read whole, of one format, or refused in one sentence."""
+"""Files of JSON that hold a plan or costs: read whole, of one format and within bounds, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from znnpy.errors import PlanFileError
+from znnpy.files import read_regular
+from znnpy.wording import excerpt, one_line
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-MOST_CHARACTERS = 2**22
+MOST_BYTES = 2**22
+MOST_VALUES = 200_000  # numbers, texts, lists and objects; a plan of as many layers as there may be has half as many
+MOST_NUMBER = 2**60  # on either side of 0; products of ten such numbers still fit into a float
+MOST_TEXT = 2000  # characters of one text
+MOST_DEPTH = 32  # lists and objects within each other
+SHOWN = 60  # characters of one value in a message
 
 Content = TypeVar("Content")
 
@@ -37,18 +44,18 @@ class Document(Generic[Content]):
         try:
             return self.adapter().validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = excerpt(".".join(map(str, first["loc"])) or "the file", SHOWN)
             more = f" (and {error.error_count() - 1} more such)" if error.error_count() > 1 else ""
-            raise self._refused(f"{self.content} damaged: {where}: {first['msg']}{more}") from None
+            raise self._refused(f"{self.content} damaged: {where}: {excerpt(first['msg'])}{more}") from None
 
     def load(self, path: Path) -> Content:
         """Of a file; PlanFileError names it."""
         try:
-            with path.open(encoding="utf-8") as file:
-                text = file.read(MOST_CHARACTERS + 1)
-            if len(text) > MOST_CHARACTERS:
-                raise self._refused(f"it is longer than {MOST_CHARACTERS:,} characters, as no {self.name} is")
+            content = read_regular(path, MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise self._refused(f"it is longer than {MOST_BYTES:,} bytes, as no {self.name} is")
+            text = content.decode()
             return self.parsed(text)
         except FileNotFoundError:
             raise PlanFileError(f"no {self.name} {path}; write one with `{self.written_by} {path}`") from None
@@ -60,7 +67,7 @@ class Document(Generic[Content]):
             raise error.with_context(str(path)) from None
 
     def _check_format(self, text: str) -> None:
-        """A clear word for files of another version, before their fields are compared one by one."""
+        """A clear word for files of another version or beyond the bounds, before their fields are compared."""
         content: Any
         try:
             content = json.loads(text)
@@ -72,9 +79,46 @@ class Document(Generic[Content]):
         except RecursionError:
             raise self._refused(f"{self.content} damaged: nested too deeply") from None
         version = content.get("format") if isinstance(content, dict) else None
-        if version != self.format:
-            named = f"a {self.name} of format {version}" if version is not None else f"no {self.name}"
+        if version != self.format or isinstance(version, bool):
+            known = isinstance(version, (int, float, str))
+            named = f"a {self.name} of format {excerpt(version, SHOWN)}" if known else f"no {self.name}"
             raise self._refused(f"this is {named}, and this version reads format {self.format}")
+        self._check_bounds(content)
+
+    def _check_bounds(self, content: Any) -> None:
+        """PlanFileError for more values, larger numbers or longer texts than a file of this kind holds.
+
+        Without the first, a list of a million wrong entries makes a million errors, which take minutes and gigabytes.
+        """
+        level: list[Any] = [content]
+        count = depth = 0
+        while level:
+            count, depth = count + len(level), depth + 1
+            if count > MOST_VALUES or depth > MOST_DEPTH:
+                most = f"{MOST_VALUES:,} values" if count > MOST_VALUES else f"{MOST_DEPTH} lists within each other"
+                raise self._refused(f"{self.content} damaged: it holds more than {most}")
+            inside: list[Any] = []
+            for value in level:
+                if isinstance(value, dict):
+                    inside += value
+                    inside += value.values()
+                elif isinstance(value, list):
+                    inside += value
+                elif why := _beyond(value):
+                    raise self._refused(f"{self.content} damaged: {why}")
+            level = inside
 
     def _refused(self, why: str) -> PlanFileError:
         return PlanFileError(f"{why}; {self.again}")
+
+
+def _beyond(value: object) -> str | None:
+    """Return why a number or a text cannot stand in a plan or a cost file."""
+    if isinstance(value, int) and abs(value) > MOST_NUMBER:
+        return f"a number is {excerpt(value, SHOWN)}, and none is beyond {MOST_NUMBER:,}"
+    if isinstance(value, str):
+        if len(value) > MOST_TEXT:
+            return f"a text has {len(value):,} characters, and none has more than {MOST_TEXT:,}"
+        if not value.isprintable() and one_line(value) != value:
+            return f"a text steers the terminal: {excerpt(value, SHOWN)}"
+    return None

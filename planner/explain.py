@@ -16,7 +16,9 @@ from znnpy.machine import Machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.cells import share
 from znnpy.planner.plan import Choice, Plan, RunnerUp
+from znnpy.planner.widths import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
+from znnpy.wording import option
 
 WIDTH = 120  # columns of text that goes to no terminal
 LONGEST = 1e9  # seconds that are told from each other: a plan edited by hand may say any number
@@ -62,8 +64,8 @@ def network_of(plan: Plan) -> Network:
 
 
 def human_bytes(nbytes: int) -> str:
-    """Three digits in the unit that suits: `1610612736` as `1.50 GiB`."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+    """Write bytes with three digits in the unit that suits: `1610612736` as `1.50 GiB`."""
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if nbytes >= 1024**power:
             amount = nbytes / 1024**power
             return f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f} {unit}"
@@ -88,9 +90,15 @@ def _cover(plan: Plan, network: Network) -> str:
     """What is computed at a time, and how the output is covered with it."""
     seen = f"field of view {text(network.field_of_view)}, period {text(network.period)}"
     output = f"{network.name}: {text(plan.output)} output voxels in"
+    beyond = (
+        f"; what is computed at a time is a multiple of the period, so it reaches beyond the {text(plan.output)} "
+        "voxels of the output, where nothing is written"
+        if reaches_beyond(plan)
+        else ""
+    )
     if not plan.walks:
         patches = f"{plan.columns:,} patch{'es' if plan.columns != 1 else ''}"
-        return f"{output} {patches}, each {text(plan.patch_in)} in and {text(plan.patch_out)} out ({seen})"
+        return f"{output} {patches}, each {text(plan.patch_in)} in and {text(plan.patch_out)} out ({seen}){beyond}"
     axis, planes = plan.axis, network.field_of_view[plan.axis] - 1
     columns = f"{plan.columns:,} column{'s' if plan.columns != 1 else ''} along {AXES[axis]}"
     if plan.column < plan.output[axis]:
@@ -99,8 +107,15 @@ def _cover(plan: Plan, network: Network) -> str:
         f"{output} {columns} in steps of {plan.patch_out[axis]:,} planes, each {text(plan.patch_in)} in and "
         f"{text(plan.patch_out)} out ({seen}); a column reads {planes:,} planes before its output begins, in "
         f"{plan.cover(network).ahead:,} of its steps, and every layer keeps the last planes of its input for the next "
-        f"step, {human_bytes(plan.memory.carries)} in all"
+        f"step, {human_bytes(plan.memory.carries)} in all{beyond}"
     )
+
+
+def reaches_beyond(plan: Plan) -> bool:
+    """Return whether a patch, or a step across its column, is larger than the whole output."""
+    along = (plan.axis,) if plan.walks else ()
+    sizes = zip(plan.patch_out, plan.output, strict=True)
+    return any(patch > output for axis, (patch, output) in enumerate(sizes) if axis not in along)
 
 
 def _beside(plan: Plan, network: Network) -> list[RenderableType]:
@@ -118,12 +133,18 @@ def _beside(plan: Plan, network: Network) -> list[RenderableType]:
     return [Text(words), Padding(_layers(its, network), (1, 0))]
 
 
-def _layers(plan: Plan, network: Network) -> Table:
+def _layers(plan: Plan, network: Network) -> RenderableType:
     """Seconds are those of a step in which all layers run, shares those of the whole output."""
+    return WideOrNarrow(_layers_table(plan, network), _layers_table(plan, network, stacked=True))
+
+
+def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Table:
+    """One row for each choice; `stacked` puts the primitive below the layer, which takes fewer columns."""
     in_parts = max(plan.parts) > 1
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0 if in_parts else 1, 0, 0))  # to fit into 80 columns
-    table.add_column("layer and input", min_width=max(len(_input(plan, choice)) for choice in plan.choices))
-    table.add_column("primitive", no_wrap=True)
+    table.add_column("layer and input", no_wrap=True)
+    if not stacked:
+        table.add_column("primitive", no_wrap=True)
     if plan.hosted:
         table.add_column("runs on", no_wrap=True)
     for column in (*(("parts",) if in_parts else ()), "time", "share", "working", "kept"):
@@ -133,9 +154,10 @@ def _layers(plan: Plan, network: Network) -> Table:
     for index, (choice, parts) in enumerate(zip(plan.choices, plan.parts, strict=True)):
         first, last = choice.layers
         fused = f"\n{last} {network.layers[last]}, in one" if last > first else ""
+        layer = f"{first} {network.layers[first]}{fused}\n{_input(plan, choice)}"
+        primitive = (choice.primitive, *wrap(str(choice.variant), widest))
         table.add_row(
-            f"{first} {network.layers[first]}{fused}\n{_input(plan, choice)}",
-            "\n".join((choice.primitive, *wrap(str(choice.variant), widest))),
+            *(("\n ".join((layer, *primitive)),) if stacked else (layer, "\n".join(primitive))),
             *((_where(plan, index),) if plan.hosted else ()),
             *((f"{parts}",) if in_parts else ()),
             human_seconds(parts * choice.seconds),
@@ -213,6 +235,16 @@ def _hosted_memory(plan: Plan) -> list[tuple[str, int]]:
     return [(row, nbytes) for row, nbytes in rows if nbytes]
 
 
+def predicted(plan: Plan) -> str:
+    """Write a plan as one line of a log: its patch or column, and its predicted time and memory."""
+    covers = f"{plan.columns:,} {'column' if plan.walks else 'patch'}"
+    plural = "" if plan.columns == 1 else "s" if plan.walks else "es"
+    where = f"{human_bytes(plan.memory.peak)}" + (
+        f" and {human_bytes(plan.memory.vram)} of VRAM" * (plan.device == "gpu")
+    )
+    return f"{covers}{plural} of {plan.network_name}: {human_seconds(plan.seconds)} and {where} predicted"
+
+
 def hosted_layers(plan: Plan) -> str:
     """How many layers have their tensors with the host, in words."""
     count = 1 + plan.choices[plan.hosted - 1].layers[1]
@@ -243,7 +275,7 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
     """The figures, and how far to trust them."""
     each = f"{human_seconds(plan.seconds_per_step)} a patch"
     if plan.walks:
-        column = human_seconds(plan.seconds / ceil(plan.columns / plan.devices))
+        column = human_seconds((plan.seconds - plan.preparing_seconds) / ceil(plan.columns / plan.devices))
         each = f"{human_seconds(plan.seconds_per_step)} a step, {column} a column"
     lines = [
         f"predicted: {plan.voxels_per_second:,.0f} output voxels/s, {each}, {human_seconds(plan.seconds)} in all, "
@@ -265,6 +297,13 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
         )
     if plan.hosted:
         lines.append(_sides(plan))
+    if plan.preparing_seconds:
+        prepared = human_bytes(plan.prepared_bytes)
+        rate = "a rate measured there" if plan.elsewhere else "a measured rate"
+        lines.append(
+            f"{human_seconds(plan.preparing_seconds)} of that prepare {prepared} of memory, at "
+            f"{rate if plan.preparing_measured else 'an assumed rate'}"
+        )
     lines += _sources(plan)
     return lines if machine is None else lines + _elsewhere(plan, machine)
 
@@ -349,14 +388,14 @@ def _warning(plan: Plan) -> list[str]:
     more = max((r for r in plan.runners_up if _over(r)), key=lambda r: r.voxels_per_second, default=None)
     these = "columns this narrow" if plan.walks else "patches this small"
     word = "vram" if plan.device == "gpu" else "ram"
-    advice = f"give larger {'steps' if plan.walks else 'patches'} (--patch) or more memory (--{word})"
+    advice = f"give larger {'steps' if plan.walks else 'patches'} ({option('patch')}) or more memory ({option(word)})"
     if more is not None:
         ratio = more.voxels_per_second / plan.voxels_per_second
         limits = (
             ("ram", plan.limits.ram_bytes, more.over_bytes),
             ("vram", plan.limits.vram_bytes or 0, more.over_vram_bytes),
         )
-        needed = " ".join(f"--{name} {-(-(limit + over) // 2**20)}M" for name, limit, over in limits if over)
+        needed = " ".join(option(name, f"{-(-(limit + over) // 2**20)}M") for name, limit, over in limits if over)
         advice = f"already with {needed} {_kind(more)} would be {ratio:.1f} times as fast"
     return [f"warning: {these} do {waste:.0f} times the work that the output needs; {advice}"]
 
@@ -371,6 +410,8 @@ def _runners_up(plan: Plan) -> list[str]:
             else f"{1 - ratio:.0%} slower"
             if ratio < 0.995
             else "as fast"
+            if ratio < 1.005
+            else f"{ratio - 1:.0%} faster, but it needs more memory"
         )
         lines.append(f"runner-up: {_kind(runner_up)}, {runner_up.voxels_per_second:,.0f} voxels/s: {why}")
     return lines

@@ -14,6 +14,7 @@ from znnpy.planner.memory import Memory
 from znnpy.planner.plan import FORMAT, Choice, Plan, device_of
 from znnpy.planner.trade import Way
 from znnpy.shapes import turned_back
+from znnpy.wording import excerpt
 
 
 def choice_of(layers: tuple[int, int], way: Way, rates: Rates) -> Choice:
@@ -46,6 +47,8 @@ def plan_of(
     *,
     itemsize_in: int,
     itemsize_out: int,
+    preparing_seconds: float = 0.0,
+    preparing_measured: bool = False,
 ) -> Plan:
     """Patches or columns of one shape."""
     space, axis = shape.space, shape.space.axis
@@ -53,7 +56,7 @@ def plan_of(
         format=FORMAT,
         znnpy_version=znnpy.__version__,
         network=network.sha256,
-        network_name=network.name,
+        network_name=excerpt(network.name),
         machine=machine.fingerprint,
         limits=limits,
         output=turned_back(space.output, axis),
@@ -70,4 +73,6 @@ def plan_of(
         rigor="estimate",
         other=None,
         runners_up=(),
+        preparing_seconds=preparing_seconds,
+        preparing_measured=preparing_measured,
     )

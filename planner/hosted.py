@@ -9,9 +9,9 @@ Method  For every number of first layers (theta), and every number of images tha
         the seconds of both grow with those of each. (In the first steps of columns few layers run; there, side by side
         and within little memory, others may be better.) First layers take all images at a time.
 Shapes  Those of the best plans of the processor alone and of the GPU alone within the same limits, or of the plan that
-        is to be beaten; where axes have few sizes, all combinations, else as many steps along all axes together as FEW,
-        of columns also in thickness; and then the next sizes along each axis of the best patch and of the best column,
-        for as long as one of them is better. Another shape may be better still.
+        is to be beaten; where axes have few sizes, all combinations, else a few steps along all axes together, of
+        columns also in thickness; and then the next sizes along each axis of the best patch and of the best column, for
+        as long as one of them is better. Another shape may be better still.
 GPU     A hosted convolution may take a part of its memory, LENT of what CUDA leaves: its arena is that of the others
         too, and what it keeps there is taken from theirs. How it is divided does not depend on what they take.
 Sizes   Of the images at a time: all that divide what there are; a part of them behind later poolings only where they
@@ -20,7 +20,7 @@ Sizes   Of the images at a time: all that divide what there are; a part of them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any, Literal
@@ -30,11 +30,12 @@ from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.planner.both_sides import both_sides, waiting_seconds
-from znnpy.planner.candidates import Candidate, Space, all_sizes, candidate, splits, thinned
+from znnpy.planner.candidates import Candidate, Space, candidate, splits
 from znnpy.planner.cost import Rates, edge_seconds, seconds
 from znnpy.planner.found_plan import choice_of, plan_of
+from znnpy.planner.hosted_steps import first_steps, next_to
 from znnpy.planner.layout import Tensor, place
-from znnpy.planner.memory import Memory
+from znnpy.planner.memory import Memory, mebibytes
 from znnpy.planner.options import Options
 from znnpy.planner.part_search import Part, PartSearch, PartSpace
 from znnpy.planner.plan import Plan, device_of, handovers
@@ -43,12 +44,11 @@ from znnpy.planner.sides import lives_with_host, sides
 from znnpy.planner.trade import Way, total_seconds
 from znnpy.planner.with_host import Divided, WithHost
 from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
+from znnpy.wording import option
 
 HostedMode = Literal["gpu-host", "cpu-to-gpu"]
 
-FEW = 6  # sizes of an axis, or of all axes together
 LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
-COMBINED = 100  # combinations of sizes that are all looked at
 NEARER = 16  # times that shapes next to the best one are looked at
 LOSING = 2.0  # times the seconds of another, or those that are asked for: next to what is slower nothing is looked at
 
@@ -143,12 +143,12 @@ class HostedSearch:
         """The shapes to begin with in one space."""
         kind = space.walks, space.axis if space.walks else 0
         of_seeds = (turned(s.patch_out, space.axis) for s in seeds if (s.walks, s.axis if s.walks else 0) == kind)
-        return [*of_seeds, *_grid(space)]
+        return [*of_seeds, *first_steps(space)]
 
     def _nearer(self, best: Both) -> Both:
         """The best of `best` and of the shapes next to it, while one of them is better."""
         for _ in range(NEARER):
-            better = self._among(best.whole.space, _next_to(best.whole), best)
+            better = self._among(best.whole.space, next_to(best.whole), best)
             if better is best or better is None:
                 break
             best = better
@@ -397,15 +397,18 @@ class HostedSearch:
         if least is None:
             return NoPlanError(
                 f"mode {self.mode}: no primitives run the first layers of {self.network.name} with "
-                "the host and all others on the GPU; drop --mode or --only"
+                f"the host and all others on the GPU; drop {option('mode')} or {option('only')}"
             )
         memory, limits = least.memory, self.limits
+        needs = memory.peak, memory.vram
+        ram, vram = (option(name, f"{-(-need // 2**20)}M") for name, need in zip(("ram", "vram"), needs, strict=True))
         error = NoPlanError(
-            f"mode {self.mode}: nothing fits in {limits.ram_bytes:,} bytes of RAM and {limits.vram_bytes or 0:,} of "
-            f"VRAM: the smallest need is {memory.peak:,} and {memory.vram:,}, with patches of "
-            f"{text(least.whole.patch_out)} and {least.theta} layers on the host; allow at least "
-            f"--ram {-(-memory.peak // 2**20)}M and --vram {-(-memory.vram // 2**20)}M"
+            f"mode {self.mode}: nothing fits in {mebibytes(limits.ram_bytes)} of RAM and "
+            f"{mebibytes(limits.vram_bytes or 0)} of VRAM: the smallest need is {mebibytes(needs[0])} and "
+            f"{mebibytes(needs[1])}, with patches of {text(least.whole.patch_out)} and {least.theta} layers on the "
+            f"host; allow at least {ram} and {vram}"
         )
+        error.needs = needs
         error.needed_bytes = memory.vram if memory.over(limits)[1] else memory.peak
         return error
 
@@ -421,37 +424,3 @@ class HostedSearch:
 def _ran(found: Found) -> list[tuple[int, float]]:
     """Steps in which each layer runs, and its seconds in one."""
     return [(way.runs // way.parts, way.parts * way.seconds) for _, way in found.ways]
-
-
-def _grid(space: Space) -> list[Vec3]:
-    """Steps to begin with."""
-    z, y, x = all_sizes(space)
-    if len(z) * len(y) * len(x) <= COMBINED:
-        return [(a, b, c) for a in z for b in y for c in x]
-    thick, across = thinned(z, FEW), [thinned(along, FEW) for along in (y, x)]
-    most = max(len(across[0]), len(across[1]), len(thick))
-    together = [(_nth(thick, i, most), _nth(across[0], i, most), _nth(across[1], i, most)) for i in range(most)]
-    if not space.walks:
-        return together
-    return [(a, b, c) for a in thick for _, b, c in together]
-
-
-def _nth(sizes: Sequence[int], index: int, of: int) -> int:
-    """The one that is as far down its axis as `index` is of `of`."""
-    return sizes[min(len(sizes) - 1, index * len(sizes) // of)]
-
-
-def _next_to(whole: Candidate) -> Iterator[Vec3]:
-    """Shapes that differ by one size along one axis, or along all; of columns, all across the one they walk along."""
-    sizes = all_sizes(whole.space)
-    here = [
-        min(range(len(along)), key=lambda i, own=own, along=along: abs(along[i] - own))  # type: ignore[misc]
-        for along, own in zip(sizes, whole.patch, strict=True)
-    ]
-    moves = [tuple(move if i == axis else 0 for i in range(3)) for axis in range(3) for move in (-1, 1)]
-    moves += [(0 if whole.space.walks else move, move, move) for move in (-1, 1)]
-    for move in moves:
-        at = [i + by for i, by in zip(here, move, strict=True)]
-        if all(0 <= i < len(along) for i, along in zip(at, sizes, strict=True)):
-            z, y, x = (along[i] for i, along in zip(at, sizes, strict=True))
-            yield z, y, x

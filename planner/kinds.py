@@ -50,6 +50,10 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
         return f"{_times(ratio)} times as long, with all layers on the {other.device.upper()}"
     if best.beside is not None and other.device == "gpu":
         return f"{_times(ratio)} times as long, without the processor"
+    more = other.memory.held - best.memory.held
+    if ratio < ALIKE and other.device == best.device and more > 0:
+        fast = "as fast" if ratio >= 1 / ALIKE else f"{_times(1 / ratio)} times as fast"
+        return f"{fast}, and needs {human_bytes(more)} more"
     if ratio < 1 / ALIKE:
         return f"{_times(1 / ratio)} times as fast, but where both may be taken the GPU is"
     if ratio < ALIKE:
@@ -79,7 +83,11 @@ def _slowest(network: Network, best: Plan, other: Plan) -> str:
     before, after = _by_span(network, best), _by_span(network, other)
     more = [_seconds(theirs) - _seconds(ours) for ours, theirs in zip(before, after, strict=True)]
     index = max(range(len(more)), key=more.__getitem__)
-    if more[index] < other.seconds - best.seconds - sum(more):
+    idle = other.seconds - best.seconds - sum(more)
+    prepared = other.preparing_seconds - best.preparing_seconds
+    if prepared > max(more[index], idle - prepared):
+        return f"preparing its memory takes {human_seconds(prepared)} more"
+    if more[index] < idle:
         return "nothing is computed while its first patch comes in and its last one goes out"
     theirs = max(after[index], key=lambda choice: choice.runs * choice.seconds)
     ours = max(before[index], key=lambda choice: choice.runs * choice.seconds)

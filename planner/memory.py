@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Literal
 
 from znnpy.machine import Limits, process_bytes
@@ -153,3 +153,8 @@ def baseline_bytes() -> int:
     import h5py  # noqa: F401 - a run loads it: it counts
 
     return -(-(process_bytes() + MARGIN_BYTES) // _GRAIN) * _GRAIN
+
+
+def mebibytes(nbytes: float) -> str:
+    """Bytes in MiB, the unit of `--ram 600M`, rounded up to a tenth: `120.5 MiB`."""
+    return f"{ceil(nbytes * 10 / MIB) / 10:,.1f} MiB"

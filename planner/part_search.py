@@ -107,6 +107,11 @@ class PartSearch(ShapeSearch):
         del shape
         return 0.0
 
+    @property
+    def price(self) -> float:
+        """The seconds of preparing a byte, which are not counted for layers on two devices: always 0."""
+        return 0.0
+
     def around(self, shape: Candidate) -> Memory:
         assert isinstance(shape, Part)
         whole = shape.whole
@@ -143,7 +148,7 @@ class PartSearch(ShapeSearch):
             pinned=around.pinned + side.pinned + sum(fp.host for _, fp in steps if lives_with_host(fp)),
             allowance=side.allowance,
         )
-        return Found(shape, options, tensors, memory, 0.0)
+        return Found(shape, options, tensors, memory, 0.0, 0.0)
 
     def _side(self, steps: Sequence[tuple[LayerShape, Footprint]], shape: Candidate) -> Side:
         if self.device == "cpu":

@@ -22,7 +22,8 @@ from znnpy.planner.layout import Count, Positive, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
-from znnpy.shapes import LayerShape, Precision, Vec3
+from znnpy.shapes import LayerShape, Precision, Vec3, text
+from znnpy.wording import excerpt
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from znnpy.network import Network
 
 FORMAT = 8  # version of plan.json
+MOST_THREADS = 2**12  # that a plan may ask for: a run begins so many
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
@@ -40,7 +42,7 @@ Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 3
 
 
 def _checked_limits(limits: Limits) -> Limits:
-    if limits.ram_bytes < 1 or limits.threads < 1:
+    if limits.ram_bytes < 1 or not 1 <= limits.threads <= MOST_THREADS:
         raise ValueError(f"{limits.ram_bytes} bytes and {limits.threads} threads are no limits to run within")
     if limits.vram_bytes is not None and limits.vram_bytes < 1:
         raise ValueError(f"{limits.vram_bytes} bytes of a GPU are no limit to run within")
@@ -132,6 +134,8 @@ class Plan:
     host_tensors: tuple[Tensor, ...] = ()  # in the host's arena
     feeders: Annotated[int, Field(ge=0)] = 0  # of the threads allowed: they feed GPUs while hosted choices run
     handover_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # of a step: the GPU waits for what they give
+    preparing_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # before the first step, to touch memory
+    preparing_measured: bool = False  # the rate of it, on the machine; else it is assumed
 
     def __post_init__(self) -> None:
         if self.device == "gpu" and self.limits.vram_bytes is None:
@@ -146,6 +150,14 @@ class Plan:
             if self.beside is not None:
                 raise ValueError("layers are hosted, and another plan is beside them: one of both")
             check_hosted(self)
+
+    def __repr__(self) -> str:
+        """One line; `explain` gives the whole plan as text."""
+        how = f"columns in steps of {text(self.patch_out)}" if self.walks else f"patches of {text(self.patch_out)}"
+        return (
+            f"<Plan of {excerpt(self.network_name, 60)} for {text(self.output)} voxels: {self.columns} {how}, "
+            f"{self.seconds:,.3g} s, {self.memory.peak / 2**20:,.0f} MiB, mode {self.mode}>"
+        )
 
     @property
     def device(self) -> DeviceKind:
@@ -214,6 +226,11 @@ class Plan:
         )
 
     @property
+    def prepared_bytes(self) -> int:
+        """Bytes of weights and tensors that are written to before the first step; layers on two devices not counted."""
+        return self.memory.arena + self.memory.carries + self.memory.residents
+
+    @property
     def devices(self) -> int:
         """Equal GPUs that take its columns in turn; 1 on a CPU."""
         return self.memory.devices
@@ -227,12 +244,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted for the whole output, reading and writing hidden behind the computation but for the edges.
+        """Predicted for the whole output, preparing included, reading and writing hidden but for the edges.
 
         Of several devices, that of the one with the most columns; side by side, of the one that ends last.
         """
         if self.beside is None:
-            return self.seconds_for(ceil(self.columns / self.devices) / self.columns)
+            return self.preparing_seconds + self.seconds_for(ceil(self.columns / self.devices) / self.columns)
         from znnpy.planner import cells  # here: it is of plans
 
         return cells.seconds(self)
@@ -355,8 +372,9 @@ class Plan:
             table = (*TABLE, *IN_HOST_RAM)
         if self.network != network.sha256:
             raise PlanFileError(
-                f"the plan is of another network ({self.network_name}, {self.network[:12]}) than the one given "
-                f"({network.name}, {network.sha256[:12]}); make a plan of this network with `znnpy plan`"
+                f"the plan is of another network ({excerpt(self.network_name, 60)}, {self.network[:12]}) than the one "
+                f"given ({excerpt(network.name, 60)}, {network.sha256[:12]}); make a plan of this network with "
+                "`znnpy plan`"
             )
         if self.device == "gpu" and machine.gpu is None:
             raise PlanFileError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 from operator import lt
 
 from znnpy.errors import PlanFileError, ShapeError
@@ -15,6 +14,7 @@ from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.plan import AGAIN, Plan, device_of, handovers, patch_in
 from znnpy.planner.sides import lives_with_host, sides
 from znnpy.shapes import LayerShape, fused, text, turned
+from znnpy.wording import excerpt
 
 
 def check_beside(
@@ -86,7 +86,8 @@ def check_shapes(plan: Plan, network: Network) -> None:
         if first != begun or choice.shape != _shape_of(known, first, last):
             there = f"layer {begun} ({shapes[begun]}) there" if begun < len(shapes) else f"{begun} layers"
             raise PlanFileError(
-                f"entry {index} of the plan is {choice.where} ({choice.shape}), and the network has {there}; {AGAIN}"
+                f"entry {index} of the plan is {choice.where} ({excerpt(choice.shape)}), and the network has {there}; "
+                f"{AGAIN}"
             )
         begun = last + 1
     if begun != len(shapes):
@@ -117,8 +118,8 @@ def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: 
     """PlanFileError unless these are the tensors that are needed, laid in an arena of so many bytes."""
     wanted, found = {t.name: t for t in needed}, {t.name: t for t in tensors}
     if found.keys() != wanted.keys() or len(tensors) != len(found):
-        names = sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in tensors)
-        raise PlanFileError(f"the plan's {arena} lacks, repeats or invents tensors ({', '.join(names)}); {AGAIN}")
+        names = excerpt(", ".join(sorted(found.keys() ^ wanted.keys()) or sorted(t.name for t in tensors)))
+        raise PlanFileError(f"the plan's {arena} lacks, repeats or invents tensors ({names}); {AGAIN}")
     for name, need in wanted.items():
         got = found[name]
         if (got.nbytes, got.first, got.last) != (need.nbytes, need.first, need.last):
@@ -131,9 +132,13 @@ def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: 
                 f"the plan lays {name} at bytes {got.offset:,} to {got.end:,}, not aligned to {ALIGNMENT} or "
                 f"outside the {arena} of {nbytes:,}; {AGAIN}"
             )
-    for a, b in combinations(tensors, 2):
-        if a.meets(b) and a.offset < b.end and b.offset < a.end:
-            raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {AGAIN}")
+    alive: list[Tensor] = []
+    for b in sorted(tensors, key=lambda tensor: tensor.first):
+        alive = [a for a in alive if a.last >= b.first]
+        for a in alive:
+            if a.meets(b) and a.offset < b.end and b.offset < a.end:
+                raise PlanFileError(f"the plan lays {a.name} and {b.name} over each other; {AGAIN}")
+        alive.append(b)
     end = aligned(max((t.end for t in tensors), default=0))
     if nbytes != end:
         raise PlanFileError(f"the plan's tensors end at byte {end:,} and the {arena} at {nbytes:,}; {AGAIN}")
@@ -150,23 +155,22 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
     """What the chosen primitive needs here; PlanFileError when it is not the one the plan was made with."""
     choice = plan.choices[index]
     primitive = next((p for p in table if p.name == choice.primitive), None)
-    where = f"{choice.where} of the plan"
+    where, name = f"{choice.where} of the plan", excerpt(choice.primitive, 60)
     if choice.device != device_of(choice.primitive) or (index >= plan.hosted and choice.device != plan.device):
         raise PlanFileError(
-            f"{where} runs {choice.primitive} on the {choice.device.upper()}, and all layers of the plan run on the "
+            f"{where} runs {name} on the {choice.device.upper()}, and all layers of the plan run on the "
             f"{plan.device.upper()}; {AGAIN}"
         )
     if primitive is None:
-        raise PlanFileError(f"{where} runs {choice.primitive}, which is not here; {AGAIN}")
+        raise PlanFileError(f"{where} runs {name}, which is not here; {AGAIN}")
     if primitive.version != choice.version:
         raise PlanFileError(
-            f"{where} runs version {choice.version} of {choice.primitive}, and version {primitive.version} is here; "
-            f"{AGAIN}"
+            f"{where} runs version {choice.version} of {name}, and version {primitive.version} is here; {AGAIN}"
         )
     if primitive.kind != choice.shape.kind:
-        raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {choice.primitive}; {AGAIN}")
+        raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {name}; {AGAIN}")
     if reason := primitive.why_not(choice.shape, machine):
-        raise PlanFileError(f"{where} runs {choice.primitive}, which does not apply here: {reason}; {AGAIN}")
+        raise PlanFileError(f"{where} runs {name}, which does not apply here: {reason}; {AGAIN}")
     with_host = choice.device == "gpu" and index < plan.hosted
     known = with_host or choice.variant in primitive.variants(choice.shape, machine)
     try:
@@ -176,10 +180,10 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
             raise
         footprint = None
     if footprint is None:
-        raise PlanFileError(f"{where}: {choice.primitive} has no variant {choice.variant or '(none)'}; {AGAIN}")
+        raise PlanFileError(f"{where}: {name} has no variant {excerpt(choice.variant or '(none)')}; {AGAIN}")
     if lives_with_host(footprint) != with_host:
         raise PlanFileError(
-            f"{where} runs {choice.primitive}, whose tensors live with the "
+            f"{where} runs {name}, whose tensors live with the "
             f"{'host' if lives_with_host(footprint) else 'GPU'}, and those of the plan do not; {AGAIN}"
         )
     return footprint

@@ -16,13 +16,13 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.planner.candidates import Space, all_spaces, candidate, splits
+from znnpy.planner.candidates import Space, all_spaces, splits
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.hosted import HostedMode, HostedSearch
 from znnpy.planner.kinds import kind_of
-from znnpy.planner.layout import fullest
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
+from znnpy.planner.nearest_miss import no_plan
 from znnpy.planner.options import Options
 from znnpy.planner.plan import Kind, Plan, device_of
 from znnpy.planner.schemes import Scheme, SchemeSearch
@@ -31,6 +31,9 @@ from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
 from znnpy.planner.with_host import Divided
 from znnpy.shapes import Precision, Vec3, text, turned
+from znnpy.wording import option
+
+ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken
 
 
 def make_plan(
@@ -126,7 +129,8 @@ def make_plan(
         masks=masks,
     )
     if not (ranked := _ranked(searches)):
-        raise _no_plan(network, searches, _narrowing(patch, only, columns, depth_first))
+        raise no_plan(network, searches, _narrowing(patch, only, columns, depth_first))
+    ranked = _leanest_first(ranked)
     plan = _plan(network, machine, ranked)
     others = [*_kinds(network, machine, plan, searches, ranked)] if kinds else []
     return replace(plan, kinds=(*others, *(_baselines(network, machine, plan, searches) if baselines else ())))
@@ -153,16 +157,24 @@ def _hosted(
     """The fastest plan of two devices; `words` are those of `make_plan` that it shares with plans of one."""
     asked = {primitive.name for primitive in in_host_ram} & set(only)
     if asked and mode == "cpu-to-gpu":
-        raise NoPlanError(f"{' and '.join(asked)} runs in mode gpu-host alone; drop --only or choose --mode gpu-host")
+        raise NoPlanError(
+            f"{' and '.join(asked)} runs in mode gpu-host alone; drop {option('only')} or choose "
+            f"{option('mode', 'gpu-host')}"
+        )
     own = {
         device: tuple(name for name in only if device_of(name) == device and name not in asked)
         for device in ("cpu", "gpu")
     }
     _check_device(machine, limits, "gpu", own["gpu"])
     if precision == "fp16":
-        raise NoPlanError(f"mode {mode} hands float32 from the host to the GPU: choose --precision tf32 or fp32")
+        raise NoPlanError(
+            f"mode {mode} hands float32 from the host to the GPU: choose {option('precision', 'tf32')} or "
+            f"{option('precision', 'fp32')}"
+        )
     if len(network.layers) < 2:
-        raise NoPlanError(f"{network.name} has one layer, and mode {mode} needs one for each device; drop --mode")
+        raise NoPlanError(
+            f"{network.name} has one layer, and mode {mode} needs one for each device; drop {option('mode')}"
+        )
     alone = [] if than is None else [than]
     cpu = options_for(machine, limits, only=own["cpu"], table=table, rates=host_rates, device="cpu")
     gpu = options_for(machine, limits, only=own["gpu"], table=table, rates=rates, device="gpu")
@@ -228,7 +240,7 @@ def _allowed(spaces: Sequence[Space], columns: bool | None) -> list[Space]:
     if not allowed:
         raise NoPlanError(
             f"{spaces[0].network.name} sees one voxel along every axis, so that columns have nothing to carry; drop "
-            "--cover"
+            f"{option('cover')}"
         )
     return allowed
 
@@ -253,6 +265,20 @@ Ranked = Sequence[tuple[SpaceSearch, Found]]  # searches that found something, t
 
 def _ranked(searches: Sequence[SpaceSearch]) -> Ranked:
     return sorted(((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1].seconds)
+
+
+def _leanest_first(ranked: Ranked) -> Ranked:
+    """Put the plan first that needs the least memory of those that take at most ALIKE times the least seconds.
+
+    If memory costs no time, the fastest plan stays first.
+    """
+    (search, fastest), *_ = ranked
+    if not search.price:
+        return ranked
+    most = ALIKE * fastest.seconds
+    near = [(search, search.leaner(found, most)) for search, found in ranked if found.seconds <= most]
+    best = min(near, key=lambda pair: (pair[1].memory.held, pair[1].seconds))
+    return [best, *(pair for pair in ranked if pair[0] is not best[0])]
 
 
 def _kinds(
@@ -302,7 +328,7 @@ def _check_wishes(
     if limits.ram_bytes < 1 or limits.threads < 1:
         raise NoPlanError(
             f"a run needs memory and at least one thread, not {limits.ram_bytes} bytes and {limits.threads} threads; "
-            "raise --ram or --threads"
+            f"raise {option('ram')} or {option('threads')}"
         )
     if min(output) < 1:
         raise ShapeError(f"there is nothing to compute: the output is {text(output)}; give a larger volume or region")
@@ -319,25 +345,29 @@ def _check_wishes(
 
 def _check_device(machine: Machine, limits: Limits, device: DeviceKind, only: Sequence[str]) -> None:
     if device == "gpu" and machine.gpu is None:
-        raise NoPlanError("layers are to run on a GPU, and there is none; drop --device, or choose --device cpu")
+        raise NoPlanError(
+            f"layers are to run on a GPU, and there is none; drop {option('device')}, "
+            f"or choose {option('device', 'cpu')}"
+        )
     if device == "gpu" and limits.vram_bytes is None:
-        raise NoPlanError("a run on a GPU needs memory there, and has no limit for it; give --vram")
+        raise NoPlanError(f"a run on a GPU needs memory there, and has no limit for it; give {option('vram')}")
     for name in only:
         if device_of(name) != device:
             raise NoPlanError(
-                f"{name} does not run on the {device.upper()}; drop --only {name}, or choose another --device"
+                f"{name} does not run on the {device.upper()}; drop {option('only', name)}, "
+                f"or choose another {option('device')}"
             )
 
 
 def _narrowing(patch: Vec3 | None, only: Sequence[str], columns: bool | None, depth_first: bool) -> str:
-    """Advice to drop those words of the command line that were given and leave plans out; empty where none was."""
+    """Advice to drop those arguments that were given and leave plans out; empty where none was."""
     words = (
-        ("patch", patch is not None),
-        ("only", bool(only)),
-        ("cover", columns is not None),
-        ("no-depth-first", not depth_first),
+        (option("patch"), patch is not None),
+        (option("only"), bool(only)),
+        (option("cover"), columns is not None),
+        (option("depth_first", False), not depth_first),
     )
-    return "".join(f", or drop --{word}" for word, given in words if given)
+    return "".join(f", or drop {word}" for word, given in words if given)
 
 
 def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
@@ -364,60 +394,6 @@ def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Foun
         best.memory,
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,
-    )
-
-
-def _no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> NoPlanError:
-    """Why nothing fits: the smallest need of all shapes, and the layer that needs most; or a layer nobody runs."""
-    found = [(search, least) for search in searches if (least := search.least()) is not None]
-    needs = [(least, search) for search, least in found if not isinstance(least, int)]
-    if not needs:
-        search, layer = found[0]
-        assert isinstance(layer, int)
-        refused = candidate(search.space, search.space.network.period).shapes[layer]
-        return NoPlanError(
-            f"no primitive runs layer {layer} ({network.layers[layer]}) here: "
-            f"{search.options.why_none(refused)}; `znnpy primitives` lists them all"
-        )
-    least, search = min(needs, key=lambda need: (sum(need[0].memory.over(need[1].limits)), need[0].memory.held))
-    error = NoPlanError(_nearest_miss(network, search, least) + words)
-    error.needed_bytes = least.memory.held
-    return error
-
-
-def _nearest_miss(network: Network, search: SpaceSearch, least: Found) -> str:
-    """What `least`, the smallest need there is, lacks; and what to allow."""
-    memory, limits, shape = least.memory, search.limits, least.candidate
-    most, layer, name = max(
-        (
-            fullest(way.footprint).live(way.shape.in_bytes, way.shape.out_bytes) + way.footprint.resident,
-            first,
-            way.primitive.name,
-        )
-        for (first, _), way in least.ways
-    )
-    kind = f"columns along {'zyx'[search.space.axis]} in steps of" if search.space.walks else "output patches of"
-    lacking = [
-        (what, limit, need, f"--{what.lower()} {-(-need // 2**20)}M")
-        for what, limit, need, over in zip(
-            ("RAM", "VRAM"),
-            (limits.ram_bytes, limits.vram_bytes or 0),
-            (memory.peak, memory.vram),
-            memory.over(limits),
-            strict=True,
-        )
-        if over
-    ]
-    inside = " and in ".join(f"{limit:,} bytes of {what}" for what, limit, _, _ in lacking)
-    needs = " and ".join(
-        f"{need:,}{f' of {what}' if len(lacking) > 1 else ''}, {need - limit:,} more"
-        for what, limit, need, _ in lacking
-    )
-    taken = f"the process itself takes {search.baseline:,}"
-    if search.device == "gpu":
-        taken += f" of RAM, CUDA {memory.context:,} of VRAM, patches on their way {memory.staging:,}"
-    return (
-        f"nothing fits in {inside}: the smallest need is {needs}, with {kind} {text(shape.patch_out)}; {taken}, "
-        f"and layer {layer} ({network.layers[layer]}) the most of what is left, "
-        f"{most:,} with {name}; allow at least {' and '.join(word for _, _, _, word in lacking)}"
+        preparing_seconds=best.preparing,
+        preparing_measured=best.preparing > 0 and search.options.rates.touching_measured,
     )

@@ -22,6 +22,7 @@ from znnpy.network import Network
 from znnpy.planner.memory import moving_bytes
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3
+from znnpy.wording import option
 
 Make = Callable[[Vec3, Limits], Plan]
 
@@ -46,7 +47,7 @@ def plan_for(
             raise
         more = NoPlanError(
             f"{error}; each of {devices} GPUs has {each.ram_bytes:,} bytes of RAM here, {baseline:,} of them the "
-            f"process itself: lower --gpus, or allow {devices} times as much beyond those"
+            f"process itself: lower {option('gpus')}, or allow {devices} times as much beyond those"
         )
         more.needed_bytes = error.needed_bytes
         raise more from None

@@ -13,7 +13,7 @@ from math import inf, prod
 from types import MappingProxyType
 
 from znnpy.machine import Limits
-from znnpy.planner.bounds import NOTHING, Bounds, Paces, Reached, least_seconds, needs_of, reached
+from znnpy.planner.bounds import NOTHING, Bounds, Needs, Paces, Reached, least_priced, least_seconds, needs_of, reached
 from znnpy.planner.candidates import Candidate, Space, Span, candidate
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.layout import Tensor, carried_bytes, chain, place
@@ -23,6 +23,8 @@ from znnpy.planner.plan import waste
 from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_bytes, total_seconds
 
 MOST_PIECES = 10**6
+LEAST_SAVED = 64  # of what a plan holds: where less can be saved than this part of it nothing leaner is looked for
+LOOKS = 32  # bounds on a shape while its layers are gone through
 LAYOUTS = 16  # of one shape, before what they lose is taken for granted
 LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
 
@@ -36,11 +38,12 @@ class Found:
     tensors: tuple[Tensor, ...]
     memory: Memory
     edges: float  # seconds in which nothing is computed
+    preparing: float  # seconds before the first step, in which memory is written to for the first time
 
     @property
     def seconds(self) -> float:
         """For the whole output."""
-        return total_seconds(self.options) + self.edges
+        return total_seconds(self.options) + self.edges + self.preparing
 
     @property
     def ways(self) -> Iterator[tuple[Span, Way]]:
@@ -91,32 +94,43 @@ class ShapeSearch:
     def may_fit(self, shape: Candidate) -> bool:
         """As far as its size alone tells; up to the first pooling's output every split has all of each tensor."""
         room = self.room(shape)
-        pool = next((i for i, (_, last) in enumerate(self.space.spans) if shape.shapes[last].kind == "pool"), 0)
-        return max(shape.tensors[: pool + 2]) <= room and any(
-            shape.split(at_once).largest <= room for at_once in self.splits
-        )
+        return shape.undivided <= room and any(shape.split(at_once).largest <= room for at_once in self.splits)
 
     def at_best(self, shape: Candidate, paces: Mapping[int, float] = MappingProxyType({})) -> float:
         """The least seconds for the whole output whatever memory there is, and however images are split.
 
         paces  seconds per voxel of spans, where they are known
         """
-        edges, thick, pieces = self.edges(shape), shape.patch[0], 1
+        idle, thick, pieces = self.idle(shape), shape.patch[0], 1
         least = self.bounds.at_best(thick, shape.voxels, paces)
         while shape.column > thick and self.bounds.at_best(thick, shape.column_voxels, paces) > LOST_SECONDS:
             pieces = _more_pieces(pieces, least / len(shape.cover))
             shape = shape.cut(pieces)
             least = self.bounds.at_best(thick, shape.voxels, paces)
-        return least + edges
+        return least + idle
 
     def least_within(self, shape: Candidate) -> float:
         """The least seconds for the whole output in the memory that there is, as far as is known; inf: nothing fits."""
-        room, least, ideal = self.room(shape), inf, self.bounds.at_best(shape.patch[0], shape.voxels)
+        room, least = self.room(shape), inf
+        ideal = self.idle(shape) + self.bounds.at_best(shape.patch[0], shape.voxels)
         for at_once in self.splits:
-            least = min(least, self.bounds.seconds(shape.split(at_once), room))
+            split = shape.split(at_once)
+            least = min(least, self._least(split, self.bounds.needs(split), room, least))
             if least <= ideal:
                 break  # no split is faster
-        return self.edges(shape) + least
+        return max(least, ideal)
+
+    def _least(self, shape: Candidate, needs: list[Needs], room: int, enough: float = inf) -> float:
+        """The least seconds for the whole output of one shape in `room` bytes, where its spans need at least so much.
+
+        enough  a bound that is no less is as good as any
+        """
+        prepared = self.price * shape.largest
+        idle = self.edges(shape) + prepared
+        least = idle + least_seconds(needs, room, enough - idle)
+        if prepared and least < enough:
+            return max(least, self.edges(shape) + least_priced(needs, self.price))
+        return least
 
     def best_split(self, shape: Candidate, below: float) -> Found | None:
         """The fastest way to split one shape; None unless one of them stays below `below` seconds for the output.
@@ -124,22 +138,23 @@ class ShapeSearch:
         Smaller parts only cost, but for the memory that they save: what the shape does not reach undivided in any
         memory, large layers first, no split does.
         """
-        best, room, edges = None, self.room(shape), self.edges(shape)
+        best, room = None, self.room(shape)
         whole: dict[int, Paces] = {}
         least: dict[int, float] = {}
-        for index in _largest_first(shape):
+        for number, index in enumerate(_largest_first(shape), 1):
             whole[index] = reached(shape, index, self._learnt(shape, index))
             least[index] = min((pace for pace, _, _ in whole[index]), default=inf)
-            if self.at_best(shape, least) >= below:
+            if self._looks(number) and self.at_best(shape, least) >= below:
                 return None
         for at_once in self.splits:
             split = shape.split(at_once)
-            if self.bounds.seconds(split, room, whole, below - edges) >= below - edges:
+            if self._least(split, self.bounds.needs(split, whole), room, below) >= below:
                 continue
             found = self._short_enough(split, below, whole)
             if found is not None:
                 best, below = found, found.seconds
-                if total_seconds(found.options) <= total_seconds(fastest(self.fronts(found.candidate))):
+                ideal = total_seconds(fastest(self.fronts(found.candidate)))
+                if not self.price and total_seconds(found.options) <= ideal:
                     break  # nothing was given up for memory: smaller parts only cost
         return best
 
@@ -158,15 +173,20 @@ class ShapeSearch:
         `whole` is what the same shape undivided takes. Large layers come first: one of them tells most of the shapes
         that cannot win.
         """
-        room, most = self.room(shape), below - self.edges(shape)
+        room = self.room(shape)
         known: dict[int, Front] = {}
         needs = self.bounds.needs(shape, whole)
-        for index in _largest_first(shape):
+        for number, index in enumerate(_largest_first(shape), 1):
             options = known[index] = self._learnt(shape, index)
             needs[index] = needs_of(options)
-            if not options or least_seconds(needs, room, most) >= most:
+            if not options or (self._looks(number) and self._least(shape, needs, room, below) >= below):
                 return None
         return self._within_room(shape, [known[index] for index in range(len(known))], below)
+
+    def _looks(self, number: int) -> bool:
+        """After so many layers it is asked whether the shape may win: LOOKS times at most, and after the last one."""
+        count = len(self.space.spans)
+        return number % -(-count // LOOKS) == 0 or number == count
 
     def _learnt(self, shape: Candidate, span: int) -> Front:
         """Options of one span, which bounds learn from."""
@@ -184,8 +204,8 @@ class ShapeSearch:
         first = islice(self._leaner(shape, fronts, below), LAYOUTS)
         for choices in (first, self._leaner(shape, fronts, below, lossy=True)):
             for found in choices:
-                if self.fits(found):
-                    return found
+                if self.fits(found):  # what the layout loses may cost what others do not take
+                    return found if not self.price or found.seconds < below else None
         if found is None:
             return None
         found = self.laid_out(shape, smallest(fronts))
@@ -199,7 +219,7 @@ class ShapeSearch:
         lossy  what the layout of one loses counts for all that come after it
         """
         room, most = self.room(shape), below - self.edges(shape)
-        while all(fronts) and (options := fastest_within(fronts, room, most)) is not None:
+        while all(fronts) and (options := fastest_within(fronts, room, most, self.price)) is not None:
             found = self.laid_out(shape, options)
             yield found
             over = found.memory.over(self.limits)
@@ -246,7 +266,31 @@ class ShapeSearch:
             pinned=sum(footprint.host for _, footprint in steps),
             allowance=max(option.allowance for option in options),
         )
-        return Found(shape, options, tensors, memory, self.edges(shape))
+        prepared = memory.arena + memory.carries + memory.residents
+        return Found(shape, options, tensors, memory, self.edges(shape), self.price * prepared)
+
+    def least_memory(self, best: Found, most: float) -> Found:
+        """The choices for the shape of `best` that need the least memory and take at most `most` seconds."""
+        shape, fronts = best.candidate, self.fronts(best.candidate)
+        room, least = total_bytes(best.options), total_bytes(smallest(fronts))
+        while room - least > best.memory.held // LEAST_SAVED:
+            middle = (room + least) // 2
+            options = fastest_within(fronts, middle, most - self.edges(shape), self.price)
+            found = None if options is None else self.laid_out(shape, options)
+            if found and self.fits(found) and found.seconds <= most and found.memory.held < best.memory.held:
+                best, room = found, total_bytes(found.options)
+            else:
+                least = middle
+        return best
+
+    @property
+    def price(self) -> float:
+        """Seconds before the first step for each byte that the layers keep; 0 on a GPU."""
+        return 1 / self.options.rates.touching if self.device == "cpu" else 0.0
+
+    def idle(self, shape: Candidate) -> float:
+        """Seconds of a run in which nothing is computed, at the least, however images are split."""
+        return self.edges(shape) + (self.price * shape.undivided if self.price else 0.0)
 
     def around(self, shape: Candidate) -> Memory:
         """What a run needs whatever the primitives are."""

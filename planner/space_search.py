@@ -24,6 +24,9 @@ from znnpy.shapes import Vec3
 
 RUNNERS_UP = 3
 TRIES = 2 * RUNNERS_UP  # shapes that are looked at for them
+LEARNT = 32  # times that layers of one thickness are learnt from: a part of all layers each time
+LEANER = 0.75  # of the memory of one plan: another that is as fast is looked for within it
+LEANER_TRIES = 8  # shapes that are looked at for it
 FEW = 8  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
 
 # The least seconds as far as is known, what breaks ties, whether the memory that there is was weighed, and the shape.
@@ -153,9 +156,9 @@ class SpaceSearch(ShapeSearch):
         return None
 
     def _learn(self, shape: Candidate) -> bool:
-        """What one more layer reaches in steps as thick; False where all is known.
+        """Learn bounds for one more layer, or a part of many, in steps this thick; False if all bounds are known.
 
-        The narrower a step the slower it is per voxel: the widest that may fit bounds the others.
+        A narrower step is slower per voxel, so the widest one that may fit bounds the others.
         """
         thick = shape.patch[0]
         spans = self.bounds.unknown(thick)
@@ -165,8 +168,9 @@ class SpaceSearch(ShapeSearch):
             steps = (self.shaped((thick, y, x)) for y, x in self._across)
             self._widest[thick] = next(filter(self.may_fit, steps), shape)
         widest = self._widest[thick]
-        span = max(spans, key=widest.moved)
-        self.bounds.learn(widest, span, self.front(widest, span))
+        at_once = -(-len(self.space.spans) // LEARNT)  # else long networks would be gone through once for each layer
+        for span in sorted(spans, key=widest.moved, reverse=True)[:at_once]:
+            self.bounds.learn(widest, span, self.front(widest, span))
         return True
 
     def _sizes(self, room: int | None) -> Sizes:
@@ -202,6 +206,36 @@ class SpaceSearch(ShapeSearch):
             if least is None or self._need(found.memory) < self._need(least.memory):
                 least = found
         return least
+
+    def leaner(self, best: Found, most: float) -> Found:
+        """Find a shape that takes at most `most` seconds and needs less memory, among those that were looked at.
+
+        Each try allows LEANER of the memory that the shape before needed, so the result may not be the very least.
+        """
+        shapes = {shape.patch: shape for shape in self.lost}
+        shapes[best.candidate.patch] = self.shaped(best.candidate.patch)
+        found: Found | None = best
+        while found is not None:
+            best = self.least_memory(found, most)
+            found = self._within(int(LEANER * best.memory.held)).first(shapes.values(), most)
+        return best
+
+    def _within(self, ram_bytes: int) -> SpaceSearch:
+        """Return this search with another limit of memory; the bounds on time that it knows are kept."""
+        search = replace(self, limits=replace(self.limits, ram_bytes=ram_bytes), lost=[], _seen=set(), _widest={})
+        search.bounds = self.bounds
+        return search
+
+    def first(self, shapes: Iterable[Candidate], below: float) -> Found | None:
+        """The first of these shapes that fits and takes less than `below` seconds; None after LEANER_TRIES of them."""
+        queue = self._queue(shapes)
+        for _ in range(LEANER_TRIES):
+            shape = self._next(queue, below)
+            if shape is None:
+                return None
+            if (found := self.best_split(shape, below)) is not None:
+                return found
+        return None
 
     def runner_up(self, found: Found, over: tuple[int, int] = (0, 0)) -> RunnerUp:
         shape = found.candidate

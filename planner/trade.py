@@ -7,7 +7,7 @@ allowance for what libraries allocate.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from operator import attrgetter
@@ -109,26 +109,48 @@ def fastest(fronts: Sequence[Front]) -> tuple[Option, ...]:
     return tuple(options[0] for options in fronts)
 
 
-def fastest_within(fronts: Sequence[Front], room: int, below: float = inf) -> tuple[Option, ...] | None:
+def fastest_within(
+    fronts: Sequence[Front], room: int, below: float = inf, price: float = 0.0
+) -> tuple[Option, ...] | None:
     """One option per span: the fastest that need at most `room` bytes together; None unless below `below` seconds.
+
+    price  seconds that each byte of weights and of the arena adds
 
     Exact: for every limit on the fullest layer that some option sets, the rest is a knapsack of weights.
     """
+    if price:
+        priced = [[(replace(o, seconds=o.seconds + price * o.resident), o) for o in options] for options in fronts]
+        unpriced = {id(dear): option for pairs in priced for dear, option in pairs}
+        cheapest = [tuple(sorted((dear for dear, _ in pairs), key=_RANK)) for pairs in priced]
+        found = _fastest_within(cheapest, room, below, price)
+        return None if found is None else tuple(unpriced[id(dear)] for dear in found)
     ideal = fastest(fronts)
     if total_seconds(ideal) >= below:
         return None
     if total_bytes(ideal) <= room:
         return ideal
+    return _fastest_within(fronts, room, below, 0.0)
+
+
+def _fastest_within(fronts: Sequence[Front], room: int, below: float, price: float) -> tuple[Option, ...] | None:
+    """The choice of `fastest_within`, where `price` is what a byte of the arena adds."""
     best = None
     for calm, allowance in _capped(fronts, _ALLOWANCE, room):
-        if total_seconds(fastest(calm)) >= below:
-            break  # and slower still below smaller caps
-        for allowed, live in _capped(calm, _LIVE, room - allowance):
-            if total_seconds(fastest(allowed)) >= below:
-                break
-            found = _knapsack(allowed, room - allowance - live, below)
-            if found is not None:
-                best, below = found, total_seconds(found)
+        least_live = max(min(option.live for option in options) for options in calm)
+        cap = room - allowance
+        while cap >= least_live:
+            allowed = [tuple(option for option in options if option.live <= cap) for options in calm]
+            ideal = fastest(allowed)
+            if total_seconds(ideal) + price * least_live >= below:
+                break  # and slower still below smaller caps
+            live = max(option.live for option in ideal)
+            found: tuple[Option, ...] | None = ideal
+            if live + sum(option.resident for option in ideal) > room - allowance:
+                live = max(option.live for options in allowed for option in options)
+                found = _knapsack(allowed, room - allowance - live, below - price * live)
+            if found is not None and total_seconds(found) + price * live < below:
+                best, below = found, total_seconds(found) + price * live
+            cap = live - 1
     return best
 
 
@@ -186,6 +208,7 @@ def relaxed(layers: Sequence[Sequence[tuple[float, int]]], room: int, enough: fl
 _PRICES = 16  # tried in `relaxed`: the bound is then within a few per cent of the best price's
 
 
+_RANK: Callable[[Option], tuple[float, int]] = attrgetter("seconds", "resident")
 _ALLOWANCE: Callable[[Option], int] = attrgetter("allowance")
 _LIVE: Callable[[Option], int] = attrgetter("live")
 
@@ -205,8 +228,11 @@ def _capped(
 
 def _knapsack(fronts: Sequence[Front], room: int, below: float) -> tuple[Option, ...] | None:
     """The fastest choice below `below` seconds whose weights fit in `room`: Pareto fronts merged layer by layer."""
+    ideal = fastest(fronts)
+    if sum(option.resident for option in ideal) <= room:
+        return ideal if total_seconds(ideal) < below else None
     lightest = [min(o.resident for o in options) for options in fronts]
-    later_bytes, later_seconds = sum(lightest), total_seconds(fastest(fronts))
+    later_bytes, later_seconds = sum(lightest), total_seconds(ideal)
     states: list[tuple[float, int, tuple[Option, ...]]] = [(0.0, 0, ())]  # seconds, weights, chosen so far
     for options, light in zip(fronts, lightest, strict=True):
         later_bytes -= light

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
@@ -21,6 +22,7 @@ from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.layout import carried_bytes, chain, place
 from znnpy.planner.options import JOINING, KEEPING
 from znnpy.planner.plan import Choice, Memory, Plan, device_of
+from znnpy.planner.widths import WideOrNarrow, columns_for, indented
 from znnpy.shapes import LayerShape, fused, turned
 
 
@@ -49,21 +51,29 @@ def considered(
     return list(whatever.considered(network))
 
 
-def why_table(rows: Sequence[Considered], network: Network) -> Table:
-    """All of them as `znnpy plan --why` prints them."""
+def why_table(rows: Sequence[Considered], network: Network) -> RenderableType:
+    """Lay out the answer of `znnpy plan --why`: a table, or on a narrow terminal each reason on lines of its own."""
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     table.add_column("layer", no_wrap=True)
     table.add_column("primitive", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("why not")
-    before = None
-    for row in rows:
-        first, last = row.layers
-        layer = f"{first} {network.layers[first]}" + (f", {last} in one" if last > first else "")
-        spent = "" if row.seconds is None else human_seconds(row.seconds)
-        table.add_row("" if row.layers == before else layer, row.primitive, spent, "taken" if row.taken else row.why)
-        before = row.layers
-    return table
+    paragraphs: list[RenderableType] = []
+    cells = [_cells(row, network) for row in rows]
+    for before, row, (layer, name, spent, reason) in zip([None, *rows], rows, cells, strict=False):
+        layer = "" if before is not None and row.layers == before.layers else layer
+        table.add_row(layer, name, spent, reason)
+        paragraphs += indented((layer, f"{name}  {spent}".rstrip(), reason))
+    names = list(zip(*cells, strict=True))[:3]
+    return WideOrNarrow(table, Group(*paragraphs), columns_for(*names, sentences=1))
+
+
+def _cells(row: Considered, network: Network) -> tuple[str, str, str, str]:
+    """Layer, primitive, time and reason of a row."""
+    first, last = row.layers
+    layer = f"{first} {network.layers[first]}" + (f", {last} in one" if last > first else "")
+    spent = "" if row.seconds is None else human_seconds(row.seconds)
+    return layer, row.primitive, spent, "taken" if row.taken else row.why
 
 
 @dataclass(frozen=True, slots=True)

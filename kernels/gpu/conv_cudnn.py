@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.errors import DeviceError
+from znnpy.extras import install
 from znnpy.kernels.gpu.cudnn_plans import (
     Chosen,
     NoPlanError,
@@ -157,7 +158,7 @@ def instances() -> list[Instance]:
 def _why_no_library(gpu: Gpu) -> str | None:
     versions = dict(gpu.versions)
     if "cudnn-frontend" not in versions:
-        return "needs NVIDIA's cuDNN and its frontend: pip install 'znnpy[cudnn]'"
+        return f"needs NVIDIA's cuDNN and its frontend: {install('cudnn')}"
     found = versions.get("cudnn-cu13", "9.16")  # from elsewhere than a package: looked at when it is loaded
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         return f"cuDNN {found} has 3D kernels that compute something else: 9.16 or newer is needed"

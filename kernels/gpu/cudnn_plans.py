@@ -21,6 +21,7 @@ from znnpy.errors import DeviceError
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
 from znnpy.shapes import FLOAT32, ConvShape, Vec3, add, valid
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -92,7 +93,8 @@ def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chose
     told = f"; wrong on a small layer: {', '.join(wrong)}" if wrong else ""
     told += f"; refused to run: {', '.join(refused)}" if refused else ""
     raise NoPlanError(
-        f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; take another primitive with --only"
+        f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; "
+        f"take another primitive with {option('only')}"
     )
 
 

@@ -22,17 +22,18 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from znnpy.errors import DeviceError, VramError
+from znnpy.extras import install
 from znnpy.kernels.gpu.arrays import c_strides, check_view, copy_rows, kernel_arguments
 from znnpy.kernels.gpu.libraries import CudaLibraries, Libraries
 from znnpy.kernels.gpu.modules import compiler_options, kernel_words, source_text
 from znnpy.machine import Gpu
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = Any  # cupy.ndarray, or numpy.ndarray under the emulator
 
-INSTALL = "pip install 'znnpy[gpu]'"
 ALIGNMENT = 256  # bytes, of what is allocated
 _STATIC_SHARED = 48 << 10  # bytes of dynamic shared memory a kernel may have without asking
 _NO_DEVICE = 100  # cudaErrorNoDevice
@@ -94,7 +95,9 @@ def refusal(call: str, code: object, nbytes: int | None = None, free: int | None
     free    bytes that the device has left, where it refused memory: the error is a VramError.
     """
     sizes = "" if nbytes is None else f" of {nbytes} bytes"
-    left = "" if free is None else f"; {free} bytes are free, so lower --vram or stop other programs on the GPU"
+    left = (
+        "" if free is None else f"; {free} bytes are free, so lower {option('vram')} or stop other programs on the GPU"
+    )
     return (DeviceError if free is None else VramError)(f"{call}{sizes} was refused: {code}{left}")
 
 
@@ -401,7 +404,9 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise DeviceError(f"a GPU is driven through CuPy, which cannot be imported ({error}): {INSTALL}") from error
+        raise DeviceError(
+            f"a GPU is driven through CuPy, which cannot be imported ({error}): {install('gpu')}"
+        ) from error
     return cupy
 
 
@@ -434,7 +439,7 @@ def _versions(cupy: Any, library: int) -> tuple[tuple[str, str], ...]:
         compiler = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     except (ImportError, RuntimeError) as error:  # CuPy alone, without CUDA's libraries
         told = str(error).strip().partition("\n")[0]
-        raise DeviceError(f"CUDA's compiler, which CuPy needs, cannot be loaded ({told}): {INSTALL}") from error
+        raise DeviceError(f"CUDA's compiler, which CuPy needs, cannot be loaded ({told}): {install('gpu')}") from error
     found = [("cupy", cupy.__version__), ("cuda", _dotted(library)), ("nvrtc", compiler)]
     for package in ("nvidia-cublas", "nvidia-cufft", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"):
         try:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
 
-from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels import aligned as memory
+from znnpy.kernels.aligned import PAGE, aligned_bytes, touch
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.kernels.table import TABLE
@@ -45,6 +46,32 @@ def behind(shape: tuple[int, ...], floats: int) -> tuple[Array, Array]:
     store = aligned_bytes(FLOAT32 * shape[0] * (image + floats)).view(np.float32).reshape(shape[0], -1)
     store[...] = np.nan
     return store[:, floats:].reshape(shape, copy=False), store[:, :floats]
+
+
+def test_memory_is_touched_in_parts_between_which_an_interrupt_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second part is never begun; without an interrupt every page is written to, and keeps its values."""
+    monkeypatch.setattr(memory, "TOUCHED", 4 * PAGE)
+    block = aligned_bytes(11 * PAGE + 5)
+    block[...] = 7
+    pages = list[int]()
+
+    class Counting(Crew):
+        stops = False
+
+        def each(self, piece: Any, count: int, *, least: int = 1) -> None:
+            super().each(piece, count, least=least)
+            pages.append(count)
+            if self.stops:
+                raise KeyboardInterrupt
+
+    with Counting(2) as crew:
+        touch(block, crew)
+        assert pages == [4, 4, 4]
+        assert (block == 7).all()
+        crew.stops = True
+        with pytest.raises(KeyboardInterrupt):
+            touch(block, crew)
+    assert pages == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("floats", [1, 8])

@@ -251,9 +251,11 @@ def test_threads_end_with_the_crews_that_asked_for_them() -> None:
         assert not crew_threads(), "one thread is the caller's"
 
 
+@pytest.mark.torch
 def test_an_openmp_setting_of_the_callers_threads_is_left_alone() -> None:
     """A crew that opens first in one thread and closes last in another would restore it in the wrong one."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     first, last = Crew(1), Crew(1)

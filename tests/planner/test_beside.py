@@ -268,7 +268,7 @@ def test_memory_is_of_both() -> None:
     assert both.beside.memory.baseline == 0
     assert both.memory.peak == replace(both.memory, beside=0).peak + both.memory.beside
     most = alone.memory.peak + 100
-    with pytest.raises(NoPlanError, match=r"and the processor needs at least [\d,]+; allow at least --ram"):
+    with pytest.raises(NoPlanError, match=r"and the processor needs at least [\d.]+ MiB; allow at least ram="):
         beside(0.5, output=SMALL, limits=replace(PLENTY, ram_bytes=most), masks=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fakes import FAST, GPU, MACHINE, SLOW, WITH_GPU, on_gpu
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Machine
-from znnpy.planner.cost import CPU_RATES, Rate, assumed_rates
+from znnpy.planner.cost import CPU_RATES, CPU_TOUCHING, Rate, assumed_rates
 from znnpy.planner.costs import AGAIN, FORMAT, Costs, Measurement, UnitSpeed
 from znnpy.shapes import ConvShape
 
@@ -51,6 +52,15 @@ def test_a_file_holds_what_was_measured() -> None:
     plain = replace(rates, by_size={}, measured={})
     assert rates.seconds(FAST, fast, variant) == plain.seconds(FAST, fast, variant), "no size of it was measured"
     assert rates.seconds(SLOW, fast, variant) > 1.9 * plain.seconds(SLOW, fast, variant)
+
+
+def test_the_rate_of_new_memory_is_as_measured_or_assumed() -> None:
+    measured = Costs.from_json(costs(touching=3e9).to_json()).rates(TABLE)
+    assert (measured.touching, measured.touching_measured) == (3e9, True)
+    content = json.loads(costs().to_json())
+    content.pop("touching")
+    before = Costs.from_json(json.dumps(content)).rates(TABLE)  # a file that was written before it was measured
+    assert (before.touching, before.touching_measured) == (CPU_TOUCHING, False)
 
 
 def test_units_that_were_not_measured_are_as_much_slower_as_the_others() -> None:
@@ -135,6 +145,7 @@ def edited(*path: str | int, to: Any) -> str:
         (edited("units", "product", "flops", to=0), "the costs are damaged: units.product.flops: "),
         (edited("units", to={}), "the costs are damaged: units: "),
         (edited("units", "warp", to={"flops": 1.0, "nbytes": 1.0, "runs": 1}), "the costs are damaged: units.warp"),
+        (edited("touching", to=0.5), "the costs are damaged: touching: "),
         (edited("machine", "cores", to=0), "the costs are damaged: machine: "),
         (edited("machine", "simd", to="mmx"), "the costs are damaged: machine: "),
         (edited("device", to="gpu"), "the costs are damaged: the file: "),
@@ -143,6 +154,9 @@ def edited(*path: str | int, to: Any) -> str:
         (edited("stage_seconds", to=0.0), "the costs are damaged: stage_seconds: "),
         (edited("more", to=1), "the costs are damaged: more: "),
         (edited("layers", 0, "seconds", to=-1.0), "the costs are damaged: layers.0.seconds: "),
+        (edited("layers", 0, "shape", "batch", to=10**400), "the costs are damaged: a number is 10000"),
+        (edited("machine", "processor", to="\x1b[2J"), r"the costs are damaged: a text steers the terminal: \x1b[2J"),
+        (edited("layers", to=[1] * 10**6), "the costs are damaged: it holds more than 200,000 values"),
     ],
 )
 def test_damage_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
@@ -160,6 +174,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         Costs.load(tmp_path / "none.json")
     with pytest.raises(PlanFileError, match=r"cannot read the cost file .*: Is a directory"):
         Costs.load(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PlanFileError, match=r"cannot read the cost file .*: it is a pipe, a socket or a device"):
+        Costs.load(tmp_path / "pipe")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError, match="is no cost file: it is not text"):
         Costs.load(tmp_path / "binary")

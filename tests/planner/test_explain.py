@@ -135,23 +135,24 @@ def test_names_stay_whole_on_narrow_terminals(plan: Plan, columns: Plan, width: 
 
 
 @pytest.mark.parametrize("cover", [True, False])
-def test_a_real_plan_fits_into_80_columns(cover: bool) -> None:
-    """With names, variants and sizes as they are: nothing is cut off."""
+def test_a_real_plan_fits_into_80_columns_and_more(cover: bool) -> None:
+    """Names, variants and sizes are printed whole at any width."""
     network = read_network("n337").network
     made = make_plan(
         network, (320, 320, 320), AVX512, Limits(6 * 2**30, 2), baseline=2**28, patch=(64, 64, 128), columns=cover
     )
-    stream = io.StringIO()
-    Console(width=80, file=stream).print(explain(made, network, AVX512))
-    said = stream.getvalue()
-    assert max(len(line.rstrip()) for line in said.splitlines()) <= 80
-    found = " ".join(said.split())
-    for choice in made.choices:
-        assert choice.primitive in found
-        assert text(choice.shape.in_shape) in found
-        assert human_bytes(choice.resident_bytes) in found
-        for parameter in str(choice.variant).split():
-            assert parameter in found
+    for width in (80, 120, 200):
+        stream = io.StringIO()
+        Console(width=width, file=stream).print(explain(made, network, AVX512))
+        said = stream.getvalue()
+        assert max(len(line.rstrip()) for line in said.splitlines()) <= width
+        assert "…" not in said
+        words = said.split()
+        for choice in made.choices:
+            assert choice.primitive in words
+            assert text(choice.shape.in_shape) in words
+            assert human_bytes(choice.resident_bytes) in " ".join(words)
+            assert set(str(choice.variant).split()) <= set(words)
 
 
 def test_two_layers_in_one_are_told() -> None:
@@ -292,12 +293,12 @@ def test_patches_of_nearly_nothing_but_border_are_warned_of(plan: Plan) -> None:
     assert "warning" not in said(8)  # (16^3 + 8^3) / (2 * 8^3) = 4.5
     assert "warning: patches this small do 365 times the work that the output needs; give larger patches" in said(1)
     slower, larger = runner_up((2, 2, 2), 1e3), runner_up((4, 8, 8), 1e11, 3 * 2**20 + 1)
-    assert "; already with --ram 1028M patches of 4x8x8 would be " in said(1, larger, slower)
+    assert "; already with ram='1028M' patches of 4x8x8 would be " in said(1, larger, slower)
     wide = replace(larger, column=40)
     assert "warning: columns this narrow do " in said(1, columns=True)
-    assert "give larger steps (--patch) or more memory (--ram)" in said(1, columns=True)
-    assert "--ram 1028M columns along z in steps of 4x8x8 would be " in said(1, wide, columns=True)
-    assert "more memory (--ram)" in said(1, slower)
+    assert "give larger steps (`patch`) or more memory (`ram`)" in said(1, columns=True)
+    assert "ram='1028M' columns along z in steps of 4x8x8 would be " in said(1, wide, columns=True)
+    assert "more memory (`ram`)" in said(1, slower)
 
 
 @pytest.mark.parametrize("seconds", [1e9, 1e308, float("inf"), float("nan")])

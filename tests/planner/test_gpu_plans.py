@@ -19,7 +19,7 @@ from znnpy.errors import NoPlanError, PlanFileError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.memory import MIB, Memory, context_bytes, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.memory import MIB, Memory, context_bytes, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.shapes import PRECISIONS, ConvShape, Precision
@@ -194,14 +194,16 @@ def test_nearest_miss_on_the_gpu(tiny_network: MakeNetwork) -> None:
         planned_on_gpu(network, output, PLENTY, CONTEXT, table=ON_GPU)
     said = str(caught.value)
     found = re.fullmatch(
-        rf"nothing fits in {CONTEXT:,} bytes of VRAM: the smallest need is ([\d,]+), ([\d,]+) more, with .*; the "
-        rf"process itself takes 1,000 of RAM, CUDA {CONTEXT:,} of VRAM, patches on their way [\d,]+, and layer \d .* "
-        r"the most of what is left, [\d,]+ with gpu.conv.\w+; allow at least --vram 257M",
+        rf"nothing fits in {mebibytes(CONTEXT)} of VRAM: the smallest need is [\d.,]+ MiB, [\d.,]+ MiB more, with .*; "
+        rf"the process itself takes 0.1 MiB of RAM, CUDA {mebibytes(CONTEXT)} of VRAM, patches on their way "
+        r"[\d.]+ MiB, and layer \d .* the most of what is left, [\d.]+ MiB with gpu.conv.\w+; "
+        r"allow at least vram='257M'",
         said,
     )
     assert found is not None, said
-    least, lacks = (int(number.replace(",", "")) for number in found.groups())
-    assert lacks == least - CONTEXT
+    assert caught.value.needs is not None
+    _, least = caught.value.needs
+    assert f"the smallest need is {mebibytes(least)}, {mebibytes(least - CONTEXT)} more" in said
     assert planned_on_gpu(network, output, PLENTY, least, table=ON_GPU).memory.vram == least
     with pytest.raises(NoPlanError):
         planned_on_gpu(network, output, PLENTY, least - 1, table=ON_GPU)
@@ -211,19 +213,19 @@ def test_nearest_miss_in_the_process_or_in_both(tiny_network: MakeNetwork) -> No
     network = tiny_network()
     with pytest.raises(NoPlanError) as caught:
         planned_on_gpu(network, (30, 21, 17), AROUND, PLENTY, table=ON_GPU)
-    found = re.search(rf"^nothing fits in {AROUND:,} bytes of RAM: the smallest need is ([\d,]+), ", str(caught.value))
-    assert found is not None, str(caught.value)
-    assert str(caught.value).endswith("allow at least --ram 23M")
-    least = int(found[1].replace(",", ""))
+    assert caught.value.needs is not None
+    least, _ = caught.value.needs
+    assert str(caught.value).startswith(f"nothing fits in {mebibytes(AROUND)} of RAM: the smallest need is ")
+    assert str(caught.value).endswith("allow at least ram='23M'")
     assert planned_on_gpu(network, (30, 21, 17), least, PLENTY, table=ON_GPU).memory.peak == least
     with pytest.raises(NoPlanError):
         planned_on_gpu(network, (30, 21, 17), least - 1, PLENTY, table=ON_GPU)
-    with pytest.raises(NoPlanError, match=r"allow at least --ram 23M and --vram 257M, or drop --cover$") as caught:
+    with pytest.raises(NoPlanError, match=r"allow at least ram='23M' and vram='257M', or drop `cover`$") as caught:
         planned_on_gpu(network, (30, 21, 17), AROUND, CONTEXT, table=ON_GPU, columns=True)
     both = (
-        r"nothing fits in [\d,]+ bytes of RAM and in [\d,]+ bytes of VRAM: the smallest need is [\d,]+ of RAM, [\d,]+ "
+        r"nothing fits in [\d.]+ MiB of RAM and in [\d.]+ MiB of VRAM: the smallest need is [\d.]+ MiB of RAM, [\d.]+ "
     )
-    assert re.match(both + r"more and [\d,]+ of VRAM, [\d,]+ more, with ", str(caught.value))
+    assert re.match(both + r"MiB more and [\d.]+ MiB of VRAM, [\d.]+ MiB more, with ", str(caught.value))
 
 
 def test_no_gpu_no_limit_no_such_primitive() -> None:
@@ -234,13 +236,13 @@ def test_no_gpu_no_limit_no_such_primitive() -> None:
         return make_plan(MIXED, (20, 11, 8), machine, limits, **settings)  # type: ignore[arg-type]
 
     with pytest.raises(
-        NoPlanError, match="are to run on a GPU, and there is none; drop --device, or choose --device cpu"
+        NoPlanError, match="are to run on a GPU, and there is none; drop `device`, or choose device='cpu'"
     ):
         make(MACHINE, Limits(PLENTY, 2, PLENTY))
-    with pytest.raises(NoPlanError, match="needs memory there, and has no limit for it; give --vram"):
+    with pytest.raises(NoPlanError, match="needs memory there, and has no limit for it; give `vram`"):
         make(WITH_GPU, Limits(PLENTY, 2))
     with pytest.raises(
-        NoPlanError, match=r"cpu.conv.slow does not run on the GPU; drop --only cpu.conv.slow, or choose"
+        NoPlanError, match=r"cpu.conv.slow does not run on the GPU; drop only='cpu.conv.slow', or choose"
     ):
         make(WITH_GPU, Limits(PLENTY, 2, PLENTY), only="cpu.conv.slow")
     with pytest.raises(NoPlanError, match=r"gpu.conv.slow does not run on the CPU"):

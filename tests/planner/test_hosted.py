@@ -17,6 +17,7 @@ from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import Rate, seconds
+from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.shapes import Vec3
@@ -97,7 +98,9 @@ def test_what_is_asked_for_is_kept() -> None:
 
 
 def test_what_no_plan_does() -> None:
-    with pytest.raises(NoPlanError, match=r"hands float32 from the host to the GPU: choose --precision tf32 or fp32"):
+    with pytest.raises(
+        NoPlanError, match=r"hands float32 from the host to the GPU: choose precision='tf32' or precision='fp32'"
+    ):
         hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, precision="fp16")
     with pytest.raises(NoPlanError, match="has one layer, and mode cpu-to-gpu needs one for each device"):
         hosted(Network("one", 1, (Conv((2, 2, 2), 1),)), (20, 11, 8), PLENTY, PLENTY)
@@ -115,10 +118,10 @@ def test_the_nearest_miss(plan: Plan) -> None:
     """The limits that the message asks for are enough."""
     with pytest.raises(NoPlanError) as caught:
         hosted(MIXED, (20, 11, 8), BASELINE, CONTEXT)
-    said = r"the smallest need is ([\d,]+) and ([\d,]+), with .* allow at least --ram \d+M and --vram \d+M$"
-    found = re.search(said, str(caught.value))
-    assert found is not None, str(caught.value)
-    ram_bytes, vram_bytes = (int(number.replace(",", "")) for number in found.groups())
+    assert caught.value.needs is not None
+    ram_bytes, vram_bytes = caught.value.needs
+    need = re.escape(f"the smallest need is {mebibytes(ram_bytes)} and {mebibytes(vram_bytes)}, with ")
+    assert re.search(rf"{need}.* allow at least ram='\d+M' and vram='\d+M'$", str(caught.value))
     assert hosted(MIXED, (20, 11, 8), ram_bytes, vram_bytes).memory.over(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
     with pytest.raises(NoPlanError):
         hosted(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)

@@ -68,7 +68,7 @@ def test_layers_of_the_host_by_name() -> None:
     asked = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **words)
     front = [choice for choice in asked.choices[: asked.hosted] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in front} == {slow.name}
-    with pytest.raises(NoPlanError, match=r"gpu.conv.in_host runs in mode gpu-host alone; drop --only or choose"):
+    with pytest.raises(NoPlanError, match=r"gpu.conv.in_host runs in mode gpu-host alone; drop `only` or choose"):
         hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=slow.name, **(words | {"mode": "cpu-to-gpu"}))
 
 

@@ -54,8 +54,9 @@ def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_f
     (kind,) = [kind for kind in lost if (kind.best.column > 0) == columns]
     assert kind.why == f"does not fit: {human_bytes(kind.best.over_bytes)} more, at the least"
     assert kind.ram_bytes == limit + kind.best.over_bytes
-    with pytest.raises(NoPlanError, match=f"{kind.ram_bytes:,}, {kind.best.over_bytes:,} more"):
+    with pytest.raises(NoPlanError) as refused:
         planned(WIDE, output, limit, columns=columns, depth_first=depth_first)
+    assert refused.value.needed_bytes == kind.ram_bytes
     planned(WIDE, output, kind.ram_bytes, columns=columns, depth_first=depth_first)
 
 

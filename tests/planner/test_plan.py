@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from brute_force import planned, steps_of
+from brute_force import AROUND, planned, steps_of
 from fakes import FAKES, MACHINE
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,13 +20,15 @@ from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.documents import MOST_CHARACTERS
+from znnpy.planner.documents import MOST_BYTES
 from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import reading_bytes, writing_bytes
 from znnpy.planner.plan import FORMAT, Choice, Kind, Memory, Plan, RunnerUp
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
+LETTERS = 'abz09 .[]/"\\éλ中'
+TEXT = st.text(LETTERS)
 BYTES = st.integers(0, 2**45)
 SIZE = st.tuples(COUNT, COUNT, COUNT)
 LARGE = st.tuples(*[st.integers(9, 99)] * 3)
@@ -38,16 +41,18 @@ SHAPES = st.one_of(
     st.builds(FilterShape, COUNT, COUNT, LARGE, SIZE),
     st.builds(lambda s, g, of, n: MaxoutShape(s, g * of, n, of), COUNT, COUNT, COUNT, SIZE),
 )  # fmt: skip
-VARIANTS = st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(COUNT, SIZE), max_size=3).map(
-    lambda parameters: Variant(tuple(sorted(parameters.items())))
-)
+VARIANTS = st.dictionaries(
+    st.text(LETTERS, min_size=1, max_size=5),
+    st.one_of(COUNT, SIZE),
+    max_size=3,
+).map(lambda parameters: Variant(tuple(sorted(parameters.items()))))
 SECONDS = st.floats(1e-9, 1e9)
 SPANS = st.tuples(COUNT, COUNT)
 CHOICES = st.builds(
     Choice,
     SPANS,
     SHAPES,
-    st.text(),
+    TEXT,
     COUNT,
     st.sampled_from(["cpu", "gpu"]),
     VARIANTS,
@@ -62,14 +67,14 @@ AXES = st.integers(0, 2)
 COLUMNS = st.integers(0, 9999)
 PARTS = st.lists(COUNT, max_size=4).map(tuple)
 RUNNERS_UP = st.builds(RunnerUp, SIZE, AXES, COLUMNS, PARTS, SECONDS, SECONDS, BYTES, BYTES)
-KINDS = st.builds(Kind, st.sampled_from(["cpu", "gpu"]), RUNNERS_UP, BYTES, BYTES, st.text())
+KINDS = st.builds(Kind, st.sampled_from(["cpu", "gpu"]), RUNNERS_UP, BYTES, BYTES, TEXT)
 PLANS = st.builds(
     Plan,
     format=st.just(FORMAT),
     znnpy_version=st.just("0.1.0"),
-    network=st.text(),
-    network_name=st.text(),
-    machine=st.text(),
+    network=TEXT,
+    network_name=TEXT,
+    machine=TEXT,
     limits=st.builds(Limits, st.integers(1, 2**50), COUNT, st.integers(1, 2**50)),
     output=LARGE,
     patch_out=SIZE,
@@ -77,7 +82,7 @@ PLANS = st.builds(
     axis=AXES,
     column=COLUMNS,
     choices=st.lists(CHOICES, min_size=1, max_size=4).map(tuple),
-    tensors=st.lists(st.builds(Tensor, st.text(), BYTES, COUNT, COUNT, BYTES), max_size=4).map(tuple),
+    tensors=st.lists(st.builds(Tensor, TEXT, BYTES, COUNT, COUNT, BYTES), max_size=4).map(tuple),
     memory=st.builds(Memory, st.sampled_from(["cpu", "gpu"]), *[BYTES] * 9),
     itemsize_in=COUNT,
     itemsize_out=COUNT,
@@ -163,7 +168,37 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "no layers": (("choices",), [], "choices: .*at least 1 item"),
     "no limits": (("limits",), None, "limits"),
     "no threads": (("limits", "threads"), 0, "limits: .*0 threads are no limits"),
+    "threads that no machine has": (("limits", "threads"), 10**6, "limits: .*1000000 threads are no limits"),
+    "more bytes than a float holds": (("limits", "ram_bytes"), 10**400, "a number is 10000.* beyond 1,152,921"),
+    "more images than a float holds": (("choices", 0, "shape", "batch"), 10**400, "a number is 10000"),
+    "less than a float holds": (("choices", 0, "version"), -(10**400), "a number is -10000"),
+    "a variant beyond all bounds": (("choices", 0, "variant"), {"parameters": [["a", 10**30]]}, "a number is 10000"),
+    "a name of control characters": (
+        ("network_name",),
+        "\x1b]0;title\x07",
+        r"a text steers the terminal: \\x1b\]0;title\\x07",
+    ),
+    "a key of control characters": (("\x1b[2J",), 1, r"a text steers the terminal: \\x1b\[2J"),
+    "a name without end": (("network_name",), "n" * 3000, "a text has 3,000 characters, and none has more than 2,000"),
+    "a long key": (("n" * 1000,), 1, "n{20,30} ... n{20,30}: Unexpected"),
+    "a list without end": (("tensors",), [1] * 10**6, "it holds more than 200,000 values"),
+    "lists within each other": (("kinds",), [[[[[[[[[0]]]]]]]]], "kinds"),
 }
+
+
+def test_a_plan_of_a_network_of_any_name_reads_back() -> None:
+    """Control characters in the name of a network are escaped in its plan and in all that is printed of it."""
+    network = replace(MIXED, name="a\x1b[31m\nb")
+    made = planned(network, (20, 11, 8), AROUND + 2**19, columns=False, baseline=5000)
+    assert made.network_name == r"a\x1b[31m\nb"
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_a_pipe_is_no_plan(tmp_path: Path) -> None:
+    """Opening a pipe would wait for another process to write to it."""
+    os.mkfifo(tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match=r"cannot read the plan file .*: it is a pipe, a socket or a device"):
+        Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("what", DAMAGED)
@@ -213,8 +248,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"\x89HDF\r\n\x1a\n\xff\xfe")
     with pytest.raises(PlanFileError, match="is no plan file: it is not text"):
         Plan.load(binary)
-    binary.write_text(" " * (MOST_CHARACTERS + 1))
-    with pytest.raises(PlanFileError, match=r"plan.json: it is longer than 4,194,304 characters, as no plan file is"):
+    binary.write_text(" " * (MOST_BYTES + 1))
+    with pytest.raises(PlanFileError, match=r"plan.json: it is longer than 4,194,304 bytes, as no plan file is"):
         Plan.load(binary)
     binary.write_text("{")
     with pytest.raises(PlanFileError, match=r"plan.json: the plan is damaged or cut off: line 1"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, inf, prod
@@ -18,7 +17,7 @@ from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.candidates import axis_sizes, between, thinned
 from znnpy.planner.cost import seconds
 from znnpy.planner.layout import chain, live_peak, place
-from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
+from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, mebibytes
 from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
 from znnpy.planner.shape_search import LOST_SECONDS
@@ -195,9 +194,9 @@ def test_nearest_miss_is_the_least_that_runs(tiny_network: MakeNetwork) -> None:
     output = (30, 21, 17)
     with pytest.raises(NoPlanError) as caught:
         planned(network, output, AROUND)
-    found = re.search(r"the smallest need is ([\d,]+), ", str(caught.value))
-    assert found is not None
-    least = int(found[1].replace(",", ""))
+    assert caught.value.needs is not None
+    least, _ = caught.value.needs
+    assert f"the smallest need is {mebibytes(least)}, " in str(caught.value)
     assert planned(network, output, least).memory.peak == least
     with pytest.raises(NoPlanError):
         planned(network, output, least - 1)
@@ -209,12 +208,13 @@ def test_nearest_miss_in_words(tiny_network: MakeNetwork) -> None:
         planned(network, (2, 2, 2), AROUND - 5, table=(SLOW,))
     # 2 patches of 4x4x4 uint8 in, 2 of 1x1x1 float32 out, 2x2x2 x 2 maps and 4x4x4 or 1x1x1 alive together, aligned
     needed = AROUND + 1000 + 2 * 64 + 2 * 4 + 256 + 256
+    assert caught.value.needs == (needed, 0)
     assert str(caught.value) == (
-        f"nothing fits in {AROUND - 5:,} bytes of RAM: the smallest need is {needed:,}, {needed - AROUND + 5:,} more, "
-        "with output patches of 1x1x1; the process itself takes 1,000, and layer 1 (conv 2x2x2 -> 1 none) the most of "
-        f"what is left, 512 with cpu.conv.slow; allow at least --ram {AROUND // 2**20 + 1}M"
+        f"nothing fits in {mebibytes(AROUND - 5)} of RAM: the smallest need is {mebibytes(needed)}, 0.1 MiB more, "
+        "with output patches of 1x1x1; the process itself takes 0.1 MiB, and layer 1 (conv 2x2x2 -> 1 none) the most "
+        f"of what is left, 0.1 MiB with cpu.conv.slow; allow at least ram='{AROUND // 2**20 + 1}M'"
     )
-    with pytest.raises(NoPlanError, match=r"allow at least --ram \d+M, or drop --patch, or drop --only$"):
+    with pytest.raises(NoPlanError, match=r"allow at least ram='\d+M', or drop `patch`, or drop `only`$"):
         planned(network, (2, 2, 2), AROUND, table=(SLOW,), only=[SLOW.name], patch=(2, 1, 1))
 
 
@@ -308,9 +308,7 @@ def test_nothing_to_carry(tiny_network: MakeNetwork) -> None:
     assert planned(network, (50, 9, 9), 2**30, columns=True).axis in (1, 2)
     blind = tiny_network(Conv((1, 1, 1), 2))
     assert not planned(blind, (50, 9, 9), 2**30).walks
-    with pytest.raises(
-        NoPlanError, match="sees one voxel along every axis, so that columns have nothing to carry; drop --"
-    ):
+    with pytest.raises(NoPlanError, match="along every axis, so that columns have nothing to carry; drop `cover`"):
         planned(blind, (50, 9, 9), 2**30, columns=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
-from znnpy.planner.bounds import FASTER, Bounds, least_seconds, needs_of
+from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds, needs_of
 from znnpy.planner.candidates import Space, candidate
 from znnpy.planner.trade import (
     Front,
@@ -128,6 +129,16 @@ def test_what_finds_no_room_does_not_count() -> None:
     assert least_seconds(spans, 699) == inf
 
 
+@given(fronts=st.lists(OPTIONS, min_size=1, max_size=4), price=st.sampled_from([0.001, 0.02, 0.5]))
+def test_a_bound_with_a_price_for_memory_is_what_the_fastest_take(fronts: list[list[Option]], price: float) -> None:
+    """Options that may win with room for all are kept, and all others are left out."""
+    spans = [front([replace(o, allowance=0) for o in options]) for options in fronts]
+    chosen = fastest_within(spans, 10**9, inf, price)
+    assert chosen is not None
+    spent = total_seconds(chosen) + price * (sum(o.resident for o in chosen) + max(o.live for o in chosen))
+    assert least_priced([needs_of(options) for options in spans], price) == pytest.approx(spent)
+
+
 @given(seen=st.lists(OPTIONS, min_size=1, max_size=6))
 def test_a_bound_is_no_more_than_what_was_learnt(seen: list[list[Option]]) -> None:
     """Whatever options the same layer had in shapes seen before: each bounds the time in the memory that it takes."""
@@ -137,7 +148,7 @@ def test_a_bound_is_no_more_than_what_was_learnt(seen: list[list[Option]]) -> No
         bounds.learn(shape, 0, front(options))
     known = [o for options in seen for o in options]
     for o in known:
-        assert bounds.seconds(shape, o.resident + o.live) <= o.seconds
+        assert least_seconds(bounds.needs(shape), o.resident + o.live) <= o.seconds
     least = FASTER * min(o.seconds for o in known)
-    assert bounds.seconds(shape, 2**40) == pytest.approx(least)
+    assert least_seconds(bounds.needs(shape), 2**40) == pytest.approx(least)
     assert bounds.at_best(4, shape.voxels) == pytest.approx(least)

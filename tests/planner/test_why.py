@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -10,10 +11,11 @@ import pytest
 from brute_force import AROUND, planned
 from fakes import CARRYING, FAKES, WITH_GPU, Fake, on_gpu
 from plans import MIXED, WIDE, in_parts, patches, walking
+from rich.console import Console
 
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
-from znnpy.planner.why import Considered, considered
+from znnpy.planner.why import Considered, considered, why_table
 
 REFUSING = Fake("cpu.conv.refusing", "conv", refuse="runs on Tuesdays")
 HUNGRY = Fake("cpu.conv.hungry", "conv", flops=0.1, scratch=(90.0,))
@@ -89,3 +91,27 @@ def test_words_of_the_caller_are_a_reason() -> None:
     plan = planned(MIXED, (20, 11, 8), AROUND + 2**19, columns=False, only=["cpu.conv.slow"])
     why = {row.primitive: row.why for row in rows_of(plan, MIXED, "cpu.conv.slow") if row.layers == (4, 4)}
     assert why["cpu.conv.fast"] == "another one is asked for"
+
+
+def printed(rows: list[Considered], network: Network, width: int) -> list[str]:
+    stream = io.StringIO()
+    Console(width=width, file=stream).print(why_table(rows, network), crop=False)
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_names_are_whole_and_reasons_are_read_at_any_width(width: int) -> None:
+    reason = "takes up to 4 input maps and kernels of at most 64 taps, not 1000: see cpu.conv.slow, which takes all"
+    rows = [replace(row, why=row.why and reason) for row in rows_of(walking(), MIXED)]
+    rows = [replace(row, primitive=f"{row.primitive}_of_a_longer_name") for row in rows]
+    lines = printed(rows, MIXED, width)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    found = [word for line in lines for word in line.split()]
+    assert [word for word in found if word.endswith("_of_a_longer_name")] == [row.primitive for row in rows]
+    broken = set(found) - set(" ".join((reason, *map(str, MIXED.layers))).split())
+    assert not {word for word in broken if word.startswith(("kern", "tap", "maps", "inp"))}
+    if width < 120:
+        at = next(i for i, row in enumerate(rows) if row.why)
+        start = next(i for i, line in enumerate(lines) if line.split()[:1] == [rows[at].primitive])
+        assert " ".join(" ".join(lines[start + 1 : start + 3]).split()) == reason

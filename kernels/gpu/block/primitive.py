@@ -104,9 +104,14 @@ def _powers(most: int) -> list[int]:
 
 @cache
 def _narrowest(division: _Division, itemsize: int) -> int:
-    """Voxels along x of the tiles that fit shared memory, at least: the wider a tile, the smaller its input."""
+    """Voxels along x of the tiles that fit shared memory, at least: the wider a tile, the smaller its input.
+
+    ValueError where none fits.
+    """
     fitting = (wide for wide in _powers(division.voxels) if division.shared_bytes(wide, itemsize) <= MOST_SHARED)
-    return max(NARROWEST, next(fitting))
+    if (narrowest := next(fitting, None)) is None:
+        raise ValueError(f"no tile of {division.voxels} voxels fits shared memory")
+    return max(NARROWEST, narrowest)
 
 
 @cache

@@ -19,6 +19,7 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.crew import least_share
 from znnpy.kernels.gpu.host_ram.division import Divided, Visit
 from znnpy.shapes import ACTIVATIONS, FLOAT32
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -271,7 +272,7 @@ class HostRamStep:
         for peak in self._peaks[SUM_WORD:].tolist():
             if peak < end:
                 continue
-            wider = "choose --precision tf32, or " if self._kind == np.float16 else ""
+            wider = f"choose {option('precision', 'tf32')}, or " if self._kind == np.float16 else ""
             raise ValuesOverflowError(
                 f"a result of {self._divided.shape} became {peak:.6g}, beyond {self._kind}; "
                 f"{wider}check the weights and that the input is normalised as in training"
