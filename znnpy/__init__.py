@@ -5,40 +5,139 @@
     prediction = net(array)                     # (z, y, x) or (c, z, y, x) numpy array -> (maps, z, y, x) float32
     plan = znnpy.plan("network.yaml", ram="16G", shape=(512, 512, 512))
     report = znnpy.infer("volume.h5", network="network.yaml", out="prediction.h5", ram="16G")
+    y = znnpy.ops.relu(x)                       # single operations on arrays
 
-Public names open their rooms on first use: `import znnpy` alone loads no numpy.
+Each public name is imported when it is first used: `import znnpy` alone loads no numpy.
 """
 
 from importlib import import_module
-from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {  # public name -> (room, name there)
-    "ConvShape": ("znnpy.shapes", "ConvShape"),
-    "ConvWeights": ("znnpy.network", "ConvWeights"),
-    "Crew": ("znnpy.kernels.crew", "Crew"),
-    "Network": ("znnpy.network", "Network"),
-    "Plan": ("znnpy.planner.plan", "Plan"),
-    "PoolShape": ("znnpy.shapes", "PoolShape"),
-    "TrainedNetwork": ("znnpy.trained", "TrainedNetwork"),
-    "ZnnpyError": ("znnpy.errors", "ZnnpyError"),
-    "apply": ("znnpy.kernels.apply", "apply"),
-    "infer": ("znnpy.inference", "infer"),
-    "load_network": ("znnpy.trained", "load_network"),
-    "plan": ("znnpy.planning", "plan"),
-    "primitive": ("znnpy.kernels.table", "find"),
-}
+TYPE_CHECKING = False  # true for type checkers; `typing` takes longer to import than a signal may go unanswered
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "ArraySession",
+    "Considered",
+    "Conv",
+    "ConvShape",
+    "ConvWeights",
+    "Crew",
+    "Device",
+    "DeviceError",
+    "DeviceLostError",
+    "Event",
+    "FilterShape",
+    "Gpu",
+    "MaxFilter",
+    "Maxout",
+    "MaxoutShape",
+    "MissingExtraError",
+    "Network",
+    "NetworkFileError",
+    "NoPlanError",
+    "Normalise",
+    "OutputError",
+    "Plan",
+    "PlanFileError",
+    "Point",
+    "Pool",
+    "PoolShape",
+    "Primitive",
+    "Progress",
+    "Report",
+    "ResumeError",
+    "ShapeError",
+    "ThreadError",
+    "TrainedNetwork",
+    "ValuesOverflowError",
+    "Variant",
+    "VerifyError",
+    "VolumeError",
+    "VramError",
+    "ZnnpyError",
+    "apply",
+    "find_gpu",
+    "infer",
+    "load_network",
+    "ops",
+    "plan",
+    "primitive",
+]
 
+if TYPE_CHECKING:
+    from znnpy import ops
+    from znnpy.array_session import ArraySession
+    from znnpy.errors import (
+        DeviceError,
+        DeviceLostError,
+        MissingExtraError,
+        NetworkFileError,
+        NoPlanError,
+        OutputError,
+        PlanFileError,
+        ResumeError,
+        ShapeError,
+        ThreadError,
+        ValuesOverflowError,
+        VerifyError,
+        VolumeError,
+        VramError,
+        ZnnpyError,
+    )
+    from znnpy.inference import infer
+    from znnpy.kernels.apply import apply
+    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.gpu.device import Device, find_gpu
+    from znnpy.kernels.primitive import Primitive, Variant
+    from znnpy.kernels.table import find as primitive
+    from znnpy.machine import Gpu
+    from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
+    from znnpy.planner.plan import Plan
+    from znnpy.planner.throughput import Point
+    from znnpy.planner.why import Considered
+    from znnpy.planning import plan
+    from znnpy.report import Report
+    from znnpy.run.pipeline import Event
+    from znnpy.run.timing import Progress
+    from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
+    from znnpy.trained import TrainedNetwork, load_network
+else:
+    _HOMES = {  # module -> its public names
+        "znnpy.array_session": "ArraySession",
+        "znnpy.errors": (
+            "DeviceError DeviceLostError MissingExtraError NetworkFileError NoPlanError OutputError PlanFileError "
+            "ResumeError ShapeError ThreadError ValuesOverflowError VerifyError VolumeError VramError ZnnpyError"
+        ),
+        "znnpy.inference": "infer",
+        "znnpy.kernels.apply": "apply",
+        "znnpy.kernels.crew": "Crew",
+        "znnpy.kernels.gpu.device": "Device find_gpu",
+        "znnpy.kernels.primitive": "Primitive Variant",
+        "znnpy.kernels.table": "find",
+        "znnpy.machine": "Gpu",
+        "znnpy.network": "Conv ConvWeights MaxFilter Maxout Network Normalise Pool",
+        "znnpy.planner.plan": "Plan",
+        "znnpy.planner.throughput": "Point",
+        "znnpy.planner.why": "Considered",
+        "znnpy.planning": "plan",
+        "znnpy.report": "Report",
+        "znnpy.run.pipeline": "Event",
+        "znnpy.run.timing": "Progress",
+        "znnpy.shapes": "ConvShape FilterShape MaxoutShape PoolShape",
+        "znnpy.trained": "TrainedNetwork load_network",
+    }
+    _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'znnpy' has no attribute {name!r}")
-    room, there = _HOMES[name]
-    return getattr(import_module(room), there)
+    def __getattr__(name: str) -> object:
+        """Import a public name from its module when it is first asked for."""
+        if name not in __all__:
+            raise AttributeError(f"module 'znnpy' has no attribute {name!r}")
+        if name == "ops":
+            return import_module("znnpy.ops")
+        there = "find" if name == "primitive" else name
+        return getattr(import_module(_MODULES[there]), there)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

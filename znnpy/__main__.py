@@ -1,16 +1,25 @@
-"""`python -m znnpy` is `znnpy`. Loads nothing before it can be interrupted without a traceback."""
+"""`python -m znnpy` is `znnpy`. A signal is answered from the first line on, before anything else is loaded."""
 
-import sys
+import os
+
+try:
+    from znnpy.stopping import end, leave_when_stopped
+
+    leave_when_stopped()
+except KeyboardInterrupt:  # Python's own answer to Ctrl-C, before ours stands
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 def main() -> None:
-    """Run the command line on this process's words, and exit."""
-    try:
-        from znnpy.cli import main as command_line
+    """Run the command line on the arguments of this process, and end the process."""
+    from znnpy.cli import main as command_line
 
+    try:
         command_line(prog_name="znnpy")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except SystemExit as done:
+        end(done.code)
+        raise
 
 
 if __name__ == "__main__":

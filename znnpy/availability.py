@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+
 from znnpy.errors import DeviceError
+from znnpy.kernels.cpu.native.library import why_not
 from znnpy.kernels.gpu.device import find_gpu
 from znnpy.kernels.primitive import Kind, Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
+from znnpy.planner.widths import WideOrNarrow, columns_for, indented
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 
 CUBE: Vec3 = (15, 15, 15)  # pooled into fragments by windows of 2
@@ -30,8 +36,28 @@ def why_not_here(table: Sequence[Primitive] = TABLE) -> dict[str, str]:
     except DeviceError as error:
         no_gpu = str(error)
     lacking = {}
+    uncompiled = why_not(machine)
     for primitive in table:
         reasons = [primitive.why_not(shape, machine) for shape in SAMPLES[primitive.kind]]
-        if None not in reasons:
-            lacking[primitive.name] = no_gpu if no_gpu and primitive.name.startswith("gpu.") else str(reasons[-1])
+        if None in reasons:
+            continue
+        if primitive.name.startswith("gpu.") and no_gpu:
+            lacking[primitive.name] = no_gpu
+        else:  # a layer that a primitive is not made for is no reason that lies in this machine
+            lacking[primitive.name] = str(uncompiled if uncompiled in reasons else reasons[-1])
     return lacking
+
+
+def primitives_table(table: Sequence[Primitive]) -> RenderableType:
+    """Lay out the list of `znnpy primitives`: a table, or on a narrow terminal a paragraph for each primitive."""
+    wide = Table(box=SIMPLE_HEAD, show_edge=False)
+    wide.add_column("primitive", no_wrap=True)
+    wide.add_column("layer", no_wrap=True)
+    wide.add_column("when")
+    wide.add_column("source")
+    paragraphs: list[RenderableType] = []
+    for primitive in table:
+        wide.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
+        paragraphs += indented((f"{primitive.name}  {primitive.kind}", primitive.summary, primitive.source))
+    names, kinds = [primitive.name for primitive in table], [primitive.kind for primitive in table]
+    return WideOrNarrow(wide, Group(*paragraphs), columns_for(names, kinds, sentences=2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,23 @@ import click
 
 import znnpy
 from znnpy.cli_drawings import graph, timeline
-from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table
-from znnpy.errors import OutputError, ResumeError
-from znnpy.files import regular_file, write_asked
+from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table, quiet
+from znnpy.errors import OutputError, ResumeError, ZnnpyError
+from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import processor
-from znnpy.shapes import text
+from znnpy.shapes import PRECISIONS, text
+from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
 from znnpy.words import (
     FILE,
     costs_word,
     device_word,
     devices_words,
+    fill_missing_word,
     json_word,
     limits_words,
+    loudness_words,
     named,
     positive,
     precision_word,
@@ -80,6 +84,7 @@ main.add_command(timeline)
 @click.option("--plot", type=FILE, callback=named, help="Draw throughput against memory here, NAME.png.")
 @click.option("--overwrite", is_flag=True, help="Replace the files given as --out and --plot.")
 @click.option("--why", is_flag=True, help="Name every primitive for every layer, its time, and why it is not taken.")
+@loudness_words
 @json_word
 def plan(
     network: str, out: Path | None, plot: Path | None, overwrite: bool, why: bool, as_json: bool, **words: Any
@@ -90,9 +95,9 @@ def plan(
     """
     if words["volume"] is not None and words["shape"] is not None:
         raise click.UsageError("--volume and --shape both give a size: give one of them")
-    for needs_volume in ("dataset", "roi"):
+    for needs_volume in ("dataset", "fill_missing", "roi"):
         if words[needs_volume] is not None and words["volume"] is None:
-            raise click.UsageError(f"--{needs_volume} is a part of a volume: give --volume too")
+            raise click.UsageError(f"--{needs_volume.replace('_', '-')} is a part of a volume: give --volume too")
     if overwrite and out is None and plot is None:
         raise click.UsageError("--overwrite replaces the files given as --out and --plot: give one of them too")
     runs = _check_what_runs(words)
@@ -105,23 +110,27 @@ def plan(
     from znnpy.progress import curves, measuring
     from znnpy.run.devices import machine_of
 
-    target = None if out is None else regular_file(out, overwrite)
-    drawn = None if plot is None else _picture_file(plot, overwrite)
+    file = read_network(network)
+    read = {"volume": words["volume"], "costs": words["costs"], "machine": words["machine"], "network": file.path}
+    read |= {"weights": file.weights, "source of the volume": _files_of_volume(words)}
+    target = None if out is None else regular_file(out, overwrite, inputs=read)
+    drawn = None if plot is None else _picture_file(plot, overwrite, read)
     notes: list[str] = []
     rows: list[Considered] = []
     found: list[Point] = []
     words["tell_why"] = rows.extend if why or as_json else None
-    with ExitStack() as stack:
-        words["tell_point"] = stack.enter_context(curves())(found) if plot is not None else None
-        if runs:
-            words["tell_progress"] = stack.enter_context(measuring())
-        chosen = znnpy.planning.plan(network, **words, tell=notes.append)
-    if target is not None:
-        write_asked(target, chosen.to_json())
-    if drawn is not None:
-        from znnpy.picture import draw
+    with working():
+        with ExitStack() as stack:
+            words["tell_point"] = stack.enter_context(curves(quiet()))(found) if plot is not None else None
+            if runs:
+                words["tell_progress"] = stack.enter_context(measuring(quiet()))
+            chosen = znnpy.planning.plan(network, **words, tell=notes.append)
+        if target is not None:
+            write_asked(target, chosen.to_json())
+        if drawn is not None:
+            from znnpy.picture import draw
 
-        draw(drawn, f"{chosen.network_name}, {text(chosen.output)} output voxels", chosen, found)
+            draw(drawn, f"{chosen.network_name}, {text(chosen.output)} output voxels", chosen, found)
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
@@ -135,7 +144,7 @@ def plan(
         if why:
             print_table(why_table(rows, read_network(network).network))
         if chosen.device == "cpu" and (lacking := why_not(machine)):
-            notes.append(f"the fastest methods do not run here: {lacking}")
+            notes.append(f"the fastest methods do not run here, a run takes two to three times as long: {lacking}")
         if notes:
             print_lines(notes)
 
@@ -152,11 +161,22 @@ def _check_what_runs(words: dict[str, Any]) -> bool:
     return bool(runs)
 
 
-def _picture_file(path: Path, overwrite: bool) -> Path:
+def _files_of_volume(words: dict[str, Any]) -> Collection[Path]:
+    """Every file that the voxels lie in; VolumeError where the volume cannot be read."""
+    if words["volume"] is None:
+        return ()
+    from znnpy.volume import open_volume
+    from znnpy.volume.volume import Absent
+
+    with open_volume(words["volume"], words["dataset"], Absent(words["fill_missing"])) as volume:
+        return volume.files
+
+
+def _picture_file(path: Path, overwrite: bool, inputs: Inputs) -> Path:
     """Where to write a picture; OutputError when it may not be written there."""
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path} does not end in .png: give a --plot that does")
-    return regular_file(path, overwrite, "--plot")
+    return regular_file(path, overwrite, "plot", inputs=inputs)
 
 
 @main.command(cls=Resumable)
@@ -167,8 +187,15 @@ def _picture_file(path: Path, overwrite: bool) -> Path:
 @click.option("--out", type=FILE, callback=named, help="Output file [default: beside VOLUME].")
 @region_words
 @click.option("--allow-nan", is_flag=True, help="Go on where the volume holds NaN or inf; NaN comes out there.")
+@click.option(
+    "--missing-chunks",
+    type=click.Choice(["fill", "error"]),
+    default="fill",
+    show_default=True,
+    help="What chunks are that were never written: the volume's fill value, or an error.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the output, and whatever an unfinished run left of it.")
-@click.option("--resume", is_flag=True, help="Go on where a run stopped.")
+@click.option("--resume", is_flag=True, help="Go on where a run stopped, with its plan.")
 @limits_words
 @devices_words
 @costs_word
@@ -181,6 +208,7 @@ def _picture_file(path: Path, overwrite: bool) -> Path:
     callback=named,
     help="Write what was done when here, for `znnpy timeline` and chrome://tracing.",
 )
+@loudness_words
 @json_word
 def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, as_json: bool, **words: Any) -> None:
     """Predict every position of VOLUME."""
@@ -201,7 +229,7 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
     import znnpy.inference
     from znnpy.progress import show
 
-    with show() as progress:
+    with working(), show(quiet()) as progress:
         report = znnpy.inference.infer(volume, network, plan=plan_file, out=out, progress=progress, **words)
     if as_json:
         print_json(report.as_json())
@@ -226,6 +254,7 @@ def infer(volume: Path, network: str, plan_file: Path | None, out: Path | None, 
 @click.option("--export", type=FILE, callback=named, help="Write it here too, for `znnpy plan --machine` elsewhere.")
 @click.option("--out", type=FILE, callback=named, help="Keep it here, for --costs, and not in the cache folder.")
 @click.option("--overwrite", is_flag=True, help="Replace the files given as --export and --out.")
+@loudness_words
 @json_word
 def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: bool, **words: Any) -> None:
     """Measure how fast this machine is.
@@ -236,16 +265,19 @@ def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: boo
     if overwrite and export is None and out is None:
         raise click.UsageError("--overwrite replaces the files given as --export and --out: give one of them too")
     if words["device"] == "gpu" and words["threads"] is not None:
-        raise click.UsageError("--threads are of the processor, and a GPU's layers need none: drop it")
-    words_of = {"--export": export, "--out": out}
-    targets = {path: regular_file(path, overwrite, word) for word, path in words_of.items() if path is not None}
+        raise click.UsageError("--threads are for the processor, and layers on a GPU do not use them: drop them")
+    asked = {"export": export, "out": out}
+    file = None if words["network"] is None else read_network(words["network"])
+    read = {} if file is None else {"network": file.path, "weights": file.weights}
+    targets = {p: regular_file(p, overwrite, word, inputs=read) for word, p in asked.items() if p is not None}
     from znnpy.measurement import measure as measured
     from znnpy.progress import measuring
 
-    with measuring() as progress:
-        found = measured(**words, out=None if out is None else targets[out], tell=progress)
-    if export is not None:
-        write_asked(targets[export], found.costs.to_json())
+    with working():
+        with measuring(quiet()) as progress:
+            found = measured(**words, out=None if out is None else targets[out], tell=progress)
+        if export is not None:
+            write_asked(targets[export], found.costs.to_json(), "export")
     if as_json:
         print_json(found.as_json())
     else:
@@ -259,21 +291,31 @@ def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: boo
 @click.argument("volume", type=FILE)
 @click.option("--network", help="Network file [default: the one that ships under the output's network name].")
 @click.option("--weights", type=FILE, help="Weights file [default: the one that the network file names].")
+@click.option("--dataset", help="Name of the array inside the volume's file [default: the one that was predicted].")
+@fill_missing_word
 @click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Voxels to recompute.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses the voxels.")
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="Allow what predictions in it may err: 1e-5, 1e-2 in tf32, 5e-2 in fp16 "
+    "[default: fp32, whatever the output says].",
+)
 @click.option(
     "--tolerance",
     type=float,
     callback=positive,
-    help="Largest difference allowed; larger in proportion where values are larger than 1 "
-    "[default: 1e-5; 1e-2 where predicted in tf32, 5e-2 in fp16].",
+    help="Largest difference allowed, in place of a precision's; larger in proportion where values are larger than 1.",
 )
+@loudness_words
 @json_word
 def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
     """Check OUTPUT, predicted from VOLUME, against the definition.
 
     Recomputes sampled voxels by literally sliding the window, in float64, and prints the worst error.
     """
+    if words["precision"] is not None and words["tolerance"] is not None:
+        raise click.UsageError("--precision stands for a tolerance: give one of --precision and --tolerance")
     from znnpy.verify import verify as check
 
     report = check(output, volume, **words)
@@ -294,6 +336,7 @@ def verify(output: Path, volume: Path, as_json: bool, **words: Any) -> None:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses the volume.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier demo wrote.")
+@loudness_words
 @json_word
 def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> None:
     """Predict a synthetic volume and save a picture.
@@ -303,7 +346,7 @@ def demo(folder: Path, size: int, seed: int, overwrite: bool, as_json: bool) -> 
     from znnpy.demo import run
     from znnpy.progress import show
 
-    with show() as progress:
+    with working(), show(quiet()) as progress:
         done = run(folder, (size, size, size), seed=seed, overwrite=overwrite, progress=progress)
     if as_json:
         print_json(done.as_json())
@@ -318,9 +361,7 @@ def primitives(as_json: bool) -> None:
 
     Says of each when it is the one to take and where it comes from.
     """
-    from rich.table import Table
-
-    from znnpy.availability import why_not_here
+    from znnpy.availability import primitives_table, why_not_here
     from znnpy.kernels.table import IN_HOST_RAM, TABLE
 
     every = (*TABLE, *IN_HOST_RAM)
@@ -330,10 +371,7 @@ def primitives(as_json: bool) -> None:
         rows = [{key: getattr(primitive, key) for key in keys} for primitive in every]
         print_json([{**row, "why_not": lacking.get(row["name"])} for row in rows])
         return
-    table = Table("primitive", "layer", "when", "source")
-    for primitive in every:
-        table.add_row(primitive.name, primitive.kind, primitive.summary, primitive.source)
-    print_table(table)
+    print_table(primitives_table(every))
     for reason in dict.fromkeys(lacking.values()):
         names = [name for name, why in lacking.items() if why == reason]
         print_lines([f"{', '.join(names)} cannot run here: {reason}"])
@@ -365,10 +403,12 @@ def _ask_for_same_kernels(out: Path) -> None:
     """
     try:
         header = read_header(out)
+    except ZnnpyError:  # some of them are OSErrors too
+        raise
     except OSError as error:
         raise ResumeError(
             f"cannot read the journal {journal_path(out)}: {error.strerror}, so what was finished is not known; "
-            "make it readable, or start again with --overwrite"
+            "make it a readable file or move it away, or give another --out"
         ) from error
     if header is None or header.settings.get("processor") != processor():
         return

@@ -13,6 +13,7 @@ import click
 from znnpy.doors import Door, print_json, print_lines
 from znnpy.errors import OutputError
 from znnpy.files import regular_file, write_asked
+from znnpy.stopping import working
 from znnpy.words import FILE, MOST_VOXELS, json_word, named
 
 
@@ -39,7 +40,9 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
     if out.suffix.lower() not in FORMATS:
         raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
     target = regular_file(out, overwrite)
-    write_asked(target, picture(maps, batch, out.suffix.lower()))
+    drawn = picture(maps, batch, out.suffix.lower())
+    with working():
+        write_asked(target, drawn)
 
 
 @click.command(cls=Door)
@@ -66,10 +69,11 @@ def timeline(
         raise OutputError(f"{out} does not end in .png: give an --out that does")
     from znnpy.timeline import draw, read_timeline
 
-    target = None if out is None else regular_file(out, overwrite)
+    target = None if out is None else regular_file(out, overwrite, inputs={"trace": trace})
     found = read_timeline(trace, begin, end)
     if target is not None:
-        draw(target, trace.name, found)
+        with working():
+            draw(target, trace.name, found)
     if as_json:
         print_json(found.as_json())
     else:

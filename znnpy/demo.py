@@ -8,6 +8,9 @@ slab by slab, in bounded memory, and the first planes of a large one equal those
 
 from __future__ import annotations
 
+import io
+import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import OutputError, ShapeError
+from znnpy.files import draft_name, give_name, remove, write_asked
 from znnpy.shapes import Vec3, text
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -67,7 +72,8 @@ class Demo:
         """In words, one line each, and what to try next."""
         return [
             *self.report.lines(),
-            f"membranes  found with ROC AUC {self.roc_auc:.3f} against {self.truth}",
+            f"membranes  a voxel on one scores higher than a voxel off one in {self.roc_auc:.1%} of all pairs "
+            f"(ROC AUC {self.roc_auc:.3f}, against {self.truth})",
             f"picture    {self.picture}: raw | prediction | truth",
             "next       check it: "
             f"znnpy verify {self.prediction} {self.volume}    your own: znnpy infer VOLUME.h5 --network NETWORK.yaml",
@@ -99,12 +105,17 @@ def run(
         folder / name for name in ("volume.h5", "truth.h5", "prediction.h5", "demo.png")
     )
     try:
-        there = [path for path in (volume, truth, prediction, picture) if path.exists()]
+        there = [path for path in (volume, truth, prediction, picture) if os.path.lexists(path)]
+        odd = [path for path in there if not stat.S_ISREG(path.lstat().st_mode)]
     except OSError as error:
-        raise OutputError(f"cannot look into {folder}: {error.strerror}; give another --folder") from error
+        raise OutputError(f"cannot look into {folder}: {error.strerror}; give another {option('folder')}") from error
     if there and not overwrite:
-        raise OutputError(f"{there[0]} exists already; give another --folder, or --overwrite to replace it")
-    _write(volume, truth, size, seed)
+        raise OutputError(
+            f"{there[0]} exists already; give another {option('folder')}, or {option('overwrite', True)} to replace it"
+        )
+    if odd:
+        raise OutputError(f"{odd[0]} is a folder, a link or a special file; give another {option('folder')}")
+    _write(volume, truth, size, seed, overwrite=overwrite)
     report = infer(volume, out=prediction, overwrite=overwrite, progress=progress)
     with h5py.File(volume) as v, h5py.File(truth) as t, h5py.File(prediction) as p:
         raw, membranes, probability = v["raw"], t["truth"], p["prediction"]
@@ -113,27 +124,47 @@ def run(
         auc = roc_auc(membranes[seen] > 0, probability[()])
         z = probability.shape[0] // 2
         drawn = draw(raw[(lo[0] + z, *seen[1:])], probability[z], membranes[(lo[0] + z, *seen[1:])])
-    try:
-        drawn.save(picture)
-    except OSError as error:
-        raise OutputError(f"cannot write {picture}: {error}; give another --folder") from error
+    saved = io.BytesIO()
+    drawn.save(saved, "PNG")
+    write_asked(picture, saved.getvalue(), "folder")
     return Demo(volume, truth, prediction, picture, auc, report)
 
 
-def _write(volume: Path, truth: Path, size: Vec3, seed: int) -> None:
-    """Write the grey values as `raw` of `volume` and the membranes as `truth` of `truth`, slab by slab."""
-    import h5py
+def _write(volume: Path, truth: Path, size: Vec3, seed: int, *, overwrite: bool) -> None:
+    """Write the grey values as `raw` of `volume` and the membranes as `truth` of `truth`, slab by slab.
 
+    Each file appears whole, and replaces another only with `overwrite`.
+    """
+    grey, cells = draft_name(volume), draft_name(truth)
+    drafts = {grey: volume, cells: truth}
     try:
         volume.parent.mkdir(parents=True, exist_ok=True)
-        with h5py.File(volume, "w") as v, h5py.File(truth, "w") as t:
-            raw = v.create_dataset("raw", size, np.uint8, chunks=True)
-            membranes = t.create_dataset("truth", size, np.uint8, chunks=True, compression="gzip")
-            for slab in synthesise(size, seed):
-                planes = slice(slab.z, slab.z + len(slab.raw))
-                raw[planes], membranes[planes] = slab.raw, slab.truth
+        try:
+            _fill(grey, cells, size, seed)
+            for draft, path in drafts.items():
+                if overwrite:
+                    draft.replace(path)
+                else:
+                    give_name(draft, path)
+        finally:
+            for draft in drafts:
+                remove(draft)
     except OSError as error:
-        raise OutputError(f"cannot write {volume}: {error}; give another --folder") from error
+        raise OutputError(
+            f"cannot write {volume}: {error.strerror or error}; give another {option('folder')}"
+        ) from error
+
+
+def _fill(volume: Path, truth: Path, size: Vec3, seed: int) -> None:
+    """Two new files, slab by slab."""
+    import h5py
+
+    with h5py.File(volume, "x") as v, h5py.File(truth, "x") as t:
+        raw = v.create_dataset("raw", size, np.uint8, chunks=True)
+        membranes = t.create_dataset("truth", size, np.uint8, chunks=True, compression="gzip")
+        for slab in synthesise(size, seed):
+            planes = slice(slab.z, slab.z + len(slab.raw))
+            raw[planes], membranes[planes] = slab.raw, slab.truth
 
 
 def synthesise(size: Vec3, seed: int = 0) -> Iterator[Slab]:

@@ -5,42 +5,33 @@ Exit codes: 0 done · 1 an expected error, one sentence on stderr · 2 usage · 
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
 import json
+import logging
 import os
+import re
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
 
-from znnpy.errors import OutputError, ZnnpyError
+from znnpy.errors import OutputError, ThreadError, ZnnpyError
+from znnpy.stopping import INTERRUPTED, SENTENCES, TERMINATED, Terminated
+from znnpy.wording import excerpt, one_line, speaking_to_command_line
 
-INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
 PIPED_WIDTH = 120  # columns of a table that goes to a file
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, unwinding like Ctrl-C so that finished work is kept."""
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated in the main thread."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+QUIET = "znnpy.quiet"  # in the context of a command: whether it prints errors only
+PLAIN = "znnpy.plain"  # how standard streams treat a character that their encoding lacks
+SIMILAR = {"µ": "u", "×": "x", "…": "...", "–": "-", "·": ".", "²": "2", "³": "3", "θ": "theta"}
 
 
 class Printed(click.Command):
@@ -60,7 +51,9 @@ class Doors(Printed, click.Group):
 
     def main(self, *args: Any, **settings: Any) -> Any:
         _open_closed_streams()
-        return super().main(*args, **settings)
+        _print_any_character()
+        with speaking_to_command_line():
+            return super().main(*args, **settings)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -80,44 +73,96 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
 
 
+def _print_any_character() -> None:
+    """Let standard streams write what their encoding lacks in other characters, and never raise UnicodeEncodeError."""
+    codecs.register_error(PLAIN, _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=PLAIN)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Similar ASCII characters where there are some, and escapes such as `\\xe9` for all others."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    signs = error.object[error.start : error.end]
+    return "".join(SIMILAR.get(sign) or sign.encode("unicode_escape").decode() for sign in signs), error.end
+
+
 class Door(Printed):
     """A command whose expected errors are one sentence on stderr and an exit code; `--debug` adds the traceback."""
 
-    hint = ""  # what to do after an interruption
+    resumes = False  # whether it has --resume: then it says what an interrupted run has kept
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
 
-    def invoke(self, ctx: click.Context) -> None:
-        debug = ctx.params.pop("debug")
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **settings: Any) -> click.Context:
+        as_json = "--json" in args
         try:
-            with _sigterm_raises():
+            return super().make_context(info_name, args, *rest, **settings)
+        except click.UsageError as error:
+            _print_error(error.format_message(), as_json)
+            raise
+
+    def invoke(self, ctx: click.Context) -> None:
+        debug, as_json = ctx.params.pop("debug"), bool(ctx.params.get("as_json"))
+        ctx.meta[QUIET], verbose = ctx.params.pop("quiet", False), ctx.params.pop("verbose", False)
+        try:
+            if quiet() and verbose:
+                raise click.UsageError("--quiet prints less and --verbose more: give one of them")
+            with _logging(verbose):
                 super().invoke(ctx)
-                return
+            return
+        except click.UsageError as error:
+            _print_error(error.format_message(), as_json)
+            raise
         except (ZnnpyError, MemoryError, KeyboardInterrupt) as error:
-            if debug:
-                traceback.print_exc()
-            message, code = self._explain(error)
+            expected: BaseException = error
+        except (RuntimeError, ImportError) as error:
+            refused = _refused(error)
+            if refused is None:
+                raise
+            refused.__cause__ = error
+            expected = refused
+        if debug:
+            traceback.print_exception(expected)
+        message, code = self._explain(expected)
         with suppress(OSError):  # nobody can be told; the exit code tells
-            click.echo(message, err=True)
+            click.echo(wrapped(message, sys.stderr), file=sys.stderr)
+        _print_error(message.removeprefix("Error: "), as_json)
         ctx.exit(code)
 
     def _explain(self, error: BaseException) -> tuple[str, int]:
         """The sentence for stderr, and the exit code."""
+        kept = getattr(error, "__notes__", []) if self.resumes else []
         match error:
             case Terminated():
-                return f"stopped by SIGTERM; {self.hint}".rstrip("; "), TERMINATED
+                return "; ".join((SENTENCES[signal.SIGTERM], *kept)), TERMINATED
             case KeyboardInterrupt():
-                return f"interrupted; {self.hint}".rstrip("; "), INTERRUPTED
+                return "; ".join((SENTENCES[signal.SIGINT], *kept)), INTERRUPTED
             case ZnnpyError():
-                return f"Error: {error}", 1
+                return f"Error: {one_line(str(error))}", 1
             case _:
                 return f"Error: out of memory: {error or 'the system refused more'}; give a smaller --ram or --patch", 1
 
 
+def _refused(error: RuntimeError | ImportError) -> ThreadError | MemoryError | None:
+    """The error that a library means where the system refused it a thread or address space; None for all others."""
+    if str(error) == ThreadError.REFUSED:
+        return ThreadError.refused()
+    if "failed to map segment" in str(error):
+        return MemoryError(
+            f"a library cannot be loaded ({excerpt(error)}): raise the limit on address space (`ulimit -v`)"
+        )
+    return None
+
+
 class Resumable(Door):
-    hint = "what was finished is kept: the same command with --resume (and without --overwrite) goes on from there"
+    """A command that can go on where an earlier run stopped."""
+
+    resumes = True
 
 
 @contextmanager
@@ -134,18 +179,91 @@ def _printing() -> Iterator[None]:
 
 
 def print_table(renderable: RenderableType) -> None:
-    """Print on stdout, as wide as the terminal; piped, as wide as a table needs."""
-    console = Console()
+    """Print on stdout, as wide as the terminal; piped, as wide as a table needs; nothing when quiet.
+
+    Names from files steer no terminal.
+    """
+    if quiet():
+        return
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+        console = Console(markup=False, emoji=False, width=PIPED_WIDTH)
+    safe = [
+        Segment("\n".join(map(one_line, segment.text.split("\n"))), segment.style)
+        for segment in console.render(renderable)
+        if not segment.control
+    ]
     with _printing():
-        console.print(renderable)
+        console.print(Segments(safe), end="")
 
 
 def print_lines(lines: list[str]) -> None:
+    """Print on stdout, on a terminal broken between words; nothing when quiet. Names from files steer no terminal."""
+    if quiet():
+        return
     with _printing():
-        click.echo("\n".join(lines))
+        click.echo("\n".join(wrapped(one_line(line), sys.stdout) for line in lines), file=sys.stdout)
+
+
+def quiet() -> bool:
+    """Return whether the command that runs was asked to print errors only."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(QUIET))
+
+
+class _OnStderr(logging.Handler):
+    """Lines on standard error, which may be another stream at each of them: a progress bar stands in for it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = one_line(self.format(record))
+        with suppress(OSError):  # a full disk, a reader that left: the run matters more than its log
+            click.echo(
+                wrapped(f"warning: {line}" if record.levelno == logging.WARNING else line, sys.stderr), file=sys.stderr
+            )
+
+
+@contextmanager
+def _logging(verbose: bool) -> Iterator[None]:
+    """Inside, the log of znnpy goes to stderr: with `verbose` each phase of the work, when quiet errors only."""
+    log = logging.getLogger("znnpy")
+    handler, level = _OnStderr(), log.level
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO if verbose else logging.ERROR if quiet() else logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _print_error(sentence: str, as_json: bool) -> None:
+    """Print `{"error": sentence}` on stdout if the command was asked for JSON."""
+    if as_json:
+        with suppress(OSError):  # nobody can be told; standard error and the exit code tell
+            click.echo(json.dumps({"error": sentence}, indent=1), file=sys.stdout)
 
 
 def print_json(document: Any) -> None:
-    print_lines([json.dumps(document, indent=1)])
+    """Print one JSON document, in ASCII, on stdout."""
+    with _printing():
+        click.echo(json.dumps(document, indent=1), file=sys.stdout)
+
+
+def wrapped(line: str, stream: TextIO) -> str:
+    """A line as it is; where `stream` is a terminal, broken between words, each further one under the first's text.
+
+    A word that is longer than a line, such as a path, stays whole, so that it can be copied.
+    """
+    if not stream.isatty():
+        return line
+    label = re.match(r"\S{1,10} {2,}", line)
+    return "\n".join(
+        textwrap.wrap(
+            line,
+            Console(file=stream).width,
+            subsequent_indent=" " * label.end() if label else "",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )

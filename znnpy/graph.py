@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.errors import ShapeError
 from znnpy.kernels.cpu.task_graph import Kind, Task, TaskGraph, check, graph
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     import networkx
@@ -42,7 +43,7 @@ def picture(maps: tuple[int, int], batch: int, form: str) -> str:
     if count > MOST_TASKS:
         raise ShapeError(
             f"{batch} images of {maps[0]} maps in and {maps[1]} out make {count:,} tasks, and a picture has room for "
-            f"{MOST_TASKS:,}; give fewer --maps, or a smaller --batch"
+            f"{MOST_TASKS:,}; give fewer {option('maps')}, or a smaller {option('batch')}"
         )
     whole = graph(tasks)
     check(tasks, whole)

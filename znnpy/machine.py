@@ -12,14 +12,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from numbers import Integral
 from pathlib import Path, PurePosixPath
 
 from znnpy.errors import DeviceError
+from znnpy.files import open_regular
+from znnpy.wording import option
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+_FEWEST = 2.0**20  # bytes: a smaller number without a unit lacks it by mistake
 _LARGEST = 2.0**60  # bytes: longer numbers are mistakes
 _DEFAULT_SHARE = 0.75  # of the machine's memory: the rest stays for the file cache and everybody else
 _DEFAULT_VRAM_SHARE = 0.9  # of what is free on the card: the rest stays for who draws the screen
@@ -118,6 +122,10 @@ def parse_bytes(size: int | str) -> int:
     if match is None:
         raise ValueError(f"{size!r} is no size: give a number with K, M, G or T, such as 600M or 2G")
     size_bytes = float(match[1]) * _UNITS[match[2].upper()]
+    if match[1] == size.strip() and 0 < size_bytes < _FEWEST:
+        raise ValueError(
+            f"{size!r} has no unit and is a number of bytes, too few for a run: write {match[1]}M or {match[1]}G"
+        )
     if size_bytes > _LARGEST:
         raise ValueError(f"{size[:20]!r}.. is beyond any memory: give a size such as 600M or 2G")
     return int(size_bytes)
@@ -144,6 +152,8 @@ def limits_of(
     count = machine.cores if threads is None else threads
     if ram_bytes < 1:
         raise ValueError(f"a RAM limit must be positive, not {ram_bytes} bytes")
+    if not isinstance(count, Integral):
+        raise ValueError(f"threads is a whole number, not {count!r}")
     if count < 1:
         raise ValueError(f"a run needs at least one thread, not {count}")
     return Limits(ram_bytes, count, None if free_bytes is None else _vram_bytes(machine, vram, free_bytes, beyond))
@@ -159,9 +169,9 @@ def _vram_bytes(machine: Machine, vram: int | str | None, free_bytes: int, beyon
         raise ValueError(f"a VRAM limit must be positive, not {vram_bytes} bytes")
     if vram_bytes > free_bytes and not beyond:
         raise DeviceError(
-            f"--vram allows {vram_bytes:,} bytes, and of the {machine.gpu.memory_bytes:,} bytes of the "
+            f"{option('vram')} allows {vram_bytes:,} bytes, and of the {machine.gpu.memory_bytes:,} bytes of the "
             f"{machine.gpu.name} only {free_bytes:,} are free (other programs and the driver hold the rest); end those "
-            f"programs, or give at most --vram {free_bytes // 2**20}M"
+            f"programs, or give at most {option('vram', f'{free_bytes // 2**20}M')}"
         )
     return vram_bytes
 
@@ -203,9 +213,8 @@ def cgroup_bytes(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[int]
     """
     for folder in _groups("memory", own, root):
         for name in ("memory.max", "memory.limit_in_bytes"):  # of cgroup v2, v1
-            limit = _text(folder / name)
-            if limit.isdigit():  # not "max"
-                yield int(limit)
+            if limit := _count(_text(folder / name)):
+                yield limit
 
 
 def cgroup_cpus(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[float]:
@@ -216,17 +225,20 @@ def cgroup_cpus(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[float
             [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")],
         )
         for quota in quotas:
-            if len(quota) == 2 and all(number.isdigit() for number in quota):  # not "max", not -1
-                yield int(quota[0]) / int(quota[1])
+            counts = [_count(number) for number in quota]
+            if len(counts) == 2 and counts[0] and counts[1]:
+                yield counts[0] / counts[1]
 
 
 def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
     """Folders of the groups that this process is in and of all around them, up to where they are mounted.
 
-    Seen from a container, a group may lie outside of what is mounted; then the mount itself is the container's.
+    Seen from a container, a group may lie outside of what is mounted; then the mount itself is the container's. So it
+    is where `own` lists no group.
     """
-    lines = [line.split(":", 2) for line in _text(own).splitlines()] or [["0", "", "/"]]
-    for _, controllers, path in lines:
+    lines = [line.split(":", 2) for line in _text(own).splitlines() if "\0" not in line]
+    listed = [line[1:] for line in lines if len(line) == 3 and line[2].startswith("/")]
+    for controllers, path in listed or [["", "/"]]:
         if controllers and controller not in controllers.split(","):
             continue
         group = PurePosixPath(path)
@@ -237,16 +249,23 @@ def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Content of a file of the system; empty where there is none."""
-    return path.read_text().strip() if path.is_file() else ""
+    """Content of a file of the system; empty where there is none or the system refuses it."""
+    try:
+        with open_regular(path) as file:
+            return file.read().decode(errors="replace").strip()
+    except OSError:  # a limit that cannot be known is none
+        return ""
+
+
+def _count(text: str) -> int | None:
+    """The positive number that a file of the system holds; None for `max`, -1, 0 and whatever else is no limit."""
+    return int(text) or None if re.fullmatch("[0-9]{1,19}", text) else None
 
 
 def _cpu_info(field: str) -> str:
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            if line.startswith(field):
-                return line.partition(":")[2].strip()
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith(field):
+            return line.partition(":")[2].strip()
     return ""
 
 

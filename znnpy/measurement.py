@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from znnpy.kernels.primitive import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.network import Network
+from znnpy.phases import log_phase
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
 from znnpy.planner.explain import human_seconds
@@ -28,6 +29,7 @@ from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, s
 from znnpy.run.shelf import stored, stored_path, write_costs
 from znnpy.run.timing import ON_GPU, Clock, Progress, Timer, Where
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
+from znnpy.wording import option
 
 MINUTES = 2.0
 SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for
@@ -63,8 +65,16 @@ class Measured:
         return [
             f"{self.costs.name}{by}: {' and '.join(units + layers)} measured in "
             f"{human_seconds(self.seconds)}; kept in {self.path}",
+            *self._memory(),
             *self.notes,
         ]
+
+    def _memory(self) -> list[str]:
+        """The rate at which memory is first written to."""
+        measured, assumed = self.costs.touching, self.assumed.touching
+        if measured is None:
+            return []
+        return [f"memory is first written to at {measured / 2**30:,.3g} GiB/s (assumed: {assumed / 2**30:,.3g})"]
 
     def as_json(self) -> dict[str, Any]:
         """The same for machines."""
@@ -74,6 +84,7 @@ class Measured:
             "seconds": self.seconds,
             "path": str(self.path),
             "layers": self.layers,
+            "touching": self.costs.touching,
             "units": {
                 unit: {
                     "assumed": {"flops": self.assumed.of(unit).flops, "nbytes": self.assumed.of(unit).nbytes},
@@ -113,7 +124,7 @@ def measure(
     begun = time.monotonic()
     meant = check_device_words(device, None, precision)
     if meant == "gpu" and threads is not None:
-        raise ValueError("--threads are of the processor, and a GPU's layers need none: drop it")
+        raise ValueError(f"{option('threads')} are for the processor, and layers on a GPU do not use them: drop them")
     net = None if network is None else read_network(network).network
     with opened(meant, precision) as site:
         limits = site.limits(ram, threads, None)
@@ -122,20 +133,27 @@ def measure(
         tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, room)
         old = stored(site.machine, site.device, limits.threads) if out is None else None
         path = out or stored_path(site.machine, site.device, limits.threads)
+        log_phase("running", f"measurements on {site.machine.processor}, {minutes:g} minutes at most")
         with _clock(site, limits, 60 * minutes, clock) as timing:
             timer = Timer(60 * minutes, tell)
-            if net is not None and old is not None and units_of(tasks) <= old.units.keys():
+            known = net is not None and old is not None and units_of(tasks) <= old.units.keys()
+            touching = bench.touched(old, again=not known)
+            if known and old is not None:
                 rates, runs = old.rates(TABLE), dict[Unit, int]()
             else:
                 rates, runs = bench.survey(tasks, timing, timer, 1.0 if net is None else SURVEY_SHARE)
+            if touching is not None:
+                rates = replace(rates, touching=touching, touching_measured=True)
+            if not known:
                 write_costs(path, bench.costs(rates, runs, [], old))  # there may be no plan for the network
             layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timing, timer)
         costs = bench.costs(rates, runs, layers, old)
         write_costs(path, costs)
         spent = time.monotonic() - begun
+        log_phase("finished", f"{path} in {human_seconds(spent)}")
         notes = list(site.sentences)
         if site.device == "gpu" and threads is not None:
-            notes.append("--threads are of the processor, and the GPU was measured")
+            notes.append(f"{option('threads')} are for the processor, and the GPU was measured")
         return Measured(costs, bench.assumed, runs, len(layers), spent, path, tuple(notes))
 
 

@@ -12,10 +12,10 @@ precision; a result has the type of x, and what float16 cannot hold becomes infi
 
     x        read only. A numpy array may have any strides; one of a GPU is in C order within an image, images any
              distance apart (`convert_layout` takes and gives any strides).
-    device   the Device that x and out lie on; work is queued on its `stream`. `convolve` and softmax over all values
-             wait for it, since they need memory beside; all others return before it is done, and `device.get` waits.
-             Freeing an array that nobody refers to any more waits too. None: they are numpy's, and the work is done on
-             the CPU.
+    device   the Device that x and out lie on, opened by `znnpy.Device(znnpy.find_gpu())`; work is queued on its
+             `stream`. `convolve` and softmax over all values wait for it, since they need memory beside; all others
+             return before it is done, and `device.get` waits. Freeing an array that nobody refers to any more waits
+             too. None: they are numpy's, and the work is done on the CPU.
     out      where the result goes, of its shape and type; it may be x itself for activations and softmax, else the two
              share no memory. None: new memory. It is returned.
 
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from znnpy import fast_convolution
 from znnpy.errors import ShapeError
 from znnpy.kernels.cpu import ops as on_cpu
 from znnpy.kernels.gpu import ops as on_gpu
@@ -50,10 +51,22 @@ if TYPE_CHECKING:
 
 Over = Literal["maps", "all"]
 Mode = Literal["correlation", "convolution"]
-Method = Literal["direct", "implicit_gemm"]
+Method = Literal["auto", "direct", "implicit_gemm"]
+
+__all__ = [
+    "average_pool",
+    "convert_layout",
+    "convolve",
+    "max_pool",
+    "relu",
+    "sigmoid",
+    "softmax",
+    "tanh",
+]
 
 ONE, ZERO = (1, 1, 1), (0, 0, 0)
 MOST_AXES = 5
+FEW_MAPS = 4  # of the input, up to which one lowered matrix is faster than a product for each tap
 OVERLAP_WORK = 10**5  # steps to find whether two arrays share memory: after so many they do
 _LAYOUT = re.compile(r"\s*([a-z]+)\s*->\s*([a-z]+)\s*")
 
@@ -74,7 +87,10 @@ def tanh(x: Array, *, device: Device | None = None, out: Array | None = None) ->
 
 
 def softmax(x: Array, over: Over = "maps", *, device: Device | None = None, out: Array | None = None) -> Array:
-    """exp(x - largest) / sum of exp(x - largest), over the maps of each voxel or over all values of each image."""
+    """exp(x - largest) / sum of exp(x - largest).
+
+    over  "maps": over the maps of each voxel; "all": over all values of each image.
+    """
     _check_word("over", over, get_args(Over))
     _check(x, device)
     result = _result(x.shape, x, device, out, in_place=True)
@@ -98,6 +114,7 @@ def max_pool(
 ) -> Array:
     """The maximum of each window, (S, floor((n - window + 2 padding) / stride) + 1, f); padding is never the largest.
 
+    window   size (z, y, x) of the window, in voxels.
     stride   from window to window; default: `window`, so that they do not overlap.
     padding  planes around the image, less than the window.
     """
@@ -114,7 +131,7 @@ def average_pool(
     device: Device | None = None,
     out: Array | None = None,
 ) -> Array:
-    """The mean of each window; sizes as of `max_pool`.
+    """The mean of each window; `window`, `stride`, `padding` and the sizes of the result as for `max_pool`.
 
     counts_padding  the zeros around the image count as values of the window.
     """
@@ -166,17 +183,23 @@ def convolve(
     stride: Vec3 = ONE,
     padding: Vec3 = ZERO,
     mode: Mode = "correlation",
-    method: Method = "direct",
+    method: Method = "auto",
     precision: Precision = "fp32",
     device: Device | None = None,
     out: Array | None = None,
 ) -> Array:
     """activation(bias + x convolved with the kernels): (S, floor((n - k + 2 padding) / stride) + 1, f').
 
+    activation  applied to the sums: none, relu, tanh, sigmoid, or softmax over the maps of a voxel.
+    stride   voxels (z, y, x) from one position of the kernels to the next.
     weights  of numpy: kernels (f', f, kz, ky, kx) float32 and biases (f',) float32.
     padding  planes of zeros before and behind the image.
     mode     correlation: out[p] sums x[p * stride + d - padding] * w[d]; convolution: w[k - 1 - d], the kernel turned.
-    method   direct: tap by tap; implicit_gemm: one matrix product, whose lowered matrix exists a part at a time.
+    method   auto: the fastest. On the CPU with stride 1 that is a method of those that plans choose from, within 64 MiB
+             or twice the memory of x and the result, beside a copy of x where it is padded, float16 or not in C order;
+             transforms round to about 1e-6 of the largest values near a voxel. On a device it is direct, or
+             implicit_gemm for another precision than fp32.
+             direct: tap by tap; implicit_gemm: one matrix product, whose lowered matrix exists a part at a time.
     precision  of products by implicit_gemm on a device; all else is fp32, and sums are float32 always. Errors are rms,
                of the rms answer, before a float16 result is rounded.
                fp32: to 1e-6, but for values under 2^-18 of the largest in x: for tensor cores float32 arrays are split
@@ -194,6 +217,8 @@ def convolve(
     ):
         _check_word(word, given, known)
     _check(x, device)
+    if method == "auto" and device is not None:
+        method = "direct" if precision == "fp32" else "implicit_gemm"
     _check_precision(x, precision, method, device)
     sliding = Sliding(stride, padding)
     _check_weights(x, weights)
@@ -204,11 +229,20 @@ def convolve(
     result = _result((x.shape[0], *positions, len(weights.bias)), x, device, out)
     if not result.size:
         return result
-    if device is None:
-        on_cpu.convolve(x, result, weights, sliding, activation, method)
-    else:
+    if device is not None:
+        assert method != "auto", "chosen above"
         on_gpu.convolve(device, x, result, weights, sliding, activation, method, precision)
+        return result
+    if method == "auto":
+        if stride == ONE and fast_convolution.convolve(x, result, weights, padding, activation):
+            return result
+        method = "implicit_gemm" if x.shape[4] <= FEW_MAPS else "direct"
+    on_cpu.convolve(x, result, weights, sliding, activation, method)
     return result
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def _pointwise(activation: Activation, x: Array, device: Device | None, out: Array | None) -> Array:

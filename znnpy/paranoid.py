@@ -32,6 +32,7 @@ from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolSh
 from znnpy.trained import TrainedNetwork
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
 from znnpy.volume.volume import Volume
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -69,7 +70,7 @@ def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: Cr
         device, needed = lacks
         raise VerifyError(
             f"{name} needs {human_bytes(needed)} to be checked, and there are {human_bytes(max(rooms[device], 0))}: "
-            "plan within less memory, or without --paranoid"
+            f"plan within less memory, or without {option('paranoid')}"
         )
     layer: HostLayer | DeviceLayer | HostRamLayer
     if where.device == "cpu":
@@ -99,7 +100,7 @@ def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: Cr
 
 
 def _advice(primitive: str) -> str:
-    return f"report it, and choose other primitives than {primitive} with --only until it is repaired"
+    return f"report it, and choose other primitives than {primitive} with {option('only')} until it is repaired"
 
 
 def positions(size: tuple[int, ...], count: int) -> list[Position]:

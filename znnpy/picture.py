@@ -53,7 +53,7 @@ def draw(path: Path, title: str, chosen: Plan, found: Sequence[Point]) -> None:
     _table(pen, top + HEIGHT + ROW, columns, layers)
     drawn = io.BytesIO()
     image.save(drawn, "PNG", optimize=True)
-    write_asked(path, drawn.getvalue(), "--plot")
+    write_asked(path, drawn.getvalue(), "plot")
 
 
 def _diagram(pen: Pen, top: float, chosen: Plan, found: Sequence[Point], kinds: Sequence[Kind]) -> None:

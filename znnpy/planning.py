@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,8 +18,10 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network
 from znnpy.paranoid import check_plan
+from znnpy.phases import log_once, log_phase
 from znnpy.planner.beside import Makes
 from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.explain import predicted
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
@@ -47,8 +48,7 @@ from znnpy.run.timing import Progress
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume import open_volume
 from znnpy.volume.source import Source, parse_roi
-
-_log = logging.getLogger(__name__)
+from znnpy.volume.volume import Absent
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
@@ -59,6 +59,7 @@ def plan(
     *,
     volume: str | Path | None = None,
     dataset: str | None = None,
+    fill_missing: float | None = None,
     shape: Vec3 | None = None,
     roi: str | None = None,
     border: str = "valid",
@@ -79,27 +80,45 @@ def plan(
     rigor: str = "estimate",
     time_limit: float | None = None,
     paranoid: bool = False,
-    tell: Callable[[str], None] = _log.info,
+    tell: Callable[[str], None] = log_once,
     tell_why: Callable[[list[Considered]], None] | None = None,
     tell_point: Callable[[Point], None] | None = None,
     tell_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Plan:
-    """The fastest plan for a network, a volume (or a shape in voxels, (z, y, x)) and limits. Needs no weights.
+    """The fastest plan for a network, a volume and limits of memory; it needs no weights.
 
-    Takes the words of `znnpy plan`: cover "columns" or "patches", depth_first False for its --no-depth-first; costs
-    and machine name files that `znnpy measure` wrote, machine one of the machine that the plan is for.
-    `tell` is called with each sentence on what is not as asked for: that there is no GPU, that the CPU is more exact;
-    `tell_why` once, with every primitive for every layer, what it would take there, and why it was not taken;
-    `tell_point` with the best plan of every kind at each limit, as many from the machine's memory down as are worked
-    out within CURVES_SECONDS.
+    network       network file (.yaml, .znni), or the name of a network that ships.
+    volume        path of a volume to plan for; or give `shape`. Without both, 1024^3 voxels are assumed.
+    dataset       name of the array inside the file of the volume; None: the only 3D or 4D one.
+    fill_missing  value of voxels of the volume whose file is missing; None: VolumeError.
+    shape         voxels (z, y, x) of the volume.
+    roi           "z0:z1,y0:y1,x0:x1", the part of the volume to predict from, in voxels; None: all of it.
+    border        "valid": the output is field of view - 1 voxels smaller; "reflect": as large as the volume.
+    output_dtype  "float32", "float16" or "uint8", of the output.
+    ram           limit for the whole process, in bytes or as "16G"; None: 3/4 of the machine's memory.
+    threads       threads that compute; None: as many as the cores that the process may use.
+    patch         output voxels (z, y, x) of one patch, or of one step of a column; None: the fastest.
+    only          name of a primitive, or several, for the layers that they fit; empty: any.
+    cover         "columns": each step keeps what the next needs; "patches": each is computed for itself; None: either.
+    depth_first   True: layers behind a pooling may take its fragments in parts, which needs less memory.
+    device        "cpu", "gpu", or "auto": a GPU where one works, else the CPU.
+    vram          limit for the memory of each GPU, in bytes or as "12G"; None: 90 % of what is free.
+    precision     on a GPU "fp32", "tf32" or "fp16"; None: fp32. The CPU always computes in fp32.
+    gpus          number of equal GPUs that compute together, or "all"; None: 1.
+    mode          "cpu", "gpu", "gpu-host", "cpu-to-gpu" or "side-by-side", as `znnpy plan --help` explains; "auto".
+    costs         file of speeds that `znnpy measure --out` wrote here; None: those that are stored of this machine.
+    machine       file that `znnpy measure --export` wrote on another machine, which the plan is for; None: this one.
+    rigor         "estimate"; "measure": time the layers of the best plans here first; "exhaustive": all layers that
+                  may be in the best plan.
+    time_limit    seconds after which no further layer is timed; None: 60 for "measure", no limit for "exhaustive".
+    paranoid      run each chosen primitive on its layer, and raise VerifyError where it differs from the definition.
+    tell          called with each sentence on what is not as asked for, such as that there is no GPU.
+    tell_why      called once with every primitive for every layer, its time in seconds, and why it was not taken.
+    tell_point    called with the best plan at each of several limits of memory, within CURVES_SECONDS in all.
+    tell_progress called before each layer that is timed or checked.
 
-    rigor "measure" times the layers of the best plans here, each where it runs, "exhaustive" all that may be in the
-    best one, and choose with what that gives; neither begins anything that does not fit into `time_limit` seconds
-    (None: 60 for "measure", no limit for "exhaustive"). `paranoid` runs each chosen primitive on its layer, and holds
-    it against the definition in float64: VerifyError names one that is off. `tell_progress` is called before every
-    layer of either.
-
-    NoPlanError names the nearest miss when nothing fits, DeviceError why there is no GPU for device "gpu".
+    NoPlanError names the smallest need when nothing fits, DeviceError says why there is no GPU for device "gpu", and
+    ValueError names a value that an argument cannot have.
     """
     check_words(border, output_dtype, cover)
     names = (only,) if isinstance(only, str) else tuple(only)
@@ -109,7 +128,7 @@ def plan(
     study = Study(*rigor_of(rigor, time_limit), tell_progress)
     runs = rigor != "estimate" or paranoid
     shelf = _shelf(costs, machine, runs=runs)
-    job = _job(network, volume, dataset, shape, roi, border, np.dtype(output_dtype).itemsize)
+    job = _job(network, volume, dataset, Absent(fill_missing), shape, roi, border, np.dtype(output_dtype).itemsize)
     count = gpus_of(gpus, meant)
     check_hosted(mode, count)
     wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode)
@@ -152,6 +171,7 @@ def _here(
             with suppress(NoPlanError):
                 estimated = replace(wanted, study=Study()).plan(sites[1])
                 made = replace(made, kinds=(*made.kinds, kind_of(network, made, estimated)))
+        log_phase("planned", predicted(made))
         if paranoid:
             check_plan(made, network, site, wanted.study.tell)
         tells.of(wanted, made, sites, shelf)
@@ -173,6 +193,7 @@ def _job(
     name: str | Path,
     volume: str | Path | None,
     dataset: str | None,
+    absent: Absent,
     shape: Vec3 | None,
     roi: str | None,
     border: str,
@@ -185,7 +206,7 @@ def _job(
         raise ValueError("a volume and a shape both give a size: give one of them")
     network = read_network(name).network
     if volume is not None:
-        with open_volume(Path(volume), dataset) as opened:
+        with open_volume(Path(volume), dataset, absent) as opened:
             region = parse_roi(roi, opened.size) if roi else None
             output = Source(opened, roi=region, border=border, network=network, allow_nan=False).output
             return _Job(network, output, opened.dtype.itemsize, itemsize_out, opened.extra_bytes)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import inf
 from typing import TYPE_CHECKING
 
 from znnpy.planner.explain import human_bytes, human_seconds
+from znnpy.stopping import check_stopped
 
 if TYPE_CHECKING:
     from znnpy.planner.throughput import Point
@@ -21,9 +22,11 @@ BAR_WIDTH = 10  # at least; it takes the room that the words leave
 
 
 @contextmanager
-def show() -> Iterator[Callable[[Event], None]]:
-    """A callback for `znnpy.infer`, drawn while the context is open; nowhere when there is no stderr."""
-    if sys.stderr is not None and sys.stderr.isatty():
+def show(quiet: bool = False) -> Iterator[Callable[[Event], None]]:
+    """A callback for `znnpy.infer`, drawn while the context is open; nowhere when `quiet`, or without stderr."""
+    if quiet:
+        yield lambda event: check_stopped()
+    elif sys.stderr is not None and sys.stderr.isatty():
         with _bar() as callback:
             yield callback
     else:
@@ -36,12 +39,16 @@ def _bar() -> Iterator[Callable[[Event], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
     from rich.table import Column
 
-    console, speed = Console(stderr=True), _Speed()
-    words = TextColumn("{task.description}", table_column=Column(no_wrap=True))
-    with Progress(BarColumn(None), TaskProgressColumn(), words, console=console, expand=True) as progress:
-        task = progress.add_task("preparing", total=None)
+    console, speed = Console(stderr=True, markup=False), _Speed()
+    words = TextColumn("{task.description}", table_column=Column(no_wrap=True), markup=False)
+    progress = Progress(BarColumn(None), TaskProgressColumn(), words, console=console, expand=True)
+    task = progress.add_task("preparing", total=None)
+    with ExitStack() as stack:
 
         def draw(event: Event) -> None:
+            check_stopped()
+            if not progress.live.is_started:  # now, so that a run that is refused leaves no bar on the screen
+                stack.enter_context(progress)
             line = speed.within(event, console.width - BAR_WIDTH - len(" 100% "))
             progress.update(task, total=1.0, completed=event.work_done, description=line)
 
@@ -53,6 +60,7 @@ def _lines() -> Callable[[Event], None]:
 
     def write(event: Event) -> None:
         nonlocal last, broken
+        check_stopped()
         line = f"{event.work_done:4.0%}  {speed.describe(event)}"
         now = time.monotonic()
         if not broken and (event.columns_done == event.columns or now - last >= SECONDS_BETWEEN_LINES):
@@ -66,9 +74,9 @@ def _lines() -> Callable[[Event], None]:
 
 
 @contextmanager
-def measuring() -> Iterator[Callable[[Progress], None]]:
+def measuring(quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
     """A callback for `znnpy.measurement.measure`, drawn like a run while the context is open."""
-    if sys.stderr is None:
+    if quiet or sys.stderr is None:
         yield lambda progress: None
     elif sys.stderr.isatty():
         from rich.console import Console
@@ -110,9 +118,11 @@ def _measured(progress: Progress) -> str:
 
 
 @contextmanager
-def curves() -> Iterator[Callable[[list[Point]], Callable[[Point], None]]]:
+def curves(quiet: bool = False) -> Iterator[Callable[[list[Point]], Callable[[Point], None]]]:
     """Of a list, a callback for `znnpy.plan` that adds points to it and, in the context, says how far it is."""
-    if sys.stderr is not None and sys.stderr.isatty():
+    if quiet:
+        yield _counting(lambda done, words: None)
+    elif sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress, TaskProgressColumn, TextColumn
 
@@ -159,34 +169,50 @@ def _said_now_and_then() -> Callable[[float, str], None]:
 class _Speed:
     """Words for events; speed and time left count what this run did, not what the runs it resumes had done.
 
-    Both follow the work, which goes on in the first steps of a column too, before any voxel is written.
+    Both follow the work, which goes on in the first steps of a column too, before any voxel is written. The speed is
+    that of the report: voxels of the output over all seconds of the run, preparing included. The time left is for
+    computing at the pace since it began.
     """
 
     def __init__(self) -> None:
         self._before: float | None = None  # share of the work that was done when this run began
+        self._began = 0.0  # seconds of the run when it began to compute
 
     def describe(self, event: Event) -> str:
         """Patches or columns, speed, bytes written, time left, and the seconds each stage has worked."""
+        if event.preparing is not None:
+            return _preparing(*event.preparing)
         speed, left = self._measure(event)
-        return (
-            f"{_columns(event)}, {speed:,.0f} voxels/s, "
-            f"{human_bytes(event.bytes_done)} written, {left} left ({_stages(event)})"
-        )
+        parts = [_columns(event), f"{speed:,.0f} voxels/s", f"{human_bytes(event.bytes_done)} written", *left]
+        return f"{', '.join(parts)} ({_stages(event)})"
 
     def within(self, event: Event, width: int) -> str:
         """The same, short, and with the stages only where `width` characters hold them."""
+        if event.preparing is not None:
+            return _preparing(*event.preparing)
         speed, left = self._measure(event)
-        rest = f"{_rounded(speed)} voxels/s {human_bytes(event.bytes_done)} {left} left"
+        rest = " ".join((f"{_rounded(speed)} voxels/s {human_bytes(event.bytes_done)}", *left))
         short = f"{_steps(event) or _columns(event)} {rest}"
         full = f"{_columns(event)} {rest} ({_stages(event)})"
         return full if len(full) <= width else short
 
-    def _measure(self, event: Event) -> tuple[float, str]:
-        """Voxels per second, and the time left in words."""
+    def _measure(self, event: Event) -> tuple[float, list[str]]:
+        """Voxels per second, and the time left in words: none at the end."""
         if self._before is None:
-            self._before = event.work_done
-        pace = (event.work_done - self._before) / event.seconds if event.seconds else 0.0
-        return pace * event.voxels, human_seconds((1 - event.work_done) / pace) if pace else "unknown time"
+            self._before, self._began = event.work_done, event.seconds
+        done, rest, computing = event.work_done - self._before, 1 - event.work_done, event.seconds - self._began
+        speed = done * event.voxels / event.seconds if event.seconds else 0.0
+        pace = done / computing if computing > 0 else 0.0
+        if event.columns_done == event.columns or not rest:
+            return speed, []
+        if not pace:
+            return speed, ["unknown time left"]
+        return speed, [f"{human_seconds(rest / pace)} left" if rest >= pace else "under 1 s left"]
+
+
+def _preparing(done: int, nbytes: int) -> str:
+    """`preparing 4.48 GiB, 40 %`."""
+    return f"preparing {human_bytes(nbytes)}, {100 * done // nbytes} %"
 
 
 def _columns(event: Event) -> str:

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from znnpy.planner.explain import AXES, hosted_layers, human_bytes, human_seconds
+from znnpy.planner.explain import AXES, hosted_layers, human_bytes, human_seconds, reaches_beyond
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
+from znnpy.wording import excerpt
 
 if TYPE_CHECKING:
     from znnpy.run.pipeline import LaneTimings
+    from znnpy.values import Values
+    from znnpy.volume.volume import Chunks
+
+PRECISION_WORDS: Mapping[Precision, str] = {
+    "fp32": "fp32, 32-bit floating point",
+    "tf32": "tf32, 32-bit floating point rounded to 11 significant bits in products",
+    "fp16": "fp16, 16-bit floating point",
+}
+
+
+OFF = 2.0  # times the predicted seconds, or less than one such part of them, from which on a report says why
+LEAST_OFF = 1.0  # seconds; less is lost when a process begins
 
 
 @dataclass(frozen=True)
 class Report:
     """A finished run: where its output is, how long it took, what it held in memory."""
 
-    output: Path
+    output: Path  # or what it is called, where blocks were assigned to an object of the caller's
     voxels: int  # of the dense output, per map
     computed: int  # of them in this run; fewer than `voxels` after a resume
     seconds: float  # from opening the volume to renaming the output: planning and preparation included
-    stage_seconds: Mapping[str, float]  # reading, computing, writing; they overlap
+    stage_seconds: Mapping[str, float]  # planning and preparing; then reading, computing, writing, which overlap
     peak_bytes: int  # most resident memory the process ever had
     plan: Plan
     blas: str  # kernels of the matrix products, e.g. `openblas SkylakeX`
@@ -34,7 +47,21 @@ class Report:
     vram_bytes: int | None = None  # that the process took of it in the end
     notes: tuple[str, ...] = ()  # why it is not another device or precision
     lanes: tuple[LaneTimings, ...] = ()  # of every device that computed
+    chunks: Chunks | None = None  # of the volume that were looked for; None where nothing was left to do
+    values: Values | None = None  # that this run wrote; None where nothing finite was
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, where a step goes through two
+    earlier_peak_bytes: int = 0  # most resident memory the process had before the run began
+
+    def __repr__(self) -> str:
+        """One line; `str(report)` is the whole report in words."""
+        return (
+            f"<Report on {excerpt(self.output)}: {self.computed:,} of {self.voxels:,} voxels computed in "
+            f"{human_seconds(self.seconds)}, {human_bytes(self.peak_bytes)} at the peak>"
+        )
+
+    def __str__(self) -> str:
+        """The lines of `lines`."""
+        return "\n".join(self.lines())
 
     @property
     def precision(self) -> Precision:
@@ -43,7 +70,7 @@ class Report:
 
     @property
     def voxels_per_second(self) -> float:
-        """Output voxels computed per second of this run."""
+        """Output voxels computed per second of the whole run, from its start to the finished output."""
         return self.computed / self.seconds
 
     @property
@@ -55,30 +82,91 @@ class Report:
     @property
     def predicted_seconds(self) -> float:
         """What the plan predicts for the voxels computed in this run; 0 like `predicted_speed`."""
-        return self.computed / self.predicted_speed if self.predicted_speed else 0.0
+        if not self.predicted_speed:
+            return 0.0
+        preparing = self.plan.preparing_seconds
+        return preparing + (self.plan.seconds - preparing) * self.computed / self.voxels
 
     def lines(self) -> list[str]:
         """The report in words, one line each."""
         if not self.computed:
             return [f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels, complete already: nothing to do"]
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
-        stages = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in self.stage_seconds.items())
+        threads = (self.plan.beside or self.plan).crew
         return [
             f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
             f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.predicted_speed:,.0f})",
             f"time       {human_seconds(self.seconds)} (plan: {human_seconds(self.predicted_seconds)})",
             f"memory     {human_bytes(self.peak_bytes)} at the peak (plan: {human_bytes(self.plan.memory.peak)}, "
             f"limit: {human_bytes(self.plan.limits.ram_bytes)})",
+            *(f"off by     {sentence}" for sentence in self._off()),
             *self._vram(),
-            f"stages     {stages} (side by side)",
+            *self._values(),
+            *self._chunks(),
+            f"stages     {self._stages()}",
             *self._lanes(),
             *self._mode(),
-            f"{self._cover()}, {(self.plan.beside or self.plan).crew} threads",
-            f"methods    {self._methods()}",
+            f"{self._cover()}, computed by {threads} thread{'s' if threads != 1 else ''}",
+            f"methods    {self._methods()}; `znnpy primitives` explains them",
             f"device     {'; '.join((self.gpu or 'CPU', *self.notes))}",
-            f"precision  {self.precision}" + ("" if self.gpu else f", BLAS kernels {self.blas}"),
-            *(f"warning: {warning}" for warning in self.warnings),
+            f"precision  {PRECISION_WORDS[self.precision]}" + ("" if self.gpu else f"; BLAS kernels {self.blas}"),
+            *(f"warning: {warning}" for warning in (*self.above_limit, *self.warnings)),
         ]
+
+    @property
+    def above_limit(self) -> tuple[str, ...]:
+        """A sentence with both numbers where this run took the process above its memory limit, and otherwise none."""
+        limit = self.plan.limits.ram_bytes
+        if self.peak_bytes <= max(limit, self.earlier_peak_bytes):
+            return ()
+        peak = f"{human_bytes(self.peak_bytes)} at its peak ({self.peak_bytes:,} bytes)"
+        return (f"the process held {peak}, more than the limit of {human_bytes(limit)} ({limit:,} bytes)",)
+
+    def _off(self) -> list[str]:
+        """Explain why the run took much more or less time than its plan predicted, and what helps."""
+        spent, predicted = self.seconds, self.predicted_seconds
+        if not predicted or abs(spent - predicted) < LEAST_OFF or 1 / OFF < spent / predicted < OFF:
+            return []
+        stages, preparing = self.stage_seconds, self.plan.preparing_seconds
+        waiting, prepared = stages.get("waiting", 0.0), stages.get("preparing", 0.0)
+        computing = stages.get("computing", 0.0)
+        planning = stages.get("planning", 0.0)
+        slow_memory = f"preparing took {human_seconds(prepared)} instead of {human_seconds(preparing)}"
+        apart = {
+            f"opening files, measuring devices and planning took {human_seconds(planning)}": planning,
+            slow_memory: prepared - preparing,
+            f"the layers took {human_seconds(computing)} instead of {human_seconds(predicted - preparing)}": (
+                computing - (predicted - preparing)
+            ),
+            f"the layers waited {human_seconds(waiting)} for reading and writing": waiting,
+        }
+        why = max(apart, key=lambda reason: apart[reason] if spent > predicted else -apart[reason])
+        rates = "measured on this machine"
+        if not (self.plan.preparing_measured if why == slow_memory else self.plan.fitted):
+            rates = "assumed: `znnpy measure` takes a minute and measures those of this machine"
+        factor = max(spent / predicted, predicted / spent)
+        return [f"{factor:.1f} times from the plan: {why}; its rates are {rates}"]
+
+    def _values(self) -> list[str]:
+        """The range of the output, by which one sees that a network answers at all."""
+        if self.values is None:
+            return []
+        scale = ", which are 255 times the network's" if self.plan.itemsize_out == 1 else ""
+        part = " in the part of this run" if self.computed < self.voxels else ""
+        return [f"values     {self.values}{scale}{part}"]
+
+    def _chunks(self) -> list[str]:
+        """Say how much of the volume was never written."""
+        if self.chunks is None or not self.chunks.missing:
+            return []
+        missing, looked = f"{self.chunks.missing:,}", f"{self.chunks.looked:,}"
+        return [f"volume     {missing} of {looked} {self.chunks.unit} are missing and were read as the fill value"]
+
+    def _stages(self) -> str:
+        """Planning and preparing, one after the other, and what came after them side by side."""
+        spent = {name: human_seconds(seconds) for name, seconds in self.stage_seconds.items()}
+        first = [f"{name} {spent.pop(name)}" for name in ("planning", "preparing") if name in spent]
+        return "; ".join([*first, f"{', '.join(f'{name} {time}' for name, time in spent.items())} (side by side)"])
 
     def _lanes(self) -> list[str]:
         """What each of several devices did."""
@@ -106,18 +194,20 @@ class Report:
         return [f"VRAM       {human_bytes(self.vram_bytes)} (plan: {promised}, limit: {human_bytes(limit)})"]
 
     def _methods(self) -> str:
-        """Primitives in the order in which they first run, and how many layers each ran; last those beside GPUs."""
+        """Primitives in the order in which they first run, with numbers of layers; last those beside GPUs."""
         layers = Counter[str]()
         for plan in filter(None, (self.plan, self.plan.beside)):
             for choice in plan.choices:
                 layers[choice.primitive] += 1 + choice.layers[1] - choice.layers[0]
-        return ", ".join(f"{name} ({count})" for name, count in layers.items())
+        return ", ".join(f"{name} ({count} layer{'s' if count != 1 else ''})" for name, count in layers.items())
 
     def _cover(self) -> str:
         plan = self.plan
         if plan.walks:
-            return f"columns    {plan.columns} along {AXES[plan.axis]} in steps of {text(plan.patch_out)}"
-        return f"patches    {plan.columns} of {text(plan.patch_out)}"
+            cover = f"columns    {plan.columns} along {AXES[plan.axis]} in steps of {text(plan.patch_out)}"
+        else:
+            cover = f"patches    {plan.columns} of {text(plan.patch_out)}"
+        return f"{cover} output voxels{' (rounded up to whole periods of the network)' if reaches_beyond(plan) else ''}"
 
     def as_json(self) -> dict[str, Any]:
         """The report for machines: plain dictionaries, numbers and text.
@@ -130,6 +220,7 @@ class Report:
             "shape": list(self.plan.output),
             "voxels": self.voxels,
             "computed": self.computed,
+            "values": asdict(self.values) if self.values else None,
             "seconds": self.seconds,
             "voxels_per_second": self.voxels_per_second,
             "stage_seconds": dict(self.stage_seconds),
@@ -157,7 +248,9 @@ class Report:
             ],
             "gpu": self.gpu,
             "notes": list(self.notes),
+            "chunks": asdict(self.chunks) if self.chunks else None,
             "precision": self.precision,
             "blas": self.blas,
-            "warnings": list(self.warnings),
+            "off_by": next(iter(self._off()), None),
+            "warnings": [*self.above_limit, *self.warnings],
         }

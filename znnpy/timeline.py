@@ -17,6 +17,7 @@ from znnpy.errors import ZnnpyError
 from znnpy.files import write_asked
 from znnpy.pen import INK, PALE, SCALE, Colour, Pen, blank
 from znnpy.run.trace import Span, read_spans
+from znnpy.wording import option
 
 WAITING: Colour = (190, 190, 190)
 WIDTH, MARGIN, ROW, BAR, LINE = 1100, 24, 30, 20, 20  # units; of a bar, and of a line of words
@@ -116,7 +117,7 @@ def read_timeline(path: Path, begin: float | None = None, end: float | None = No
     if not any(row.bars for row in rows.values()):
         raise ZnnpyError(
             f"nothing was done from {lo:.6g} s to {hi:.6g} s: {path} goes from {first:.6g} s to {last:.6g} s; "
-            "give another --from or --to"
+            f"give another {option('begin')} or {option('end')}"
         )
     return Timeline(first if begin is None else lo, last if end is None else hi, tuple(rows.values()), ended)
 
@@ -152,7 +153,7 @@ def draw(path: Path, title: str, found: Timeline) -> None:
         pen.write((x + 28, at), kind, 13)
     drawn = io.BytesIO()
     image.save(drawn, "PNG", optimize=True)
-    write_asked(path, drawn.getvalue(), "--out")
+    write_asked(path, drawn.getvalue())
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, Colour]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from pathlib import Path
@@ -13,20 +12,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import VerifyError, VolumeError
+from znnpy.errors import VerifyError, ZnnpyError
 from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.network import Network
 from znnpy.patches import Box
+from znnpy.phases import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
-from znnpy.volume.store import store_for
-from znnpy.volume.volume import Volume
+from znnpy.volume.origin import JobClaim, Origin
+from znnpy.volume.source import Source, parse_roi
+from znnpy.volume.store import DATASET, HDF5_SUFFIXES
+from znnpy.volume.volume import Absent, Volume
+from znnpy.wording import excerpt, option
 
-# Largest difference of one voxel, by the precision of the prediction: of fp32 its rounding, of the others ten times the
-# rms error that a layer may have.
+# Largest difference allowed of one voxel, by precision: for fp32 its rounding, for the others ten times the rms error
+# that a layer may have.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2}
 BLOCK = 2**14  # samples judged at a time: memory does not grow with their number
 BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps: they stay in cache
@@ -49,19 +52,24 @@ class VerifyReport:
     tolerance: float
     magnitude: float  # there: the largest of 1, the rms of its map, and |definition|
     dtype: str
-    precision: str  # that it was predicted in
+    precision: str | None  # the precision that `tolerance` belongs to; None where the caller gave a tolerance
+    predicted_in: str  # the precision that the output says it was predicted in; it decides nothing
+    roi: str  # the part of the volume that the output is of, "z0:z1,y0:y1,x0:x1"; empty for the whole volume
+    border: str
     seconds: float
 
     def lines(self) -> list[str]:
         """In words, one line each."""
         parts = [f"{self.tolerance:.0e} times {self.magnitude:.3g}, the size of the values"] * (self.magnitude > 1)
-        parts += [f"predicted in {self.precision}"] * (self.precision != "fp32")
+        parts += ["the tolerance asked for" if self.precision is None else f"the tolerance of {self.precision}"]
         parts += [f"half a step of {self.dtype} included"] * (self.dtype != "float32")
-        how = f" ({'; '.join(parts)})" if parts else ""
+        part = f"part {self.roi} of the volume" if self.roi else "the whole volume"
         return [
             f"{self.output}: {self.samples} voxels recomputed by sliding the window in float64 ({self.seconds:.1f} s)",
+            f"the output covers {part}, border {self.border}",
             f"worst error {self.worst:.2e} at (z, y, x) = {self.where}, map {self.channel}: "
-            f"{self.written:.8f} written, {self.definition:.8f} by definition; allowed {self.allowed:.2e}{how}",
+            f"{self.written:.8f} written, {self.definition:.8f} by definition; allowed {self.allowed:.2e} "
+            f"({'; '.join(parts)})",
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -75,49 +83,47 @@ def verify(
     *,
     network: str | Path | None = None,
     weights: str | Path | None = None,
+    dataset: str | None = None,
+    fill_missing: float | None = None,
     samples: int = 1000,
     seed: int = 0,
+    precision: str | None = None,
     tolerance: float | None = None,
 ) -> VerifyReport:
     """Recompute `samples` voxels of `output`, drawn with `seed`, from the field of view of each in `volume`.
 
     network    file or shipped name; default: the shipped network that the output names.
     weights    default: the file that the network names.
+    dataset    of the volume; default: the one that the output names.
+    fill_missing  the value that was given to `znnpy infer` for voxels of the volume whose file is missing.
     samples    of more than the output has, each of its voxels is recomputed once.
-    tolerance  largest |written - definition| allowed of values around 1 and smaller; default: that of the precision
-               that the output says it was predicted in (TOLERANCES). Larger values round in proportion to their size,
-               so it is multiplied by the largest of 1, |definition|, and the root mean square of the definition over
-               up to 16384 samples of the same map. Outputs of float16 and uint8 may differ by half a step more: 2^-11
-               of the value, and 1/510.
+    precision  "fp32", "tf32" or "fp16": the precision whose tolerance is allowed (TOLERANCES); default: fp32, whatever
+               the output says it was predicted in.
+    tolerance  largest |written - definition| allowed of values around 1 and smaller, in place of a precision's. Larger
+               values round in proportion to their size, so it is multiplied by the largest of 1, |definition|, and the
+               root mean square of the definition over up to 16384 samples of the same map. Outputs of float16 and
+               uint8 may differ by half a step more: 2^-11 of the value, and 1/510.
 
     Returns the voxel nearest to its limit, or furthest beyond. VerifyError when it is beyond, when NaN stands where the
-    field of view holds numbers or the other way round, and when network, weights or volume are not those that made the
-    output. VolumeError when a file cannot be read. ValueError for samples or a tolerance that are not positive.
+    field of view holds numbers or the other way round, when network, weights or volume are not those that made the
+    output, and when its shape, dtype or offset do not follow from the volume, the region and the border. VolumeError
+    when a file cannot be read or an attribute is damaged. ValueError for samples or a tolerance that are not positive,
+    an unknown precision, and for a precision and a tolerance together.
     """
-    if samples < 1:
-        raise ValueError(f"{samples} samples show nothing: give 1 or more")
-    if tolerance is not None and not (isfinite(tolerance) and tolerance > 0):
-        raise ValueError(f"a tolerance must be positive and finite, not {tolerance}")
+    of_precision, allowed = _allowed(samples, precision, tolerance)
     started, output = time.perf_counter(), Path(output)
-    worst, beyond = None, 0
-    with open_volume(output) as prediction:
-        said = store_for(output).attributes_of(output)
-        if not {"job", "network", "offset"} <= said.keys():
-            raise VolumeError(f"{output} was not written by znnpy; give what `znnpy infer` wrote")
-        precision = _precision(said, output)
-        tolerance = TOLERANCES[precision] if tolerance is None else tolerance
-        job = json.loads(said["job"])
-        trained = _trained(job, said["network"], output, network, weights)
-        to_corner = np.array(said["offset"]) - (np.array(trained.network.field_of_view) - 1) // 2
-        samples = min(samples, prod(prediction.size))
-        with open_volume(Path(volume), job["volume"]["dataset"] or None) as source:
-            _check_volume(job, source, output)
-            for at in _positions(prediction.size, samples, seed):
-                written = np.stack([_voxel(prediction, where) for where in at])
-                judged = Judged.of(at, written, by_definition(trained, source, at + to_corner), tolerance)
-                beyond += judged.beyond
-                worst = judged if worst is None or judged.share > worst.share else worst
-    assert worst is not None  # of one sample or more
+    with open_volume(output, DATASET if output.suffix in HDF5_SUFFIXES else None) as prediction:
+        origin = Origin.of(output)
+        trained = _trained(origin, output, network, weights)
+        name = origin.job.volume.dataset or None if dataset is None else dataset
+        with open_volume(Path(volume), name, Absent(fill_missing)) as source:
+            _check_volume(origin.job, source, output)
+            _check_place(origin, prediction, source, trained.network, output)
+            samples = min(samples, prod(prediction.size))
+            log_phase("opened", f"{output} and {source}")
+            log_phase("running", f"{samples} voxels by sliding the window")
+            blocks = _positions(prediction.size, samples, seed)
+            beyond, worst = _judged(prediction, source, trained, blocks, origin.offset, allowed)
     report = VerifyReport(
         output=str(output),
         samples=samples,
@@ -127,18 +133,75 @@ def verify(
         written=worst.written,
         definition=worst.definition,
         allowed=worst.allowed,
-        tolerance=tolerance,
+        tolerance=allowed,
         magnitude=worst.magnitude,
         dtype=prediction.dtype.name,
-        precision=precision,
+        precision=of_precision,
+        predicted_in=origin.precision,
+        roi=origin.job.roi,
+        border=origin.job.border,
         seconds=time.perf_counter() - started,
     )
+    log_phase("finished", f"{report.samples} voxels in {report.seconds:.1f} s")
     if beyond:
-        raise VerifyError(
-            f"{beyond} of {samples} voxels are wrong; {report.lines()[1]}; check that the network, its weights and the "
-            "volume are unchanged and predict again with --overwrite, or report the plan in the output's attributes"
-        )
+        raise VerifyError(f"{beyond} of {samples} voxels are wrong; {report.lines()[-1]}; {_advice(report)}")
     return report
+
+
+def _judged(
+    prediction: Volume,
+    source: Volume,
+    trained: TrainedNetwork,
+    blocks: Iterator[npt.NDArray[np.int64]],
+    offset: Vec3,
+    allowed: float,
+) -> tuple[int, Judged]:
+    """Count the voxels of `prediction` that err by more than is allowed, and find the block with the worst one.
+
+    blocks   positions (n, 3) in the prediction, one block or more
+    offset   (z, y, x) of its first voxel in `source`
+    allowed  tolerance of values around 1
+    """
+    to_corner = np.array(offset) - (np.array(trained.network.field_of_view) - 1) // 2
+    beyond, worst = 0, None
+    for at in blocks:
+        written = np.stack([_voxel(prediction, where) for where in at])
+        judged = Judged.of(at, written, by_definition(trained, source, at + to_corner), allowed)
+        beyond += judged.beyond
+        worst = judged if worst is None or judged.share > worst.share else worst
+    assert worst is not None  # of one sample or more
+    return beyond, worst
+
+
+def _allowed(samples: int, precision: str | None, tolerance: float | None) -> tuple[str | None, float]:
+    """The precision whose tolerance is allowed, None where the caller gave a tolerance, and that tolerance.
+
+    ValueError: the arguments are none that `verify` takes.
+    """
+    if samples < 1:
+        raise ValueError(f"{samples} samples show nothing: give 1 or more")
+    if tolerance is not None and not (isfinite(tolerance) and tolerance > 0):
+        raise ValueError(f"a tolerance must be positive and finite, not {tolerance}")
+    if precision is not None and precision not in TOLERANCES:
+        raise ValueError(f"a precision is one of {', '.join(TOLERANCES)}, not {precision!r}")
+    if precision is not None and tolerance is not None:
+        raise ValueError("a precision stands for a tolerance: give one of them")
+    if tolerance is not None:
+        return None, tolerance
+    return precision or "fp32", TOLERANCES[precision or "fp32"]
+
+
+def _advice(report: VerifyReport) -> str:
+    """Advise what to do about wrong voxels. A wider tolerance that only the output claims must be asked for."""
+    if report.precision == "fp32" and report.predicted_in != "fp32":
+        return (
+            f"the output says that it was predicted in {report.predicted_in}: if it was, allow "
+            f"{TOLERANCES[report.predicted_in]:.0e} with {option('precision', report.predicted_in)}"
+        )
+    return (
+        "check that the network, its weights and the volume are unchanged and predict again with "
+        f"{option('overwrite', True)}, or report the plan in the output's attributes"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,43 +255,58 @@ class Judged:
         )
 
 
-def _precision(said: Mapping[str, Any], output: Path) -> str:
-    """What the output was predicted in; VolumeError when it is none of TOLERANCES."""
-    precision = str(said.get("precision", "fp32"))  # outputs of versions without a GPU do not say it
-    if precision not in TOLERANCES:
-        raise VolumeError(
-            f"{output} says it was predicted in {precision!r}, which this version does not know; verify it with the "
-            "version that wrote it"
-        )
-    return precision
-
-
-def _trained(
-    job: dict[str, Any], name: str, output: Path, network: str | Path | None, weights: str | Path | None
-) -> TrainedNetwork:
+def _trained(origin: Origin, output: Path, network: str | Path | None, weights: str | Path | None) -> TrainedNetwork:
     """The network that made the output; VerifyError when what is given is another."""
-    if network is None and name not in shipped():
+    if network is None and origin.network not in shipped():
         raise VerifyError(
-            f"{output} was predicted with {name}, which does not ship with znnpy; give its file as --network"
+            f"{output} was predicted with {excerpt(origin.network)}, which does not ship with znnpy; give its file as "
+            f"{option('network')}"
         )
-    trained = load_trained(read_network(name if network is None else network), weights)
+    trained = load_trained(read_network(origin.network if network is None else network), weights)
+    made = {"network": origin.job.network, "weights": origin.job.weights}
     for what, given in (("network", trained.network.sha256), ("weights", sha256(trained.weights))):
-        if given != job[what]:
+        if given != made[what]:
             raise VerifyError(
-                f"{output} was predicted with other {what}: digest {job[what][:12]} against {given[:12]} of what is "
-                f"given; give the files that made it as --network and --weights"
+                f"{output} was predicted with other {what}: digest {made[what][:12]} against {given[:12]} of what is "
+                f"given; give the files that made it as {option('network')} and {option('weights')}"
             )
     return trained
 
 
-def _check_volume(job: dict[str, Any], volume: Volume, output: Path) -> None:
+def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
     """VerifyError when the volume's shape, dtype or sampled content differ; a copy elsewhere is the same volume."""
-    made, given = job["volume"], volume.identity()
-    for field in ("shape", "dtype", "samples_sha256"):
-        if made[field] != given[field]:
+    made, given = job.volume, volume.identity()
+    for field, before, now in (
+        ("shape", list(made.shape), given["shape"]),
+        ("dtype", made.dtype, given["dtype"]),
+        ("samples_sha256", made.samples_sha256, given["samples_sha256"]),
+    ):
+        if before != now:
             raise VerifyError(
-                f"{volume} is not the volume {output} was predicted from: {field} was {made[field]} and is "
-                f"{given[field]}; give the volume as it was, or predict again with --overwrite"
+                f"{volume} is not the volume {output} was predicted from: {field} was {excerpt(before)} and is {now}; "
+                f"give the volume as it was, or another {option('dataset')}, or predict again with "
+                f"{option('overwrite', True)}"
+            )
+
+
+def _check_place(origin: Origin, prediction: Volume, volume: Volume, network: Network, output: Path) -> None:
+    """VerifyError when shape, dtype or offset of the output are not those of its region, border and network."""
+    job = origin.job
+    try:
+        region = parse_roi(job.roi, volume.size) if job.roi else None
+        source = Source(volume, roi=region, border=job.border, network=network, allow_nan=True)
+    except ZnnpyError as error:
+        raise VerifyError(f"{output} names a region that cannot have been predicted: {error}") from None
+    of = f"region {job.roi or 'of the whole volume'}, border {job.border} and the network's field of view"
+    for what, found, due in (
+        ("shape (c, z, y, x)", prediction.shape, (network.output_channels, *source.output)),
+        ("offset", origin.offset, source.offset),
+        ("dtype", prediction.dtype.name, job.output_dtype),
+    ):
+        if found != due:
+            raise VerifyError(
+                f"{output} has {what} {excerpt(found)}, and {due} follows from {of}: it was changed or cut after it "
+                f"was predicted; predict it again with {option('overwrite', True)}"
             )
 
 

@@ -27,7 +27,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from znnpy.errors import DeviceError, VramError
-from znnpy.files import replace_file
+from znnpy.files import read_regular, replace_file
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
@@ -39,6 +39,7 @@ from znnpy.planner.plan import device_of
 from znnpy.run.clocks import LONG_SECONDS, REPEATS, measure
 from znnpy.run.wisdom import cache_folder
 from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
+from znnpy.wording import excerpt
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -336,12 +337,11 @@ def _read(path: Path, facts: dict[str, str]) -> _Remembered:
     """The file; an empty one where there is none, or one that does not say what it should: it will be written anew."""
     nothing = _Remembered(facts)
     try:
-        with path.open("rb") as file:
-            remembered = _adapter().validate_json(file.read(MOST_FILE_BYTES + 1))
+        remembered = _adapter().validate_json(read_regular(path, MOST_FILE_BYTES + 1))
     except FileNotFoundError:
         return nothing
     except (OSError, ValidationError) as error:
-        _log.info("%s is not used: %s", path, error)
+        _log.info("%s is not used: %s", path, excerpt(error))
         return nothing
     return remembered if remembered.facts == facts else nothing
 

@@ -15,11 +15,13 @@ from znnpy.kernels.gpu.device import find_gpu
 from znnpy.machine import Limits, Machine, parse_bytes
 from znnpy.network import Network
 from znnpy.planner.beside import moving_whole
+from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import (
     MARGIN_BYTES,
     DeviceKind,
     baseline_bytes,
     context_bytes,
+    mebibytes,
     moving_bytes,
     staging_bytes,
 )
@@ -27,9 +29,10 @@ from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.planner.search import make_plan
 from znnpy.run.devices import Site
 from znnpy.run.modes import Task, names_on, processor_plans
-from znnpy.shapes import Vec3
-from znnpy.volume.journal import JournalHeader
+from znnpy.shapes import Vec3, text
+from znnpy.volume.journal import JournalHeader, Settings
 from znnpy.volume.source import Source
+from znnpy.wording import excerpt, option
 
 COVERS = ("columns", "patches")
 OUTPUT_DTYPES = ("float32", "float16", "uint8")
@@ -73,18 +76,29 @@ def check_words(border: str, output_dtype: str, cover: str | None) -> None:
 
 
 def choose(
-    wishes: Wishes, network: Network, source: Source, output_dtype: np.dtype[Any], *, masks: bool, site: Site
+    wishes: Wishes,
+    network: Network,
+    source: Source,
+    output_dtype: np.dtype[Any],
+    *,
+    masks: bool,
+    site: Site,
+    result_bytes: int = 0,
 ) -> Plan:
     """The plan that was given, once it is known to run here; else the fastest one.
 
-    masks  voxels that are not finite are allowed, so each patch comes with a mask of them.
+    masks         voxels that are not finite are allowed, so each patch comes with a mask of them.
+    result_bytes  of the process's memory that an output in memory takes.
     """
     given = wishes.given_plan()
     if given is not None:
-        return _known_to_run(given, wishes, network, source, output_dtype, masks=masks, site=site)
+        return _known_to_run(
+            given, wishes, network, source, output_dtype, masks=masks, site=site, result_bytes=result_bytes
+        )
     unpacking = source.volume.extra_bytes
     limits = site.limits(wishes.ram, wishes.threads, wishes.vram)
-    baseline, rates = baseline_bytes() + site.later_bytes + unpacking, site.rates(network, limits)
+    baseline = baseline_bytes() + site.later_bytes + unpacking + result_bytes
+    rates = site.rates(network, limits)
     alike: dict[str, Any] = {
         "itemsize_in": source.dtype.itemsize,
         "itemsize_out": output_dtype.itemsize,
@@ -121,8 +135,8 @@ def choose(
         if not unpacking:
             raise
         raise NoPlanError(
-            f"{error}; {unpacking:,} bytes of what the process takes unpack the volume's large chunks: "
-            "chunks of about 1 MiB would need none"
+            f"{error}; the process takes {human_bytes(unpacking)} to unpack the volume's large chunks, and would take "
+            "nothing for chunks of about 1 MiB"
         ) from None
 
 
@@ -135,6 +149,7 @@ def _known_to_run(
     *,
     masks: bool,
     site: Site,
+    result_bytes: int,
 ) -> Plan:
     """`plan`, charged with what this process, volume and output take where that is more; PlanFileError if too much."""
     words = (
@@ -142,21 +157,23 @@ def _known_to_run(
         ("patch", wishes.patch is not None),
         ("only", bool(wishes.only)),
         ("cover", wishes.cover is not None),
-        ("no-depth-first", not wishes.depth_first),
+        ("depth_first", not wishes.depth_first),
         ("device", wishes.device not in ("auto", plan.device)),
         ("mode", wishes.mode not in ("auto", plan.mode)),
         ("precision", plan.device == "gpu" and wishes.precision not in (None, plan.precision)),
         ("costs", wishes.costs is not None),
     )
-    if given := [f"--{word}" for word, is_given in words if is_given]:
+    if given := [option(word, False if word == "depth_first" else None) for word, is_given in words if is_given]:
         raise PlanFileError(
             "a plan fixes device, precision, threads, primitives, and patches or columns already; "
-            f"leave out {' and '.join(given)}, or leave out --plan"
+            f"leave out {' and '.join(given)}, or leave out {option('plan')}"
         )
     if site.devices > 1 and plan.hosted:
-        raise PlanFileError(f"the plan is of --mode {plan.mode}, which runs on one GPU: leave out --gpus")
+        raise PlanFileError(
+            f"the plan is of {option('mode', plan.mode)}, which runs on one GPU: leave out {option('gpus')}"
+        )
     plan.check_runs(network, site.machine)  # before its layers and columns are counted for this output
-    held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes
+    held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes + result_bytes
     cover = replace(plan, output=source.output).cover(network)
     itemsizes = source.dtype.itemsize, output_dtype.itemsize
     reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
@@ -188,34 +205,61 @@ def _known_to_run(
 
 
 def plan_begun(
-    begun: JournalHeader, settings: dict[str, Any], network: Network, machine: Machine, *, devices: int
+    begun: JournalHeader, settings: Settings, network: Network, machine: Machine, output: Vec3, *, devices: int
 ) -> Plan:
     """The plan of a run that goes on, on so many devices now.
 
-    ResumeError where this machine or its libraries would round differently, or that is too much memory.
+    output  voxels along z, y, x that the run writes.
+
+    ResumeError where this machine or its libraries would round differently, where that is too much memory, and where
+    the plan is of another output.
     """
     for name in ("processor", "versions", "gpu"):
-        before, now = begun.settings.get(name), settings[name]
+        before, now = _differing(begun.settings.get(name), settings.get(name))
         if before != now:
             raise ResumeError(
-                f"the run began with {name} {json.dumps(before)}, and here they are {json.dumps(now)}, which may round "
-                "differently; resume where it began, or start again with --overwrite"
+                f"the run began with {name} {excerpt(json.dumps(before))}, and here they are {json.dumps(now)}, which "
+                f"may round differently; resume where it began, or start again with {option('overwrite', True)}"
             )
     if begun.blas != machine.blas:
         raise ResumeError(
-            f"the run began with BLAS kernels {begun.blas}, and this process runs {machine.blas}, which round "
+            f"the run began with BLAS kernels {excerpt(begun.blas)}, and this process runs {machine.blas}, which round "
             "differently; resume in the environment it began in (OPENBLAS_CORETYPE chooses OpenBLAS's kernels before "
-            "numpy is loaded), or start again with --overwrite"
+            f"numpy is loaded), or start again with {option('overwrite', True)}"
         )
     try:
         plan = Plan.from_json(begun.plan)
         if devices > 1 and plan.hosted:
-            raise ResumeError(f"the run began with --mode {plan.mode}, which runs on one GPU: leave out --gpus")
+            raise ResumeError(
+                f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
+            )
         plan = replace(plan, memory=replace(plan.memory, devices=devices), alone=None)
         plan.check_runs(network, machine, ram_bytes=plan.limits.ram_bytes)
     except PlanFileError as error:
-        raise ResumeError(f"the plan that the run began with: {_why(error)}; start again with --overwrite") from None
+        raise ResumeError(
+            f"the plan that the run began with: {_why(error)}; start again with {option('overwrite', True)}"
+        ) from None
+    if plan.output != output:
+        raise ResumeError(
+            f"the run began with a plan for {text(plan.output)} voxels, and its output has {text(output)}; start again "
+            f"with {option('overwrite', True)}"
+        )
+    if (columns := len(plan.parts_of(network))) != begun.columns:
+        raise ResumeError(
+            f"the journal of the run counts {begun.columns} columns, and its plan has {columns}; start again with "
+            f"{option('overwrite', True)}"
+        )
     return plan
+
+
+def _differing(before: object, now: object) -> tuple[object, object]:
+    """Both, or of two dictionaries the entries in which they differ."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return before, now
+    return (
+        {key: value for key, value in before.items() if now.get(key) != value},
+        {key: value for key, value in now.items() if before.get(key) != value},
+    )
 
 
 def device_begun(begun: JournalHeader) -> DeviceKind:
@@ -227,8 +271,8 @@ def device_begun(begun: JournalHeader) -> DeviceKind:
         find_gpu()
     except DeviceError as error:
         raise ResumeError(
-            f"the run began on a GPU ({json.dumps(gpu)}): {error}; resume where it began, or start again with "
-            "--overwrite"
+            f"the run began on a GPU ({excerpt(json.dumps(gpu))}): {error}; resume where it began, or start again with "
+            f"{option('overwrite', True)}"
         ) from None
     return "gpu"
 
@@ -240,7 +284,7 @@ def plan_finished(path: Path, plan: object) -> Plan:
     except PlanFileError as error:
         raise ResumeError(
             f"{path} is complete, but what it says of how it was made cannot be read: {_why(error)}; use it as it is, "
-            "or start again with --overwrite"
+            f"or start again with {option('overwrite', True)}"
         ) from None
 
 
@@ -250,45 +294,54 @@ def _why(error: PlanFileError) -> str:
 
 
 def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
-    """A run that goes on keeps its plan, because rounding depends on it: ResumeError for words that ask for another."""
-    peak = plan.memory.peak
-    if wishes.ram is not None and parse_bytes(wishes.ram) < peak:
-        raise ResumeError(
-            f"the run began with a plan that needs {peak} bytes, and --ram allows {parse_bytes(wishes.ram)}; "
-            "allow as much, or start again with --overwrite"
-        )
-    vram = plan.memory.vram
-    if wishes.vram is not None and parse_bytes(wishes.vram) < vram:
-        raise ResumeError(
-            f"the run began with a plan that needs {vram} bytes of VRAM, and --vram allows {parse_bytes(wishes.vram)}; "
-            "allow as much, or start again with --overwrite"
-        )
-    for word, before, now in (
-        ("threads", str(plan.limits.threads), str(wishes.threads or "")),
-        ("patch", ",".join(map(str, plan.patch_out)), ",".join(map(str, wishes.patch or ()))),
-        ("cover", "columns" if plan.walks else "patches", wishes.cover or ""),
-        ("device", plan.device, "" if wishes.device == "auto" else wishes.device),
-        ("mode", plan.mode, "" if wishes.mode == "auto" else wishes.mode),
-        ("precision", plan.precision, wishes.precision or "" if plan.device == "gpu" else ""),
-        ("only", " and ".join(begun.settings["only"]) or "every primitive", " and ".join(sorted(wishes.only))),
-    ):
-        if now and before != now:
+    """A run that goes on keeps its plan, because rounding depends on it.
+
+    ResumeError for words that ask for another plan, and for limits that it does not fit in. Limits that it fits in are
+    taken: they change no bytes, see `limits_taken`.
+    """
+    again = f"start again with {option('overwrite', True)}"
+    for word, given, needed in (("ram", wishes.ram, plan.memory.peak), ("vram", wishes.vram, plan.memory.vram)):
+        if given is not None and parse_bytes(given) < needed:
             raise ResumeError(
-                f"the run began with --{word} {before}, and now it is {now}; leave it out, or start again with "
-                "--overwrite"
+                f"the run began with a plan that needs {mebibytes(needed)}, and {option(word, given)} allows "
+                f"{mebibytes(parse_bytes(given))}; allow as much, or {again}"
             )
+    chosen = tuple(begun.settings.get("only", ()))
+    for word, before, now in (
+        ("threads", plan.limits.threads, wishes.threads),
+        ("patch", plan.patch_out, wishes.patch and tuple(wishes.patch)),
+        ("cover", "columns" if plan.walks else "patches", wishes.cover),
+        ("device", plan.device, None if wishes.device == "auto" else wishes.device),
+        ("mode", plan.mode, None if wishes.mode == "auto" else wishes.mode),
+        ("precision", plan.precision, wishes.precision if plan.device == "gpu" else None),
+        ("only", chosen, tuple(sorted(wishes.only)) or None),
+    ):
+        if now is not None and before != now:
+            kept = option(word, before) if before else f"no {option(word)}"
+            raise ResumeError(f"the run began with {kept}, and now it is {option(word, now)}; leave it out, or {again}")
     if not wishes.depth_first and max(plan.parts) > 1:
         raise ResumeError(
-            "the run began with layers that take their fragments in parts, and now it is --no-depth-first; leave it "
-            "out, or start again with --overwrite"
+            "the run began with layers that take their fragments in parts, and now it is "
+            f"{option('depth_first', False)}; leave it out, or {again}"
         )
     if wishes.costs is not None:
-        raise ResumeError(
-            "the run began with a plan, which --costs would change; leave it out, or start again with --overwrite"
+        raise ResumeError(f"the run began with a plan, which {option('costs')} would change; leave it out, or {again}")
+    given_plan = wishes.given_plan()
+    if given_plan is not None and _what_runs(given_plan) != _what_runs(plan):
+        raise ResumeError(f"the run began with another plan than {option('plan')} gives; leave it out, or {again}")
+
+
+def limits_taken(wishes: Wishes, plan: Plan) -> list[str]:
+    """Tell the caller of a resumed run that limits other than those of its plan change nothing."""
+    return [
+        f"the run went on with the plan that it began with, which was made for {human_bytes(before)}: "
+        f"{option(word, given)} changes nothing of it"
+        for word, given, before in (
+            ("ram", wishes.ram, plan.limits.ram_bytes),
+            ("vram", wishes.vram, plan.limits.vram_bytes),
         )
-    given = wishes.given_plan()
-    if given is not None and _what_runs(given) != _what_runs(plan):
-        raise ResumeError("the run began with another plan than --plan gives; leave it out, or start with --overwrite")
+        if given is not None and before is not None and parse_bytes(given) != before
+    ]
 
 
 def _what_runs(plan: Plan) -> list[tuple[Vec3, int, int, list[Choice]]]:

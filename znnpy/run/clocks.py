@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from znnpy.errors import DeviceError, DeviceLostError, VramError
+from znnpy.kernels.aligned import aligned_bytes, touch
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer
@@ -29,6 +30,8 @@ REPEATS = 4
 LONG_SECONDS = 0.02  # on a GPU: a layer that is estimated to take longer is measured on a smaller volume
 CLOCK_SECONDS = 1e-3  # that a clock has to run, to be read exactly enough
 SLOW_SECONDS = 0.25  # on a CPU: a run that takes longer is repeated only once
+TOUCHED_PART = 2**26  # bytes of new memory between looks at the clock
+MOST_TOUCHING = 2.0  # seconds, after which no further part is touched
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,21 @@ def clock_of(where: Where, device: Device | None, machine: Machine, seconds: flo
         return
     with Crew(where.threads) as crew, wisdom_kept(machine, seconds):
         yield CpuClock(crew)
+
+
+def touching_rate(threads: int, nbytes: int, now: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes per second at which so many threads write to new memory for the first time, as a run does before its steps.
+
+    Takes `nbytes` of memory meanwhile. It stops after MOST_TOUCHING seconds: what was written to until then counts.
+    """
+    block, done = aligned_bytes(nbytes), 0
+    with Crew(threads) as crew:
+        begin = now()
+        while done < nbytes and now() - begin < MOST_TOUCHING:
+            part = block[done : done + TOUCHED_PART]
+            touch(part, crew)
+            done += part.size
+        return done / (now() - begin)
 
 
 @contextmanager

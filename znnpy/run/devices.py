@@ -18,6 +18,7 @@ from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.run.calibration import measured_rates
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import PRECISIONS, Precision
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.network import Network
@@ -80,9 +81,18 @@ class Site:
         if gpu is None or free is None or vram is None or vram <= free:
             return []
         return [
-            f"--vram allows {human_bytes(vram)}, and of the {human_bytes(gpu.memory_bytes)} of the {gpu.name} "
+            f"{option('vram')} allows {human_bytes(vram)}, and of the {human_bytes(gpu.memory_bytes)} of the "
+            f"{gpu.name} "
             f"{human_bytes(free)} are free: what needs more does not run there now"
         ]
+
+    def above_memory(self, limits: Limits) -> tuple[str, ...]:
+        """A sentence on a limit that is more than the memory of the machine; none where it is not."""
+        ram = self.machine.ram_bytes
+        if limits.ram_bytes <= ram:
+            return ()
+        allowed = option("ram", human_bytes(limits.ram_bytes))
+        return (f"{allowed} is above the {human_bytes(ram)} of this machine, which ends a process that needs more",)
 
     def rates(self, network: Network, limits: Limits) -> Rates | None:
         """As `znnpy measure` found them; of a GPU that is here, the network's layers too. None: assumed."""
@@ -138,10 +148,11 @@ def check_device_words(device: str, vram: int | str | None, precision: str | Non
     meant = kinds.pop() if len(kinds) == 1 else device
     if device not in ("auto", meant):
         raise ValueError(
-            f"--only {' and '.join(only)} is of the {meant.upper()}, and --device {device} was asked for: drop one"
+            f"{option('only')} {' and '.join(only)} is of the {meant.upper()}, "
+            f"and {option('device', device)} was asked for: drop one"
         )
     if meant == "cpu" and vram is not None:
-        raise ValueError("--vram limits the memory of a GPU, and none is used: drop it")
+        raise ValueError(f"{option('vram')} limits the memory of a GPU, and none is used: drop it")
     return meant
 
 
@@ -150,7 +161,9 @@ def gpus_of(gpus: int | str | None, meant: str) -> int | None:
     if gpus is None:
         return 1
     if meant == "cpu":
-        raise ValueError("--gpus are for runs on GPUs, and --device cpu was asked for: drop one")
+        raise ValueError(
+            f"{option('gpus')} are for runs on GPUs, and {option('device', 'cpu')} was asked for: drop one"
+        )
     if gpus == "all":
         return None
     count = int(gpus) if isinstance(gpus, int) or gpus.isdecimal() else 0
@@ -182,7 +195,7 @@ def site_for(
     why: list[str] = []
     costs = costs or Shelf()
     if meant == "cpu" and gpus != 1:
-        raise DeviceError("GPUs were asked for, and the run is on the processor: leave --gpus out")
+        raise DeviceError(f"GPUs were asked for, and the run is on the processor: leave {option('gpus')} out")
     wanted = "gpu" if vram is not None or gpus != 1 else meant  # who says how many, or how much of it, wants one
     if meant != "cpu":
         with ExitStack() as stack:
@@ -230,16 +243,17 @@ def elsewhere(costs: Shelf, device: str, precision: str | None, gpus: int | None
     assert named is not None, "a machine that is not here is known by its costs"
     if device not in ("auto", named.device):
         raise PlanFileError(
-            f"{costs.file} is of the {named.device.upper()} of {named.name}, and --device {device} was asked for; "
-            f"leave --device out, or measure with `znnpy measure --device {device}` there"
+            f"{costs.file} is of the {named.device.upper()} of {named.name}, "
+            f"and {option('device', device)} was asked for; "
+            f"leave {option('device')} out, or measure with `znnpy measure --device {device}` there"
         )
     gpu = named.machine.gpu
     if gpu is None and gpus != 1:
-        raise PlanFileError(f"{costs.file} is of the processor of {named.name}: leave --gpus out")
+        raise PlanFileError(f"{costs.file} is of the processor of {named.name}: leave {option('gpus')} out")
     if gpu is None:
         return Site(named.machine, sentences=tuple(_unused(None, precision)), costs=costs)
     if gpus is None:
-        raise PlanFileError(f"{costs.file} does not say how many GPUs {named.name} has: give --gpus a number")
+        raise PlanFileError(f"{costs.file} does not say how many GPUs {named.name} has: give {option('gpus')} a number")
     return Site(named.machine, word_of(precision), (), None, (), gpus, gpu.memory_bytes, CONTEXT_BYTES, costs)
 
 
@@ -248,7 +262,7 @@ def check_here(plan: Plan) -> None:
     if plan.elsewhere is not None and not _is_here(plan.machine, plan.device):
         raise PlanFileError(
             f"the plan was made for another machine ({plan.elsewhere}) and runs only there; make one for this machine "
-            "with `znnpy plan`, without --machine"
+            f"with `znnpy plan`, without {option('machine')}"
         )
 
 
@@ -303,7 +317,7 @@ def _opened(gpu: Gpu, precision: Precision, gpus: int | None = 1) -> Iterator[Si
     if gpus is not None and gpus > len(there):
         raise DeviceError(
             f"{gpus} GPUs were asked for, and this process sees {len(there)} of the kind of the first, {gpu.name}: "
-            "lower --gpus, or check CUDA_VISIBLE_DEVICES"
+            f"lower {option('gpus')}, or check CUDA_VISIBLE_DEVICES"
         )
     with ExitStack() as stack:
         devices = [stack.enter_context(Device(gpu, number)) for number in there[:gpus]]
@@ -333,7 +347,7 @@ def _unused(vram: int | str | None, precision: str | None) -> list[str]:
     """What was asked for and does not hold on a CPU."""
     sentences = []
     if vram is not None:
-        sentences.append("--vram limits nothing on the CPU")
+        sentences.append(f"{option('vram')} limits nothing on the CPU")
     if word_of(precision) != "fp32":
         sentences.append(f"the CPU computes in fp32, more exactly than the {precision} that is asked for")
     return sentences

@@ -34,6 +34,7 @@ from znnpy.run.arena import Arena
 from znnpy.run.device_trace import DeviceTrace
 from znnpy.run.workshop import UNTRACED, Voxels, dtype_of, input_overflow, layer_of, output_overflow
 from znnpy.shapes import FLOAT32
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Footprint
@@ -399,9 +400,9 @@ def _layer_overflow(peak: float, kept: np.dtype[Any]) -> ValuesOverflowError:
     if kept == np.float16 and np.isfinite(peak):
         return ValuesOverflowError(
             f"its largest result is {peak:.6g}, beyond float16's largest number {np.finfo(kept).max:.6g}; "
-            "choose --precision tf32"
+            f"choose {option('precision', 'tf32')}"
         )
-    wider = "choose --precision tf32, or " if kept == np.float16 else ""
+    wider = f"choose {option('precision', 'tf32')}, or " if kept == np.float16 else ""
     return ValuesOverflowError(
         f"a result became {'not a number' if np.isnan(peak) else 'infinite'} in {kept}; "
         f"{wider}check the weights and that the input is normalised as in training"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
@@ -31,8 +31,17 @@ class HostWorkshop:
 
     under_way = 0
 
-    def __init__(self, plan: Plan, network: Network, crew: Crew, trace: Trace | None = None, lane: str = "CPU") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        network: Network,
+        crew: Crew,
+        trace: Trace | None = None,
+        lane: str = "CPU",
+        prepared: Callable[[int], None] | None = None,
+    ) -> None:
         self.hands = crew
+        self._prepared = prepared  # told of bytes that were written to for the first time
         self._trace, self._lane = trace, lane
         self._steps = 0  # begun
         self._plan, self._network = plan, network
@@ -71,7 +80,7 @@ class HostWorkshop:
     def _block(self, nbytes: int) -> Bytes:
         """There to be used: a run neither waits for memory nor ends when it has begun because there is none."""
         block = aligned_bytes(nbytes)
-        touch(block, self.hands)
+        touch(block, self.hands, self._prepared)
         return block
 
     def buffers(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -59,11 +59,12 @@ def session_of(
     device: Device | None = None,
     trace: Trace | None = None,
     lane: str | None = None,
+    prepared: Callable[[int], None] | None = None,
 ) -> Session | HostedSession:
     """The session that runs a plan, hosted choices or not; words as for `Session`."""
     if plan.hosted:
         return HostedSession(plan, network, weights, crew, device=device, trace=trace, lane=lane)
-    return Session(plan, network, weights, crew, device=device, trace=trace, lane=lane)
+    return Session(plan, network, weights, crew, device=device, trace=trace, lane=lane, prepared=prepared)
 
 
 class _Front(HostWorkshop):

@@ -28,12 +28,15 @@ from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.samples import samples
+from znnpy.run.clocks import touching_rate
 from znnpy.run.learning import Learner
 from znnpy.run.timing import Clock, Task, Timer, bytes_of
 from znnpy.shapes import LayerShape, Precision
+from znnpy.wording import option
 
 SURVEY_SHARE = 0.5  # of the time, where the network of a machine is measured that was not
 MOST_RUN_SECONDS, MOST_LARGE_SECONDS = 0.4, 1.5  # of one run of a sample, as estimated
+MOST_TOUCHED, LEAST_TOUCHED = 2**29, 2**25  # bytes of new memory that are written to, to tell how fast that is
 LARGE_BYTES = 2**28  # of what a sample reads, from which on it is a large one
 FAR, SHORT_SECONDS = 4.0, 0.01  # how much slower than the best a run looks that is left out, unless it is short
 OTHERWISE = 1.5  # at most so much slower than the best looks a primitive's other variant
@@ -140,7 +143,7 @@ class Bench:
         if not counted:
             raise NoPlanError(
                 f"no layer could be measured within {human_seconds(share * timer.seconds)} and "
-                f"{human_bytes(max(0, self.room_bytes))} of memory for it; raise --minutes or --ram"
+                f"{human_bytes(max(0, self.room_bytes))} of memory for it; raise {option('minutes')} or {option('ram')}"
             )
         return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
@@ -155,6 +158,18 @@ class Bench:
             with suppress(NoPlanError) if number else nullcontext():
                 learner.learn(lambda known, within=within: within(known[device]), until)  # type: ignore[misc]
         return learner.found
+
+    def touched(self, old: Costs | None, *, again: bool) -> float | None:
+        """Bytes per second of memory that is first written to; None on a GPU, and where too little memory is free.
+
+        again  measure, whatever `old` says
+        """
+        if self.device == "gpu":
+            return None
+        known, nbytes = None if old is None else old.touching, min(MOST_TOUCHED, self.room_bytes // 2)
+        if nbytes < LEAST_TOUCHED or (known is not None and not again):
+            return known
+        return touching_rate(self.limits.threads, nbytes)
 
     def costs(self, rates: Rates, runs: Mapping[Unit, int], layers: Sequence[Measurement], old: Costs | None) -> Costs:
         """All that is known: what was measured now, and of an earlier measurement what was not measured again."""
@@ -173,6 +188,7 @@ class Bench:
             by_size=dict(rates.by_size),  # they belong to rates that were fitted with them
             stage_seconds=rates.stage_seconds,
             layers=(*kept, *layers),
+            touching=rates.touching if rates.touching_measured else None,
         )
 
 

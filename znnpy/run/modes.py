@@ -21,6 +21,7 @@ from znnpy.run.devices import Site
 from znnpy.run.learning import Known
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import Vec3
+from znnpy.wording import option
 
 HOSTED = ("gpu-host", "cpu-to-gpu")  # of one GPU: the first layers have their tensors in the memory of the host
 MODES = ("auto", "cpu", "gpu", *HOSTED, "side-by-side")
@@ -40,14 +41,18 @@ def device_meant(mode: str, device: str) -> str:
         return device
     meant = "cpu" if mode == "cpu" else "gpu"
     if device not in ("auto", meant):
-        raise ValueError(f"--mode {mode} is of the {meant.upper()}, and --device {device} was asked for: drop one")
+        raise ValueError(
+            f"{option('mode', mode)} is of the {meant.upper()}, and {option('device', device)} was asked for: drop one"
+        )
     return meant
 
 
 def check_hosted(mode: str, gpus: int | None) -> None:
     """ValueError for words that do not go with a mode in which layers run on two devices."""
     if mode in HOSTED and gpus != 1:
-        raise ValueError(f"--mode {mode} runs on one GPU: leave out --gpus, or choose --mode gpu")
+        raise ValueError(
+            f"{option('mode', mode)} runs on one GPU: leave out {option('gpus')}, or choose {option('mode', 'gpu')}"
+        )
 
 
 def rates_of(site: Site, network: Network, limits: Limits, mode: str) -> Known:
@@ -142,7 +147,7 @@ class Task:
         if self.mode == "side-by-side":
             both = self._beside(alone)
             if not both.dealt:
-                raise NoPlanError(f"{idle(both)}: choose --mode gpu, or a larger volume")
+                raise NoPlanError(f"{idle(both)}: choose {option('mode', 'gpu')}, or a larger volume")
             return both, [alone]
         is_long = alone.seconds >= LONG_SECONDS
         if not (is_long or show):

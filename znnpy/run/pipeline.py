@@ -44,18 +44,42 @@ class Writes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """How far a run is. Counts include what earlier runs of the job finished; the first event comes before any work."""
+    """The progress of a run. Counts include the work of earlier runs of the job; the first event comes before any work.
 
-    columns_done: int  # written
+    columns_done   columns, or patches, that are written.
+    columns        columns, or patches, in all.
+    voxels_done    voxels of the output that are written, of one map.
+    voxels         voxels of the output in all, of one map.
+    seconds        seconds since this run began: to plan and to prepare too, where it did.
+    stage_seconds  seconds of this run spent on "planning" and "preparing", where it did, and then on "reading",
+                   "computing", "writing" and "waiting"; these overlap.
+    bytes_done     bytes of the output that are written, all maps counted.
+    steps_done     steps of columns that are written, or computed where they give no output; a patch is one step.
+    steps          steps in all.
+    work_done      share of the work that is done, 0 to 1; the first steps of a column are less work than the others.
+    preparing      while memory is prepared, the bytes that are done and all of them; None: it is done.
+    """
+
+    columns_done: int
     columns: int
-    voxels_done: int  # of the output, written
+    voxels_done: int
     voxels: int
-    seconds: float  # since this run began
-    stage_seconds: Mapping[str, float]  # of this run: reading, computing, writing, waiting
-    bytes_done: int  # of the output, written: `voxels_done` of every map
-    steps_done: int  # of columns; a patch is a column of one. Written, or computed where they give no output
+    seconds: float
+    stage_seconds: Mapping[str, float]
+    bytes_done: int
+    steps_done: int
     steps: int
-    work_done: float  # share of the work of all columns, 0 to 1: few layers run in the first steps of one that walks
+    work_done: float
+    preparing: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The work of a run before it computed."""
+
+    began: float  # by `time.perf_counter()`
+    planning: float  # seconds in which files were opened and checked, devices measured, and the plan was made
+    preparing: float  # seconds in which weights and memory were prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +99,8 @@ class Timings:
 
     voxels: int  # of the output, written by this run
     columns: int
-    seconds: float
-    stage_seconds: Mapping[str, float]  # reading, computing, writing, waiting: of all lanes together
+    seconds: float  # since it began to compute
+    stage_seconds: Mapping[str, float]  # planning and preparing, if it did; then those of all lanes: reading to waiting
     lanes: tuple[LaneTimings, ...]
 
 
@@ -100,12 +124,14 @@ def run_lanes(
     output: Writes,
     progress: Callable[[Event], None] | None = None,
     trace: Traces | None = None,
+    before: Before | None = None,
 ) -> Timings:
     """Read, compute and write what the shares of all lanes hold.
 
     progress  called in this thread before the first patch, after each that it computed, and after the last is written;
               while it has nothing left to do, a few times a second.
     trace     is told when each lane read and waited, and when outputs were written.
+    before    what this run did until now; None: nothing.
 
     The first exception of any thread stops the others and is raised here once they have ended; so are KeyboardInterrupt
     and whatever else interrupts the calling thread. Patches computed by then are still written, so every column
@@ -113,7 +139,7 @@ def run_lanes(
     DeviceError or DeviceLostError while another has the same shares is lost, and nothing else stops; nor does it where
     one gives up its last cells to another (`Cells`), which then is no longer there for those of a lane that fails.
     """
-    return _Run(lanes, source, output, progress, trace).run()
+    return _Run(lanes, source, output, progress, trace, before).run()
 
 
 @dataclass(slots=True)
@@ -134,7 +160,9 @@ class _Run:
         output: Writes,
         progress: Callable[[Event], None] | None,
         trace: Traces | None,
+        before: Before | None,
     ) -> None:
+        self._before = before
         self._given, self._lanes = lanes, list[Computing]()
         self._source, self._output, self._progress, self._trace = source, output, progress, trace
         self._landed: SimpleQueue[Any] = SimpleQueue()
@@ -315,7 +343,10 @@ class _Run:
         reading, computing, waiting = (
             sum(lane.seconds[stage] for lane in self._lanes) for stage in ("reading", "computing", "waiting")
         )
-        return {"reading": reading, "computing": computing, "writing": self._writing, "waiting": waiting}
+        side_by_side = {"reading": reading, "computing": computing, "writing": self._writing, "waiting": waiting}
+        if self._before is None:
+            return side_by_side
+        return {"planning": self._before.planning, "preparing": self._before.preparing, **side_by_side}
 
     def _report(self) -> None:
         if self._progress is None:
@@ -330,7 +361,7 @@ class _Run:
                 whole.columns,
                 voxels,
                 whole.voxels,
-                time.perf_counter() - self._began,
+                time.perf_counter() - (self._began if self._before is None else self._before.began),
                 self._stage_seconds(),
                 voxels * self._voxel_bytes,
                 steps,

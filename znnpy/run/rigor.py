@@ -23,6 +23,7 @@ from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site
 from znnpy.run.learning import Known, Learner, Making
 from znnpy.run.timing import Clock, Progress, Timer, Where, rooms_of
+from znnpy.wording import option
 
 RIGORS: tuple[Word, ...] = ("estimate", "measure", "exhaustive")
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long
@@ -109,7 +110,7 @@ class Study:
         if not whole:
             self.sentences.append(
                 f"the time limit of {self.seconds:,.3g} s was up after {len(learner.found)} layers were measured, "
-                "before all were that may be in the best plan: give more --time-limit"
+                f"before all were that may be in the best plan: give more {option('time_limit')}"
             )
         self.found = {device: rates for device, rates in learner.rates.items() if rates != begun[device]}
         return learner.rates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from traceback import clear_frames
 from types import TracebackType
@@ -36,7 +36,8 @@ class Session(Walk):
     on its way through three stages, upload, computation and download, and so may be the next one.
 
     A `trace` is told of every layer of every step, for the images `first` to `last` of its input, and of what is moved;
-    `lane` is what the device is called there, where there are several.
+    `lane` is what the device is called there, where there are several. `prepared` is called with bytes of memory that
+    were written to for the first time, while the session is entered; on a GPU it is not.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Session(Walk):
         device: Device | None = None,
         trace: Trace | None = None,
         lane: str | None = None,
+        prepared: Callable[[int], None] | None = None,
     ) -> None:
-        shop = _workshop(plan, network, crew, device, trace, lane or plan.device.upper())
+        shop = _workshop(plan, network, crew, device, trace, lane or plan.device.upper(), prepared)
         super().__init__(plan, network, weights, shop, table)
         self.crew = crew
         self._open = ExitStack()
@@ -127,11 +129,17 @@ class Session(Walk):
 
 
 def _workshop(
-    plan: Plan, network: Network, crew: Crew, device: Device | None, trace: Trace | None, lane: str
+    plan: Plan,
+    network: Network,
+    crew: Crew,
+    device: Device | None,
+    trace: Trace | None,
+    lane: str,
+    prepared: Callable[[int], None] | None,
 ) -> Workshop:
     """Where a plan runs."""
     if plan.device == "cpu":
-        return HostWorkshop(plan, network, crew, trace, lane)
+        return HostWorkshop(plan, network, crew, trace, lane, prepared)
     from znnpy.run.gpu import GpuWorkshop  # here: runs on the CPU need none of it
 
     return GpuWorkshop(plan, network, crew, device, trace, lane)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,17 @@ Sessions = Mapping[str, Session | HostedSession]  # by names of lanes
 
 @contextmanager
 def sessions_of(
-    plan: Plan, site: Site, network: Network, weights: Sequence[ConvWeights], trace: Trace | None = None
+    plan: Plan,
+    site: Site,
+    network: Network,
+    weights: Sequence[ConvWeights],
+    trace: Trace | None = None,
+    prepared: Callable[[int], None] | None = None,
 ) -> Iterator[Sessions]:
-    """Of every GPU of a site, or of its processor; and of the processor beside GPUs, where the plan has one for it."""
+    """Open a session for every GPU of a site, or for its processor, and one for the processor beside GPUs if planned.
+
+    A trace is told how long each processor prepares; `prepared` is as for `Session`.
+    """
     numbered = {f"GPU {gpu.number}": gpu for gpu in site.gpus}
     devices = numbered if site.others else {plan.device.upper(): site.gpu}
     plans = {name: (plan, device) for name, device in devices.items()}
@@ -37,8 +45,12 @@ def sessions_of(
         crews = {its.device: stack.enter_context(Crew(its.crew)) for its in (plan, plan.beside) if its}
         sessions: dict[str, Session | HostedSession] = {}
         for name, (its, device) in plans.items():
-            session = session_of(its, network, weights, crews[its.device], device=device, trace=trace, lane=name)
-            stack.enter_context(session)
+            session = session_of(
+                its, network, weights, crews[its.device], device=device, trace=trace, lane=name, prepared=prepared
+            )
+            told = trace if its.device == "cpu" else None
+            with nullcontext() if told is None else told.span(name, "prepare", bytes=its.prepared_bytes):
+                stack.enter_context(session)
             sessions[name] = session
         yield sessions
 

@@ -19,6 +19,7 @@ from znnpy.machine import Machine
 from znnpy.planner.costs import AGAIN, Costs
 from znnpy.planner.memory import DeviceKind
 from znnpy.run.wisdom import cache_folder
+from znnpy.wording import option
 
 
 class Shelf:
@@ -82,14 +83,15 @@ class Shelf:
 
     def _advice(self, costs: Costs, device: DeviceKind, threads: int) -> str:
         """What to do about a file that does not fit."""
-        words = ["znnpy measure"]
-        if device == "cpu" and costs.device == "cpu" and costs.threads != threads:
-            words.append(f"--threads {threads}")
+        others = device == "cpu" and costs.device == "cpu" and costs.threads != threads
         if self._word == "costs":
-            fix = f"give --threads {costs.threads}, leave --costs out" if words[1:] else "leave --costs out"
-            return f"{fix}, or measure again with `{' '.join(words)}`"
-        there = f"measure there with `{' '.join((*words, '--export FILE'))}`"
-        return f"leave --threads out, or {there}" if words[1:] else f"{there}, by a znnpy of the same version"
+            measure = f"`znnpy measure --threads {threads}`" if others else "`znnpy measure`"
+            leave = f"leave {option('costs')} out, or measure again with {measure}"
+            return f"give {option('threads', costs.threads)}, {leave}" if others else leave
+        if others:
+            measure = f"`znnpy measure --threads {threads} --export FILE`"
+            return f"leave {option('threads')} out, or measure there with {measure}"
+        return "measure there with `znnpy measure --export FILE`, by a znnpy of the same version"
 
 
 def stored(machine: Machine, device: DeviceKind, threads: int, table: Sequence[Primitive] = TABLE) -> Costs | None:
@@ -112,4 +114,4 @@ def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
 
 def write_costs(path: Path, costs: Costs) -> None:
     """Replace the file in one step; OutputError where that cannot be done, and then nothing is left of it."""
-    write_asked(path, costs.to_json(), "--out", "the costs ")
+    write_asked(path, costs.to_json(), "out", "the costs ")

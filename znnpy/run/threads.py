@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from znnpy.errors import ThreadError
+
 
 class Thread(threading.Thread):
     """A daemon, so that a second Ctrl-C gets out even if it hangs in a read that never returns.
@@ -15,6 +17,14 @@ class Thread(threading.Thread):
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(target=work, name=f"znnpy-{name}", daemon=True)
         self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin the work; ThreadError when the system refuses another thread."""
+        try:
+            super().start()
+        except RuntimeError as error:
+            ThreadError.check(error)
+            raise
 
     def run(self) -> None:
         try:

@@ -11,23 +11,27 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from znnpy.errors import OutputError, ZnnpyError
+from znnpy.files import draft_beside, open_regular, remove, write_all
+from znnpy.wording import excerpt, option
 
 BATCH = 1000  # events that are written at a time
 HEAD = b'{"displayTimeUnit": "ms", "otherData": {"made by": "znnpy"}, "traceEvents": [\n'
 TAIL = b"\n]}\n"
 PROCESS = 1  # the only one
+MOST_LINE_BYTES = 2**16  # of one event, when a trace is read
+MOST_TRACKS = 10_000  # of a trace that is read
+MOST_SECONDS = 1e12  # 30,000 years
 ENCODE = json.JSONEncoder(allow_nan=False).encode  # JSON has no NaN
 
 
@@ -40,7 +44,7 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # nobody else writes the same one
+        self._draft: Path | None = None
         self._turn = threading.Lock()
         self._file: FileIO | None = None
         self._size = 0  # bytes of the draft that hold whole events
@@ -51,12 +55,15 @@ class Trace:
 
     def __enter__(self) -> Self:
         try:
-            foreign = self._path.exists() and not _is_trace(self._path)
-            self._file = None if foreign else self._draft.open("xb", buffering=0)
+            if os.path.lexists(self._path) and not _is_trace(self._path):
+                raise OutputError(
+                    f"{self._path} is no trace, and nothing else is replaced by one; give another {option('trace')}"
+                )
+            self._draft, self._file = draft_beside(self._path)
+        except OutputError:
+            raise
         except OSError as error:
             raise self._refused(error) from error
-        if foreign:
-            raise OutputError(f"{self._path} is no trace, and nothing else is replaced by one; give another --trace")
         self._zero = time.perf_counter()
         self._events = [_named("process_name", 0, name="znnpy")]
         return self
@@ -71,7 +78,8 @@ class Trace:
             if late is not error:
                 error.add_note(f"afterwards: {late}")  # the first error is the cause
         finally:
-            self._draft.unlink(missing_ok=True)
+            if self._draft is not None:
+                remove(self._draft)
 
     def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
         """A span of a track; from any thread. Writes when a batch is full: OutputError if it cannot, and ever after.
@@ -109,8 +117,9 @@ class Trace:
             self.record(track, name, begin, time.perf_counter(), **facts)
 
     def _close(self, error: BaseException | None) -> None:
-        file, self._file = self._file, None
+        file, draft, self._file = self._file, self._draft, None
         assert file is not None
+        assert draft is not None
         with file:
             if self._failed is not None:
                 raise self._failed
@@ -124,7 +133,7 @@ class Trace:
             try:
                 _write_all(file, self._size, TAIL)
                 os.fsync(file.fileno())
-                self._draft.replace(self._path)
+                draft.replace(self._path)
             except OSError as refused:
                 raise self._refused(refused) from refused
 
@@ -146,7 +155,7 @@ class Trace:
 
     def _refused(self, error: OSError) -> OutputError:
         return OutputError(
-            f"cannot write the trace {self._path}: {error.strerror}; make room, give another --trace, or none"
+            f"cannot write the trace {self._path}: {error.strerror}; make room, give another {option('trace')}, or none"
         )
 
 
@@ -167,11 +176,11 @@ def read_spans(path: Path) -> Iterator[Span | str]:
     ZnnpyError for a file that is no whole trace of a Trace: when it is found, which may be after some spans.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as raw, BufferedReader(cast(RawIOBase, raw)) as file:
             if file.readline(2 * len(HEAD)) != HEAD:
                 raise ZnnpyError(f"{path} is no trace of a run: give what `znnpy infer --trace` wrote")
             tracks: dict[int, str] = {}
-            for line in file:
+            while line := file.readline(MOST_LINE_BYTES):
                 if line == TAIL[1:]:
                     return
                 if (event := _event(line, tracks)) is not None:
@@ -180,28 +189,34 @@ def read_spans(path: Path) -> Iterator[Span | str]:
         raise ZnnpyError(f"there is no file {path}; check the path") from None
     except OSError as error:
         raise ZnnpyError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ZnnpyError(f"{path} is damaged ({error}): run `znnpy infer --trace` again") from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ZnnpyError(f"{path} is damaged ({excerpt(error)}): run `znnpy infer --trace` again") from error
     raise ZnnpyError(f"{path} is cut short: run `znnpy infer --trace` again")
 
 
 def _event(line: bytes, tracks: dict[int, str]) -> Span | str | None:
-    """The event of a line, the name of a track noted; ValueError, KeyError, TypeError where it is none."""
+    """The event of a line, the name of a track noted; an error of Python where it is none."""
     event = json.loads(line.rstrip(b",\n"))
     match event["ph"]:
         case "X":
-            begin = event["ts"] / 1e6
-            return Span(tracks[event["tid"]], str(event["name"]), begin, begin + event["dur"] / 1e6, event["args"])
+            begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            if not (abs(begin) < MOST_SECONDS and 0 <= seconds < MOST_SECONDS):
+                raise ValueError(f"a span from {begin} s of {seconds} s")
+            if not isinstance(event["args"], dict):
+                raise TypeError("a span whose facts are no object")
+            return Span(tracks[event["tid"]], excerpt(event["name"]), begin, begin + seconds, event["args"])
         case "i":
-            return str(event["name"])
+            return excerpt(event["name"])
         case "M" if event["name"] == "thread_name":
-            tracks[event["tid"]] = str(event["args"]["name"])
+            tracks[event["tid"]] = excerpt(event["args"]["name"])
+            if len(tracks) > MOST_TRACKS:
+                raise ValueError(f"more than {MOST_TRACKS} tracks")
     return None
 
 
 def _is_trace(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.readline(len(HEAD)) == HEAD
+    with open_regular(path) as file:
+        return file.read(len(HEAD)) == HEAD
 
 
 def _named(kind: str, row: int, **facts: int | str) -> str:
@@ -212,6 +227,4 @@ def _named(kind: str, row: int, **facts: int | str) -> str:
 def _write_all(file: FileIO, at: int, content: bytes) -> None:
     """Write at byte `at`, however often the system takes a part only."""
     file.seek(at)
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
+    write_all(file, content)

@@ -22,10 +22,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from znnpy.errors import ResumeError
-from znnpy.files import replace_file
+from znnpy.files import read_regular, replace_file
 from znnpy.kernels.cpu.fft import Wisdom, signature
 from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.machine import Machine
+from znnpy.wording import excerpt, option
 
 SHORT_SECONDS = 10.0
 LEARNING_PART = 0.02
@@ -56,7 +57,7 @@ def wisdom_begun(journal: Mapping[str, str]) -> Iterator[Wisdom]:
     if wisdom.refused:
         raise ResumeError(
             f"the journal's FFTW wisdom of {len(wisdom.refused)} transforms is damaged, and without it they may round "
-            "differently; start again with --overwrite"
+            f"differently; start again with {option('overwrite', True)}"
         )
 
 
@@ -118,8 +119,7 @@ def _digest(of: Mapping[str, str]) -> str:
 def _read(path: Path, facts: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
     """Transforms of the file, and why they cannot be used if so."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
+        text = read_regular(path, MOST_BYTES + 1)
     except FileNotFoundError:
         return {}, None
     except OSError as error:
@@ -129,11 +129,12 @@ def _read(path: Path, facts: Mapping[str, str]) -> tuple[dict[str, str], str | N
             return {}, f"{path} is longer than {MOST_BYTES} bytes"
         remembered = _adapter().validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        return {}, f"{path} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = excerpt(".".join(map(str, first["loc"])), 60)
+        return {}, f"{path} is damaged ({where}: {excerpt(first['msg'], 100)})"
     for name, here in facts.items():
         if (there := remembered.facts.get(name)) != here:
-            return {}, f"{path} is of another machine ({name} {there!r}, here {here!r})"
+            return {}, f"{path} is of another machine ({name} {excerpt(repr(there), 60)}, here {here!r})"
     if remembered.sha256 != _digest(remembered.transforms):
         return {}, f"{path} is damaged (its checksum differs)"
     return dict(remembered.transforms), None

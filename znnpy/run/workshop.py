@@ -13,6 +13,7 @@ from znnpy.errors import ValuesOverflowError
 from znnpy.network import Network
 from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.shapes import LayerShape, Vec3
+from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Footprint
@@ -133,7 +134,7 @@ def corners(windows: Sequence[Vec3], images: range) -> npt.NDArray[np.int32]:
 def input_overflow(raw: Voxels, kept: npt.DTypeLike = np.float32) -> ValuesOverflowError:
     """The error for voxels that are beyond `kept` once they are normalised."""
     largest, kept = max(abs(raw.max()), abs(raw.min())), np.dtype(kept)
-    precision = "choose --precision tf32, " if kept == np.float16 else ""
+    precision = f"choose {option('precision', 'tf32')}, " if kept == np.float16 else ""
     return ValuesOverflowError(
         f"the volume holds values up to {largest:.6g}, and normalised they exceed {kept}'s largest number "
         f"{np.finfo(kept).max:.6g}; {precision}rescale the volume, or correct `normalise` in the network file"
@@ -144,5 +145,5 @@ def output_overflow(largest: float, dtype: np.dtype[Any]) -> ValuesOverflowError
     """The error for an output that `dtype` cannot hold."""
     return ValuesOverflowError(
         f"the output holds {largest:.6g}, beyond {dtype}'s largest number {np.finfo(dtype).max:.6g}; "
-        "choose --output-dtype float32"
+        f"choose {option('output_dtype', 'float32')}"
     )

@@ -1,0 +1,87 @@
+"""The fastest way to convolve arrays in memory, for `znnpy.ops.convolve` on the CPU.
+
+Method  Convolutions with stride 1 run through the primitives that plans choose from: the one with the least predicted
+        time, preparation of the kernels counted, within a bound of memory. What they do not compute runs tap by tap.
+Memory  Beside x and the result: up to MOST_BYTES, or twice as much as x and the result together where that is more;
+        and a copy of x where it is padded, float16 or not in C order.
+Tested  tests/kernels/test_ops.py, tests/kernels/test_fast_convolution.py
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from znnpy.errors import ValuesOverflowError
+from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.crew import Crew
+from znnpy.kernels.table import TABLE
+from znnpy.machine import this_machine
+from znnpy.planner.cost import assumed_rates
+from znnpy.shapes import ConvShape, Vec3
+
+if TYPE_CHECKING:
+    from znnpy.kernels.primitive import Primitive, Variant
+    from znnpy.network import ConvWeights
+    from znnpy.shapes import Activation
+
+MOST_BYTES = 2**26
+SMALL = 2e7  # floating-point operations: fewer take less time tap by tap than handing them to threads
+PREPARED = 1e9  # bytes of prepared kernels a second, on any processor: roughly
+
+
+def convolve(x: npt.NDArray[Any], out: npt.NDArray[Any], weights: ConvWeights, padding: Vec3, act: Activation) -> bool:
+    """Write the convolution of x with stride 1 to `out`; False, and nothing is promised of it, where no way is faster.
+
+    x, out  (S, z, y, x, f) float32 or float16, any strides.
+
+    A result that is not finite is left to the caller too: transforms would spread it over their tiles.
+    """
+    size = x.shape[1] + 2 * padding[0], x.shape[2] + 2 * padding[1], x.shape[3] + 2 * padding[2]
+    k = weights.weight.shape[2], weights.weight.shape[3], weights.weight.shape[4]
+    shape = ConvShape(x.shape[0], x.shape[4], len(weights.bias), size, k, act)
+    found = fastest(shape)
+    if found is None:
+        return False
+    primitive, variant = found
+    around = [(0, 0), *((pad, pad) for pad in padding), (0, 0)]
+    source = np.ascontiguousarray(np.pad(x, around) if any(padding) else x, np.float32)
+    direct = out.dtype == np.float32 and out.flags.c_contiguous
+    target = out if direct else np.empty(out.shape, np.float32)
+    with Crew(this_machine().cores) as crew:
+        step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
+        scratch = {s.name: aligned_bytes(s.nbytes) for s in primitive.footprint(shape, variant, crew.threads).scratch}
+        try:
+            step.run(source, target, scratch)
+        except ValuesOverflowError:
+            return False
+    if not direct:
+        with np.errstate(over="ignore"):
+            out[...] = target
+    return True
+
+
+@lru_cache(maxsize=256)
+def fastest(shape: ConvShape) -> tuple[Primitive, Variant] | None:
+    """The primitive and variant with the least predicted time within the bound of memory; None: tap by tap."""
+    if 2.0 * prod(shape.out_shape) * shape.fin * prod(shape.k) < SMALL:
+        return None
+    machine = this_machine()
+    rates = assumed_rates(machine, machine.cores)
+    bound = max(MOST_BYTES, 2 * (shape.in_bytes + shape.out_bytes))
+    best: tuple[Primitive, Variant] | None = None
+    least = np.inf
+    for primitive in TABLE:
+        if primitive.kind != "conv" or primitive.why_not(shape, machine) is not None:
+            continue
+        for variant in primitive.variants(shape, machine):
+            footprint = primitive.footprint(shape, variant, machine.cores)
+            beside = footprint.resident + footprint.allowance + sum(scratch.nbytes for scratch in footprint.scratch)
+            seconds = rates.seconds(primitive, shape, variant) + footprint.resident / PREPARED
+            if beside <= bound and seconds < least:
+                best, least = (primitive, variant), seconds
+    return best

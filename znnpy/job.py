@@ -1,0 +1,84 @@
+"""The identity of a run, the other settings that decide its bytes, and the attributes of its output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import znnpy
+from znnpy.formats.weights import sha256
+from znnpy.machine import Machine
+from znnpy.network import Network
+from znnpy.patches import Box
+from znnpy.planner.plan import Plan
+from znnpy.shapes import Vec3
+from znnpy.trained import TrainedNetwork
+from znnpy.volume.journal import Settings
+from znnpy.volume.sample import Sample
+from znnpy.volume.source import Source
+from znnpy.volume.volume import Volume
+
+
+def job_of(
+    trained: TrainedNetwork,
+    volume: Volume,
+    sample: Sample,
+    roi: str,
+    border: str,
+    output_dtype: str,
+    *,
+    allow_nan: bool,
+    fill_missing: float | None,
+) -> dict[str, Any]:
+    """Return the identity of a run, which a resumed run must share. `sample` is that of the volume."""
+    filled = {} if fill_missing is None else {"fill_missing": str(fill_missing)}  # NaN too, which equals nothing
+    return {
+        "network": trained.network.sha256,
+        "weights": sha256(trained.weights),
+        "volume": volume.identity(sample),
+        "roi": roi,
+        "border": border,
+        "output_dtype": output_dtype,
+        "allow_nan": allow_nan,
+        **filled,
+    }
+
+
+def settings_of(only: Sequence[str], machine: Machine) -> Settings:
+    """Return the settings that decide the bytes of a run beside its plan."""
+    gpu = machine.gpu
+    return {
+        "only": sorted(only),
+        "processor": machine.processor,  # numpy and FFTW choose their instructions by it
+        "versions": {"znnpy": znnpy.__version__, **dict(machine.versions)},
+        "gpu": None if gpu is None else {"name": gpu.name, "driver": gpu.driver, **dict(gpu.versions)},
+    }
+
+
+def attributes_of(network: Network, source: Source, job: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return the attributes of an output: its place in the volume and in the specimen, and what made it."""
+    space = source.volume.space
+    return {
+        **(space.behind(source.offset).attributes() if space is not None else {}),
+        "offset": np.array(source.offset, np.int64),
+        "field_of_view": np.array(network.field_of_view, np.int64),
+        "network": network.name,
+        "network_sha256": network.sha256,
+        "weights_sha256": job["weights"],
+        "volume": json.dumps(job["volume"]),
+        "roi": job["roi"],
+        "border": job["border"],
+        "plan": plan.to_json(),
+        "precision": plan.precision,
+        "znnpy_version": znnpy.__version__,
+    }
+
+
+def roi_text(region: Box | None, size: Vec3) -> str:
+    """`z0:z1,y0:y1,x0:x1`, however it was typed; empty for the whole volume."""
+    if region is None or region == Box((0, 0, 0), size):
+        return ""
+    return ",".join(f"{lo}:{hi}" for lo, hi in zip(region.lo, region.hi, strict=True))

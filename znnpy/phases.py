@@ -1,0 +1,25 @@
+"""The log of a run: `logging` gets a line for each phase, at level INFO of the logger `znnpy`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from znnpy.wording import excerpt
+
+Phase = Literal["opened", "planned", "preparing", "running", "finished"]
+
+_log = logging.getLogger("znnpy")
+_SAID = set[str]()
+
+
+def log_phase(phase: Phase, words: str) -> None:
+    """Log that a phase begins, or has ended: `planned 12 patches, 3 s predicted`."""
+    _log.info("%s %s", phase, excerpt(words))
+
+
+def log_once(sentence: str) -> None:
+    """Log a fact that does not change in this process, such as that there is no GPU, at the first call only."""
+    if sentence not in _SAID:
+        _SAID.add(sentence)
+        _log.info("%s", sentence)

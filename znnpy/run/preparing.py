@@ -1,0 +1,65 @@
+"""Before a run computes: it prepares memory, tells its progress of that, and remembers how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from math import prod
+
+from znnpy.network import Network
+from znnpy.planner.plan import Plan
+from znnpy.run.pipeline import Before, Event
+
+LEAST_TOLD = 2**28  # bytes: less is prepared in a moment, and progress is not told of it
+
+
+class Preparing:
+    """Prepares one plan of a run, from when it is made until `done` is called.
+
+    began     when the run began, by `time.perf_counter()`
+    finished  indices of the columns, or patches, that earlier runs finished
+    progress  told how many bytes of the plan's memory are prepared, of plans for a processor alone
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        network: Network,
+        began: float,
+        finished: Collection[int],
+        progress: Callable[[Event], None] | None,
+    ) -> None:
+        self._plan, self._network, self._finished = plan, network, finished
+        self._began, self._progress, self._since = began, progress, time.perf_counter()
+        self._touched, self._all = 0, plan.memory.arena + plan.memory.carries
+
+    @property
+    def told(self) -> Callable[[int], None] | None:
+        """The function that a session calls with the bytes that it prepared; None if nobody listens."""
+        alone = self._plan.device == "cpu" and self._progress is not None
+        return self._tell if alone and self._all >= LEAST_TOLD else None
+
+    def done(self) -> Before:
+        """The run computes from now on."""
+        return Before(self._began, self._since - self._began, time.perf_counter() - self._since)
+
+    def _tell(self, nbytes: int) -> None:
+        assert self._progress is not None, "told only where there is somebody to tell"
+        self._touched += nbytes
+        parts, plan = self._plan.parts_of(self._network), self._plan
+        voxels = sum(parts[index].voxels for index in self._finished)
+        steps, now = [len(part.steps) for part in parts], time.perf_counter()
+        event = Event(
+            columns_done=len(self._finished),
+            columns=len(parts),
+            voxels_done=voxels,
+            voxels=prod(plan.output),
+            seconds=now - self._began,
+            stage_seconds={"planning": self._since - self._began, "preparing": now - self._since},
+            bytes_done=voxels * self._network.output_channels * plan.itemsize_out,
+            steps_done=sum(steps[index] for index in self._finished),
+            steps=sum(steps),
+            work_done=voxels / prod(plan.output),
+            preparing=(min(self._touched, self._all), self._all),
+        )
+        self._progress(event)

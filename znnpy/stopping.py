@@ -1,0 +1,96 @@
+"""Handlers of Ctrl-C (SIGINT) and SIGTERM for a process of the command line, from its start to its end.
+
+While it starts, nothing is begun that would need an orderly end: the handlers end the process at once, with one
+sentence on standard error and exit code 130 or 143. They raise no exception then, because a library that is being
+imported may swallow one, or crash when the interpreter later takes it down half imported. A command that has begun to
+work is different: the handlers raise KeyboardInterrupt or Terminated, so that finished work is kept.
+
+Loads nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells report it
+SENTENCES = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM"}
+SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
+
+_LEAVES = [False]  # whether this process is the command line's own, so that it may be ended
+_ASKED: list[int] = []  # signals that asked the work to stop
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM asked the process to stop; unwinds like Ctrl-C, so that finished work is kept."""
+
+
+def leave_when_stopped() -> None:
+    """Make SIGINT and SIGTERM end this process at once. A signal that the parent had ignored stays ignored."""
+    _LEAVES[0] = True
+    for number in filter(_heeded, SENTENCES):
+        signal.signal(number, _leave)
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """Inside, SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated in the main thread, the calling one.
+
+    A second signal ends a process of the command line at once.
+    """
+    _ASKED.clear()
+    before = {number: signal.signal(number, _raise) for number in SENTENCES if _heeded(number)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_stopped() -> None:
+    """Raise again what a signal inside of `working` raised, where a library has swallowed it."""
+    if _ASKED:
+        raise _error(_ASKED[0])
+
+
+def end(code: int | str | None) -> None:
+    """Prepare the end of the process with the exit code that SystemExit carries.
+
+    After an error or a stop the process ends here: threads of native libraries may still run, and must not while the
+    interpreter takes itself down. Otherwise it returns, and from then on signals have the system's own effect.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody can be told; the exit code tells
+            stream.flush()
+    for number in filter(_heeded, SENTENCES):
+        signal.signal(number, signal.SIG_DFL)
+    if isinstance(code, int) and code:
+        os._exit(code)
+
+
+def _heeded(number: signal.Signals) -> bool:
+    """Return whether the handler of the signal may be replaced: not if the parent ignores it or C code handles it."""
+    return signal.getsignal(number) not in (signal.SIG_IGN, None)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    del frame
+    sentence = f"{SENTENCES[signal.Signals(number)]}\n".encode()
+    with suppress(OSError):  # nobody can be told; the exit code tells
+        os.write(2, SHOW_CURSOR + sentence if os.isatty(2) else sentence)
+    os._exit(128 + number)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    if _ASKED and _LEAVES[0]:
+        _leave(number, frame)
+    _ASKED.append(number)
+    raise _error(number)
+
+
+def _error(number: int) -> KeyboardInterrupt:
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()

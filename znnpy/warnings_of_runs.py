@@ -1,0 +1,35 @@
+"""Sentences that warn of what makes a run slow, or its output incomplete."""
+
+from __future__ import annotations
+
+import logging
+
+from znnpy.kernels.cpu.native.library import why_not
+from znnpy.machine import Machine
+from znnpy.volume.volume import Chunks
+from znnpy.wording import option
+
+_log = logging.getLogger(__name__)
+
+
+def half_missing(chunks: Chunks) -> tuple[str, ...]:
+    """A sentence where more than half of the chunks that were read are missing."""
+    if 2 * chunks.missing <= chunks.looked:
+        return ()
+    sentence = (
+        f"{chunks.missing:,} of {chunks.looked:,} {chunks.unit} of the volume are missing and were read as its fill "
+        f"value: is it complete? {option('missing_chunks', 'error')} refuses missing chunks"
+    )
+    _log.warning("%s", sentence)
+    return (sentence,)
+
+
+def slower_here(machine: Machine) -> tuple[str, ...]:
+    """Return sentences on what makes runs slower here than they could be."""
+    uncompiled = why_not(machine)
+    compiled = (
+        f"the fastest methods do not run here, a run takes two to three times as long: {uncompiled}"
+        if uncompiled
+        else None
+    )
+    return tuple(sentence for sentence in (machine.blas_warning, compiled) if sentence)
