@@ -109,12 +109,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a driver, tests that need a device are deselected, not listed one by one; `-m gpu` says why it skips."""
-    if has_driver() or "gpu" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Tests marked `long` or `torch` run only where `-m` names their marker, and so do those marked `gpu` where no
+    driver is; the others are deselected, not listed one by one."""
+    on_request = {"long", "torch"} if has_driver() else {"long", "torch", "gpu"}
+    unnamed = {marker for marker in on_request if marker not in config.option.markexpr}
+    left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in unnamed)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-import yaml
 from click.testing import CliRunner, Result
 
 from znnpy.cli import main
 from znnpy.network import Network
+from znnpy.volume.journal import header_digest, read_header
+from znnpy.volume.store import JOURNAL_ATTRIBUTE
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Place:
             "layers": [json.loads(json.dumps(asdict(layer))) for layer in self.network.layers],
         }
         path = self.folder / name
-        path.write_text(yaml.safe_dump({**entries, **changes}, sort_keys=False))
+        path.write_text(json.dumps({**entries, **changes}))  # YAML 1.2 holds JSON
         return path
 
     def write_weights(self, name: str = "net.npz", **changes: np.ndarray[Any, Any]) -> Path:
@@ -91,15 +93,19 @@ class Place:
         self.write_volume(np.random.default_rng(7).integers(0, 256, (7, 11, 9), np.uint8))
 
     def refusal(self, *words: object, code: int = 1) -> str:
-        """The one sentence on stderr that these words get; the exit code is `code` and no file changes."""
+        """The sentence on stderr that these words get beside warnings, with --json on stdout too; nothing changes."""
         before = self.state()
         result = self.run(*words)
         assert result.exit_code == code, (result.exit_code, result.output, result.exception)
-        assert result.stdout == ""
         assert self.state() == before
-        (line,) = result.stderr.strip().splitlines()
+        (line,) = (line for line in result.stderr.strip().splitlines() if not line.startswith("warning: "))
         assert line.startswith("Error: ")
-        return line.removeprefix("Error: ")
+        sentence = line.removeprefix("Error: ")
+        if "--json" in words:
+            assert json.loads(result.stdout) == {"error": sentence}
+        else:
+            assert result.stdout == ""
+        return sentence
 
     def state(self) -> dict[str, str]:
         """What every file in the folder holds, to see that nothing was damaged."""
@@ -109,3 +115,15 @@ class Place:
     def prediction(self) -> np.ndarray[Any, Any]:
         with h5py.File(self.out) as file:
             return np.array(file["prediction"])
+
+    def edit_journal(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Change the header of an unfinished run's journal, and what the output says of it, as if it began so."""
+        journal = self.out.with_name(f"{self.out.name}.journal")
+        first, second, rest = journal.read_text().split("\n", 2)
+        header = json.loads(second)
+        change(header)
+        journal.write_text("\n".join((first, json.dumps(header), rest)))
+        changed = read_header(self.out)
+        assert changed is not None
+        with h5py.File(self.out.with_name(f"{self.out.name}.partial"), "r+") as file:
+            file["prediction"].attrs.modify(JOURNAL_ATTRIBUTE, header_digest(changed))

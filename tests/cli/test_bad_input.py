@@ -49,7 +49,7 @@ def test_several_datasets_and_none_named(place: Place) -> None:
     ("array", "said"),
     [
         (np.zeros((20, 23), np.uint8), "2 axes (20, 23)"),
-        (np.zeros((1, 1, 20, 23, 25), np.uint8), "5 axes (1, 1, 20, 23, 25)"),
+        (np.zeros((2, 1, 20, 23, 25), np.uint8), "5 axes (2, 1, 20, 23, 25)"),
         (np.zeros((20, 23, 25), np.bool_), "holds bool voxels"),
         (np.zeros((20, 23, 25), np.complex64), "holds complex (complex64) voxels"),
     ],
@@ -197,3 +197,11 @@ def test_values_that_overflow(place: Place) -> None:
     assert result.exit_code == 1
     assert "layer 2" in result.stderr
     assert not place.out.exists()
+
+
+def test_weights_that_alone_are_more_than_the_limit_are_not_read(place: Place) -> None:
+    """A compressed file of 1 MiB may hold a gigabyte of them, which was in memory before a plan was looked for."""
+    place.write_network(layers=[{"type": "conv", "kernel": 1, "out": 4096}, {"type": "conv", "kernel": 2, "out": 4096}])
+    assert place.refusal(*place.words, "--ram", "400M") == (
+        "the weights of tiny take 512.1 MiB, and --ram allows 400.0 MiB; allow more, or give a smaller network"
+    )

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from filelock import FileLock
 from place import Place
 
 from znnpy.patches import Box
+from znnpy.volume.lock import OutputLock
 from znnpy.volume.store import Hdf5Store
 
 
@@ -42,16 +42,18 @@ def test_output_folder_is_read_only(place: Place) -> None:
 
 
 def test_two_runs_writing_one_output(place: Place) -> None:
-    with FileLock(place.out.with_name("out.h5.lock")):
-        assert "another run is writing" in place.refusal(*place.words)
+    lock = OutputLock(place.out.with_name("out.h5.lock"), place.out)
+    lock.hold()
+    assert "another run is writing" in place.refusal(*place.words)
+    lock.release()
 
 
 def test_too_little_room_is_known_before_the_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ("total", "used", "free"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1234, 1234))
     sentence = place.refusal(*place.words)
-    assert "1234 free" in sentence
-    assert "needs 36480 bytes" in sentence  # 2 maps of 15x16x19 float32
+    assert "more than the 1.21 KiB that are free" in sentence
+    assert "needs 35.6 KiB" in sentence  # 2 maps of 15x16x19 float32
 
 
 def test_disk_full_in_mid_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_disk_full_in_mid_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]
     assert last.startswith("Error: the disk is full: ")
-    assert "needs 36480 bytes in all" in last
+    assert "needs 35.6 KiB in all" in last
     assert "make room and give --resume" in last
     assert not place.out.exists()
     assert place.infer("--patch", "4,4,4", "--resume").exit_code == 0
@@ -91,7 +93,8 @@ def test_words_that_the_run_did_not_begin_with(place: Place, monkeypatch: pytest
         patch.setattr(Hdf5Store, "write", fill_up)
         assert place.infer(*begun).exit_code == 1
     assert place.refusal(*place.words, "--resume", "--cover", "patches") == (
-        "the run began with --cover columns, and now it is patches; leave it out, or start again with --overwrite"
+        "the run began with --cover columns, and now it is --cover patches; "
+        "leave it out, or start again with --overwrite"
     )
     assert place.infer("--resume").exit_code == 0
     resumed = place.prediction()
@@ -104,7 +107,7 @@ def test_resume_of_another_job(place: Place, field: str) -> None:
     assert place.infer().exit_code == 0
     more: tuple[object, ...] = ()
     if field == "network":
-        place.write_network(normalise={"mean": 1.0, "std": 1.0})
+        place.write_network(normalise={"mean": 121.0, "std": 40.0})
     elif field == "volume":
         place.write_volume(np.zeros((20, 23, 25), np.uint8))
     elif field == "roi":
@@ -129,6 +132,18 @@ def test_journal_that_is_a_folder(place: Place) -> None:
     place.out.with_name("out.h5.journal").mkdir()
     assert "cannot read the journal" in (said := place.refusal(*place.words, "--resume"))
     assert "out.h5.journal: Is a directory, so what was finished is not known" in said
+    assert said.endswith("make it a readable file or move it away, or give another --out")
+
+
+def test_the_advice_about_a_foreign_journal_works(place: Place) -> None:
+    journal = place.out.with_name("out.h5.journal")
+    journal.write_text("notes\n")
+    for word in ("--resume", "--overwrite"):
+        said = place.refusal(*place.words, word)
+        assert f"{journal} is not the journal of a run (it does not begin as one), and is left as it is; " in said
+        assert said.endswith("move it away, or give another --out")
+    journal.rename(place.folder / "notes")
+    assert place.infer("--resume").exit_code == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everywhere")
@@ -140,3 +155,97 @@ def test_journal_that_may_not_be_read(place: Place) -> None:
     result = place.infer("--resume")
     assert result.exit_code == 1
     assert sentence in result.stderr
+
+
+@pytest.mark.parametrize("name", ["out.h5.old", "out.h5.journal.new", "out.h5.draft"])
+def test_what_the_user_has_beside_the_output_survives(place: Place, name: str) -> None:
+    """A file; and a folder, for the name that earlier versions removed."""
+    beside = place.folder / name
+    beside.write_text("precious")
+    for words in ((), ("--overwrite",), ("--resume",)):
+        assert place.infer(*words).exit_code == 0
+        assert beside.read_text() == "precious"
+    beside.unlink()
+    beside.mkdir()
+    (beside / "thesis.tex").write_text("precious")
+    assert place.infer("--overwrite").exit_code == 0
+    assert (beside / "thesis.tex").read_text() == "precious"
+
+
+def test_the_folder_that_holds_the_volume_is_not_replaced(place: Place) -> None:
+    zarr = pytest.importorskip("zarr")
+    folder = place.folder / "data.zarr"
+    zarr.open_group(folder, mode="w").create_array("raw.zarr", data=np.full((20, 23, 25), 7, "u1"))
+    words = ("infer", folder / "raw.zarr", "--network", place.folder / "net.yaml", "--out", folder, "--overwrite")
+    assert "would replace the folder that holds the volume" in place.refusal(*words)
+    assert (zarr.open_group(folder, mode="r")["raw.zarr"][:] == 7).all()
+
+
+@pytest.mark.parametrize("ending", ["journal", "journal.new", "partial", "lock"])
+@pytest.mark.parametrize("link", ["symbolic", "hard"])
+def test_links_to_the_volume_destroy_nothing(place: Place, ending: str, link: str) -> None:
+    before = place.state()["volume.h5"]
+    at = place.folder / f"out.h5.{ending}"
+    if link == "hard":
+        at.hardlink_to(place.volume)
+    else:
+        at.symlink_to(place.volume)
+    for words in (("--overwrite",), ("--resume",)):
+        result = place.infer(*words)
+        assert result.exit_code == (0 if ending == "journal.new" else 1)
+        assert "Traceback" not in result.stderr
+        assert os.path.lexists(at)
+        assert place.state()["volume.h5"] == before
+
+
+@pytest.mark.parametrize("name", ["x.zarr", "x.h5"])
+def test_what_cannot_be_replaced_is_known_before_the_run(place: Place, name: str) -> None:
+    if name == "x.zarr":
+        pytest.importorskip("zarr")
+        (place.folder / name).write_text("a file")
+    else:
+        (place.folder / name).mkdir()
+    words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--out", place.folder / name)
+    said = "is a file, and a Zarr output is a folder" if name == "x.zarr" else "is a folder; give the name of a file"
+    assert said in place.refusal(*words, "--overwrite")
+
+
+def test_a_link_to_nothing_is_not_replaced(place: Place) -> None:
+    place.out.symlink_to("nothing")
+    assert "exists as a link to what does not exist; give --overwrite to replace it" in place.refusal(*place.words)
+    assert place.out.is_symlink()
+
+
+@pytest.mark.parametrize("what", ["volume.h5", "net.yaml", "net.npz"])
+def test_what_is_read_is_not_replaced(place: Place, what: str) -> None:
+    plan = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--overwrite", "--out")
+    (place.folder / "same.h5").hardlink_to(place.folder / what)
+    words = ("infer", place.volume, "--network", place.folder / "net.yaml", "--overwrite", "--out")
+    assert "itself; give another name as --out" in place.refusal(*words, place.folder / "same.h5")
+    if what != "net.npz":  # plans read no weights
+        assert "itself; give another name as --out" in place.refusal(*plan, place.folder / what)
+
+
+def test_the_journal_beside_the_output_of_another_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that trusted this journal would skip columns that are not on disk, and end with wrong voxels."""
+    small, journal = ("--patch", "4,4,4"), place.out.with_name("out.h5.journal")
+    kept = place.folder / "kept"
+
+    def stop_after(boxes: int) -> None:
+        with monkeypatch.context() as patch:
+            write, calls = Hdf5Store.write, count()
+
+            def fill_up(store: Hdf5Store, box: Box, voxels: Any) -> None:
+                if next(calls) == boxes:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                write(store, box, voxels)
+
+            patch.setattr(Hdf5Store, "write", fill_up)
+            assert place.infer(*small, "--overwrite").exit_code == 1
+
+    stop_after(12)
+    journal.rename(kept)
+    place.out.with_name("out.h5.partial").unlink()
+    stop_after(3)
+    kept.replace(journal)
+    assert "was made by run" in place.refusal(*place.words, *small, "--resume")

@@ -130,9 +130,40 @@ def test_folder_that_cannot_be_made(place: Place) -> None:
     assert "name too long; give another --folder" in place.refusal("demo", "--folder", "9" * 300)
 
 
-def test_picture_that_cannot_be_written(place: Place) -> None:
-    folder = place.folder / "demo"
-    (folder / "demo.png").mkdir(parents=True)
+def test_picture_that_cannot_be_written(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, rename = place.folder / "demo", Path.replace
+
+    def full(self: Path, target: Path) -> Path:
+        if target.name == "demo.png":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
     result = place.run("demo", "--folder", folder, "--size", "30", "--overwrite")
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].startswith(f"Error: cannot write {folder / 'demo.png'}: ")
+    said = f"Error: cannot write {folder / 'demo.png'}: No space left on device; give another --folder"
+    assert " ".join(result.stderr.split()).endswith(said)
+    assert {item.name for item in folder.iterdir()} == {"volume.h5", "truth.h5", "prediction.h5"}
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "hard link", "folder"])
+@pytest.mark.parametrize("name", ["volume.h5", "truth.h5", "demo.png"])
+def test_what_the_user_has_elsewhere_is_not_written_through_a_link(place: Place, name: str, kind: str) -> None:
+    folder, mine = place.folder / "demo", place.folder / "mine.h5"
+    folder.mkdir()
+    mine.write_text("precious")
+    at = folder / name
+    if kind == "hard link":
+        at.hardlink_to(mine)
+    elif kind == "folder":
+        at.mkdir()
+    else:
+        at.symlink_to(mine if kind == "symlink" else folder / "nothing")
+    assert "exists already; give another --folder" in place.refusal("demo", "--folder", folder, "--size", "40")
+    if kind == "hard link":
+        assert place.run("demo", "--folder", folder, "--size", "40", "--overwrite").exit_code == 0
+    else:
+        said = place.refusal("demo", "--folder", folder, "--size", "40", "--overwrite")
+        assert f"{name} is a folder, a link or a special file; give another --folder" in said
+        assert {item.name for item in folder.iterdir()} == {name}
+    assert mine.read_text() == "precious"

@@ -84,8 +84,8 @@ def test_a_gpu_gives_what_the_cpu_does(place: Place, precision: str, words: dict
     assert np.abs(place.prediction() - expected).max() <= TOLERANCES[precision]
     with h5py.File(place.out) as file:
         assert file["prediction"].attrs["precision"] == precision
-    checked = verify(place.out, place.volume, network=place.folder / "net.yaml", samples=100)
-    assert (checked.precision, checked.tolerance) == (precision, TOLERANCES[precision])
+    checked = verify(place.out, place.volume, network=place.folder / "net.yaml", samples=100, precision=precision)
+    assert (checked.predicted_in, checked.tolerance) == (precision, TOLERANCES[precision])
     assert checked.worst <= checked.allowed
 
 
@@ -144,11 +144,11 @@ def test_the_report_says_what_ran_and_on_what(place: Place) -> None:
     report = go(place, precision="tf32", vram="800M")
     lines, memory = report.lines(), report.plan.memory
     assert "device     emulated" in lines
-    assert "precision  tf32" in lines
+    assert "precision  tf32, 32-bit floating point rounded to 11 significant bits in products" in lines
     (methods,) = (line for line in lines if line.startswith("methods    "))
     for choice_ in report.plan.choices:
         assert choice_.primitive in methods
-    assert sum(map(int, re.findall(r"\((\d+)\)", methods))) == len(place.network.layers)
+    assert sum(map(int, re.findall(r"\((\d+) layers?\)", methods))) == len(place.network.layers)
     (vram,) = (line for line in lines if line.startswith("VRAM       "))
     assert vram.endswith(", limit: 800 MiB)")
     assert report.vram_bytes is not None
@@ -172,8 +172,8 @@ def test_a_plan_made_for_the_gpu_runs_on_another_volume(place: Place) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"device": "cpu"}, "leave out --device, or leave out --plan"),
-        ({"precision": "fp16"}, "leave out --precision, or leave out --plan"),
+        ({"device": "cpu"}, "leave out `device`, or leave out `plan`"),
+        ({"precision": "fp16"}, "leave out `precision`, or leave out `plan`"),
         ({"vram": "1M"}, r"the plan needs [\d,]+ bytes of VRAM, [\d,]+ more than the limit allows \(1,048,576\)"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(stopped: Place) -> None:
 
 
 def test_a_finished_run_hears_nothing_of_the_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "why_not", lambda machine: "no compiled kernels")
+    monkeypatch.setattr(inference, "slower_here", lambda machine: ("no compiled kernels",))
     go(place)
     report = go(place, resume=True, device="auto")
     assert (report.computed, report.plan.device, report.warnings) == (0, "gpu", ())
@@ -256,9 +256,9 @@ def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, monkeypa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"device": "cpu"}, "the run began with --device gpu, and now it is cpu"),
-        ({"precision": "fp32"}, "the run began with --precision tf32, and now it is fp32"),
-        ({"vram": "1M"}, r"needs \d+ bytes of VRAM, and --vram allows 1048576"),
+        ({"device": "cpu"}, "the run began with device='gpu', and now it is device='cpu'"),
+        ({"precision": "fp32"}, "the run began with precision='tf32', and now it is precision='fp32'"),
+        ({"vram": "1M"}, r"needs [\d,]+\.\d MiB, and vram='1M' allows 1\.0 MiB"),
     ],
 )
 def test_a_stopped_run_goes_on_as_it_began(stopped: Place, words: dict[str, Any], said: str) -> None:
@@ -303,7 +303,7 @@ def test_a_run_that_began_on_the_cpu_goes_on_there(place: Place, card: Callable[
     report = go(place, resume=True, **words)
     assert (report.gpu, report.precision) == (None, "fp32")
     assert report.notes[-2:] == (
-        "--vram limits nothing on the CPU",
+        "`vram` limits nothing on the CPU",
         "the CPU computes in fp32, more exactly than the tf32 that is asked for",
     )
 

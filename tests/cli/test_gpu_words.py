@@ -158,7 +158,7 @@ def test_the_cpu_computes_in_fp32_and_says_so_once(place: Place, precision: str)
     result = place.infer("--precision", precision, "--device", "cpu")
     assert result.exit_code == 0
     assert result.stdout.count(said) == 1
-    assert "\nprecision  fp32, BLAS kernels " in result.stdout
+    assert "\nprecision  fp32, 32-bit floating point; BLAS kernels " in result.stdout
     with h5py.File(place.out) as file:
         assert file["prediction"].attrs["precision"] == "fp32"
     assert said in place.run("plan", "--shape", "60,60,60", "--precision", precision).stdout
@@ -210,7 +210,7 @@ def test_a_plan_fixes_the_device(place: Place, words: tuple[str, str]) -> None:
     [
         ({"device": "GPU"}, "there is no device 'GPU'; choose one of auto, cpu, gpu"),
         ({"precision": "bf16"}, "there is no precision 'bf16'; choose one of fp32, tf32, fp16"),
-        ({"device": "cpu", "vram": "2G"}, "--vram limits the memory of a GPU, and none is used: drop it"),
+        ({"device": "cpu", "vram": "2G"}, "`vram` limits the memory of a GPU, and none is used: drop it"),
     ],
 )
 def test_wrong_words_are_value_errors_in_the_library(place: Place, words: dict[str, Any], said: str) -> None:
@@ -318,4 +318,4 @@ def test_primitives_that_lack_a_library_say_which(place: Place, monkeypatch: pyt
     monkeypatch.setattr(availability, "find_gpu", lambda: CARD)
     lacking = {row["name"]: row["why_not"] for row in json.loads(place.run("primitives", "--json").stdout)}
     assert lacking["gpu.conv.fft"] is None
-    assert "pip install 'znnpy[cudnn]'" in lacking["gpu.conv.cudnn"]
+    assert "pip install 'nvidia-cudnn-frontend" in lacking["gpu.conv.cudnn"]

@@ -82,9 +82,9 @@ def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         go(place, mode, patch=(4, 8, 4), cover="patches", progress=stop)
     words = {"overwrite": False, "resume": True, "threads": None, "precision": None}
-    with pytest.raises(ResumeError, match=f"the run began with --mode {mode}, and now it is gpu"):
+    with pytest.raises(ResumeError, match=f"the run began with mode='{mode}', and now it is mode='gpu'"):
         go(place, "gpu", **words)
-    with pytest.raises(ResumeError, match=f"the run began with --mode {mode}, which runs on one GPU: leave out --gpus"):
+    with pytest.raises(ResumeError, match=f"the run began with mode='{mode}', which runs on one GPU; leave out `gpus`"):
         go(place, "auto", gpus=2, **words)
     report = go(place, "auto", **words)
     assert 0 < report.computed < report.voxels
@@ -94,9 +94,9 @@ def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
-    with pytest.raises(ValueError, match=f"--mode {mode} runs on one GPU: leave out --gpus"):
+    with pytest.raises(ValueError, match=f"mode='{mode}' runs on one GPU: leave out `gpus`"):
         go(place, mode, gpus=2)
-    with pytest.raises(NoPlanError, match="choose --precision tf32 or fp32"):
+    with pytest.raises(NoPlanError, match="choose precision='tf32' or precision='fp32'"):
         go(place, mode, precision="fp16")
 
 
@@ -137,7 +137,7 @@ def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> N
     go(place, "cpu", out=out, precision=None, allow_nan=True)
     with h5py.File(out) as exact:
         np.testing.assert_allclose(found, exact["prediction"], atol=TOLERANCES["fp32"])
-    with pytest.raises(PlanFileError, match=f"the plan is of --mode {mode}, which runs on one GPU: leave out --gpus"):
+    with pytest.raises(PlanFileError, match=f"the plan is of mode='{mode}', which runs on one GPU: leave out `gpus`"):
         go(place, "auto", plan=file, gpus=2, **words)
 
 

@@ -53,6 +53,7 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
+    monkeypatch.setattr("znnpy.run.measuring.touching_rate", lambda threads, nbytes: 2.0**32)
     return place
 
 
@@ -93,11 +94,17 @@ def test_costs_are_measured_stored_and_planned_with(here: Place) -> None:
     after = planned(here, "--cover", "patches")
     assert not any(fitted(before))
     assert all(fitted(after))
+    assert "memory is first written to at 4 GiB/s (assumed: 1)" in result.stdout.replace("\n", " ")
+    assert costs.touching == 2**32
+    assert [one["plan"]["preparing_measured"] for one in (before, after)] == [False, True]
+    one, other = (one["plan"]["preparing_seconds"] for one in (before, after))
+    assert 0 < other < one
     made = Plan.from_json(json.dumps(after["plan"]))
     rates = here_truly(this_machine().cores)
     truly = sum(c.runs * rates.seconds(find(c.primitive), c.shape, c.variant) for c in made.choices)
+    truly += made.prepared_bytes / 2**32
     assert after["seconds"] == pytest.approx(truly, rel=0.01)
-    assert after["seconds"] > 1.2 * before["seconds"]
+    assert after["seconds"] - other > 1.2 * (before["seconds"] - one)
     assert after["notes"] == before["notes"] == []
     text = here.run("plan", here.folder / "net.yaml", "--volume", here.volume, "--device", "cpu").stdout
     assert "is estimated from rates measured on this machine" in text.replace("\n", " ")
@@ -225,7 +232,7 @@ def test_a_resumed_run_takes_no_other_costs(here: Place) -> None:
 
     made = Plan.from_json(json.dumps(planned(here)["plan"]))
     wishes = Wishes(None, None, None, None, (), costs=here.folder / "c.json")
-    with pytest.raises(ValueError, match="the run began with a plan, which --costs would change"):
+    with pytest.raises(ValueError, match="the run began with a plan, which `costs` would change"):
         check_wishes(wishes, type("Begun", (), {"settings": {"only": []}})(), made)
 
 
@@ -298,6 +305,7 @@ def test_a_gpu_that_is_not_here_is_planned_for(here: Place) -> None:
         costs,
         device="gpu",
         threads=1,
+        touching=None,
         machine=replace(costs.machine, gpu=H200),
         primitives=versions(replace(costs.machine, gpu=H200), "gpu", TABLE),
         units={"gpu_stream": replace(costs.units["copy"], nbytes=1e12)},

@@ -74,12 +74,12 @@ def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
 def test_threads_are_none_of_a_gpu(place: Place) -> None:
     result = place.run("measure", "--device", "gpu", "--threads", 2)
     assert result.exit_code == 2
-    assert "--threads are of the processor, and a GPU's layers need none: drop it" in result.stderr
-    with pytest.raises(ValueError, match="--threads are of the processor"):
+    assert "--threads are for the processor, and layers on a GPU do not use them: drop them" in result.stderr
+    with pytest.raises(ValueError, match="`threads` are for the processor"):
         measurement.measure(device="gpu", threads=2)
     document = json.loads(place.run("measure", "--json", "--threads", 2).stdout)
     assert document["device"] == "gpu"
-    assert document["notes"] == ["--threads are of the processor, and the GPU was measured"]
+    assert document["notes"] == ["--threads are for the processor, and the GPU was measured"]
 
 
 @pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")

@@ -97,7 +97,7 @@ def test_limits_and_volumes_that_cannot_be_planned(place: Place) -> None:
     """One sentence each, with the numbers and what to do."""
     words = ("plan", place.folder / "net.yaml", "--device", "cpu")
     small = place.refusal(*words, "--shape", "7,11,9", "--ram", "1M")
-    assert "nothing fits in 1,048,576 bytes of RAM: the smallest need is " in small
+    assert "nothing fits in 1.0 MiB of RAM: the smallest need is " in small
     assert "; allow at least --ram " in small
     assert "smaller than the field of view along z" in place.refusal(*words, "--shape", "2,30,30")
     for word, value in (("--ram", "0"), ("--ram", "-1G"), ("--threads", "0"), ("--threads", "-2")):
@@ -117,4 +117,4 @@ def test_a_limit_above_the_machine_is_planned_and_said(place: Place) -> None:
     words = ("plan", place.folder / "net.yaml", "--shape", "30,30,30", "--device", "cpu", "--ram", "512T")
     result = place.run(*words)
     assert result.exit_code == 0
-    assert "the limit of 524288 GiB is above the " in " ".join(result.stdout.split())
+    assert "the limit of 512 TiB is above the " in " ".join(result.stdout.split())

@@ -16,6 +16,7 @@ from znnpy import progress
 from znnpy.progress import BAR_WIDTH
 from znnpy.report import Report
 from znnpy.run.pipeline import Event
+from znnpy.run.trace import Span, read_spans
 
 
 @pytest.fixture
@@ -42,7 +43,9 @@ def test_methods_are_counted_in_layers(report: Report) -> None:
     both = replace(first, layers=(0, 1), primitive="cpu.conv.both")
     rest = [replace(choice, layers=(i, i), primitive="cpu.conv.one") for i, choice in enumerate(others[:2], start=2)]
     run = replace(report, plan=replace(report.plan, choices=(both, *rest)), notes=("because", "so"))
-    assert "methods    cpu.conv.both (2), cpu.conv.one (2)" in run.lines()
+    assert (
+        "methods    cpu.conv.both (2 layers), cpu.conv.one (2 layers); `znnpy primitives` explains them" in run.lines()
+    )
     assert "device     CPU; because; so" in run.lines()
     said = run.as_json()
     assert (said["device"], said["gpu"], said["vram_bytes"], said["notes"]) == ("cpu", None, None, ["because", "so"])
@@ -53,7 +56,8 @@ def test_resumed_run_counts_what_it_did(report: Report) -> None:
     resumed = replace(report, computed=1140, seconds=2.0)
     assert "4,560 voxels, 1,140 of them in this run" in resumed.lines()[0]
     assert resumed.voxels_per_second == 570
-    assert resumed.predicted_seconds == pytest.approx(report.plan.seconds / 4)
+    preparing = report.plan.preparing_seconds
+    assert resumed.predicted_seconds == pytest.approx(preparing + (report.plan.seconds - preparing) / 4)
 
 
 def test_columns_are_called_columns(place: Place) -> None:
@@ -61,16 +65,31 @@ def test_columns_are_called_columns(place: Place) -> None:
 
     words: dict[str, Any] = {"threads": 1, "patch": (4, 4, 4), "overwrite": True}
     patches = infer(place.volume, place.folder / "net.yaml", cover="patches", **words)
-    assert "patches    80 of 4x4x4, 1 threads" in patches.lines()
+    assert "patches    80 of 4x4x4 output voxels, computed by 1 thread" in patches.lines()
     assert [patches.as_json()[key] for key in ("patch", "columns", "axis", "column")] == [[4, 4, 4], 80, 0, 0]
     columns = infer(place.volume, place.folder / "net.yaml", cover="columns", **words)
     plan = columns.plan
-    assert f"columns    {plan.columns} along {'zyx'[plan.axis]} in steps of 4x4x4, 1 threads" in columns.lines()
+    assert (
+        f"columns    {plan.columns} along {'zyx'[plan.axis]} in steps of 4x4x4 output voxels, computed by 1 thread"
+        in columns.lines()
+    )
     found = columns.as_json()
     assert found["columns"] == plan.columns < 80
     assert (found["axis"], found["column"], found["patch"]) == (plan.axis, plan.column, [4, 4, 4])
     assert found["column"] == -(-plan.output[plan.axis] // 4) * 4
     assert found.keys() == patches.as_json().keys()
+
+
+def test_a_patch_larger_than_the_output_is_explained(place: Place, report: Report) -> None:
+    """15x16x19 output voxels are one patch of 16x16x20, a multiple of the period 2x2x1."""
+    assert report.plan.output == (15, 16, 19)
+    rounded = replace(report, plan=replace(report.plan, patch_out=(16, 16, 19), column=0, columns=1))
+    line = "patches    1 of 16x16x19 output voxels (rounded up to whole periods of the network), computed by "
+    assert any(found.startswith(line) for found in rounded.lines())
+    exact = replace(report, plan=replace(report.plan, patch_out=(8, 16, 19), column=0, columns=2))
+    assert not any("rounded" in found for found in exact.lines())
+    said = place.run("plan", place.folder / "net.yaml", "--volume", place.volume, "--patch", "16,16,19")
+    assert "reaches beyond the 15x16x19 voxels of the output" in " ".join(said.stdout.split())
 
 
 def event(done: int, seconds: float, *, voxels_per_column: int = 1000) -> Event:
@@ -109,9 +128,9 @@ def test_lines_come_now_and_then_and_at_the_end(
     lines = captured.err.splitlines()
     assert [line.split()[0] for line in lines] == ["35%", "55%", "75%", "95%", "100%"]
     assert lines[0] == (
-        " 35%  7/20 patches, 250 voxels/s, 27.3 KiB written, 52 s left (reading 0.2 s, computing 1.5 s)"
+        " 35%  7/20 patches, 250 voxels/s, 27.3 KiB written, 39 s left (reading 0.2 s, computing 1.5 s)"
     )
-    assert " 0 µs left" in lines[-1]
+    assert lines[-1].endswith("78.1 KiB written (reading 0.2 s, computing 1.5 s)")
 
 
 def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +141,7 @@ def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         callback(event(20, 10.0))
     captured = capsys.readouterr()
     assert captured.out == ""
-    said = "100% 20/20 patches 2k voxels/s 78.1 KiB 0 µs left (reading 0.2 s, computing 1.5 s)"
+    said = "100% 20/20 patches 2k voxels/s 78.1 KiB (reading 0.2 s, computing 1.5 s)"
     assert last_drawn(captured.err).endswith(said)
 
 
@@ -147,11 +166,130 @@ def test_first_steps_of_a_column_are_seen(capsys: pytest.CaptureFixture[str], mo
     ]
 
 
+@pytest.mark.parametrize(("work", "said"), [(0.99, "under 1 s left"), (0.5, "10 s left")])
+def test_time_left_is_no_fraction_of_a_second(work: float, said: str) -> None:
+    speed = progress._Speed()
+    assert "unknown time left" in speed.describe(warming(0.0, 0, 0.0))
+    assert said in speed.describe(warming(work, 5, 10.0))
+
+
+def test_a_run_that_is_refused_leaves_no_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with pytest.raises(ValueError, match="exists"), progress.show():
+        raise ValueError("the output exists")
+    assert capsys.readouterr().err == ""
+
+
+def test_preparing_is_seen_and_counts_in_the_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed is that of the whole run, as in the report; the time left is what computing takes."""
+    clock = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+    with progress.show() as callback:
+        for seconds, touched in ((1.0, 2**30), (11.0, 2**31)):
+            clock = 100.0 + seconds
+            callback(replace(event(0, seconds), preparing=(touched, 5 * 2**30)))
+        clock = 120.0
+        callback(event(0, 20.0))
+        clock = 140.0
+        callback(event(10, 40.0))
+    assert capsys.readouterr().err.splitlines() == [
+        "  0%  preparing 5.00 GiB, 40 %",
+        " 50%  10/20 patches, 250 voxels/s, 39.1 KiB written, 20 s left (reading 0.2 s, computing 1.5 s)",
+    ]
+
+
+def test_a_run_tells_what_it_prepares(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress while memory is written to for the first time, `preparing` among the stages, a span in the trace."""
+    from znnpy.inference import infer
+
+    monkeypatch.setattr("znnpy.run.preparing.LEAST_TOLD", 1)
+    events: list[Event] = []
+    traced = place.folder / "run.trace"
+    report = infer(place.volume, place.folder / "net.yaml", threads=1, progress=events.append, trace=traced)
+    preparing = [event for event in events if event.preparing is not None]
+    assert events[: len(preparing)] == preparing, "before the first patch"
+    whole = report.plan.memory.arena + report.plan.memory.carries
+    assert preparing[-1].preparing == (whole, whole)
+    assert {event.columns for event in events} == {report.plan.columns}
+    assert {(event.columns_done, event.work_done) for event in preparing} == {(0, 0.0)}
+    assert list(preparing[-1].stage_seconds) == ["planning", "preparing"]
+    seconds = [event.seconds for event in events]
+    assert seconds == sorted(seconds)
+    assert 0 < report.stage_seconds["preparing"] < seconds[-1] <= report.seconds
+    (stages,) = [line for line in report.lines() if line.startswith("stages")]
+    assert re.match(r"stages     planning [\d.]+ m?s; preparing [\d.]+ m?s; reading .* \(side by side\)$", stages)
+    parts = [report.stage_seconds[stage] for stage in ("planning", "preparing", "computing", "waiting")]
+    assert 0.5 * report.seconds < sum(parts) <= 1.01 * report.seconds, "the stages account for the time of the run"
+    spans = [span for span in read_spans(traced) if isinstance(span, Span) and span.name == "prepare"]
+    assert [(span.track, span.facts) for span in spans] == [("CPU", {"bytes": report.plan.prepared_bytes})]
+    assert spans[0].end - spans[0].begin <= report.stage_seconds["preparing"]
+
+
+def test_a_run_above_its_limit_says_so(report: Report) -> None:
+    limits = replace(report.plan.limits, ram_bytes=2**30)
+    within = replace(report, plan=replace(report.plan, limits=limits), peak_bytes=2**30)
+    assert not [line for line in within.lines() if "limit of" in line]
+    above = replace(within, peak_bytes=3 * 2**29)
+    sentence = (
+        "the process held 1.50 GiB at its peak (1,610,612,736 bytes), more than the limit of 1.00 GiB "
+        "(1,073,741,824 bytes)"
+    )
+    assert f"warning: {sentence}" in above.lines()
+    assert sentence in above.as_json()["warnings"]
+    assert replace(above, earlier_peak_bytes=3 * 2**29).above_limit == (), "the process held it before this run"
+
+
+@pytest.mark.parametrize(
+    ("stages", "why"),
+    [
+        ({"preparing": 9.0, "computing": 1.0, "waiting": 0.5}, "preparing took 9 s instead of"),
+        ({"preparing": 0.5, "computing": 8.0, "waiting": 0.5}, "the layers took 8 s instead of"),
+        ({"preparing": 0.5, "computing": 1.0, "waiting": 7.0}, "the layers waited 7 s for reading and writing"),
+        (
+            {"planning": 8.0, "preparing": 0.5, "computing": 1.0},
+            "opening files, measuring devices and planning took 8 s",
+        ),
+    ],
+)
+def test_a_plan_that_was_off_is_explained(report: Report, stages: dict[str, float], why: str) -> None:
+    off = replace(report, seconds=10.0, stage_seconds=stages)
+    (said,) = [line for line in off.lines() if line.startswith("off by")]
+    assert why in said
+    assert said.endswith("its rates are assumed: `znnpy measure` takes a minute and measures those of this machine")
+    choices = tuple(replace(choice, measured=True) for choice in report.plan.choices)
+    of_memory = why.startswith("preparing")  # which has a rate of its own
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({"choices": choices}, not of_memory),
+        ({"preparing_measured": True}, of_memory),
+    ]
+    for words, measured in changes:
+        (said,) = [line for line in replace(off, plan=replace(off.plan, **words)).lines() if "off by" in line]
+        assert said.endswith("its rates are measured on this machine") == measured
+    assert off.as_json()["off_by"].startswith(f"{10 / report.predicted_seconds:.1f} times from the plan: ")
+    for seconds in (report.predicted_seconds, 0.5):  # what it begins with says nothing of the plan
+        assert not [line for line in replace(off, seconds=seconds).lines() if line.startswith("off by")]
+
+
+def test_a_limit_above_the_memory_is_a_warning_with_both_numbers(place: Place) -> None:
+    from znnpy.inference import infer
+    from znnpy.machine import this_machine
+    from znnpy.planner.explain import human_bytes
+
+    there = this_machine().ram_bytes
+    report = infer(place.volume, place.folder / "net.yaml", threads=1, ram=4 * there)
+    said = f"is above the {human_bytes(there)} of this machine, which ends a process that needs more"
+    assert [warning for warning in report.warnings if human_bytes(4 * there) in warning and said in warning]
+
+
 def test_resumed_columns_count_the_work_of_this_run(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.show() as callback:
         callback(Event(2, 4, 500, 1000, 0.0, {}, 2000, 24, 48, 0.5))
         callback(Event(4, 4, 1000, 1000, 5.0, {}, 4000, 48, 48, 1.0))
-    assert capsys.readouterr().err == "100%  4/4 columns, 48/48 steps, 100 voxels/s, 3.91 KiB written, 0 µs left ()\n"
+    assert capsys.readouterr().err == "100%  4/4 columns, 48/48 steps, 100 voxels/s, 3.91 KiB written ()\n"
 
 
 def test_steps_fit_a_terminal_of_80_columns(
@@ -191,7 +329,7 @@ def test_work_of_a_run_is_what_its_steps_do(place: Place) -> None:
     assert 0 <= ahead[0] < ahead[-1] <= 1  # the first may bring in voxels for no layer to run yet
     assert list(ahead) == sorted(ahead)
     seconds = plan.seconds_per_step * len(cover) * (sum(ahead) + len(cover[0].steps) - cover.ahead)
-    assert seconds == pytest.approx(plan.seconds)
+    assert seconds == pytest.approx(plan.seconds - plan.preparing_seconds)
 
 
 def test_bar_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +377,7 @@ def test_stderr_that_cannot_be_written_is_no_progress(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e308])
 def test_plans_edited_by_hand_break_no_report(report: Report, seconds: float) -> None:
     choices = tuple(replace(choice, seconds=seconds) for choice in report.plan.choices)
-    edited = replace(report, plan=replace(report.plan, choices=choices, columns=10))
+    edited = replace(report, plan=replace(report.plan, choices=choices, columns=10, preparing_seconds=0.0))
     assert "(plan: 0)" in edited.lines()[1]
     predicted = json.loads(json.dumps(edited.as_json(), allow_nan=False))["predicted"]
     assert (predicted["seconds"], predicted["voxels_per_second"]) == (0, 0)

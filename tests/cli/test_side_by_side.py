@@ -97,7 +97,7 @@ def test_a_plan_is_run_as_it_is(place: Place) -> None:
     again = go(place, plan=file, mode="auto", threads=None, precision=None)
     assert again.plan.cells == made.cells
     assert len(again.lanes) == 2
-    with pytest.raises(PlanFileError, match="leave out --mode"):
+    with pytest.raises(PlanFileError, match="leave out `mode`"):
         go(place, plan=file, mode="gpu", threads=None, precision=None)
     for change, words in (
         ({"beside": None}, "memory is promised for a plan beside it exactly where there is one"),
@@ -171,7 +171,7 @@ def test_it_goes_on_where_it_stopped(place: Place) -> None:
 def test_words_that_contradict_a_run_that_began(place: Place) -> None:
     with pytest.raises(KeyboardInterrupt):
         go(place, patch=(2, 4, 4), progress=_stop_at_two)
-    with pytest.raises(ResumeError, match="the run began with --mode side-by-side, and now it is gpu"):
+    with pytest.raises(ResumeError, match="the run began with mode='side-by-side', and now it is mode='gpu'"):
         go(place, overwrite=False, resume=True, mode="gpu", threads=None, precision=None)
 
 
@@ -205,7 +205,7 @@ def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPa
 def test_ram_is_shared(place: Place) -> None:
     whole = go(place).plan
     least = go(place, mode="gpu").plan.memory.peak
-    with pytest.raises(NoPlanError, match=r"the GPU's part takes .* bytes of RAM, and the processor needs"):
+    with pytest.raises(NoPlanError, match=r"the GPU's part takes .* MiB of RAM, and the processor needs"):
         go(place, ram=least + 2**24)
     within = go(place, ram=whole.memory.peak + 2**26).plan
     assert within.mode == "side-by-side"
@@ -216,9 +216,9 @@ def test_ram_is_shared(place: Place) -> None:
     ("words", "sentence"),
     [
         ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, gpu-host, cpu-to-gpu, side-by-side"),
-        ({"device": "cpu"}, "--mode side-by-side is of the GPU, and --device cpu was asked for: drop one"),
-        ({"mode": "cpu", "device": "gpu"}, "--mode cpu is of the CPU, and --device gpu was asked for: drop one"),
-        ({"mode": "cpu", "vram": "1G", "precision": None}, "--vram limits the memory of a GPU, and none is used"),
+        ({"device": "cpu"}, "mode='side-by-side' is of the GPU, and device='cpu' was asked for: drop one"),
+        ({"mode": "cpu", "device": "gpu"}, "mode='cpu' is of the CPU, and device='gpu' was asked for: drop one"),
+        ({"mode": "cpu", "vram": "1G", "precision": None}, "`vram` limits the memory of a GPU, and none is used"),
     ],
 )
 def test_words_that_contradict_each_other(place: Place, words: dict[str, Any], sentence: str) -> None:

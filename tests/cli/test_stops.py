@@ -54,7 +54,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def wait_until_recorded(place: Place, process: subprocess.Popen[str], lines: int = 1) -> int:
+def wait_until_recorded(place: Place, process: subprocess.Popen[str], lines: int = 2) -> int:
     """Until some columns are on disk and on record: more than `lines` of the journal. How many there are now."""
     journal = place.out.with_name("out.h5.journal")
     deadline = time.monotonic() + 60
@@ -130,7 +130,7 @@ def test_kill_at_any_moment_then_resume(slow: Place, expected: Bits) -> None:
 def test_kill_within_columns_then_resume(slow: Place) -> None:
     """A column that was not finished is computed again from its first step."""
     columns = ("--cover", "columns", "--patch", "2,4,4", "--threads", "1")  # 100 columns of 20 steps
-    lines = 1
+    lines = 2
     for _ in range(2):
         process = start(slow, "--resume", *columns)
         lines = wait_until_recorded(slow, process, lines)

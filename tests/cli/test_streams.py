@@ -73,12 +73,12 @@ def test_a_closed_stream_takes_no_other_files_place(place: Place) -> None:
 
 
 INTERRUPTED_IMPORT = """
-import runpy, sys
+import os, runpy, signal, sys
 
 class Interrupt:
     def find_spec(self, name, path, target=None):
         if name == {name!r}:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ['znnpy', *{words!r}]
@@ -86,7 +86,7 @@ runpy.run_module('znnpy', run_name='__main__')
 """
 
 
-@pytest.mark.parametrize("name", ["znnpy.cli", "click", "pydantic", "numpy", "h5py"])
+@pytest.mark.parametrize("name", ["znnpy.stopping", "znnpy.cli", "click", "pydantic", "numpy", "h5py"])
 def test_ctrl_c_while_libraries_load(place: Place, name: str) -> None:
     code = INTERRUPTED_IMPORT.format(name=name, words=place.words)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -90,7 +90,10 @@ def test_traces_that_may_not_be_written(place: Place) -> None:
     for name in ("volume.h5", "net.yaml", "net.npz"):
         sentence = place.refusal(*place.words, "--overwrite", "--trace", place.folder / name)
         assert sentence.endswith(f"{name} is no trace, and nothing else is replaced by one; give another --trace")
-    assert "out.h5 is the output; give another --trace" in place.refusal(*place.words, "--trace", place.out)
+    for ending in ("", ".partial", ".journal", ".lock"):
+        beside = place.out.with_name(f"out.h5{ending}")
+        sentence = place.refusal(*place.words, "--trace", beside)
+        assert sentence.endswith(f"{beside} is the output or a file that it needs; give another --trace")
     assert "is no folder; give another --trace" in place.refusal(
         *place.words, "--trace", place.folder / "no" / "t.json"
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -36,7 +38,7 @@ def test_prints_worst_error_and_where(place: Place) -> None:
     result = place.run(*words(place))
     assert result.exit_code == 0
     assert "out.h5: 60 voxels recomputed by sliding the window in float64" in result.stdout
-    assert "allowed 1.97e-03 (half a step of uint8 included)" in result.stdout
+    assert "allowed 1.97e-03 (the tolerance of fp32; half a step of uint8 included)" in result.stdout
 
 
 @pytest.mark.parametrize("wrong", [1e-4, np.nan, np.inf])
@@ -51,32 +53,49 @@ def test_wrong_voxel_is_found(place: Place, wrong: float) -> None:
     assert place.run(*words(place, "--tolerance", "0.01")).exit_code == (0 if wrong == 1e-4 else 1)
 
 
-@pytest.mark.parametrize(
-    ("precision", "passes", "fails"),
-    [("fp32", 5e-6, 2e-5), ("tf32", 8e-3, 1.2e-2), ("fp16", 4e-2, 6e-2), (None, 5e-6, 2e-5)],
-)
-def test_as_much_is_allowed_as_the_precision_may_err(
-    place: Place, precision: str | None, passes: float, fails: float
+def add_everywhere(place: Place, wrong: float, **attributes: object) -> None:
+    """Predict anew, then add `wrong` to all voxels of map 0 and set attributes of the prediction."""
+    assert place.infer("--overwrite", "--device", "cpu").exit_code == 0
+    with h5py.File(place.out, "r+") as file:
+        prediction = file["prediction"]
+        prediction[0] = prediction[0] + np.float32(wrong)
+        for name, value in attributes.items():
+            prediction.attrs[name] = value
+
+
+@pytest.mark.parametrize(("precision", "passes", "fails"), [("fp32", 5e-6, 2e-5), ("tf32", 8e-3, 1.2e-2)])
+def test_as_much_is_allowed_as_the_precision_asked_for_may_err(
+    place: Place, precision: str, passes: float, fails: float
 ) -> None:
-    """As the output says it was made in, or fp32 where an older version did not say; `--tolerance` overrules it."""
+    """The tolerance does not depend on the output; `--tolerance` sets another, and the result names it."""
     for wrong, code in ((passes, 0), (fails, 1)):
-        assert place.infer("--overwrite", "--device", "cpu").exit_code == 0
-        with h5py.File(place.out, "r+") as file:
-            prediction = file["prediction"]
-            prediction[0] = prediction[0] + np.float32(wrong)
-            del prediction.attrs["precision"]
-            if precision is not None:
-                prediction.attrs["precision"] = precision
-        result = place.run(*words(place))
+        add_everywhere(place, wrong)
+        result = place.run(*words(place, "--precision", precision))
         assert result.exit_code == code, result.stderr
-        assert ((result.stdout + result.stderr).count(f"(predicted in {precision})")) == (precision in ("tf32", "fp16"))
-        assert place.run(*words(place, "--tolerance", 10 * fails)).exit_code == 0
+        assert f"(the tolerance of {precision})" in result.stdout + result.stderr
+        result = place.run(*words(place, "--tolerance", 10 * fails))
+        assert result.exit_code == 0
+        assert "(the tolerance asked for)" in result.stdout
+
+
+@pytest.mark.parametrize(("said", "wrong"), [("tf32", 8e-3), ("fp16", 4e-2)])
+def test_a_precision_that_only_the_output_names_allows_nothing(place: Place, said: str, wrong: float) -> None:
+    add_everywhere(place, wrong, precision=said)
+    sentence = place.refusal(*words(place))
+    assert sentence.startswith("60 of 60 voxels are wrong; worst error ")
+    assert "allowed 1.00e-05 (the tolerance of fp32)" in sentence
+    assert f"the output says that it was predicted in {said}: if it was, allow " in sentence
+    assert sentence.endswith(f" with --precision {said}")
+    result = place.run(*words(place, "--precision", said, "--json"))
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert (report["precision"], report["predicted_in"], report["tolerance"]) == (said, said, TOLERANCES[said])
 
 
 def test_the_help_says_what_is_allowed(place: Place) -> None:
     said = " ".join(place.run("verify", "--help").stdout.split())
     fp32, tf32, fp16 = (f"{TOLERANCES[word]:.0e}".replace("e-0", "e-") for word in ("fp32", "tf32", "fp16"))
-    assert f"[default: {fp32}; {tf32} where predicted in tf32, {fp16} in fp16]" in said
+    assert f"may err: {fp32}, {tf32} in tf32, {fp16} in fp16 [default: fp32, whatever the output says]" in said
 
 
 def test_a_precision_that_is_none_is_refused(place: Place) -> None:
@@ -90,7 +109,58 @@ def test_wrong_offset_is_found(place: Place) -> None:
     assert place.infer().exit_code == 0
     with h5py.File(place.out, "r+") as file:
         file["prediction"].attrs["offset"] = np.array([2, 2, 3])
-    assert "voxels are wrong" in place.refusal(*words(place))
+    sentence = place.refusal(*words(place))
+    assert (
+        "out.h5 has offset (2, 2, 3), and (2, 3, 3) follows from region of the whole volume, border valid" in sentence
+    )
+
+
+def replace_prediction(place: Place, voxels: np.ndarray[Any, Any]) -> None:
+    """Store `voxels` as the prediction, with the attributes that it had."""
+    with h5py.File(place.out, "r+") as file:
+        attributes = dict(file["prediction"].attrs)
+        del file["prediction"]
+        file["prediction"] = voxels
+        file["prediction"].attrs.update(attributes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda voxels: voxels[:, :7],
+        lambda voxels: voxels[:, :, :, 1:],
+        lambda voxels: voxels[0],
+        lambda voxels: np.concatenate([voxels, voxels], axis=1),
+        lambda voxels: np.concatenate([voxels, voxels], axis=0),
+        lambda voxels: voxels.astype(np.float64),
+    ],
+    ids=["half its planes", "a row less", "one map", "grown", "more maps", "another dtype"],
+)
+def test_shape_and_dtype_follow_from_the_job(place: Place, change: Callable[[Any], Any]) -> None:
+    """An output that was cut or grown does not pass, however right its voxels are."""
+    assert place.infer("--border", "reflect", "--roi", "0:15,2:,:23").exit_code == 0
+    assert place.run(*words(place)).exit_code == 0
+    replace_prediction(place, change(place.prediction()))
+    sentence = place.refusal(*words(place))
+    assert "follows from region 0:15,2:23,0:23, border reflect and the network's field of view" in sentence
+
+
+def test_the_result_says_which_part_was_predicted(place: Place) -> None:
+    """A cut output whose attributes were made to fit is a right output of that part, and says so."""
+    assert place.infer("--roi", "0:15,2:,:23").exit_code == 0
+    assert "the output covers part 0:15,2:23,0:23 of the volume, border valid" in place.run(*words(place)).stdout
+    assert place.infer("--overwrite").exit_code == 0
+    assert "the output covers the whole volume, border valid" in place.run(*words(place)).stdout
+
+
+def test_a_roi_outside_of_the_volume_is_a_sentence(place: Place) -> None:
+    assert place.infer().exit_code == 0
+    with h5py.File(place.out, "r+") as file:
+        attributes = file["prediction"].attrs
+        attributes["job"] = attributes["job"].replace('"roi": ""', '"roi": "0:999,0:5,0:5"')
+    sentence = place.refusal(*words(place))
+    assert "names a region that cannot have been predicted" in sentence
+    assert "0:999 of 0:20" in sentence
 
 
 def test_nan_is_right_where_the_field_of_view_holds_one(place: Place) -> None:
@@ -130,8 +200,33 @@ def test_a_copy_of_the_volume_is_the_volume(place: Place) -> None:
 
 
 def test_refuses_files_that_are_no_output(place: Place) -> None:
-    assert "was not written by znnpy" in place.refusal("verify", place.volume, place.volume)
+    assert "has no dataset 'prediction'; it holds raw" in place.refusal("verify", place.volume, place.volume)
     assert "there is no file" in place.refusal("verify", place.out, place.volume)
+    array = place.folder / "array.npy"
+    np.save(array, np.zeros((5, 6, 7), np.float32))
+    assert "was not written by znnpy" in place.refusal("verify", array, place.volume)
+    place.write_volume(np.zeros((5, 6, 7), np.uint8), "other.h5", prediction=np.zeros((5, 6, 7), np.float32))
+    assert "was not written by znnpy" in place.refusal("verify", place.folder / "other.h5", place.volume)
+
+
+def test_other_datasets_beside_the_prediction(place: Place) -> None:
+    assert place.infer().exit_code == 0
+    with h5py.File(place.out, "r+") as file:
+        file["labels"] = np.zeros((5, 6, 7), np.uint8)
+    assert place.run(*words(place)).exit_code == 0
+
+
+def test_the_dataset_of_the_volume(place: Place) -> None:
+    """The default is the dataset that was predicted; `--dataset` names the same voxels under another name."""
+    with h5py.File(place.volume, "r+") as file:
+        file["other"] = np.zeros((20, 23, 25), np.uint8)
+    assert place.infer("--dataset", "raw").exit_code == 0
+    assert place.run(*words(place)).exit_code == 0
+    assert "is not the volume" in place.refusal(*words(place, "--dataset", "other"))
+    with h5py.File(place.volume, "r+") as file:
+        file.move("raw", "grey")
+    assert "has no dataset 'raw'" in place.refusal(*words(place))
+    assert place.run(*words(place, "--dataset", "grey")).exit_code == 0
 
 
 def test_seed_chooses_the_voxels(place: Place) -> None:
@@ -179,7 +274,7 @@ def test_large_values_round_in_proportion(tmp_path: Path) -> None:
     result = place.run(*words(place, "--tolerance", "1e-9"))
     assert result.exit_code == 1
     assert "(1e-09 times " in result.stderr
-    assert ", the size of the values)" in result.stderr
+    assert ", the size of the values; the tolerance asked for)" in result.stderr
 
 
 @pytest.mark.parametrize("channel", [0, 1])
@@ -226,5 +321,10 @@ def test_words_that_are_none(place: Place) -> None:
     for tolerance in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="a tolerance must be positive and finite"):
             verify(place.out, place.volume, tolerance=tolerance)
+    with pytest.raises(ValueError, match="a precision is one of fp32, tf32, fp16, not 'int4'"):
+        verify(place.out, place.volume, precision="int4")
+    with pytest.raises(ValueError, match="a precision stands for a tolerance: give one of them"):
+        verify(place.out, place.volume, precision="tf32", tolerance=1e-3)
+    assert place.run(*words(place, "--precision", "tf32", "--tolerance", 1e-3)).exit_code == 2
     with pytest.raises(ValueError, match="0 samples show nothing"):
         verify(place.out, place.volume, samples=0)

@@ -18,6 +18,7 @@ from znnpy import cli, doors
 from znnpy.errors import NoPlanError
 from znnpy.machine import processor
 from znnpy.planner.plan import Plan
+from znnpy.stopping import Terminated
 from znnpy.volume.journal import Journal, JournalHeader, journal_path
 
 
@@ -25,6 +26,10 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
     ("words", "said"),
     [
         (("infer", "v.h5", "--ram", "12Q"), "'12Q' is no size: give a number with K, M, G or T, such as 600M or 2G"),
+        (
+            ("infer", "v.h5", "--ram", "2"),
+            "'2' has no unit and is a number of bytes, too few for a run: write 2M or 2G",
+        ),
         (("infer", "v.h5", "--ram", "0.0001K"), "'0.0001K' is 0 bytes: give a positive size such as 2G"),
         (("infer", "v.h5", "--threads", "0"), "0 is not in the range 1<=x<=4096"),
         (("infer", "v.h5", "--patch", "64,64"), "'64,64' is not three positive counts of voxels Z,Y,X"),
@@ -90,10 +95,10 @@ def test_infer_writes_beside_the_volume(place: Place) -> None:
     out = place.folder / "volume_tiny.h5"
     assert out.exists()
     assert result.stdout.startswith(f"{out}: 15x16x19, 4,560 voxels\nspeed ")
-    for word in ("voxels/s (plan:", "at the peak (plan:", "computing", "precision  fp32, BLAS kernels"):
+    for word in ("voxels/s (plan:", "at the peak (plan:", "computing", "precision  fp32, 32-bit floating point; BLAS"):
         assert word in result.stdout
     assert result.stderr.startswith("100%  1/1 patches, ")
-    assert " voxels/s, 35.6 KiB written, " in result.stderr  # 2 maps of 4,560 float32
+    assert " voxels/s, 35.6 KiB written (" in result.stderr  # 2 maps of 4,560 float32
 
 
 def test_infer_json(place: Place) -> None:
@@ -152,7 +157,7 @@ def test_no_depth_first_keeps_all_fragments_together(place: Place) -> None:
     split = json.loads(place.run(*words).stdout)["plan"]
     assert max(Plan.from_json(json.dumps(split)).parts) > 1
     sentence = place.refusal(*words, "--no-depth-first", "--cover", "patches")
-    assert "nothing fits in 1,153,433,600 bytes" in sentence
+    assert "nothing fits in 1,100.0 MiB of RAM: " in sentence
     assert sentence.endswith(", or drop --patch, or drop --cover, or drop --no-depth-first")
 
 
@@ -242,7 +247,7 @@ def test_interrupted_planning_says_nothing_of_resuming() -> None:
     door = cli.main.commands["plan"]
     assert isinstance(door, doors.Door)
     assert door._explain(KeyboardInterrupt()) == ("interrupted", 130)
-    assert door._explain(doors.Terminated()) == ("stopped by SIGTERM", 143)
+    assert door._explain(Terminated()) == ("stopped by SIGTERM", 143)
 
 
 def test_a_bug_is_not_hidden(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +276,9 @@ def test_closed_pipe_is_no_traceback(place: Place) -> None:
 def header(place: Place, blas: str) -> None:
     """The journal of an unfinished run whose products were those of `blas`."""
     head = JournalHeader({}, {"processor": processor()}, "", blas, 1)
-    Journal(journal_path(place.out)).create(head)
+    journal = Journal(journal_path(place.out))
+    journal.create("0123456789abcdef", head)
+    journal.close()
 
 
 @pytest.mark.parametrize(

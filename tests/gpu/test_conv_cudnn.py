@@ -306,7 +306,7 @@ def test_says_why_not() -> None:
     assert PLAIN.why_not(SHAPE, WITH_GPU) is None
     assert PLAIN.why_not(SHAPE, MACHINE) == "needs a CUDA device"
     without = replace(MACHINE, gpu=replace(GPU, versions=()))
-    assert "pip install 'znnpy[cudnn]'" in (PLAIN.why_not(SHAPE, without) or "")
+    assert "pip install 'nvidia-cudnn-frontend" in (PLAIN.why_not(SHAPE, without) or "")
     old = replace(MACHINE, gpu=replace(GPU, versions=(*GPU.versions, ("cudnn-cu13", "9.15.1.7"))))
     assert "9.15.1.7" in (PLAIN.why_not(SHAPE, old) or "")
     assert "softmax" in (PLAIN.why_not(replace(SHAPE, activation="softmax"), WITH_GPU) or "")

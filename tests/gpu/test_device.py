@@ -107,7 +107,7 @@ def test_more_memory_than_there_is_is_refused_in_a_sentence(device: Any) -> None
     with pytest.raises(
         DeviceError,
         match=rf"^cudaMalloc for a whole brain of {much} bytes was refused: cudaErrorMemoryAllocation: out of memory; "
-        r"\d+ bytes are free, so lower --vram or stop other programs on the GPU$",
+        r"\d+ bytes are free, so lower `vram` or stop other programs on the GPU$",
     ):
         device.allocate(much, "a whole brain")
     assert np.array_equal(device.get(device.put(np.ones(3), "it goes on")), np.ones(3))
@@ -319,7 +319,7 @@ def test_a_card_is_described_from_what_cuda_says(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("cupy", "sentence"),
     [
-        (None, r"a GPU is driven through CuPy, which cannot be imported \(.*\): pip install 'znnpy\[gpu\]'"),
+        (None, r"a GPU is driven through CuPy, which cannot be imported \(.*\): pip install 'cupy-cuda13x\[ctk\].*'"),
         (fake_cupy(driver=0), "this machine has no NVIDIA driver: install one, or run on the CPU"),
         (
             fake_cupy(driver=12080),
@@ -331,7 +331,7 @@ def test_a_card_is_described_from_what_cuda_says(monkeypatch: pytest.MonkeyPatch
         ),
         (
             fake_cupy(no_compiler="no libnvrtc.so.13\nsearched here\nand there"),
-            r"CUDA's compiler, which CuPy needs, cannot be loaded \(no libnvrtc.so.13\): pip install 'znnpy\[gpu\]'",
+            r"CUDA's compiler, which CuPy needs, cannot be loaded \(no libnvrtc.so.13\): pip install .cupy-cuda13x.*",
         ),
         (fake_cupy(devices=0), "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and .*"),
         (

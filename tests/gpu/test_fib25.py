@@ -65,8 +65,8 @@ def test_the_gpu_gives_the_cpus_output(
     if precision == "fp32":
         assert np.abs(error).max() <= 1e-5
     assert rms <= RMS[precision]
-    checked = verify(out, volume, samples=200)
-    assert checked.precision == precision
+    checked = verify(out, volume, samples=200, precision=precision)
+    assert checked.predicted_in == precision
     assert report.vram_bytes is not None
     assert report.vram_bytes <= report.plan.memory.vram
 

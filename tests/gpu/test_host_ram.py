@@ -265,7 +265,7 @@ def test_parts_of_sums_that_float16_cannot_hold_are_told(device: Any, activation
     x = np.full(shape.in_shape, 40000, np.float32)
     weights.weight[...] *= 2
     assert np.isfinite(run(device, shape, x, weights, variant(shape))).all()
-    with pytest.raises(ValuesOverflowError, match=r"became 80000, beyond float16; choose --precision tf32, or check"):
+    with pytest.raises(ValuesOverflowError, match=r"became 80000, beyond float16; choose precision='tf32', or check"):
         run(device, shape, x, weights, variant(shape, maps_in=1))
 
 

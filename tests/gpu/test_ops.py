@@ -285,7 +285,7 @@ def test_precisions_that_do_not_fit_are_told(device: Any) -> None:
     with pytest.raises(ShapeError, match="tf32 multiplies float32 arrays, not float16"):
         ops.convolve(half, weights, precision="tf32", device=device, **gemm)
     with pytest.raises(ValueError, match="tf32 is for method='implicit_gemm' on a device; all else computes in fp32"):
-        ops.convolve(x, weights, precision="tf32", device=device)
+        ops.convolve(x, weights, method="direct", precision="tf32", device=device)
     with pytest.raises(ValueError, match="fp16 is for method='implicit_gemm' on a device"):
         ops.convolve(host, weights, precision="fp16", **gemm)
     with pytest.raises(ValueError, match="precision is 'bf16'; it may be fp32, tf32, fp16"):

@@ -152,7 +152,7 @@ def test_an_overflow_names_its_layer(device: Any, primitive: str, precision: Pre
     if plan.choices[1].primitive != primitive:
         pytest.skip(f"{primitive} does not apply here")
     said = r"^output voxels \(z, y, x\) = \(0, 0, 0\) to .*: layer 1 \(conv 2x2x2 -> 16 none\): .*"
-    said += "choose --precision tf32" if precision == "fp16" else "check the weights"
+    said += "choose precision='tf32'" if precision == "fp16" else "check the weights"
     with np.errstate(all="ignore"), pytest.raises(ValuesOverflowError, match=said):  # an emulator's libraries are numpy
         ran(plan, net, volume, device=device)
 

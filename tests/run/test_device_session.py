@@ -224,7 +224,7 @@ def test_an_overflow_names_its_layer_and_where(device: EmulatedDevice, only: str
     volume[:, :10] = 127  # about 0 once normalised
     net.weights[0].weight[:], net.weights[0].bias[:] = 1, -0.25
     plan = on_gpu(network, volume, (2, 8, 8), column=16, only=(only,), in_one=False, precision=precision)
-    wider = "choose --precision tf32" if precision == "fp16" else ""
+    wider = "choose precision='tf32'" if precision == "fp16" else ""
     step = r"output voxels \(z, y, x\) = \(6, 0, 0\) to \(8, 8, 8\), step \d+ of column 0"
     said = rf"^{step}: layer 2 \(conv 2x2x2 -> 2 none\): .*{wider}"
     with pytest.raises(ValuesOverflowError, match=said):  # output voxel 6 is the first that sees plane 10
@@ -250,7 +250,7 @@ def test_the_first_steps_of_a_column_find_overflows_too(device: EmulatedDevice) 
             "f4",
             1e5,
             "fp16",
-            r"values up to 100000, .* float16's largest number 65504; choose --precision tf32, rescale",
+            r"values up to 100000, .* float16's largest number 65504; choose precision='tf32', rescale",
         ),
     ],
 )
@@ -272,7 +272,7 @@ def test_an_output_beyond_float16_is_refused(device: EmulatedDevice) -> None:
     fits = ran(plan, trained(network), volume, dtype=np.float16, table=STAND_INS, device=device)
     assert (fits == 65504).all()
     volume[0, 2, 2, 2] = 65520.0
-    with pytest.raises(ValuesOverflowError, match=r"^output .*: the output holds 65520, beyond float16's .*--output-d"):
+    with pytest.raises(ValuesOverflowError, match=r"^output .*: the output holds 65520, beyond float16's .*output_d"):
         ran(plan, trained(network), volume, dtype=np.float16, table=STAND_INS, device=device)
 
 

@@ -52,17 +52,17 @@ def test_a_network_of_poolings_alone_needs_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "also"),
     [
-        ("a.znni", "INPUTS:1, LAYERS:1\nCONV 2,2,2 1\n", r"npz$"),
+        ("a.znni", "INPUTS:1, LAYERS:1\nCONV 2,2,2 1\n", r"npz'$"),
         (
             "a.yaml",
             "input_channels: 1\nlayers: [{type: conv, kernel: 2, out: 1}]",
-            "npz, or name it in the network",
+            "npz', or name it in the network",
         ),
     ],
 )
 def test_missing_weights_say_where_they_can_go(tmp_path: Path, name: str, content: str, also: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(NetworkFileError, match=r"give --weights FILE\." + also):
+    with pytest.raises(NetworkFileError, match=r"give weights='FILE\." + also):
         load_network(tmp_path / name)
 
 

@@ -23,7 +23,7 @@ from znnpy.planner.samples import samples
 from znnpy.planner.search import make_plan
 from znnpy.planner.sizes import SIZES
 from znnpy.run import clocks
-from znnpy.run.clocks import CLOCK_SECONDS, CpuClock
+from znnpy.run.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
 from znnpy.run.learning import Learner
 from znnpy.run.measuring import FAR, SHORT_SECONDS, Bench, sample_tasks
 from znnpy.run.timing import Progress, Rooms, Task, Timer
@@ -142,7 +142,7 @@ def test_nothing_is_begun_that_does_not_fit_the_time() -> None:
     done = list(timer(clock, limit).times(found, clock))
     assert 0 < len(done) < len(found)
     assert clock.now - 100.0 <= limit
-    with pytest.raises(NoPlanError, match=r"no layer could be measured within .* of memory for it; raise --minutes"):
+    with pytest.raises(NoPlanError, match=r"no layer could be measured within .* of memory for it; raise `minutes`"):
         Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).survey(found, clock, timer(Clock(), 1e-12))
 
 
@@ -241,6 +241,51 @@ def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> Non
     assert new.by_size == {}, "factors belong to the rates that they were fitted with"
     assert new.layers == (*layers[1:], replace(layers[0], seconds=9.0))
     assert new.why_not(MACHINE, 2, FAKES) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_new_memory_is_written_to_by_all_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[tuple[int, int]] = []
+
+    def touch(block: Any, hands: Crew) -> None:
+        touched.append((block.size, hands.threads))
+        seconds.append(seconds[-1] + 0.25)
+
+    seconds = [5.0]
+    monkeypatch.setattr(clocks, "touch", touch)
+    assert touching_rate(threads, TOUCHED_PART + 4096, lambda: seconds[-1]) == (TOUCHED_PART + 4096) / 0.5
+    assert touched == [(TOUCHED_PART, threads), (4096, threads)]
+    touched.clear()
+    assert touching_rate(threads, 2**30, lambda: seconds[-1]) == TOUCHED_PART / 0.25
+    assert len(touched) == MOST_TOUCHING / 0.25, "slow memory is not waited for"
+
+
+def test_the_rate_of_new_memory_is_that_of_real_memory() -> None:
+    assert 1e6 < touching_rate(2, 2**25) < 1e13
+
+
+def test_new_memory_is_measured_within_what_is_free_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def rate(threads: int, nbytes: int) -> float:
+        asked.append((threads, nbytes))
+        return 5e9
+
+    monkeypatch.setattr("znnpy.run.measuring.touching_rate", rate)
+    bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
+    assert bench.touched(None, again=False) == 5e9
+    plain = bench.costs(bench.assumed, {"product": 1}, [], None)
+    assert plain.touching is None, "what is assumed is not kept as measured"
+    old = bench.costs(replace(bench.assumed, touching=4e9, touching_measured=True), {"product": 1}, [], None)
+    assert old.touching == 4e9
+    assert bench.touched(old, again=False) == 4e9
+    assert bench.touched(old, again=True) == 5e9
+    assert replace(bench, room_bytes=2**27).touched(plain, again=False) == 5e9
+    assert asked == [(2, 2**29), (2, 2**29), (2, 2**26)]
+    assert replace(bench, room_bytes=2**20).touched(old, again=True) == 4e9
+    assert replace(bench, room_bytes=2**20).touched(None, again=True) is None
+    assert Bench(WITH_GPU, "gpu", LIMITS, 2**34, FAKES).touched(None, again=True) is None
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -109,7 +109,7 @@ def test_one_voxel_that_is_off_is_named(
     sentence = str(caught.value)
     assert sentence.startswith(f"{broken.where} ({MIXED.layers[broken.layers[0]]}) run by {broken.primitive} ")
     assert " of random values, and by definition it is " in sentence
-    assert f"choose other primitives than {broken.primitive} with --only" in sentence
+    assert f"choose other primitives than {broken.primitive} with `only`" in sentence
 
 
 def test_layers_that_do_not_fit_are_checked_on_fewer_images_or_said(

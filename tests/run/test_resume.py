@@ -48,14 +48,6 @@ def go_on(place: Place, *, resume: bool = True, **changed: Any) -> Report:
     return infer(place.volume, place.folder / "net.yaml", out=place.out, resume=resume, **words)
 
 
-def edit_journal(place: Place, change: Callable[[dict[str, Any]], None]) -> None:
-    journal = place.out.with_name(place.out.name + ".journal")
-    first, _, rest = journal.read_text().partition("\n")
-    header = json.loads(first)
-    change(header)
-    journal.write_text(json.dumps(header) + "\n" + rest)
-
-
 def test_goes_on_where_it_stopped(stopped: Place) -> None:
     report = go_on(stopped)
     assert 0 < report.computed < report.voxels
@@ -67,10 +59,16 @@ def test_goes_on_where_it_stopped(stopped: Place) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"threads": 1}, "began with --threads 2, and now it is 1"),
-        ({"patch": (2, 4, 4)}, "began with --patch 4,4,4, and now it is 2,4,4"),
-        ({"only": ["cpu.conv.direct"]}, "began with --only every primitive, and now it is cpu.conv.direct"),
-        ({"ram": "1M"}, r"needs \d+ bytes, and --ram allows 1048576"),
+        (
+            {"threads": 1},
+            r"began with threads=2, and now it is threads=1; leave it out, or start",
+        ),
+        ({"patch": (2, 4, 4)}, r"began with patch=\(4, 4, 4\), and now it is patch=\(2, 4, 4\)"),
+        ({"only": ["cpu.conv.direct"]}, r"began with no `only`, and now it is only=\('cpu.conv.direct',\)"),
+        (
+            {"ram": "1M"},
+            r"needs [\d,]+\.\d MiB, and ram='1M' allows 1\.0 MiB; allow as much, or start again",
+        ),
     ],
 )
 def test_other_words(stopped: Place, changed: dict[str, Any], said: str) -> None:
@@ -84,6 +82,72 @@ def test_words_left_out_are_those_it_began_with(stopped: Place, left_out: dict[s
     assert go_on(stopped, **left_out).plan.patch_out == BEGUN["patch"]
 
 
+def test_a_limit_that_the_plan_fits_in_is_taken_and_the_report_says_so(place: Place) -> None:
+    """The plan stays, as rounding depends on it."""
+
+    def interrupt(event: Event) -> None:
+        if event.columns_done > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(place, resume=False, progress=interrupt, ram="2G")
+    report = go_on(place, ram="3G")
+    assert report.plan.limits.ram_bytes == 2 * 2**30
+    said = "the run went on with the plan that it began with, which was made for 2.00 GiB: ram='3G' cha"
+    assert [warning for warning in report.warnings if warning.startswith(said)]
+
+
+def test_the_limit_that_it_began_with_needs_no_words(place: Place) -> None:
+    def interrupt(event: Event) -> None:
+        if event.columns_done > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(place, resume=False, progress=interrupt, ram="2G")
+    assert not [warning for warning in go_on(place, ram="2G").warnings if "went on" in warning]
+
+
+def change_output(header: dict[str, Any]) -> None:
+    plan = json.loads(header["plan"])
+    plan["output"][0] += 4
+    header["plan"] = json.dumps(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda header: header.update(columns=header["columns"] + 1),
+            r"counts \d+ columns, and its plan has \d+",
+        ),
+        (
+            lambda header: header.update(columns=5),
+            r"counts 5 columns, and its plan has \d+; start again",
+        ),
+        (lambda header: header.update(plan="{}"), "the plan that the run began with: "),
+        (lambda header: header.update(plan="[" * 100_000), "the plan that the run began with: "),
+        (
+            change_output,
+            "began with a plan for 19x16x19 voxels, and its output has 15x16x19; start again",
+        ),
+        (lambda header: header["settings"].pop("versions"), "began with versions null, and here they are"),
+        (lambda header: header["settings"].pop("only"), None),
+    ],
+)
+def test_journals_are_checked_before_anything_is_computed(
+    stopped: Place, change: Callable[[dict[str, Any]], None], said: str | None
+) -> None:
+    stopped.edit_journal(change)
+    before = stopped.state()
+    if said is None:
+        go_on(stopped)
+        return
+    with pytest.raises(ResumeError, match=said) as caught:
+        go_on(stopped)
+    assert len(str(caught.value)) < 600
+    assert stopped.state() == before
+
+
 def test_the_whole_volume_by_its_numbers_is_the_whole_volume(stopped: Place) -> None:
     report = go_on(stopped, roi="0:20,0:23,0:25")
     assert 0 < report.computed < report.voxels
@@ -91,7 +155,7 @@ def test_the_whole_volume_by_its_numbers_is_the_whole_volume(stopped: Place) -> 
 
 def test_other_plan(stopped: Place) -> None:
     other = znnpy.plan(stopped.folder / "net.yaml", volume=stopped.volume, patch=(2, 2, 2))
-    with pytest.raises(ResumeError, match="another plan than --plan gives"):
+    with pytest.raises(ResumeError, match="another plan than `plan` gives"):
         go_on(stopped, plan=other)
 
 
@@ -99,8 +163,8 @@ def test_other_libraries(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         header["settings"]["versions"]["numpy"] = "1.0"
 
-    edit_journal(stopped, older)
-    with pytest.raises(ResumeError, match=r'began with versions \{.*"numpy": "1.0".*start again with --overwrite'):
+    stopped.edit_journal(older)
+    with pytest.raises(ResumeError, match=r'began with versions \{.*"numpy": "1.0".*start again with overwrite=True'):
         go_on(stopped)
 
 
@@ -108,7 +172,7 @@ def test_other_processor(stopped: Place) -> None:
     def elsewhere(header: dict[str, Any]) -> None:
         header["settings"]["processor"] = "Z80"
 
-    edit_journal(stopped, elsewhere)
+    stopped.edit_journal(elsewhere)
     with pytest.raises(ResumeError, match=r'began with processor "Z80", and here'):
         go_on(stopped)
 
@@ -119,8 +183,8 @@ def test_other_version_of_a_primitive(stopped: Place) -> None:
         plan["choices"][0]["version"] += 1
         header["plan"] = json.dumps(plan)
 
-    edit_journal(stopped, older)
-    with pytest.raises(ResumeError, match=r"the plan that the run began with: .*version.*start again with --overwrite"):
+    stopped.edit_journal(older)
+    with pytest.raises(ResumeError, match=r"the plan that the run began with: .*version.*start again with overwrite"):
         go_on(stopped)
 
 
@@ -130,12 +194,12 @@ def test_a_plan_of_another_format(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         header["plan"] = json.dumps(json.loads(header["plan"]) | {"format": FORMAT - 1})
 
-    edit_journal(stopped, older)
+    stopped.edit_journal(older)
     with pytest.raises(ResumeError) as caught:
         go_on(stopped)
     assert str(caught.value) == (
         f"the plan that the run began with: this is a plan file of format {FORMAT - 1}, and this version reads format "
-        f"{FORMAT}; start again with --overwrite"
+        f"{FORMAT}; start again with overwrite=True"
     )
 
 
@@ -160,7 +224,7 @@ def test_a_finished_output_whose_plan_cannot_be_read(place: Place, plan: str | N
         go_on(place)
     said = str(caught.value)
     assert said.startswith(f"{place.out} is complete, but what it says of how it was made cannot be read: {why}")
-    assert said.endswith("; use it as it is, or start again with --overwrite")
+    assert said.endswith("; use it as it is, or start again with overwrite=True")
     assert "make it again" not in said
     go_on(place, resume=False, overwrite=True)
     assert go_on(place).computed == 0
@@ -187,7 +251,7 @@ def test_other_blas_kernels(stopped: Place) -> None:
     def elsewhere(header: dict[str, Any]) -> None:
         header["blas"] = "openblas Prescott"
 
-    edit_journal(stopped, elsewhere)
+    stopped.edit_journal(elsewhere)
     with pytest.raises(ResumeError, match=r"began with BLAS kernels openblas Prescott, .*OPENBLAS_CORETYPE"):
         go_on(stopped)
 
@@ -206,7 +270,7 @@ def progress(event):
     global steps
     steps += 1
     if steps == int(sys.argv[5]):
-        while Path(out + ".journal").read_bytes().count(b"\\n") <= int(sys.argv[6]):
+        while Path(out + ".journal").read_bytes().count(b"\\n") <= 1 + int(sys.argv[6]):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -226,9 +290,9 @@ def columns_of(place: Place, axis: int, primitive: str) -> Plan:
 
 
 def record(place: Place) -> list[str]:
-    """Lines of the journal behind its header."""
+    """Records of the journal, behind its two first lines."""
     lines: list[str] = place.out.with_name(place.out.name + ".journal").read_text().splitlines()
-    return lines[1:]
+    return lines[2:]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_when_the_time_is_up_the_best_so_far_is_kept_and_that_is_said(rigor: str
     assert study.done == "measure"
     (sentence,) = study.sentences
     assert sentence.startswith(f"the time limit of {limit:,.3g} s was up after {len(clock.runs)} layers were measured")
-    assert sentence.endswith("give more --time-limit")
+    assert sentence.endswith("give more `time_limit`")
     assert made(rates).seconds > 0
 
 

@@ -52,7 +52,7 @@ def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np
     """The plan that `table` allows for the whole of `raw` as one patch, run: (maps, z, y, x)."""
     network = trained.network
     size = network.dense_size(raw.shape[1:])
-    plan = make_plan(network, size, this_machine(), Limits(2**32, threads), table=table, patch=size)
+    plan = make_plan(network, size, this_machine(), Limits(2**32, threads), table=table, patch=size, columns=False)
     plan.check_runs(network, this_machine())
     pooled = sum(isinstance(layer, Pool) for layer in network.layers)
     alone = any(primitive.kind == "pool" for primitive in table)

@@ -170,7 +170,7 @@ def test_a_killed_run_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:
 def test_only_a_trace_is_replaced_by_one(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("{}")
-    with pytest.raises(OutputError, match="is no trace, and nothing else is replaced by one; give another --trace"):
+    with pytest.raises(OutputError, match="is no trace, and nothing else is replaced by one; give another `trace`"):
         recorded(path)
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
     path.unlink()
@@ -181,7 +181,7 @@ def test_only_a_trace_is_replaced_by_one(tmp_path: Path) -> None:
 
 def test_a_folder_that_takes_no_file_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "trace.json"
-    with pytest.raises(OutputError, match=r"^cannot write the trace .*: No such file or directory; .* another --trace"):
+    with pytest.raises(OutputError, match=r"^cannot write the trace .*: No such file or directory; .* another `trace`"):
         recorded(path)
 
 
@@ -287,9 +287,13 @@ def test_the_system_may_write_a_part_only(tmp_path: Path) -> None:
         (lambda content: content.replace(b'"ph"', b'"\xff"', 1), "is damaged"),
         (lambda content: content.replace(b'"tid": 1', b'"tid": 9', 1), "is damaged"),
         (lambda content: content.replace(b'"dur": 1000000.0', b'"dur": []', 1), "is damaged"),
+        (lambda content: content.replace(b'"dur": 1000000.0', b'"dur": NaN', 1), "is damaged"),
+        (lambda content: content.replace(b'"dur": 1000000.0', b'"dur": 1' + b"0" * 400, 1), "is damaged"),
+        (lambda content: content.replace(b'"dur": 1000000.0', b'"dur": ' + b"[" * 30_000, 1), "is damaged"),
+        (lambda content: content[:-4] + b" " * 10**6 + content[-4:], "is damaged"),
         (lambda content: content[: content.index(b"{", 5)] + b"[7],\n" + content, "is (damaged|no trace)"),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_what_is_no_trace_is_a_sentence(tmp_path: Path, change: Any, said: str) -> None:
     path = tmp_path / "trace.json"
@@ -297,6 +301,13 @@ def test_what_is_no_trace_is_a_sentence(tmp_path: Path, change: Any, said: str) 
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ZnnpyError, match=rf"^{path} {said}"):
         list(read_spans(path))
+
+
+def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    """Opening a pipe would wait for another process to write to it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ZnnpyError, match=r"cannot read .*pipe: it is a pipe, a socket or a device"):
+        list(read_spans(tmp_path / "pipe"))
 
 
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:

@@ -211,6 +211,17 @@ def test_a_short_run_puts_a_damaged_file_right(cache: Path, damage: Any) -> None
         assert len(wisdom.sentences) == expected
 
 
+def test_a_pipe_is_no_cache(cache: Path) -> None:
+    """Opening a pipe would wait for another process to write to it."""
+    learn()
+    path = only_file(cache)
+    path.unlink()
+    os.mkfifo(path)
+    with wisdom_kept(MACHINE, 1.0) as wisdom:
+        transform()
+    assert "cannot be read (it is a pipe, a socket or a device" in wisdom.sentences[0]
+
+
 def test_a_cache_that_cannot_be_written_is_a_sentence(cache: Path) -> None:
     cache.parent.write_text("a file where the folder should be")
     wisdom = learn()
@@ -327,12 +338,16 @@ def test_damaged_wisdom_in_a_journal_ends_the_run(wide: Place, monkeypatch: pyte
     monkeypatch.setattr(kept, "LEARNING_PART", 1e9)
     with pytest.raises(KeyboardInterrupt):
         go(wide, progress=stop_half_way)
-    journal = wide.out.with_name(wide.out.name + ".journal")
-    text = journal.read_text()
-    journal.write_text(text.replace("fftwf_wisdom", "fftwq_wisdom"))
-    with pytest.raises(ResumeError, match=r"FFTW wisdom of \d+ transforms is damaged.*start again with --overwrite"):
+
+    def rename(before: str, after: str) -> None:
+        wide.edit_journal(
+            lambda head: head.update(wisdom=json.loads(json.dumps(head["wisdom"]).replace(before, after)))
+        )
+
+    rename("fftwf_wisdom", "fftwq_wisdom")
+    with pytest.raises(ResumeError, match=r"FFTW wisdom of \d+ transforms is damaged.*start again with overwrite=True"):
         go(wide, resume=True)
-    journal.write_text(text)
+    rename("fftwq_wisdom", "fftwf_wisdom")
     go(wide, resume=True)
 
 

@@ -1,0 +1,50 @@
+"""Messages name what is missing for a first run, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from place import Place
+
+from znnpy.formats.networks import shipped
+from znnpy.kernels.cpu.native import library
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make znnpy run without compiled kernels, as after an installation without a C++ compiler."""
+    missing: list[Path] = []
+    monkeypatch.setattr(library, "path", lambda simd: next(iter(missing), None))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_run_without_compiled_kernels_says_what_is_lost(place: Place) -> None:
+    lost = "the fastest methods do not run here, a run takes two to three times as long: the kernels for avx"
+    result = place.infer()
+    assert result.exit_code == 0
+    assert f"\nwarning: {lost}" in result.stdout
+    assert "install it again where a C++ compiler is (g++ or clang++)" in result.stdout
+    assert lost in place.run("plan", "--shape", "40,40,40").stdout
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_reasons_of_this_machine_are_no_questions_of_shape(place: Place) -> None:
+    rows = json.loads(place.run("primitives", "--json").stdout)
+    reasons = {row["name"]: row["why_not"] for row in rows if row["name"].startswith("cpu.")}
+    assert "were not compiled" in reasons["cpu.conv.first"]
+    assert "were not compiled" in reasons["cpu.conv.fft_lanes"]
+    assert not [reason for reason in reasons.values() if reason and "input maps" in reason]
+    assert "cannot run here: takes up to" not in place.run("primitives").stdout
+
+
+def test_networks_that_ship_without_weights_say_so(place: Place) -> None:
+    names = sorted(set(shipped()) - {"fib25_boundary"})
+    assert len(names) == 4
+    for name in names:
+        sentence = place.refusal("infer", place.volume, "--network", name)
+        assert sentence == (
+            f"the network {name} ships for planning only and has no weights; give its own with --weights FILE.npz, or "
+            "run fib25_boundary, which ships with weights"
+        )
