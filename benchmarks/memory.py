@@ -1,7 +1,8 @@
 """Is memory a promise? What the system counts while a primitive runs, beside what its footprint says.
 
     python benchmarks/memory.py [--shapes 30] [--threads 1 2 16] [--only NAME ...] [--seed N] [--out RESULT.json]
-    python benchmarks/memory.py --plans 20 [--threads 2] [--most-seconds 20] [--seed N] [--out RESULT.json]
+    python benchmarks/memory.py --plans 20 [--threads 2] [--networks NAME ...] [--most-seconds 20] [--seed N]
+                                [--out RESULT.json]
 
 With `--plans`, whole runs of random plans instead of single primitives: see memory_plans.py. With `--device gpu` the
 memory of a GPU is measured: see memory_gpu.py, and `--device gpu --help` for its words.
@@ -266,6 +267,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=30)
     parser.add_argument("--plans", type=int, default=0, help="so many whole runs instead")
+    parser.add_argument(
+        "--networks", nargs="*", help="of the whole runs; default: all that are shipped and three odd ones"
+    )
     parser.add_argument("--most-seconds", type=float, default=20, help="of a whole run, as planned")
     parser.add_argument("--threads", type=int, nargs="*", help="default: 1 2 16; with --plans as many as cores")
     parser.add_argument("--only", nargs="*", help="these primitives")

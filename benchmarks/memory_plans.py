@@ -135,6 +135,7 @@ def measured(options: argparse.Namespace) -> Iterator[PlanRow]:
         for name, words in ODD.items():
             (folder / f"{name}.yaml").write_text(words)
             networks[name] = str(folder / f"{name}.yaml")
+        networks = {name: networks[name] for name in options.networks or networks}
         for _ in range(options.plans):
             name, plan = random_plan(networks, options, rng)
             network = read_network(name).network

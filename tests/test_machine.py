@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ MACHINE = Machine("a processor", "avx512", 8, 2**34, "openblas SkylakeX", (("num
     [
         (5, 5),
         (np.int64(7), 7),
-        ("12345", 12345),
+        ("12345678", 12345678),
         ("600M", 600 * 2**20),
         (" 2g ", 2**31),
         ("1.5T", 3 * 2**39),
@@ -39,6 +40,12 @@ def test_sizes(size: int | str, nbytes: int) -> None:
 @pytest.mark.parametrize("size", ["", "G", "-1G", "1e9", "2X", "2GG", "1,5G", "two"])
 def test_text_that_is_no_size(size: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{size!r} is no size: give a number with K, M, G or T, such as")):
+        parse_bytes(size)
+
+
+@pytest.mark.parametrize("size", ["2", " 16", "1048575", "0.5"])
+def test_a_number_without_its_unit_is_no_size(size: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"write {size.strip()}M or {size.strip()}G")):
         parse_bytes(size)
 
 
@@ -76,8 +83,8 @@ def test_memory_that_other_programs_hold_is_not_promised() -> None:
     with pytest.raises(DeviceError) as caught:
         limits_of(replace(MACHINE, gpu=GPU), vram="60G", free_bytes=20 * 2**30)
     assert str(caught.value) == (
-        "--vram allows 64,424,509,440 bytes, and of the 85,899,345,920 bytes of the a card only 21,474,836,480 are "
-        "free (other programs and the driver hold the rest); end those programs, or give at most --vram 20480M"
+        "`vram` allows 64,424,509,440 bytes, and of the 85,899,345,920 bytes of the a card only 21,474,836,480 are "
+        "free (other programs and the driver hold the rest); end those programs, or give at most vram='20480M'"
     )
 
 
@@ -159,6 +166,79 @@ def test_limits_of_control_groups(
 def test_a_system_without_control_groups(tmp_path: Path) -> None:
     assert list(cgroup_bytes(tmp_path / "no", tmp_path / "none")) == []
     assert list(cgroup_cpus(tmp_path / "no", tmp_path / "none")) == []
+
+
+ODD_NUMBERS = [
+    "",
+    "max",
+    "garbage",
+    "-5",
+    "0",
+    "+7",
+    "1.5",
+    "0x10",
+    "1e9",
+    "nan",
+    "\N{SUPERSCRIPT TWO}",
+    "\N{ARABIC-INDIC DIGIT FIVE}",
+    "9" * 5000,
+    "\0",
+]
+OWN_V1 = "5:memory:/a\n4:cpu,cpuacct:/a\n"
+
+
+@pytest.mark.parametrize("content", ODD_NUMBERS, ids=lambda content: repr(content)[:20])
+def test_files_of_control_groups_that_hold_no_limit(tmp_path: Path, content: str) -> None:
+    """Control groups of versions 1 and 2 set no limit if a quota or a period is not a number or is 0."""
+    quotas = (content, f"{content} 100000", f"100000 {content}", f"{content} {content}", f"max {content}")
+    for number, quota in enumerate(quotas):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        listed, root = cgroups(folder, "0::/\n", {"memory.max": content, "cpu.max": quota})
+        assert list(cgroup_bytes(listed, root)) == list(cgroup_cpus(listed, root)) == []
+    for number, (quota, period) in enumerate(((content, "100000"), ("100000", content), (content, content))):
+        folder = tmp_path / f"v1 {number}"
+        folder.mkdir()
+        files = {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": period}
+        files = {"memory/a/memory.limit_in_bytes": content} | {f"cpu,cpuacct/a/{k}": v for k, v in files.items()}
+        listed, root = cgroups(folder, OWN_V1, files)
+        assert list(cgroup_bytes(listed, root)) == list(cgroup_cpus(listed, root)) == []
+
+
+def test_limits_of_control_groups_may_be_huge(tmp_path: Path) -> None:
+    largest = str(2**63 - 1)
+    listed, root = cgroups(tmp_path, "0::/\n", {"memory.max": largest, "cpu.max": f"{largest} 1"})
+    assert list(cgroup_bytes(listed, root)) == [2**63 - 1]
+    assert list(cgroup_cpus(listed, root)) == [float(2**63 - 1)]
+
+
+def test_files_of_control_groups_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, bytes that are no text, a pipe, and a file that the system gives to nobody."""
+    listed, root = cgroups(tmp_path, "0::/a/b\n", {"memory.max": "300", "cpu.max": "200000 100000"})
+    (root / "a/b/memory.max").mkdir(parents=True)
+    (root / "a/memory.max").write_bytes(b"\xff\xfe\x00")
+    os.mkfifo(root / "a/b/cpu.max")
+    (root / "a/cpu.max").symlink_to("cpu.max")
+    assert list(cgroup_bytes(listed, root)) == [300]
+    assert list(cgroup_cpus(listed, root)) == [2.0]
+
+    def denied(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(machine_module, "open_regular", denied)
+    assert list(cgroup_bytes(listed, root)) == list(cgroup_cpus(listed, root)) == []
+
+
+@pytest.mark.parametrize(
+    "own",
+    ["garbage", "0:", "0::", "::", "0::relative/path\n", "0::/a\0b\n", "0::/" + "x" * 5000, "\xff\xfe", ":" * 10**6],
+    ids=lambda own: repr(own)[:20],
+)
+def test_lists_of_control_groups_that_are_none(tmp_path: Path, own: str) -> None:
+    """The mounted group counts even if the process lists none."""
+    listed, root = cgroups(tmp_path, own, {"memory.max": "300", "cpu.max": "200000 100000"})
+    assert list(cgroup_bytes(listed, root)) == [300]
+    assert list(cgroup_cpus(listed, root)) == [2.0]
 
 
 def test_the_machine_is_no_more_than_the_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,6 @@ def benchmark(repository: Path) -> Benchmark:
     return run
 
 
-@pytest.fixture
-def torch() -> None:
-    """Skips without PyTorch; does not load it, as tests of memory share this process."""
-    if find_spec("torch") is None:
-        pytest.skip("the comparison needs PyTorch; pip install 'znnpy[bench]'")
-
-
 def result(done: subprocess.CompletedProcess[str], out: Path) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
@@ -79,7 +71,8 @@ def test_layers(benchmark: Benchmark, tmp_path: Path) -> None:
     assert is_picture(out.with_suffix(".png"))
 
 
-def test_layers_beside_pytorch(benchmark: Benchmark, tmp_path: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_layers_beside_pytorch(benchmark: Benchmark, tmp_path: Path) -> None:
     """What takes too long runs on a smaller volume, and says so."""
     out = tmp_path / "layers.json"
     words = ("--quick", "--rounds", 2, "--only", "cpu.conv.direct", "--slow-seconds", 1e-9, "--out", out)
@@ -96,7 +89,8 @@ def test_layers_beside_pytorch(benchmark: Benchmark, tmp_path: Path, torch: None
         assert times["least"] <= times["most"]
 
 
-def test_all_ways_of_pytorch(repository: Path, tmp_path: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_all_ways_of_pytorch(repository: Path, tmp_path: Path) -> None:
     """Fragments and dilated, both precisions and formats, against the float64 definition, on every kind of layer."""
     network = tmp_path / "tiny.yaml"
     network.write_text(TINY)
@@ -126,7 +120,8 @@ for way in product(("fragments", "dilated"), ON_THE_CPU, LAYOUTS):
     assert all(float(error) < (1e-5 if precision == "fp32" else 0.2) for precision, error in ways)
 
 
-def test_networks(benchmark: Benchmark, tmp_path: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_networks(benchmark: Benchmark, tmp_path: Path) -> None:
     out, network = tmp_path / "networks.json", tmp_path / "tiny.yaml"
     network.write_text(TINY)
     words = ("--networks", network, "--patch", 4, 6, 8, "--steps", 2, "--ram", "2G", "--out", out)
@@ -150,7 +145,8 @@ def test_networks(benchmark: Benchmark, tmp_path: Path, torch: None) -> None:
     assert is_picture(out.with_suffix(".png"))
 
 
-def test_networks_without_time_or_memory(benchmark: Benchmark, tmp_path: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_networks_without_time_or_memory(benchmark: Benchmark, tmp_path: Path) -> None:
     """What could not run is recorded with its reason."""
     out, network = tmp_path / "networks.json", tmp_path / "tiny.yaml"
     network.write_text(TINY)
@@ -162,7 +158,8 @@ def test_networks_without_time_or_memory(benchmark: Benchmark, tmp_path: Path, t
     assert "znnpy did not run, so there is nothing to compare with" in done.stderr
 
 
-def test_a_child_keeps_within_memory(repository: Path, tmp_path: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_a_child_keeps_within_memory(repository: Path, tmp_path: Path) -> None:
     network = tmp_path / "tiny.yaml"
     network.write_text(TINY)
     ask = (
@@ -185,7 +182,8 @@ def volume(tmp_path: Path) -> Path:
     return path
 
 
-def test_volume(benchmark: Benchmark, volume: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_volume(benchmark: Benchmark, volume: Path) -> None:
     """znnpy and PyTorch predict a volume that is no multiple of the patch."""
     out = volume.with_suffix(".json")
     words = (volume, "--ram", "600M", "--samples", 5, "--rounds", 2, "--sides", 8, "--out", out)

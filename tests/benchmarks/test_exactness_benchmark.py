@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,11 +24,12 @@ layers:
 """
 
 
+pytestmark = pytest.mark.torch
+
+
 @pytest.fixture
 def network(tmp_path: Path) -> Path:
     """Its file. What is tested loads PyTorch, which tests of memory would find in this process: others run it."""
-    if find_spec("torch") is None:
-        pytest.skip("the definition needs PyTorch; pip install 'znnpy[bench]'")
     path = tmp_path / "tiny.yaml"
     path.write_text(NETWORK)
     return path

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -45,12 +44,6 @@ layers:
 - {type: conv, kernel: [3, 2, 3], out: 3, activation: tanh}
 """  # patches are multiples of 2x2x1
 MIB = 2**20
-
-
-@pytest.fixture
-def torch() -> None:
-    if find_spec("torch") is None:
-        pytest.skip("the comparison needs PyTorch; pip install 'znnpy[bench]'")
 
 
 @pytest.fixture
@@ -93,7 +86,8 @@ def test_layers(imported: Callable[[str], Any], device: Any, tmp_path: Path) -> 
         assert np.asarray(image.convert("L")).min() < 60
 
 
-def test_layers_beside_pytorch(imported: Callable[[str], Any], device: Any, tmp_path: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_layers_beside_pytorch(imported: Callable[[str], Any], device: Any, tmp_path: Path) -> None:
     """What takes too long runs on a smaller volume, and says so; the best of each side is compared."""
     layers, out = imported("layers_gpu"), tmp_path / "layers.json"
     words = ("--only", "gpu.conv.fft", "--precisions", "fp32", "fp16", "--slow-seconds", 1e-12, "--out", out)
@@ -214,7 +208,8 @@ def test_patches_of_pytorch(imported: Callable[[str], Any], name: str) -> None:
     assert all(0.5 * b**3 - 3 * b**2 * period < a**3 <= 0.5 * b**3 for b, a in pairwise(sides))
 
 
-def test_pytorch_on_patches(imported: Callable[[str], Any], tiny: Path, tmp_path: Path, torch: None) -> None:
+@pytest.mark.torch
+def test_pytorch_on_patches(imported: Callable[[str], Any], tiny: Path, tmp_path: Path) -> None:
     """Every way has a row for the whole volume, of its best patch; what a patch may be compared with is kept."""
     networks = imported("networks_gpu")
     words = ["--networks", tiny, "--side", 40, "--torch-on", "cpu", "--patches", 99, 12, 8, "--repeat-seconds", 0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import time
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +180,7 @@ def test_the_processor_has_little_time(
     assert len(slow) == len([what for what in found["left_out"] if what.endswith("stopped after 0.5 s")]) > 0
 
 
+@pytest.mark.torch
 def test_papers_beside_pytorch(
     told: Callable[[Path], dict[str, Any]],
     imported: Callable[[str], Any],
@@ -187,8 +188,6 @@ def test_papers_beside_pytorch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if find_spec("torch") is None:
-        pytest.skip("the comparison needs PyTorch; pip install 'znnpy[bench]'")
     out = tmp_path / "papers.json"
     monkeypatch.setattr(imported("papers_files"), "KEPT", {})
     benchmark("cuconv", "--precisions", "fp32", "fp16", "--kernels", 3, "--out", out)
@@ -201,7 +200,8 @@ def test_papers_beside_pytorch(
     ]
     names = ("PyTorch conv2d, contiguous", "PyTorch conv2d, channels_last")
     assert sorted(peers) == sorted((precision, name) for precision in ("fp32", "fp16") for name in names)
-    assert "PyTorch's conv2d beside: for two dimensions, both layouts, the first 10 that" in found["against"][1]
+    tried = r"PyTorch's conv2d beside: for two dimensions, both layouts, the first (\d+ to )?10 that"  # as time allows
+    assert re.search(tried, found["against"][1])
     assert {case["algorithms"] for case in found["cases"]} == {10}
     benchmark("cuconv", "--precisions", "fp32", "--no-torch", "--resume", "--out", out)
     assert "heuristics like, in 2 of 3 cases alone" in told(out)["against"][1]

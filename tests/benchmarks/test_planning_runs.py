@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from dataclasses import replace
-from importlib.util import find_spec
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -243,11 +242,10 @@ def test_the_pick_is_beaten_beyond_the_band_of_its_runs(imported: Callable[[str]
     assert tables.summary([one])["beaten_in_runs_by"] == ["n337 1G: random 1"]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", ["plain", "dilated", "fragments"])
 def test_pytorch_three_ways(imported: Callable[[str], Any], tmp_path: Path, name: str) -> None:
     """Seconds are of a dense patch: of a plain one, so many times that of one subsampling."""
-    if find_spec("torch") is None:
-        pytest.skip("the comparison needs PyTorch; pip install 'znnpy[bench]'")
     (tmp_path / "tiny.yaml").write_text(TINY)
     peers = imported("planning_peers")
     request: dict[str, Any] = {"network": str(tmp_path / "tiny.yaml"), "method": name}
@@ -258,9 +256,8 @@ def test_pytorch_three_ways(imported: Callable[[str], Any], tmp_path: Path, name
     assert 0 < small["peak_bytes"] <= large["peak_bytes"]
 
 
+@pytest.mark.torch
 def test_plain_pytorch_is_one_subsampling(imported: Callable[[str], Any], tmp_path: Path) -> None:
-    if find_spec("torch") is None:
-        pytest.skip("the comparison needs PyTorch; pip install 'znnpy[bench]'")
     (tmp_path / "tiny.yaml").write_text(TINY)
     peers, dense = imported("planning_peers"), imported("dense_torch")
     network = imported("contestants").random_network(str(tmp_path / "tiny.yaml"))
@@ -284,7 +281,7 @@ def test_the_whole_benchmark(
     found = json.loads(out.read_text())
     by_limit = {row["limit"]: row for row in found["rows"]}
     first, least = by_limit["1000M"], by_limit["20M"]
-    assert "nothing fits in 20,971,520 bytes" in least["failure"]
+    assert "nothing fits in 20.0 MiB of RAM" in least["failure"]
     layers = first["layers"]
     assert layers["seconds"] > 0
     longer, shorter = max(layers["seconds"], layers["again"]), min(layers["seconds"], layers["again"])
