@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from znnpy.planner.candidates import Candidate, Space
-from znnpy.planner.trade import Front, relaxed
+from znnpy.planner.trade import Front, least_cost, relaxed
 
 FASTER = 0.98  # assumed: per voxel no layer needs less time than this share of the least seen so far
 LEANER = 0.9  # nor less of the arena, or of prepared weights
@@ -134,21 +134,12 @@ def least_priced(spans: Sequence[Needs], price: float) -> float:
 
     The arena is as large as the largest of the options' arenas. Exact, but that all bytes find room.
     """
-    ranked = sorted(
+    costs = (
         (arena, span, seconds + price * resident)
         for span, needs in enumerate(spans)
         for seconds, resident, arena in needs
     )
-    cheapest: dict[int, float] = {}
-    total, least = 0.0, inf
-    for arena, span, cost in ranked:
-        before = cheapest.get(span, inf)
-        if cost < before:
-            total += cost - (before if span in cheapest else 0.0)
-            cheapest[span] = cost
-            if len(cheapest) == len(spans):
-                least = min(least, total + price * arena)
-    return least
+    return least_cost(costs, len(spans), price)[0]
 
 
 def reached(shape: Candidate, span: int, options: Front) -> Paces:

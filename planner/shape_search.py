@@ -20,10 +20,21 @@ from znnpy.planner.layout import Tensor, carried_bytes, chain, place
 from znnpy.planner.memory import DeviceKind, Memory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
 from znnpy.planner.plan import waste
-from znnpy.planner.trade import Front, Option, Way, fastest, fastest_within, smallest, total_bytes, total_seconds
+from znnpy.planner.trade import (
+    Front,
+    Option,
+    Way,
+    cheapest,
+    fastest,
+    fastest_within,
+    smallest,
+    total_bytes,
+    total_seconds,
+)
 
 MOST_PIECES = 10**6
-LEAST_SAVED = 64  # of what a plan holds: where less can be saved than this part of it nothing leaner is looked for
+DEAREST = 32.0  # the highest price of memory that is tried, over what memory costs: its logarithm to base 2
+PRICES = 6  # that are tried
 LOOKS = 32  # bounds on a shape while its layers are gone through
 LAYOUTS = 16  # of one shape, before what they lose is taken for granted
 LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
@@ -270,17 +281,21 @@ class ShapeSearch:
         return Found(shape, options, tensors, memory, self.edges(shape), self.price * prepared)
 
     def least_memory(self, best: Found, most: float) -> Found:
-        """The choices for the shape of `best` that need the least memory and take at most `most` seconds."""
+        """Choices for the shape of `best` that need less memory and take at most `most` seconds; or `best`.
+
+        A higher price of memory gives leaner and slower choices. The highest price within `most` is searched for.
+        """
         shape, fronts = best.candidate, self.fronts(best.candidate)
-        room, least = total_bytes(best.options), total_bytes(smallest(fronts))
-        while room - least > best.memory.held // LEAST_SAVED:
-            middle = (room + least) // 2
-            options = fastest_within(fronts, middle, most - self.edges(shape), self.price)
-            found = None if options is None else self.laid_out(shape, options)
-            if found and self.fits(found) and found.seconds <= most and found.memory.held < best.memory.held:
-                best, room = found, total_bytes(found.options)
-            else:
-                least = middle
+        low, high = 0.0, DEAREST
+        for _ in range(PRICES):
+            middle = (low + high) / 2
+            found = self.laid_out(shape, cheapest(fronts, self.price * 2**middle))
+            if found.seconds > most:
+                high = middle
+                continue
+            low = middle
+            if self.fits(found) and found.memory.held < best.memory.held:
+                best = found
         return best
 
     @property

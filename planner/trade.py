@@ -15,6 +15,10 @@ from operator import attrgetter
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.shapes import LayerShape
 
+EXACT_SPANS = 48  # of layers, of which the best choice is found exactly: the knapsack grows faster than they do
+STEEPEST = 32.0  # logarithm to base 2 of the highest price of memory that is tried, over seconds per byte on average
+PRICES = 12  # of memory that are tried
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -116,20 +120,45 @@ def fastest_within(
 
     price  seconds that each byte of weights and of the arena adds
 
-    Exact: for every limit on the fullest layer that some option sets, the rest is a knapsack of weights.
+    Exact up to EXACT_SPANS spans: for every limit on the fullest layer that some option sets, the rest is a knapsack of
+    weights. With more spans the choice may be a little slower than the fastest, and the work is linear in the spans.
     """
+    chosen = cheapest(fronts, price)
+    if cost(chosen, price) >= below:
+        return None
+    if total_bytes(chosen) <= room:
+        return chosen
+    if len(fronts) > EXACT_SPANS:
+        return _nearly_fastest_within(fronts, room, below, price)
     if price:
         priced = [[(replace(o, seconds=o.seconds + price * o.resident), o) for o in options] for options in fronts]
         unpriced = {id(dear): option for pairs in priced for dear, option in pairs}
-        cheapest = [tuple(sorted((dear for dear, _ in pairs), key=_RANK)) for pairs in priced]
-        found = _fastest_within(cheapest, room, below, price)
+        ranked = [tuple(sorted((dear for dear, _ in pairs), key=_RANK)) for pairs in priced]
+        found = _fastest_within(ranked, room, below, price)
         return None if found is None else tuple(unpriced[id(dear)] for dear in found)
-    ideal = fastest(fronts)
-    if total_seconds(ideal) >= below:
-        return None
-    if total_bytes(ideal) <= room:
-        return ideal
     return _fastest_within(fronts, room, below, 0.0)
+
+
+def _nearly_fastest_within(fronts: Sequence[Front], room: int, below: float, price: float) -> tuple[Option, ...] | None:
+    """The cheapest options at the lowest price of memory at which they need at most `room` bytes.
+
+    None if they do not cost less than `below` seconds at `price`.
+    """
+    best = smallest(fronts)
+    if total_bytes(best) > room:
+        return None
+    scale = total_seconds(best) / room
+    low, high = -STEEPEST, STEEPEST
+    for _ in range(PRICES):
+        middle = (low + high) / 2
+        chosen = cheapest(fronts, price + scale * 2**middle)
+        if total_bytes(chosen) > room:
+            low = middle
+            continue
+        high = middle
+        if cost(chosen, price) < cost(best, price):
+            best = chosen
+    return best if cost(best, price) < below else None
 
 
 def _fastest_within(fronts: Sequence[Front], room: int, below: float, price: float) -> tuple[Option, ...] | None:
@@ -154,6 +183,44 @@ def _fastest_within(fronts: Sequence[Front], room: int, below: float, price: flo
     return best
 
 
+def cheapest(fronts: Sequence[Front], price: float) -> tuple[Option, ...]:
+    """One option per span: those that cost least where each byte of weights and of the arena adds `price` seconds.
+
+    Any other choice that is faster needs more weights or a larger arena. Exact; allowances are not priced.
+    """
+    costs = ((o.live, span, o.seconds + price * o.resident) for span, options in enumerate(fronts) for o in options)
+    _, cap = least_cost(costs, len(fronts), price)
+
+    def rank(option: Option) -> tuple[float, float]:
+        return option.seconds + price * option.resident, option.seconds
+
+    return tuple(min((o for o in options if o.live <= cap), key=rank) for options in fronts)
+
+
+def cost(options: Sequence[Option], price: float) -> float:
+    """Seconds of all spans, and `price` seconds for each byte of weights and of the arena."""
+    held = sum(option.resident for option in options) + max(option.live for option in options)
+    return total_seconds(options) + price * held
+
+
+def least_cost(costs: Iterable[tuple[int, int, float]], spans: int, price: float) -> tuple[float, int]:
+    """The least cost of one option per span, and the size of the arena at which it is reached.
+
+    costs  arena, span and cost of every option; the cost of a choice is the sum of its options' costs, and `price` for
+           each byte of the largest of their arenas. Every span has an option.
+    """
+    seen: dict[int, float] = {}  # the least cost of each span that has an option so far
+    total, least, cap = 0.0, inf, 0
+    for arena, span, cost_of_one in sorted(costs):
+        before = seen.get(span, inf)
+        if cost_of_one < before:
+            total += cost_of_one - (before if span in seen else 0.0)
+            seen[span] = cost_of_one
+            if len(seen) == spans and total + price * arena < least:
+                least, cap = total + price * arena, arena
+    return least, cap
+
+
 def smallest(fronts: Sequence[Front]) -> tuple[Option, ...]:
     """One option per span: those that need the fewest bytes together."""
     return min((_lightest(calm) for calm, _ in _capped(fronts, _ALLOWANCE)), key=total_bytes)
@@ -161,14 +228,8 @@ def smallest(fronts: Sequence[Front]) -> tuple[Option, ...]:
 
 def _lightest(fronts: Sequence[Front]) -> tuple[Option, ...]:
     """The same without allowances: the least weights under the best limit on the fullest layer."""
-    light: dict[int, int] = {}  # weights of each span that has an option so far
-    total, best, limit = 0, inf, 0
-    for live, span, resident in sorted((o.live, span, o.resident) for span, some in enumerate(fronts) for o in some):
-        if resident < light.get(span, inf):
-            total += resident - light.get(span, 0)
-            light[span] = resident
-            if len(light) == len(fronts) and total + live < best:
-                best, limit = total + live, live
+    weights = ((o.live, span, o.resident) for span, options in enumerate(fronts) for o in options)
+    _, limit = least_cost(weights, len(fronts), 1)
     return tuple(min((o for o in options if o.live <= limit), key=lambda o: o.resident) for options in fronts)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-MOST_LAYERS = 1000  # of one network; the time that planning takes grows with them
+MOST_LAYERS = 500  # of one network; the time that planning takes grows with them
 
 
 @dataclass(frozen=True, slots=True)

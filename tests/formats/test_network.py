@@ -289,7 +289,7 @@ def test_a_network_has_at_most_a_stated_number_of_layers() -> None:
     assert len(Network("a", 1, (layer,) * MOST_LAYERS).layers) == MOST_LAYERS
     with pytest.raises(ShapeError) as caught:
         Network("a", 1, (layer,) * (MOST_LAYERS + 1))
-    assert str(caught.value) == "a network has at most 1,000 layers, and this one has 1,001; split it"
+    assert str(caught.value) == "a network has at most 500 layers, and this one has 501; split it"
 
 
 def test_maps_convolutions_and_parameters() -> None:

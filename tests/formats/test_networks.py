@@ -310,8 +310,8 @@ REFUSED = [
         "line 5, column 15: more than 20000 values, as no network file has; shorten it",
     ),
     (
-        POOL + "- {type: pool, window: 1}\n" * 1000,
-        "a network has at most 1,000 layers, and this one has 1,001; split it",
+        POOL + "- {type: pool, window: 1}\n" * 500,
+        "a network has at most 500 layers, and this one has 501; split it",
     ),
 ]
 

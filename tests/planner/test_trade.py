@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from znnpy.network import Conv, Network
+from znnpy.planner import trade
 from znnpy.planner.bounds import FASTER, Bounds, least_priced, least_seconds, needs_of
 from znnpy.planner.candidates import Space, candidate
 from znnpy.planner.trade import (
     Front,
     Option,
+    cheapest,
+    cost,
     fastest_within,
     front,
     in_turn,
@@ -51,6 +54,46 @@ def test_fastest_within_equals_brute_force(layers: list[list[Option]], room: int
         assert total_bytes(found) <= room
         assert total_seconds(found) == min(fitting)
         assert all(o in options for o, options in zip(found, layers, strict=True))
+
+
+@given(LAYERS, st.sampled_from([0.0, 0.02, 0.5, 3.0]))
+def test_cheapest_equals_brute_force(layers: list[list[Option]], price: float) -> None:
+    found = cheapest([front(options) for options in layers], price)
+    assert cost(found, price) == pytest.approx(min(cost(chosen, price) for chosen in product(*layers)))
+    assert all(o in options for o, options in zip(found, layers, strict=True))
+
+
+@given(LAYERS, st.integers(0, 40), st.sampled_from([inf, 9.0]), st.sampled_from([0.0, 0.02]))
+def test_many_spans_take_little_longer_than_the_fastest(
+    layers: list[list[Option]], room: int, below: float, price: float
+) -> None:
+    """Whatever fits is found, and it costs no less than the best of all and no more than the lightest."""
+    fronts = [front(options) for options in layers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trade, "EXACT_SPANS", 0)
+        found = fastest_within(fronts, room, below, price)
+    exact, light = fastest_within(fronts, room, below, price), smallest(fronts)
+    if found is None:
+        assert exact is None or cost(light, price) >= below
+        return
+    assert exact is not None
+    assert total_bytes(found) <= room
+    assert cost(exact, price) <= cost(found, price) * (1 + 1e-9)
+    assert cost(found, price) < below
+    assert total_bytes(light) > room or cost(found, price) <= cost(light, price)
+
+
+def test_many_spans_within_little_room() -> None:
+    """Each of 60 layers is fast with heavy weights or slow without, and there is room for about half of the weights."""
+    mixed = [front([option(1, 10 + i % 3, 5, 0), option(3 + i % 7, 0, 5, 0)]) for i in range(60)]
+    found = fastest_within(mixed, 305)
+    assert found is not None
+    assert total_bytes(found) <= 305
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trade, "EXACT_SPANS", 60)
+        exact = fastest_within(mixed, 305)
+    assert exact is not None
+    assert total_seconds(exact) <= total_seconds(found) <= 1.05 * total_seconds(exact)
 
 
 @given(LAYERS)
