@@ -28,6 +28,7 @@ FORMAT = 3  # version of the file
 AGAIN = "measure again with `znnpy measure`"
 
 MOST_COUNT = 2**60  # of whatever a machine has
+MOST_IN_VARIANT = 2**20  # such as the size of a tile: primitives may go through all smaller ones
 Speed = Annotated[float, Field(ge=1, lt=1e18, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1e-3, lt=1e3, allow_inf_nan=False)]
 
@@ -45,13 +46,21 @@ def _checked_machine(machine: Machine) -> Machine:
     return machine
 
 
+def _checked_variant(variant: Variant) -> Variant:
+    for name, value in variant.parameters:
+        numbers = (value,) if isinstance(value, int) else () if isinstance(value, str) else value
+        if any(not 0 <= number <= MOST_IN_VARIANT for number in numbers):
+            raise ValueError(f"{excerpt(name)} of a variant is from 0 to {MOST_IN_VARIANT:,}")
+    return variant
+
+
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Measurement:
     """Seconds of one run of one layer."""
 
     primitive: str
     version: int
-    variant: Variant
+    variant: Annotated[Variant, AfterValidator(_checked_variant)]
     shape: Annotated[LayerShape, Field(discriminator="kind")]
     seconds: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
 

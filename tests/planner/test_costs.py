@@ -180,3 +180,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError, match="is no cost file: it is not text"):
         Costs.load(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("scale", [-1, 2**20 + 1, (4, 2**40, 4)])
+def test_numbers_of_a_variant_are_bounded(scale: int | tuple[int, int, int]) -> None:
+    """A primitive may go through all smaller tiles, so one of 2^40 voxels would keep it busy for hours."""
+    assert Costs.from_json(costs().to_json()) == costs()
+    layer = json.loads(costs().to_json())
+    layer["layers"][0]["variant"]["parameters"] = [["scale", scale]]
+    with pytest.raises(PlanFileError, match=r"scale of a variant is from 0 to 1,048,576"):
+        Costs.from_json(json.dumps(layer))
