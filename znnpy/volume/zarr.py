@@ -42,7 +42,8 @@ STEPS = 3  # times a chunk that is being unpacked: as it is stored, unpacked, an
 INDEX_ENTRY = 16  # bytes of the index of a shard for each chunk in it
 INDEX_STEPS = 4  # times the index of a shard that is being read
 LOOKED_FOR = 100_000  # files of chunks at most that are looked for before a run, where none may be missing
-THREADS = 10  # that unpack side by side; each keeps some memory that it freed
+THREADS = 10  # that unpack side by side
+THREAD_BYTES = 2 * 2**20  # that each of them keeps: its stack, and memory that it freed
 
 
 class ZarrVolume(Volume):
@@ -90,7 +91,7 @@ class ZarrVolume(Volume):
         chunk = self._node.chunk_bytes
         at_once = min(AT_ONCE, THREADS, max(1, PIECE_BYTES // chunk), self._node.chunks)
         table = table_bytes(self._node.shape, self._node.file)
-        return max(0, at_once * STEPS * chunk + INDEX_STEPS * self._index_bytes + table - READER_BYTES)
+        return max(0, at_once * (STEPS * chunk + THREAD_BYTES) + INDEX_STEPS * self._index_bytes + table - READER_BYTES)
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         asked = self.stored_region(box)
