@@ -19,6 +19,7 @@ from znnpy.volume import open_volume
 from znnpy.volume.volume import Absent, Chunks, Volume
 
 zarr = pytest.importorskip("zarr")
+codecs = pytest.importorskip("zarr.codecs")
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -201,6 +202,42 @@ def test_missing_chunks_are_counted_once_and_in_the_box(tmp_path: Path, zarr_for
         (path / name).unlink()
         with pytest.raises(VolumeError, match=rf"{name} is missing; write it, or leave out missing_chunks='error'"):
             whole(volume)
+
+
+@pytest.mark.parametrize("index_location", ["start", "end"])
+@pytest.mark.parametrize("endian", ["little", "big"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_missing_chunks_within_shards(tmp_path: Path, index_location: str, endian: str, checked: bool) -> None:
+    """2x2x1 chunks of 4x3x5 voxels in a shard; of the second shard one chunk is empty, and the third is not there."""
+    index_codecs = [codecs.BytesCodec(endian=endian), *([codecs.Crc32cCodec()] if checked else [])]
+    chunks = codecs.ShardingCodec(chunk_shape=(4, 3, 5), index_codecs=index_codecs, index_location=index_location)
+    array = zarr.create_array(
+        tmp_path / "v.zarr", shape=(24, 5, 5), chunks=(8, 6, 5), serializer=chunks, compressors=None, dtype="u2"
+    )
+    voxels = np.arange(1, 601, dtype=np.uint16).reshape(24, 5, 5)
+    voxels[12:16, :3] = 0
+    voxels[16:] = 0
+    array[...] = voxels
+    assert not (tmp_path / "v.zarr/c/2/0/0").exists()
+    with open_volume(tmp_path / "v.zarr") as volume:
+        for box, missing, looked in (
+            (Box((0, 0, 0), (24, 5, 5)), 5, 12),
+            (Box((0, 0, 0), (15, 5, 5)), 1, 8),
+            (Box((9, 3, 0), (24, 5, 5)), 2, 4),
+            (Box((12, 1, 1), (13, 2, 2)), 1, 1),
+        ):
+            volume.expect(box)
+            for _ in range(2):
+                found = np.ones((1, *box.size), np.uint16)
+                volume.read(box, found)
+                np.testing.assert_array_equal(found[0], voxels[box.slices])
+            assert volume.chunks == Chunks(missing, looked)
+    with open_volume(tmp_path / "v.zarr", None, Absent(chunks="error")) as volume:
+        box = Box((0, 0, 0), (16, 5, 5))
+        volume.expect(box)
+        message = r"c/1/0/0 holds no chunk that begins at \(12, 0, 0\); write it, or leave out missing_chunks='error'"
+        with pytest.raises(VolumeError, match=message):
+            volume.read(box, np.ones((1, 16, 5, 5), np.uint16))
 
 
 def test_a_fill_value_of_null_is_none(tmp_path: Path) -> None:

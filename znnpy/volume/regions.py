@@ -36,6 +36,11 @@ class Region:
         lo = tuple(map(max, self.lo, other.lo))
         return Region(lo, tuple(map(max, lo, map(min, self.hi, other.hi))))
 
+    def in_steps(self, step: Sequence[int]) -> Region:
+        """Return the blocks of `step` elements along each axis that hold elements of the region, counted from 0."""
+        lo = tuple(at // size for at, size in zip(self.lo, step, strict=True))
+        return Region(lo, tuple(-(-at // size) for at, size in zip(self.hi, step, strict=True)))
+
     def shifted(self, by: Sequence[int]) -> Region:
         """The region, moved by so many elements along each axis."""
         return Region(

@@ -20,7 +20,7 @@ from znnpy.volume.regions import Region, pieces
 from znnpy.volume.space import Scales
 from znnpy.volume.unpacking import ChunkTooLargeError
 from znnpy.volume.volume import Absent, Chunks, Volume, pick, why_not
-from znnpy.volume.zarr_nodes import Node, read_nodes
+from znnpy.volume.zarr_nodes import INDEX_ENTRY, Node, read_nodes
 from znnpy.wording import excerpt
 
 try:
@@ -39,7 +39,6 @@ DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeErro
 PIECE_BYTES = 4 * 2**20  # of voxels that are read at once; of a larger chunk, one
 AT_ONCE = 64  # chunks of one piece: each takes some KiB while it is read
 STEPS = 3  # times a chunk that is being unpacked: as it is stored, unpacked, and in the order of the array
-INDEX_ENTRY = 16  # bytes of the index of a shard for each chunk in it
 INDEX_STEPS = 4  # times the index of a shard that is being read
 LOOKED_FOR = 100_000  # files of chunks at most that are looked for before a run, where none may be missing
 THREADS = 10  # that unpack side by side
@@ -55,7 +54,7 @@ class ZarrVolume(Volume):
         self._files = VolumeFiles(path)
         index_bytes = INDEX_ENTRY * prod(node.file) // prod(node.chunk) + INDEX_ENTRY
         self._index_bytes = index_bytes if node.file != node.chunk else 0
-        self._files.watch(name, node.chunk_bytes, index_bytes=self._index_bytes, has_fill_value=node.has_fill_value)
+        self._files.watch(name, node, index_bytes=self._index_bytes)
         self._voxels: zarr.Array[Any] = zarr.open_array(self._files, path=name, mode="r")
         if tuple(self._voxels.shape) != node.shape or np.dtype(self._voxels.dtype) != node.dtype:
             raise ValueError(
@@ -76,10 +75,9 @@ class ZarrVolume(Volume):
         return self._files.chunks
 
     def expect(self, box: Box) -> None:
-        needed, size = self.stored_region(box), self._node.file
-        lo = tuple(at // step for at, step in zip(needed.lo, size, strict=True))
-        files = Region(lo, tuple(-(-at // step) for at, step in zip(needed.hi, size, strict=True)))
-        self._files.expect(files, self._absent.chunks)
+        needed = self.stored_region(box)
+        files = needed.in_steps(self._node.file)
+        self._files.expect(files, needed.in_steps(self._node.chunk), self._absent.chunks)
         if self._absent.chunks == "error" and files.elements <= LOOKED_FOR:
             key_of = cast("Any", self._voxels.metadata).encode_chunk_key
             spans = (range(first, end) for first, end in zip(files.lo, files.hi, strict=True))

@@ -7,8 +7,10 @@ import os
 import re
 from collections.abc import Iterable
 from math import prod
+from operator import add
 from pathlib import Path
 
+import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import LocalStore
@@ -17,9 +19,10 @@ from znnpy.errors import VolumeError
 from znnpy.files import MOST_METADATA_BYTES, open_regular
 from znnpy.volume.regions import Region
 from znnpy.volume.volume import Chunks, MissingChunks
-from znnpy.volume.zarr_nodes import METADATA_FILES
+from znnpy.volume.zarr_nodes import METADATA_FILES, Node, ShardIndex
 from znnpy.wording import option
 
+NOWHERE = 2**64 - 1  # where a chunk of a shard begins that is not stored
 SLACK_BYTES = 2**20  # of a chunk as it is stored, beyond twice its size: headers of codecs
 
 
@@ -30,29 +33,30 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
         super().__init__(root, read_only=read_only)
         self._array = ""
         self._most = MOST_METADATA_BYTES  # bytes read at once
-        self._has_fill_value = True
+        self._node = Node({})
         self._when_missing: MissingChunks = "fill"
         self._box: Region | None = None  # of files, along the axes of the array
+        self._chunks: Region | None = None  # of chunks in them
         self._seen = bytearray()  # a bit for each of them
         self._missing = self._looked = 0
 
-    def watch(self, array: str, chunk_bytes: int, *, index_bytes: int, has_fill_value: bool) -> None:
+    def watch(self, array: str, node: Node, *, index_bytes: int) -> None:
         """Say which array is read.
 
-        chunk_bytes     of a chunk, unpacked
-        index_bytes     of the index of a shard
-        has_fill_value  there is a value for chunks that are not stored
+        index_bytes  that the index of a shard takes at most
         """
-        self._array, self._has_fill_value = array, has_fill_value
-        self._most = max(MOST_METADATA_BYTES, 2 * chunk_bytes + SLACK_BYTES, index_bytes)
+        self._array, self._node = array, node
+        self._most = max(MOST_METADATA_BYTES, 2 * node.chunk_bytes + SLACK_BYTES, index_bytes)
 
-    def expect(self, files: Region, when_missing: MissingChunks) -> None:
-        """Count the chunk files in this box of them from now on, each once; "error": refuse those that are missing.
+    def expect(self, files: Region, chunks: Region, when_missing: MissingChunks) -> None:
+        """Count the chunks of a box from now on, each once; "error": refuse those that are missing.
 
-        A shard counts as one file. Chunks that are missing within a shard that is there are the fill value, are not
-        counted, and "error" does not refuse them.
+        Chunks of shards whose index is not plain numbers count as being there if the shard is.
+
+        files   that hold the chunks
+        chunks  of the box
         """
-        self._box, self._when_missing = files, when_missing
+        self._box, self._chunks, self._when_missing = files, chunks, when_missing
         self._seen = bytearray(-(-files.elements // 8))
         self._missing = self._looked = 0
 
@@ -72,7 +76,7 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
             await self._open()
         content = await asyncio.to_thread(self._read, key, byte_range)
         if key.rpartition("/")[2] not in METADATA_FILES:
-            self._note(key, is_missing=content is None)
+            self._note(key, content, byte_range)
         if content is None:
             return None
         return (prototype or default_buffer_prototype()).buffer.from_bytes(content)
@@ -119,28 +123,53 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
             "fill value of the array there"
         )
 
-    def _note(self, key: str, *, is_missing: bool) -> None:
-        """Count a chunk file that was asked for; called in one thread only."""
-        if is_missing and not self._has_fill_value:
+    def _note(self, key: str, content: bytes | None, byte_range: ByteRequest | None) -> None:
+        """Count the chunks of a file, or of a part of one, that was asked for; called in one thread only."""
+        if content is None and not self._node.has_fill_value:
             raise VolumeError(
                 f"{self.root / key} is missing, and the fill value of the array is null; write the chunk or the value"
             )
-        if self._box is None:
+        if self._box is None or self._chunks is None:
             return
         index = tuple(int(number) for number in re.findall(r"\d+", key[len(self._array) :]))
         asked = Region(index, tuple(number + 1 for number in index))
         if len(index) != len(self._box.lo) or asked.clipped(self._box) != asked:
             return
-        if is_missing and self._when_missing == "error":
+        if content is None and self._when_missing == "error":
             raise self._must_be_there(key)
+        place = self._node.index
+        if content is not None and place is not None and not _has_index(content, byte_range, place):
+            return  # one chunk of a shard, whose index is read before
         flat, sizes = 0, self._box.shape
         for number, lo, size in zip(index, self._box.lo, sizes, strict=True):
             flat = flat * size + number - lo
         if self._seen[flat >> 3] & 1 << (flat & 7):
             return
         self._seen[flat >> 3] |= 1 << (flat & 7)
-        self._looked += 1
-        self._missing += is_missing
+        first = tuple(number * count for number, count in zip(index, self._node.chunks_per_file, strict=True))
+        there = Region(first, tuple(map(add, first, self._node.chunks_per_file))).clipped(self._chunks)
+        self._looked += there.elements
+        if content is None:
+            self._missing += there.elements
+            return
+        if place is None:
+            return
+        start = len(content) - place.nbytes if place.at_end else 0
+        offsets = np.frombuffer(content, place.dtype, 2 * prod(self._node.chunks_per_file), start)[::2]
+        absent = offsets.reshape(self._node.chunks_per_file)[there.shifted([-at for at in first]).slices] == NOWHERE
+        self._missing += int(absent.sum())
+        if absent.any() and self._when_missing == "error":
+            at = (np.argwhere(absent)[0] + there.lo) * self._node.chunk
+            raise VolumeError(
+                f"{self.root / key} holds no chunk that begins at {tuple(at.tolist())}; write it, or leave out "
+                f"{option('missing_chunks', 'error')} to read the fill value of the array there"
+            )
+
+
+def _has_index(content: bytes, byte_range: ByteRequest | None, place: ShardIndex) -> bool:
+    """Return whether this part of a shard holds the shard's index, at the end or at the start of the part."""
+    whole = SuffixByteRequest(place.nbytes) if place.at_end else RangeByteRequest(0, place.nbytes)
+    return byte_range in (None, whole) and len(content) >= place.nbytes
 
 
 def table_bytes(shape: tuple[int, ...], file: tuple[int, ...]) -> int:

@@ -26,6 +26,19 @@ NUMBERS = frozenset(
 )
 
 
+INDEX_ENTRY = 16  # bytes of the index of a shard for each of its chunks: where it begins, and how long it is
+CHECKSUM_BYTES = 4  # of an index that crc32c follows
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """Where the index of a shard lies, if it is stored as plain numbers."""
+
+    at_end: bool
+    nbytes: int  # with its checksum
+    dtype: str  # of its numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A group, or an array whose numbers were checked."""
@@ -36,6 +49,7 @@ class Node:
     chunk: tuple[int, ...] = ()  # elements along each axis that are unpacked at once
     file: tuple[int, ...] = ()  # elements of one file: the chunk, or the shard that holds several
     has_fill_value: bool = True  # there is a value for chunks that are not stored
+    index: ShardIndex | None = None  # of each file; None: a file is a chunk, or its index is unknown
 
     @property
     def chunk_bytes(self) -> int:
@@ -46,6 +60,11 @@ class Node:
     def chunks(self) -> int:
         """Number of chunks that the array is cut into."""
         return prod(-(-n // size) for n, size in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def chunks_per_file(self) -> tuple[int, ...]:
+        """Number of chunks of one file along each axis."""
+        return tuple(whole // part for whole, part in zip(self.file, self.chunk, strict=True))
 
 
 def read_nodes(root: Path) -> dict[str, Node]:
@@ -132,17 +151,35 @@ def _of_format_3(document: dict[str, Any], folder: Path) -> Node:
     if not isinstance(settings, dict):
         raise _Wrong(f"chunk_grid is {excerpt(grid, 60)}, and only regular grids are read")
     file = chunk = _sizes(settings, "chunk_shape", 1, len(shape))
+    index = None
     codecs = document.get("codecs")
     if not isinstance(codecs, list) or not all(isinstance(codec, dict | str) for codec in codecs):
         raise _Wrong(f"codecs is {excerpt(codecs, 60)}")
     for codec in codecs:
         if isinstance(codec, dict) and codec.get("name") == "sharding_indexed" and len(codecs) == 1:
-            chunk = _sizes(_object(codec, "configuration"), "chunk_shape", 1, len(shape))
+            configuration = _object(codec, "configuration")
+            chunk = _sizes(configuration, "chunk_shape", 1, len(shape))
             if any(whole % part for whole, part in zip(file, chunk, strict=True)):
                 raise _Wrong(f"chunks {chunk} do not divide shards {file}")
+            index = _index(configuration, prod(file) // prod(chunk))
     dtype = np.dtype(kind) if isinstance(kind, str) and kind in NUMBERS else _other(kind)
     _check_fill(document.get("fill_value"), dtype)
-    return Node(attributes, shape, dtype, chunk, file)
+    return Node(attributes, shape, dtype, chunk, file, index=index)
+
+
+def _index(configuration: Mapping[str, Any], chunks: int) -> ShardIndex | None:
+    """The index of shards of so many chunks; None where it is not stored as plain numbers."""
+    codecs = configuration.get("index_codecs")
+    if not isinstance(codecs, list) or not all(isinstance(codec, dict) for codec in codecs):
+        return None
+    names = [codec.get("name") for codec in codecs]
+    order = {"little": "<u8", "big": ">u8"}
+    dtype = next((order[end] for end in order if codecs and codecs[0].get("configuration") == {"endian": end}), None)
+    if dtype is None or names not in (["bytes"], ["bytes", "crc32c"]):
+        return None
+    nbytes = INDEX_ENTRY * chunks + CHECKSUM_BYTES * (len(names) - 1)
+    at_end = configuration.get("index_location", "end") == "end"
+    return ShardIndex(at_end, nbytes, dtype)
 
 
 def _of_format_2(document: dict[str, Any], folder: Path) -> Node:
