@@ -147,7 +147,7 @@ def _nearly_fastest_within(fronts: Sequence[Front], room: int, below: float, pri
     best = smallest(fronts)
     if total_bytes(best) > room:
         return None
-    scale = total_seconds(best) / room
+    scale = total_seconds(best) / max(1, room)
     low, high = -STEEPEST, STEEPEST
     for _ in range(PRICES):
         middle = (low + high) / 2

@@ -51,9 +51,23 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="No space left"):
         replace_file(path, b"new")
     with pytest.raises(OutputError, match=rf"^cannot write the plan {path}: No space left on device; give another `o"):
-        write_asked(path, "new", "out", "the plan ")
+        write_asked(path, "new", "out", "the plan ", overwrite=True)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "name"
+    write_asked(path, "ours", overwrite=False)
+    assert path.read_text() == "ours"
+    path.write_text("a user's")
+    message = rf"^cannot write the plan {path}: it appeared meanwhile; give another `out`, or overwrite=True to replace"
+    with pytest.raises(OutputError, match=message):
+        write_asked(path, "ours", "out", "the plan ", overwrite=False)
+    assert path.read_text() == "a user's"
+    assert list(tmp_path.iterdir()) == [path]
+    write_asked(path, "ours", overwrite=True)
+    assert path.read_text() == "ours"
 
 
 def test_the_content_is_on_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

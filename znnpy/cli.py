@@ -126,11 +126,12 @@ def plan(
                 words["tell_progress"] = stack.enter_context(measuring(quiet()))
             chosen = znnpy.planning.plan(network, **words, tell=notes.append)
         if target is not None:
-            write_asked(target, chosen.to_json())
+            write_asked(target, chosen.to_json(), overwrite=overwrite)
         if drawn is not None:
             from znnpy.picture import draw
 
-            draw(drawn, f"{chosen.network_name}, {text(chosen.output)} output voxels", chosen, found)
+            title = f"{chosen.network_name}, {text(chosen.output)} output voxels"
+            draw(drawn, title, chosen, found, overwrite=overwrite)
     if as_json:
         predicted = {"seconds": chosen.seconds, "voxels_per_second": chosen.voxels_per_second}
         promised = {"peak_bytes": chosen.memory.peak, "vram_bytes": chosen.memory.vram}
@@ -275,9 +276,9 @@ def measure(export: Path | None, out: Path | None, overwrite: bool, as_json: boo
 
     with working():
         with measuring(quiet()) as progress:
-            found = measured(**words, out=None if out is None else targets[out], tell=progress)
+            found = measured(**words, out=None if out is None else targets[out], overwrite=overwrite, tell=progress)
         if export is not None:
-            write_asked(targets[export], found.costs.to_json(), "export")
+            write_asked(targets[export], found.costs.to_json(), "export", overwrite=overwrite)
     if as_json:
         print_json(found.as_json())
     else:

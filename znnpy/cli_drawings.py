@@ -42,7 +42,7 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
     target = regular_file(out, overwrite)
     drawn = picture(maps, batch, out.suffix.lower())
     with working():
-        write_asked(target, drawn)
+        write_asked(target, drawn, overwrite=overwrite)
 
 
 @click.command(cls=Door)
@@ -73,7 +73,7 @@ def timeline(
     found = read_timeline(trace, begin, end)
     if target is not None:
         with working():
-            draw(target, trace.name, found)
+            draw(target, trace.name, found, overwrite=overwrite)
     if as_json:
         print_json(found.as_json())
     else:

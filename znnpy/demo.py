@@ -126,7 +126,7 @@ def run(
         drawn = draw(raw[(lo[0] + z, *seen[1:])], probability[z], membranes[(lo[0] + z, *seen[1:])])
     saved = io.BytesIO()
     drawn.save(saved, "PNG")
-    write_asked(picture, saved.getvalue(), "folder")
+    write_asked(picture, saved.getvalue(), "folder", overwrite=overwrite)
     return Demo(volume, truth, prediction, picture, auc, report)
 
 

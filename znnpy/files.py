@@ -151,10 +151,12 @@ def draft_beside(path: Path) -> tuple[Path, FileIO]:
     return draft, create_new(draft)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
     """Write a file in one step: others see what was there before, or all that is new. OSError, and nothing is left.
 
     Folders that are not there are made. The content is on disk before it takes its name.
+
+    overwrite  False: FileExistsError where something has the name
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft, file = draft_beside(path)
@@ -162,7 +164,10 @@ def replace_file(path: Path, content: bytes) -> None:
         with file:
             write_all(file, content)
             os.fsync(file.fileno())
-        draft.replace(path)
+        if overwrite:
+            draft.replace(path)
+        else:
+            give_name(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -174,14 +179,20 @@ def write_all(file: FileIO, content: bytes) -> None:
         left = left[file.write(left) :]
 
 
-def write_asked(path: Path, content: str | bytes, argument: str = "out", what: str = "") -> None:
+def write_asked(path: Path, content: str | bytes, argument: str = "out", what: str = "", *, overwrite: bool) -> None:
     """`replace_file` for what a user asked for by `argument`; OutputError where that cannot be done.
 
-    what  in front of the name, for example "the costs ".
+    what       in front of the name, for example "the costs ".
+    overwrite  False: OutputError where something took the name since `regular_file` found nothing there
     """
     try:
-        replace_file(path, content.encode() if isinstance(content, str) else content)
+        replace_file(path, content.encode() if isinstance(content, str) else content, overwrite=overwrite)
     except OSError as error:
+        if isinstance(error, FileExistsError) and not overwrite:
+            raise OutputError(
+                f"cannot write {what}{path}: it appeared meanwhile; give another {option(argument)}, or "
+                f"{option('overwrite', True)} to replace it"
+            ) from error
         raise OutputError(f"cannot write {what}{path}: {error.strerror}; give another {option(argument)}") from error
 
 

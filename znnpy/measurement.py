@@ -107,6 +107,7 @@ def measure(
     ram: int | str | None = None,
     minutes: float = MINUTES,
     out: Path | None = None,
+    overwrite: bool = False,
     clock: Clock | None = None,
     tell: Callable[[Progress], None] = lambda progress: None,
 ) -> Measured:
@@ -116,6 +117,7 @@ def measure(
                are measured too, and of a machine that was measured before nothing else
     precision  None: all of a GPU's; plans for `network` are in fp32
     out        where to keep them instead of the cache folder
+    overwrite  replace the file given as `out`
     clock      who times layers, instead of the device
 
     What an earlier measurement found that fits this machine is kept as far as it was not measured again.
@@ -145,10 +147,11 @@ def measure(
             if touching is not None:
                 rates = replace(rates, touching=touching, touching_measured=True)
             if not known:
-                write_costs(path, bench.costs(rates, runs, [], old))  # there may be no plan for the network
+                first = bench.costs(rates, runs, [], old)  # there may be no plan for the network
+                write_costs(path, first, overwrite=overwrite or out is None)
             layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timing, timer)
         costs = bench.costs(rates, runs, layers, old)
-        write_costs(path, costs)
+        write_costs(path, costs, overwrite=True)  # a file of this call, or one that may be replaced
         spent = time.monotonic() - begun
         log_phase("finished", f"{path} in {human_seconds(spent)}")
         notes = list(site.sentences)

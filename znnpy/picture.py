@@ -31,7 +31,7 @@ LABEL = 200  # of the table's first column
 POINT, RING = 4.0, 9.0  # radii
 
 
-def draw(path: Path, title: str, chosen: Plan, found: Sequence[Point]) -> None:
+def draw(path: Path, title: str, chosen: Plan, found: Sequence[Point], *, overwrite: bool) -> None:
     """Write a PNG; it appears whole or not at all. `found` are the points of all kinds, `chosen` is marked."""
     kinds = sorted({_kind(point.plan) for point in found} | {_kind(chosen)})
     beside = [(kind, _beside(kind, chosen, found)) for kind in kinds]
@@ -53,7 +53,7 @@ def draw(path: Path, title: str, chosen: Plan, found: Sequence[Point]) -> None:
     _table(pen, top + HEIGHT + ROW, columns, layers)
     drawn = io.BytesIO()
     image.save(drawn, "PNG", optimize=True)
-    write_asked(path, drawn.getvalue(), "plot")
+    write_asked(path, drawn.getvalue(), "plot", overwrite=overwrite)
 
 
 def _diagram(pen: Pen, top: float, chosen: Plan, found: Sequence[Point], kinds: Sequence[Kind]) -> None:

@@ -128,7 +128,7 @@ def _kind(span: Span) -> str:
     return span.track if many or span.track.endswith("waiting") else span.name
 
 
-def draw(path: Path, title: str, found: Timeline) -> None:
+def draw(path: Path, title: str, found: Timeline, *, overwrite: bool) -> None:
     """Write a PNG; it appears whole or not at all."""
     colours = _colours(found.rows)
     ruler = Pen(blank(1, 1))
@@ -153,7 +153,7 @@ def draw(path: Path, title: str, found: Timeline) -> None:
         pen.write((x + 28, at), kind, 13)
     drawn = io.BytesIO()
     image.save(drawn, "PNG", optimize=True)
-    write_asked(path, drawn.getvalue())
+    write_asked(path, drawn.getvalue(), overwrite=overwrite)
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, Colour]:

@@ -333,6 +333,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing(here: Place, monkeypatch: 
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OutputError, match=r"cannot write the costs .*: No space left on device"):
-        shelf.write_costs(stored(), Costs.load(stored()))
+        shelf.write_costs(stored(), Costs.load(stored()), overwrite=True)
     assert stored().read_bytes() == before
     assert [path.name for path in stored().parent.glob("costs-*")] == [stored().name]

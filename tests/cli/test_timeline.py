@@ -239,7 +239,7 @@ def test_the_picture_says_why_a_run_ended_early(place: Place, trace: Path, sente
     for error in (None, ZnnpyError(sentence)):
         picture = place.folder / f"{error is None}.png"
         found = timeline.read_timeline(some_spans(trace, *SOME))
-        timeline.draw(picture, "a run", replace(found, ended=None if error is None else str(error)))
+        timeline.draw(picture, "a run", replace(found, ended=None if error is None else str(error)), overwrite=False)
         with Image.open(picture) as image:
             sizes.append(image.height)
             pixels = np.array(image.convert("L"))

@@ -136,7 +136,9 @@ def test_what_is_no_volume(store: Store, array: Any, message: str) -> None:
 
 
 def test_a_file_without_datasets(store: Store) -> None:
-    with pytest.raises(VolumeError, match="holds no 3D or 4D dataset of numbers but nothing; store the volume as"):
+    with pytest.raises(
+        VolumeError, match="holds no 3D or 4D dataset of numbers and no other dataset; store the volume as"
+    ):
         open_volume(store())
 
 

@@ -112,6 +112,6 @@ def stored_path(machine: Machine, device: DeviceKind, threads: int) -> Path:
     return cache_folder() / f"costs-{device}{by}-{digest}.json"
 
 
-def write_costs(path: Path, costs: Costs) -> None:
-    """Replace the file in one step; OutputError where that cannot be done, and then nothing is left of it."""
-    write_asked(path, costs.to_json(), "out", "the costs ")
+def write_costs(path: Path, costs: Costs, *, overwrite: bool) -> None:
+    """Write the file in one step; OutputError where that cannot be done, and then nothing is left of it."""
+    write_asked(path, costs.to_json(), "out", "the costs ", overwrite=overwrite)

@@ -194,9 +194,9 @@ def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dat
         name = next(iter(arrays))
         raise VolumeError(f"{path}: {name} {why_not(*arrays[name])}")
     if not fitting:
+        held = f"but {_listed(arrays, arrays)}" if arrays else "and no other dataset"
         raise VolumeError(
-            f"{path} holds no 3D or 4D dataset of numbers but {_listed(arrays, arrays)}; "
-            "store the volume as (z, y, x) or (c, z, y, x)"
+            f"{path} holds no 3D or 4D dataset of numbers {held}; store the volume as (z, y, x) or (c, z, y, x)"
         )
     raise VolumeError(
         f"{path} holds {len(fitting)} datasets that could be the volume: {_listed(arrays, fitting)}; "
