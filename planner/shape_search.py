@@ -34,7 +34,7 @@ from znnpy.planner.trade import (
 
 MOST_PIECES = 10**6
 DEAREST = 32.0  # the highest price of memory that is tried, over what memory costs: its logarithm to base 2
-PRICES = 6  # that are tried
+PRICES = 6  # number of prices of memory that are tried
 LOOKS = 32  # bounds on a shape while its layers are gone through
 LAYOUTS = 16  # of one shape, before what they lose is taken for granted
 LOST_SECONDS = 480.0  # of a column, as predicted: what a run that is killed computes again, in ten minutes at most
@@ -281,7 +281,7 @@ class ShapeSearch:
         return Found(shape, options, tensors, memory, self.edges(shape), self.price * prepared)
 
     def least_memory(self, best: Found, most: float) -> Found:
-        """Choices for the shape of `best` that need less memory and take at most `most` seconds; or `best`.
+        """Choose options for the shape of `best` that need less memory within `most` seconds; return `best` if none do.
 
         A higher price of memory gives leaner and slower choices. The highest price within `most` is searched for.
         """

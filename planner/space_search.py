@@ -27,8 +27,7 @@ TRIES = 2 * RUNNERS_UP  # shapes that are looked at for them
 LEARNT = 32  # times that layers of one thickness are learnt from: a part of all layers each time
 LEANER = 0.75  # of the memory of one plan: another that is as fast is looked for within it
 LEANER_TRIES = 8  # shapes that are looked at for it
-LEAST_LAYERS = 2**13  # layers of all shapes together that are looked at for the least memory, the smallest shapes first
-LEAST_TRIES = 8  # shapes that are looked at for it however many layers there are
+LEAST_LAYERS = 2**13  # number of layers, of all shapes together, that are looked at for the least memory
 FEW = 8  # sizes per axis that are combined at once; where an axis has no more, every combination is looked at
 
 # The least seconds as far as is known, what breaks ties, whether the memory that there is was weighed, and the shape.
@@ -188,11 +187,14 @@ class SpaceSearch(ShapeSearch):
         return sum(grown.over(self.limits)), grown.held
 
     def least(self) -> Found | int | None:
-        """The shape with the smallest need there is; or the index of a layer that nobody runs."""
+        """Return the shape with the smallest need of some small ones; or the index of a layer that nobody runs."""
         least: Found | None = None
         few = self._shapes(_few(self._sizes(None)))
-        shapes = sorted((c.split(at_once) for c in few for at_once in self.splits), key=lambda shape: shape.largest)
-        for shape in shapes[: max(LEAST_TRIES, LEAST_LAYERS // len(self.space.spans))]:
+        shapes = sorted(
+            (c.split(at_once) for c in few for at_once in self.splits),
+            key=lambda shape: self._need(self.around(shape), shape.largest),
+        )
+        for shape in shapes[: LEAST_LAYERS // len(self.space.spans)]:
             if least is not None and self._need(self.around(shape), shape.largest) >= self._need(least.memory):
                 continue
             fronts = self.fronts(shape)

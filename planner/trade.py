@@ -1,4 +1,4 @@
-"""One option per layer, or per span of layers, for one patch: seconds against bytes, exactly.
+"""One option per layer, or per span of layers, for one patch: seconds against bytes.
 
 Seconds add over the layers and so do prepared weights; the arena is as large as its fullest layer needs, and so is the
 allowance for what libraries allocate.
@@ -15,9 +15,10 @@ from operator import attrgetter
 from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.shapes import LayerShape
 
-EXACT_SPANS = 48  # of layers, of which the best choice is found exactly: the knapsack grows faster than they do
-STEEPEST = 32.0  # logarithm to base 2 of the highest price of memory that is tried, over seconds per byte on average
-PRICES = 12  # of memory that are tried
+EXACT_SPANS = 48  # up to so many spans the choice is exact: the work of the knapsack grows faster than their number
+STEEPEST = 32.0  # logarithm to base 2 of the highest price of weights, over seconds per byte on average
+PRICES = 16  # number of prices of weights that are tried
+CAPS = 8  # number of limits on the arena, and on allowances, that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ def fastest_within(
 
     price  seconds that each byte of weights and of the arena adds
 
-    Exact up to EXACT_SPANS spans: for every limit on the fullest layer that some option sets, the rest is a knapsack of
-    weights. With more spans the choice may be a little slower than the fastest, and the work is linear in the spans.
+    The choice is exact up to EXACT_SPANS spans: for every limit on the fullest layer that some option sets, the rest is
+    a knapsack of weights. With more spans it may be a little slower than the fastest.
     """
     chosen = cheapest(fronts, price)
     if cost(chosen, price) >= below:
@@ -140,25 +141,73 @@ def fastest_within(
 
 
 def _nearly_fastest_within(fronts: Sequence[Front], room: int, below: float, price: float) -> tuple[Option, ...] | None:
-    """The cheapest options at the lowest price of memory at which they need at most `room` bytes.
+    """Make the choice of `fastest_within` for many spans, a little slower than the fastest.
 
-    None if they do not cost less than `below` seconds at `price`.
+    A few limits on allowances and on the arena are tried; for each of them `_lightened` chooses.
     """
-    best = smallest(fronts)
-    if total_bytes(best) > room:
+    best = None
+    for allowance in _some_caps(fronts, _ALLOWANCE, room):
+        calm = [tuple(o for o in options if o.allowance <= allowance) for options in fronts]
+        if cost(cheapest(calm, price), price) >= below:
+            break  # and slower still below smaller caps
+        for live in _some_caps(calm, _LIVE, room - allowance):
+            allowed = [tuple(o for o in options if o.live <= live) for options in calm]
+            found = _lightened(allowed, room - allowance - live, price)
+            if found is not None and cost(found, price) < below:
+                best, below = found, cost(found, price)
+    return best
+
+
+def _some_caps(fronts: Sequence[Front], what: Callable[[Option], int], most: int) -> list[int]:
+    """About CAPS values of `what`, from `most` down, that leave every span an option."""
+    floor = max(min(what(option) for option in options) for options in fronts)
+    caps = sorted({value for options in fronts for o in options if floor <= (value := what(o)) <= most}, reverse=True)
+    return sorted({*caps[:: max(1, len(caps) // CAPS)], *caps[-1:]}, reverse=True)
+
+
+def _lightened(fronts: Sequence[Front], room: int, price: float) -> tuple[Option, ...] | None:
+    """Choose options whose weights take at most `room` bytes; None where there are none.
+
+    Weights get a price, the lowest at which the cheapest options fit. What is then left of `room` is given to the spans
+    that save most time with it.
+    """
+
+    def chosen(dear: float) -> tuple[Option, ...]:
+        return tuple(min(options, key=lambda o: (o.seconds + dear * o.resident, o.resident)) for options in fronts)
+
+    heavy = chosen(price)
+    if _weights(heavy) <= room:
+        return heavy
+    light = tuple(min(options, key=lambda o: (o.resident, o.seconds)) for options in fronts)
+    if _weights(light) > room:
         return None
-    scale = total_seconds(best) / max(1, room)
-    low, high = -STEEPEST, STEEPEST
+    scale, low, high = total_seconds(light) / max(1, room), -STEEPEST, STEEPEST
     for _ in range(PRICES):
         middle = (low + high) / 2
-        chosen = cheapest(fronts, price + scale * 2**middle)
-        if total_bytes(chosen) > room:
-            low = middle
-            continue
-        high = middle
-        if cost(chosen, price) < cost(best, price):
-            best = chosen
-    return best if cost(best, price) < below else None
+        found = chosen(price + scale * 2**middle)
+        if _weights(found) > room:
+            low, heavy = middle, found
+        else:
+            high, light = middle, found
+    return _filled(light, heavy, room, price)
+
+
+def _filled(light: Sequence[Option], heavy: Sequence[Option], room: int, price: float) -> tuple[Option, ...]:
+    """Replace options of `light` by those of `heavy` as long as weights fit, most time saved for each byte first."""
+    filled, left, gains = list(light), room - _weights(light), []
+    for span, (slow, fast) in enumerate(zip(light, heavy, strict=True)):
+        more = fast.resident - slow.resident
+        saved = slow.seconds - fast.seconds - price * more
+        if saved > 0:
+            gains.append((saved / max(1, more), more, span))
+    for _, more, span in sorted(gains, reverse=True):
+        if more <= left:
+            filled[span], left = heavy[span], left - more
+    return tuple(filled)
+
+
+def _weights(options: Iterable[Option]) -> int:
+    return sum(option.resident for option in options)
 
 
 def _fastest_within(fronts: Sequence[Front], room: int, below: float, price: float) -> tuple[Option, ...] | None:
@@ -184,7 +233,7 @@ def _fastest_within(fronts: Sequence[Front], room: int, below: float, price: flo
 
 
 def cheapest(fronts: Sequence[Front], price: float) -> tuple[Option, ...]:
-    """One option per span: those that cost least where each byte of weights and of the arena adds `price` seconds.
+    """Choose one option per span, the cheapest where each byte of weights and of the arena adds `price` seconds.
 
     Any other choice that is faster needs more weights or a larger arena. Exact; allowances are not priced.
     """
@@ -198,13 +247,13 @@ def cheapest(fronts: Sequence[Front], price: float) -> tuple[Option, ...]:
 
 
 def cost(options: Sequence[Option], price: float) -> float:
-    """Seconds of all spans, and `price` seconds for each byte of weights and of the arena."""
+    """Return the seconds of all spans, and `price` seconds for each byte of weights and of the arena."""
     held = sum(option.resident for option in options) + max(option.live for option in options)
     return total_seconds(options) + price * held
 
 
 def least_cost(costs: Iterable[tuple[int, int, float]], spans: int, price: float) -> tuple[float, int]:
-    """The least cost of one option per span, and the size of the arena at which it is reached.
+    """Return the least cost of one option per span, and the size of the arena at which it is reached.
 
     costs  arena, span and cost of every option; the cost of a choice is the sum of its options' costs, and `price` for
            each byte of the largest of their arenas. Every span has an option.
