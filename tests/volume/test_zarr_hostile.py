@@ -236,8 +236,41 @@ def test_missing_chunks_within_shards(tmp_path: Path, index_location: str, endia
         box = Box((0, 0, 0), (16, 5, 5))
         volume.expect(box)
         message = r"c/1/0/0 holds no chunk that begins at \(12, 0, 0\); write it, or leave out missing_chunks='error'"
-        with pytest.raises(VolumeError, match=message):
-            volume.read(box, np.ones((1, 16, 5, 5), np.uint16))
+        for _ in range(2):
+            with pytest.raises(VolumeError, match=message):
+                volume.read(box, np.ones((1, 16, 5, 5), np.uint16))
+        volume.read(Box((0, 0, 0), (8, 5, 5)), np.ones((1, 8, 5, 5), np.uint16))
+
+
+def test_an_index_of_a_shard_that_is_damaged_tells_of_no_missing_chunk(tmp_path: Path) -> None:
+    """The numbers of the first chunk say that it is not there, and the checksum says that they are wrong."""
+    path = made(tmp_path / "v.zarr", shards=(8, 6, 5))
+    shard = path / "c/0/0/0"
+    content = bytearray(shard.read_bytes())
+    content[-4 - 4 * 16 : -4 - 3 * 16] = b"\xff" * 16
+    shard.write_bytes(content)
+    with open_volume(path, None, Absent(chunks="error")) as volume:
+        volume.expect(Box((0, 0, 0), (8, 6, 5)))
+        with pytest.raises(VolumeError, match="a chunk is damaged or was changed meanwhile: copy the folder again"):
+            whole(volume)
+
+
+def test_shards_whose_missing_chunks_are_not_found(tmp_path: Path) -> None:
+    """Shards in shards are read, their missing chunks count as being there, and they are refused if none may miss."""
+    inner = codecs.ShardingCodec(chunk_shape=(2, 3, 5))
+    outer = codecs.ShardingCodec(chunk_shape=(4, 3, 5), codecs=[inner])
+    array = zarr.create_array(
+        tmp_path / "v.zarr", shape=(8, 6, 5), chunks=(8, 6, 5), serializer=outer, compressors=None, dtype="u2"
+    )
+    array[:2] = np.ones((2, 6, 5))
+    with open_volume(tmp_path / "v.zarr") as volume:
+        volume.expect(Box((0, 0, 0), (8, 6, 5)))
+        assert whole(volume).sum() == 60
+        assert volume.chunks.missing == 0
+    message = r"chunks that are missing within its shards are not found here; leave out missing_chunks='error'"
+    volume = open_volume(tmp_path / "v.zarr", None, Absent(chunks="error"))
+    with pytest.raises(VolumeError, match=message):
+        volume.expect(Box((0, 0, 0), (8, 6, 5)))
 
 
 def test_a_fill_value_of_null_is_none(tmp_path: Path) -> None:

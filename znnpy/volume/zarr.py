@@ -96,7 +96,7 @@ class ZarrVolume(Volume):
         target, back = out.reshape(asked.shape), [-at for at in asked.lo]
         most = PIECE_BYTES // self.dtype.itemsize
         try:
-            with self._turn:
+            with self._turn, self._files.refusing_missing():
                 for piece in pieces(asked, self._node.chunk, elements=most, chunks=AT_ONCE):
                     self._read(piece, target[piece.shifted(back).slices])
         except ChunkTooLargeError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from operator import add
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import LocalStore
@@ -22,7 +24,7 @@ from znnpy.volume.volume import Chunks, MissingChunks
 from znnpy.volume.zarr_nodes import METADATA_FILES, Node, ShardIndex
 from znnpy.wording import option
 
-NOWHERE = 2**64 - 1  # where a chunk of a shard begins that is not stored
+NOWHERE = 2**64 - 1  # both numbers of the index for a chunk of a shard that is not stored
 SLACK_BYTES = 2**20  # of a chunk as it is stored, beyond twice its size: headers of codecs
 
 
@@ -39,6 +41,7 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
         self._chunks: Region | None = None  # of chunks in them
         self._seen = bytearray()  # a bit for each of them
         self._missing = self._looked = 0
+        self._refused: VolumeError | None = None
 
     def watch(self, array: str, node: Node, *, index_bytes: int) -> None:
         """Say which array is read.
@@ -51,11 +54,17 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
     def expect(self, files: Region, chunks: Region, when_missing: MissingChunks) -> None:
         """Count the chunks of a box from now on, each once; "error": refuse those that are missing.
 
-        Chunks of shards whose index is not plain numbers count as being there if the shard is.
+        Where the index of shards is not read here (shards in shards, other codecs before them) all chunks of a shard
+        count as being there, and "error" is VolumeError.
 
         files   that hold the chunks
         chunks  of the box
         """
+        if when_missing == "error" and self._node.is_sharded and self._node.index is None:
+            raise VolumeError(
+                f"{self.root}: chunks that are missing within its shards are not found here; leave out "
+                f"{option('missing_chunks', 'error')}"
+            )
         self._box, self._chunks, self._when_missing = files, chunks, when_missing
         self._seen = bytearray(-(-files.elements // 8))
         self._missing = self._looked = 0
@@ -140,30 +149,47 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
         place = self._node.index
         if content is not None and place is not None and not _has_index(content, byte_range, place):
             return  # one chunk of a shard, whose index is read before
+        first = tuple(number * count for number, count in zip(index, self._node.chunks_per_file, strict=True))
+        there = Region(first, tuple(map(add, first, self._node.chunks_per_file))).clipped(self._chunks)
+        missing = there.elements if content is None else 0
+        if content is not None and place is not None:
+            absent = _absent(content, place, self._node.chunks_per_file)[there.shifted([-at for at in first]).slices]
+            missing = int(absent.sum())
+            if missing and self._when_missing == "error":
+                inside = np.unravel_index(int(absent.argmax()), absent.shape)
+                at = [(i + lo) * size for i, lo, size in zip(inside, there.lo, self._node.chunk, strict=True)]
+                self._refused = VolumeError(
+                    f"{self.root / key} holds no chunk that begins at {tuple(map(int, at))}; write it, or leave out "
+                    f"{option('missing_chunks', 'error')} to read the fill value of the array there"
+                )
+                return
         flat, sizes = 0, self._box.shape
         for number, lo, size in zip(index, self._box.lo, sizes, strict=True):
             flat = flat * size + number - lo
         if self._seen[flat >> 3] & 1 << (flat & 7):
             return
         self._seen[flat >> 3] |= 1 << (flat & 7)
-        first = tuple(number * count for number, count in zip(index, self._node.chunks_per_file, strict=True))
-        there = Region(first, tuple(map(add, first, self._node.chunks_per_file))).clipped(self._chunks)
         self._looked += there.elements
-        if content is None:
-            self._missing += there.elements
-            return
-        if place is None:
-            return
-        start = len(content) - place.nbytes if place.at_end else 0
-        offsets = np.frombuffer(content, place.dtype, 2 * prod(self._node.chunks_per_file), start)[::2]
-        absent = offsets.reshape(self._node.chunks_per_file)[there.shifted([-at for at in first]).slices] == NOWHERE
-        self._missing += int(absent.sum())
-        if absent.any() and self._when_missing == "error":
-            at = (np.argwhere(absent)[0] + there.lo) * self._node.chunk
-            raise VolumeError(
-                f"{self.root / key} holds no chunk that begins at {tuple(at.tolist())}; write it, or leave out "
-                f"{option('missing_chunks', 'error')} to read the fill value of the array there"
-            )
+        self._missing += missing
+
+    @contextmanager
+    def refusing_missing(self) -> Iterator[None]:
+        """Raise VolumeError at the end of a read that met a shard without a chunk that must be there.
+
+        Only at the end has the package compared the index of the shard with its checksum.
+        """
+        self._refused = None
+        yield
+        if self._refused is not None:
+            raise self._refused
+
+
+def _absent(content: bytes, place: ShardIndex, chunks: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """Return which chunks a shard does not hold: both numbers of their entry in its index are NOWHERE."""
+    start = len(content) - place.nbytes if place.at_end else 0
+    entries = np.frombuffer(content, place.dtype, 2 * prod(chunks), start).reshape(*chunks, 2)
+    absent: npt.NDArray[np.bool_] = np.all(entries == NOWHERE, axis=-1)
+    return absent
 
 
 def _has_index(content: bytes, byte_range: ByteRequest | None, place: ShardIndex) -> bool:

@@ -49,7 +49,8 @@ class Node:
     chunk: tuple[int, ...] = ()  # elements along each axis that are unpacked at once
     file: tuple[int, ...] = ()  # elements of one file: the chunk, or the shard that holds several
     has_fill_value: bool = True  # there is a value for chunks that are not stored
-    index: ShardIndex | None = None  # of each file; None: a file is a chunk, or its index is unknown
+    is_sharded: bool = False  # files hold several chunks
+    index: ShardIndex | None = None  # of each shard; None: there are no shards, or their index is not read here
 
     @property
     def chunk_bytes(self) -> int:
@@ -151,12 +152,13 @@ def _of_format_3(document: dict[str, Any], folder: Path) -> Node:
     if not isinstance(settings, dict):
         raise _Wrong(f"chunk_grid is {excerpt(grid, 60)}, and only regular grids are read")
     file = chunk = _sizes(settings, "chunk_shape", 1, len(shape))
-    index = None
+    index, is_sharded = None, False
     codecs = document.get("codecs")
     if not isinstance(codecs, list) or not all(isinstance(codec, dict | str) for codec in codecs):
         raise _Wrong(f"codecs is {excerpt(codecs, 60)}")
     for codec in codecs:
-        if isinstance(codec, dict) and codec.get("name") == "sharding_indexed" and len(codecs) == 1:
+        is_sharded |= _is_sharding(codec)
+        if isinstance(codec, dict) and _is_sharding(codec) and len(codecs) == 1:
             configuration = _object(codec, "configuration")
             chunk = _sizes(configuration, "chunk_shape", 1, len(shape))
             if any(whole % part for whole, part in zip(file, chunk, strict=True)):
@@ -164,11 +166,18 @@ def _of_format_3(document: dict[str, Any], folder: Path) -> Node:
             index = _index(configuration, prod(file) // prod(chunk))
     dtype = np.dtype(kind) if isinstance(kind, str) and kind in NUMBERS else _other(kind)
     _check_fill(document.get("fill_value"), dtype)
-    return Node(attributes, shape, dtype, chunk, file, index=index)
+    return Node(attributes, shape, dtype, chunk, file, is_sharded=is_sharded, index=index)
+
+
+def _is_sharding(codec: object) -> bool:
+    return isinstance(codec, dict) and codec.get("name") == "sharding_indexed"
 
 
 def _index(configuration: Mapping[str, Any], chunks: int) -> ShardIndex | None:
-    """The index of shards of so many chunks; None where it is not stored as plain numbers."""
+    """The index of shards of so many chunks; None where it is not plain numbers, or chunks are shards again."""
+    inner = configuration.get("codecs")
+    if isinstance(inner, list) and any(map(_is_sharding, inner)):
+        return None
     codecs = configuration.get("index_codecs")
     if not isinstance(codecs, list) or not all(isinstance(codec, dict) for codec in codecs):
         return None
