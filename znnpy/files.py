@@ -188,10 +188,10 @@ def write_asked(path: Path, content: str | bytes, argument: str = "out", what: s
     try:
         replace_file(path, content.encode() if isinstance(content, str) else content, overwrite=overwrite)
     except OSError as error:
-        if isinstance(error, FileExistsError) and not overwrite:
+        if isinstance(error, FileExistsError) and not overwrite and os.path.lexists(path):
             raise OutputError(
-                f"cannot write {what}{path}: it appeared meanwhile; give another {option(argument)}, or "
-                f"{option('overwrite', True)} to replace it"
+                f"cannot write {what}{path}: another file took this name meanwhile; give another "
+                f"{option(argument)}, or {option('overwrite', True)} to replace it"
             ) from error
         raise OutputError(f"cannot write {what}{path}: {error.strerror}; give another {option(argument)}") from error
 

@@ -117,7 +117,7 @@ def measure(
                are measured too, and of a machine that was measured before nothing else
     precision  None: all of a GPU's; plans for `network` are in fp32
     out        where to keep them instead of the cache folder
-    overwrite  replace the file given as `out`
+    overwrite  replace the file given as `out`; the file that this call has written there is replaced at its end
     clock      who times layers, instead of the device
 
     What an earlier measurement found that fits this machine is kept as far as it was not measured again.
