@@ -124,16 +124,16 @@ def remove(path: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Bring the content of a file to disk; OSError, also for a symbolic link."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path, os.O_NOFOLLOW)
 
 
 def sync_folder(folder: Path) -> None:
     """Bring names created, renamed or removed in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(descriptor)
     finally:
