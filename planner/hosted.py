@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
-from typing import Any, Literal
+from typing import Any
 
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
+from znnpy.option_values import HostedMode
 from znnpy.planner.both_sides import both_sides, waiting_seconds
 from znnpy.planner.candidates import Candidate, Space, candidate, splits
 from znnpy.planner.cost import Rates, edge_seconds, seconds
@@ -45,8 +46,6 @@ from znnpy.planner.trade import Way, total_seconds
 from znnpy.planner.with_host import Divided, WithHost
 from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
 from znnpy.wording import option
-
-HostedMode = Literal["gpu-host", "cpu-to-gpu"]
 
 LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
 NEARER = 16  # times that shapes next to the best one are looked at

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
+from znnpy.option_values import Mode, RigorLevel
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.both_sides import both_sides
 from znnpy.planner.cost import edge_seconds
@@ -36,8 +37,6 @@ AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
 Size = tuple[Positive, Positive, Positive]  # a Vec3 with no empty axis
 Axis = Annotated[int, Field(ge=0, le=2)]
-Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]
-Rigor = Literal["estimate", "measure", "exhaustive"]  # how much was measured before it was chosen
 Seconds = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]  # 1e12: 30,000 years
 
 
@@ -122,7 +121,7 @@ class Plan:
     itemsize_in: Positive  # bytes per voxel of the volume as stored
     itemsize_out: Positive
     columns: Positive  # that cover the output; a patch is a column of one step
-    rigor: Rigor
+    rigor: RigorLevel
     other: RunnerUp | None  # the best columns where patches are planned, and the best patches where columns are
     runners_up: tuple[RunnerUp, ...]
     kinds: tuple[Kind, ...] = ()  # as far as they were asked for

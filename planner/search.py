@@ -16,10 +16,11 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
+from znnpy.option_values import HostedMode
 from znnpy.planner.candidates import Space, all_spaces, splits
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.found_plan import choice_of, plan_of
-from znnpy.planner.hosted import HostedMode, HostedSearch
+from znnpy.planner.hosted import HostedSearch
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.nearest_miss import no_plan

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from znnpy.errors import PlanFileError, ShapeError, VolumeError
 from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
+from znnpy.option_values import Border
+from znnpy.options import RunOptions
 from znnpy.patches import Box
 from znnpy.phases import log_once, log_phase
 from znnpy.planner.explain import human_bytes, predicted
@@ -24,7 +26,7 @@ from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
-from znnpy.run.choice import Wishes, choose, columns_only
+from znnpy.run.choice import choose, columns_only, given_plan
 from znnpy.run.devices import Site, check_device_words, check_here, site_for
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_kept
@@ -69,13 +71,13 @@ class ArraySession:
         weights: Sequence[ConvWeights],
         shape: tuple[int, ...],
         dtype: npt.DTypeLike,
-        border: str,
-        wishes: Wishes,
+        border: Border,
+        wishes: RunOptions,
     ) -> None:
         """Checks the words; plans and allocates nothing. Parameters are those of `TrainedNetwork.session`."""
         self._network, self._weights, self._border, self._wishes = network, weights, border, wishes
-        self._given = wishes.given_plan()
-        self._meant = check_device_words(wishes.device, wishes.vram, wishes.precision, wishes.only)
+        self._given = given_plan(wishes)
+        self._meant = check_device_words(wishes.device, wishes.vram, wishes.precision, wishes.names)
         if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n > 0 for n in shape):
             raise ValueError(f"shape is (z, y, x) or (c, z, y, x), positive integers, not {excerpt(repr(shape))}")
         try:
@@ -206,7 +208,7 @@ class ArraySession:
             itemsize_in=self._like.dtype.itemsize,
             itemsize_out=FLOAT32,
             patch=words.patch,
-            only=words.only,
+            only=words.names,
             columns=columns_only(words.cover),
             depth_first=words.depth_first,
             baseline=baseline_bytes() + site.later_bytes + result_bytes,

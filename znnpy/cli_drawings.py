@@ -10,11 +10,11 @@ from pathlib import Path
 
 import click
 
+from znnpy.command_options import FILE, MOST_VOXELS, NEW_FILE, json_option
 from znnpy.doors import Door, print_json, print_lines
 from znnpy.errors import OutputError
 from znnpy.files import regular_file, write_asked
 from znnpy.stopping import working
-from znnpy.words import FILE, MOST_VOXELS, json_word, named
 
 
 @click.command(cls=Door)
@@ -28,7 +28,7 @@ from znnpy.words import FILE, MOST_VOXELS, json_word, named
     help="Maps of the layer.",
 )
 @click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Images.")
-@click.option("--out", type=FILE, callback=named, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
+@click.option("--out", type=NEW_FILE, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
     """Draw the tasks of a task-parallel convolution.
@@ -47,11 +47,11 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
 
 @click.command(cls=Door)
 @click.argument("trace", type=FILE)
-@click.option("--out", type=FILE, callback=named, help="Draw the timeline here, NAME.png.")
+@click.option("--out", type=NEW_FILE, help="Draw the timeline here, NAME.png.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 @click.option("--from", "begin", type=float, metavar="S", help="From this second of the run on [default: the first].")
 @click.option("--to", "end", type=float, metavar="S", help="Up to this second of the run [default: the last].")
-@json_word
+@json_option
 def timeline(
     trace: Path, out: Path | None, overwrite: bool, begin: float | None, end: float | None, as_json: bool
 ) -> None:

@@ -8,22 +8,25 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from znnpy.errors import NoPlanError, OutputError, VramError
 from znnpy.files import regular_file
-from znnpy.formats.networks import DEFAULT, read_network
+from znnpy.formats.networks import read_network
 from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
+from znnpy.option_declarations import function_of
+from znnpy.option_values import AskedMode, Cover
+from znnpy.options import InferOptions, RunOptions
 from znnpy.paranoid import Watched
 from znnpy.phases import log_phase
 from znnpy.planner.explain import human_bytes, human_seconds, predicted
@@ -31,11 +34,10 @@ from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.choice import (
-    Wishes,
     check_wishes,
-    check_words,
     choose,
     device_begun,
+    given_plan,
     limits_taken,
     plan_begun,
     plan_finished,
@@ -48,95 +50,29 @@ from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
-from znnpy.shapes import Vec3, text
+from znnpy.shapes import text
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.names import Names
 from znnpy.volume.output import Output
 from znnpy.volume.sample import sample_of
-from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable, SliceVolume, open_given
+from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
 from znnpy.volume.targets import mode_of, output_for, target_of
-from znnpy.volume.volume import Absent, Chunks, MissingChunks, Volume
+from znnpy.volume.volume import Absent, Chunks, Volume
 from znnpy.warnings_of_runs import half_missing, slower_here
 from znnpy.wording import option
 
 _log = logging.getLogger(__name__)
 
 
-def infer(
-    volume: str | Path | Sliceable,
-    network: str | Path = DEFAULT,
-    *,
-    weights: str | Path | None = None,
-    out: str | Path | Assignable | None = None,
-    plan: str | Path | Plan | None = None,
-    dataset: str | None = None,
-    roi: str | None = None,
-    border: str = "valid",
-    output_dtype: str = "float32",
-    allow_nan: bool = False,
-    fill_missing: float | None = None,
-    missing_chunks: MissingChunks = "fill",
-    overwrite: bool = False,
-    resume: bool = False,
-    ram: int | str | None = None,
-    threads: int | None = None,
-    patch: Vec3 | None = None,
-    only: str | Sequence[str] = (),
-    cover: str | None = None,
-    depth_first: bool = True,
-    device: str = "auto",
-    vram: int | str | None = None,
-    precision: str | None = None,
-    costs: str | Path | None = None,
-    gpus: int | str | None = None,
-    mode: str = "auto",
-    paranoid: bool = False,
-    trace: str | Path | None = None,
-    progress: Callable[[pipeline.Event], None] | None = None,
-) -> Report:
+@function_of(InferOptions)
+def infer(asked: InferOptions) -> Report:
     """Predict every position of a volume within limits of memory; the output is complete, or it is not there.
 
-    volume        path of the volume: HDF5, .zarr or .npy, (z, y, x) or (c, z, y, x), integers or floating point; or
-                  anything of such a shape and dtype that can be sliced: an array of numpy, Zarr or dask, a dataset of
-                  h5py. It is read box by box, by one thread at a time. A memory map takes memory beyond `ram`: give
-                  the path of its file.
-    network       network file (.yaml, .znni), or the name of a network that ships.
-    weights       weights file, .npz or .safetensors; None: the one that the network file names.
-    out           path of the output, (maps, z, y, x), of one map (z, y, x); None: beside the volume, named after both.
-                  Or anything of such a shape and of `output_dtype` that takes assignment to slices: finished blocks are
-                  assigned by one thread, in any order. It has no journal: an error leaves it half
-                  written, and nothing goes on there.
-    plan          a Plan, or a file that `znnpy plan --out` wrote; None: the fastest plan is made now.
-    dataset       name of the array inside the file; None: the only 3D or 4D one.
-    roi           "z0:z1,y0:y1,x0:x1", the part of the volume to take, in voxels; None: all of it.
-    border        "valid": the output is field of view - 1 voxels smaller; "reflect": as large, mirrored at the faces.
-    output_dtype  "float32", "float16", or "uint8": 255 times the value, clipped to 0..1 and rounded.
-    allow_nan     write NaN wherever the field of view holds NaN or infinity, instead of raising VolumeError.
-    fill_missing  value of voxels whose file is missing, of HDF5 volumes made of several; None: VolumeError.
-    missing_chunks  "fill": chunks that were never written are the fill value of the volume; "error": VolumeError.
-                    Of a Zarr volume in shards only whole shards that are missing count.
-    overwrite     replace an output that exists, and what an unfinished run left of it.
-    resume        go on where a run of the same job stopped; its bytes are those of an uninterrupted run.
-    ram           limit for the whole process, in bytes or as "16G"; None: 3/4 of the machine's memory.
-    threads       threads that compute; None: as many as the cores that the process may use.
-    patch         output voxels (z, y, x) of one patch, or of one step of a column; None: the fastest.
-    only          name of a primitive, or several, for the layers that they fit; empty: any.
-    cover         "columns": each step keeps what the next needs; "patches": each is computed for itself; None: either.
-    depth_first   True: layers behind a pooling may take its fragments in parts, which needs less memory.
-    device        "cpu", "gpu", or "auto": a GPU where one works, else the CPU.
-    vram          limit for the memory of each GPU, in bytes or as "12G"; None: 90 % of what is free.
-    precision     on a GPU "fp32", "tf32" or "fp16"; None: fp32. The CPU always computes in fp32.
-    costs         file of speeds that `znnpy measure --out` wrote here; None: those that are stored of this machine.
-    gpus          number of equal GPUs that compute together, or "all"; None: 1.
-    mode          "cpu", "gpu", "gpu-host", "cpu-to-gpu" or "side-by-side", as `znnpy infer --help` explains; "auto".
-    paranoid      check voxels of each patch against the definition before writing it: slow, and not counted in `ram`.
-    trace         path of a file that records what was done when, in Chrome's format, also of a run that fails.
-    progress      called with an Event in the calling thread: before the first patch, after each one, and while the
-                  last ones are written; what it raises stops the run.
+    PARAMETERS
 
     Returns a Report with times, speeds and memory beside what the plan predicted.
 
@@ -144,41 +80,43 @@ def infer(
     have. What was finished before an error, Ctrl-C or a kill stays on disk for `resume=True`. Its bytes may differ only
     if a GPU refuses memory that it gave the run before (the report says so), or in mode "side-by-side".
     """
+    return infer_as_asked(asked)
+
+
+def infer_as_asked(asked: InferOptions) -> Report:
+    """Return the report that `infer` returns for these options."""
     started, earlier = time.perf_counter(), peak_bytes()
-    check_words(border, output_dtype, cover)
-    if missing_chunks not in get_args(MissingChunks):
-        raise ValueError(f"missing_chunks is 'fill' or 'error', not {missing_chunks!r}")
-    only = (only,) if isinstance(only, str) else tuple(only)
-    how = mode_of(overwrite=overwrite, resume=resume)
-    if allow_nan and output_dtype == "uint8":
+    volume, out, roi, mode = asked.volume, asked.out, asked.roi, asked.mode
+    how = mode_of(overwrite=asked.overwrite, resume=asked.resume)
+    if asked.allow_nan and asked.output_dtype == "uint8":
         raise OutputError(
             f"uint8 has no NaN to write where the volume holds one; choose {option('output_dtype', 'float32')} or "
             f"{option('output_dtype', 'float16')}"
         )
-    shelf = Shelf(costs)
-    wishes = Wishes(plan, ram, threads, patch, only, cover, depth_first, device, vram, precision, shelf.file, mode)
-    meant = shelf.meant(check_device_words(device_meant(mode, device), vram, precision, names_of_gpu(only, mode)))
-    count = gpus_of(gpus, meant)
+    shelf = Shelf(asked.costs)
+    device = device_meant(mode, asked.device)
+    meant = shelf.meant(check_device_words(device, asked.vram, asked.precision, names_of_gpu(asked.names, mode)))
+    count = gpus_of(asked.gpus, meant)
     check_hosted(mode, count)
-    named = read_network(network)
-    trained = load_trained(named, weights, ram)
+    named = read_network(asked.network)
+    trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
         "volume": Path(volume) if isinstance(volume, str | os.PathLike) else None,
         "network": named.path,
-        "weights": named.weights if weights is None else Path(weights),
-        "plan": Path(plan) if isinstance(plan, str | Path) else None,
+        "weights": named.weights if asked.weights is None else Path(asked.weights),
+        "plan": Path(asked.plan) if isinstance(asked.plan, str | Path) else None,
         "costs": shelf.file,
-        "trace": None if trace is None else Path(trace),
+        "trace": None if asked.trace is None else Path(asked.trace),
     }
     target = target_of(volume, out, trained.network.name)
     with ExitStack() as stack:
-        traced = stack.enter_context(_trace(trace, overwrite, target))
-        absent = Absent(fill_missing, missing_chunks)
-        opened = stack.enter_context(open_given(volume, dataset, absent))
+        traced = stack.enter_context(_trace(asked.trace, asked.overwrite, target))
+        absent = Absent(asked.fill_missing, asked.missing_chunks)
+        opened = stack.enter_context(open_given(volume, asked.dataset, absent))
         inputs["source of the volume"] = opened.files
         log_phase("opened", f"{opened}: {text(opened.size)} voxels of {opened.dtype}, network {trained.network.name}")
         region = parse_roi(roi, opened.size) if roi else None
-        source = Source(opened, roi=region, border=border, network=trained.network, allow_nan=allow_nan)
+        source = Source(opened, roi=region, border=asked.border, network=trained.network, allow_nan=asked.allow_nan)
         sample = sample_of(opened)
         doubts = sample.doubts(trained.network)
         for doubt in doubts:
@@ -188,25 +126,25 @@ def infer(
             opened,
             sample,
             roi_text(region, opened.size),
-            border,
-            output_dtype,
-            allow_nan=allow_nan,
-            fill_missing=fill_missing,
+            asked.border,
+            asked.output_dtype,
+            allow_nan=asked.allow_nan,
+            fill_missing=asked.fill_missing,
         )
         shape = (trained.network.output_channels, *source.output)
         output = output_for(
-            out, target, volume, inputs=inputs, shape=shape, dtype=np.dtype(output_dtype), mode=how, job=job
+            out, target, volume, inputs=inputs, shape=shape, dtype=np.dtype(asked.output_dtype), mode=how, job=job
         )
         stack.enter_context(output)
         if output.finished:
             made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
             return _report(target, started, made, this_machine(), doubts=doubts)
         watched = None
-        if paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
+        if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
             once = isinstance(opened, SliceVolume)
-            watched = opened if once else stack.enter_context(open_given(volume, dataset, absent))
-        run = _Run(trained, source, output, job, wishes, progress, watched, traced, started)
-        with site_for(run.plan, run.meant(meant), vram, precision, shelf, gpus=count) as (site, chosen):
+            watched = opened if once else stack.enter_context(open_given(volume, asked.dataset, absent))
+        run = _Run(trained, source, output, job, asked, asked.progress, watched, traced, started)
+        with site_for(run.plan, run.meant(meant), asked.vram, asked.precision, shelf, gpus=count) as (site, chosen):
             opened.expect(source.needed)
             for above in site.above_memory(chosen.limits):
                 _log.warning("%s", above)
@@ -242,7 +180,7 @@ class _Run:
     source: Source
     output: Output | BlockOutput
     job: dict[str, Any]
-    wishes: Wishes
+    wishes: RunOptions
     progress: Callable[[pipeline.Event], None] | None
     watched: Volume | None  # opened once more, where patches are held against the definition
     trace: Trace | None
@@ -261,7 +199,7 @@ class _Run:
 
     def meant(self, asked: str) -> str:
         """The device of the plan that there is, or the one that is asked for; ResumeError where a GPU is gone."""
-        begun, given = self.output.header, self.wishes.given_plan()
+        begun, given = self.output.header, given_plan(self.wishes)
         if begun is not None:
             return device_begun(begun)
         if given is None:
@@ -282,7 +220,7 @@ class _Run:
                 site=site,
                 result_bytes=self.held_bytes,
             )
-        settings = settings_of(self.wishes.only, site.machine)
+        settings = settings_of(self.wishes.names, site.machine)
         made = plan_begun(begun, settings, network, site.machine, self.source.output, devices=site.devices)
         check_wishes(self.wishes, begun, made)
         return made
@@ -319,7 +257,7 @@ class _Run:
         with self._awake(site, plan, preparing) as (sessions, wisdom):
             before = preparing.done()
             if self.output.header is None:
-                settings, count = settings_of(self.wishes.only, site.machine), len(plan.parts_of(network))
+                settings, count = settings_of(self.wishes.names, site.machine), len(plan.parts_of(network))
                 header = JournalHeader(self.job, settings, plan.to_json(), site.machine.blas, count, wisdom=wisdom.used)
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
             lanes = lanes_of(plan, sessions, network, self.output.done)
@@ -358,8 +296,9 @@ class _Run:
         left = ram if begun is None else ram - plan.memory.beside  # the processor's plan stays
         wishes = replace(self.wishes, ram=left, vram=site.less_than(plan), threads=plan.limits.threads)
         if begun is not None:
-            only, cover = tuple(begun.settings["only"]), "columns" if plan.walks else "patches"
-            mode = "gpu" if plan.beside else plan.mode
+            only = tuple(begun.settings["only"])
+            cover: Cover = "columns" if plan.walks else "patches"
+            mode: AskedMode = "gpu" if plan.beside else plan.mode
             wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
         try:
             leaner = choose(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from znnpy.kernels.primitive import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.network import Network
+from znnpy.options import MeasureOptions
 from znnpy.phases import log_phase
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
@@ -27,11 +28,10 @@ from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site, check_device_words, opened, word_of
 from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, sample_tasks, units_of
 from znnpy.run.shelf import stored, stored_path, write_costs
-from znnpy.run.timing import ON_GPU, Clock, Progress, Timer, Where
+from znnpy.run.timing import ON_GPU, Clock, Timer, Where
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
 from znnpy.wording import option
 
-MINUTES = 2.0
 SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for
 
 
@@ -98,46 +98,31 @@ class Measured:
         }
 
 
-def measure(
-    network: str | Path | None = None,
-    *,
-    device: str = "auto",
-    threads: int | None = None,
-    precision: str | None = None,
-    ram: int | str | None = None,
-    minutes: float = MINUTES,
-    out: Path | None = None,
-    overwrite: bool = False,
-    clock: Clock | None = None,
-    tell: Callable[[Progress], None] = lambda progress: None,
-) -> Measured:
+def measure(asked: MeasureOptions) -> Measured:
     """Measure the rates of a device of this machine within `minutes`, and keep them for the plans that follow.
 
-    network    a file, or the name of one that ships: the layers of its best plans within `ram`, and within parts of it,
-               are measured too, and of a machine that was measured before nothing else
-    precision  None: all of a GPU's; plans for `network` are in fp32
-    out        where to keep them instead of the cache folder
-    overwrite  replace the file given as `out`; the file that this call has written there is replaced at its end
-    clock      who times layers, instead of the device
+    A machine that was measured before is measured again only where no network is given. What an earlier measurement
+    found that fits this machine is kept as far as it was not measured again. The file given as `out` that this call
+    has written is replaced at its end.
 
-    What an earlier measurement found that fits this machine is kept as far as it was not measured again.
     DeviceError when a GPU is meant and there is none to use; NoPlanError where nothing fits the memory or the time.
     """
+    threads, precision, minutes, out = asked.threads, asked.precision, asked.minutes, asked.out
     begun = time.monotonic()
-    meant = check_device_words(device, None, precision)
+    meant = check_device_words(asked.device, None, precision)
     if meant == "gpu" and threads is not None:
         raise ValueError(f"{option('threads')} are for the processor, and layers on a GPU do not use them: drop them")
-    net = None if network is None else read_network(network).network
+    net = None if asked.network is None else read_network(asked.network).network
     with opened(meant, precision) as site:
-        limits = site.limits(ram, threads, None)
+        limits = site.limits(asked.ram, threads, None)
         room = site.room(limits)
         bench = Bench(site.machine, site.device, limits, room)
         tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, room)
         old = stored(site.machine, site.device, limits.threads) if out is None else None
         path = out or stored_path(site.machine, site.device, limits.threads)
         log_phase("running", f"measurements on {site.machine.processor}, {minutes:g} minutes at most")
-        with _clock(site, limits, 60 * minutes, clock) as timing:
-            timer = Timer(60 * minutes, tell)
+        with _clock(site, limits, 60 * minutes, asked.clock) as timing:
+            timer = Timer(60 * minutes, asked.tell)
             known = net is not None and old is not None and units_of(tasks) <= old.units.keys()
             touching = bench.touched(old, again=not known)
             if known and old is not None:
@@ -148,7 +133,7 @@ def measure(
                 rates = replace(rates, touching=touching, touching_measured=True)
             if not known:
                 first = bench.costs(rates, runs, [], old)  # there may be no plan for the network
-                write_costs(path, first, overwrite=overwrite or out is None)
+                write_costs(path, first, overwrite=asked.overwrite or out is None)
             layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timing, timer)
         costs = bench.costs(rates, runs, layers, old)
         write_costs(path, costs, overwrite=True)  # a file of this call, or one that may be replaced

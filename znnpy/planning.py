@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.formats.networks import DEFAULT, read_network
+from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network
+from znnpy.option_declarations import function_of
+from znnpy.option_values import AskedMode, Cover
+from znnpy.options import PlanOptions
 from znnpy.paranoid import check_plan
-from znnpy.phases import log_once, log_phase
+from znnpy.phases import log_phase
 from znnpy.planner.beside import Makes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.explain import predicted
@@ -28,7 +31,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan, options_for
 from znnpy.planner.throughput import Point, points
 from znnpy.planner.why import Considered, considered
-from znnpy.run.choice import check_words, columns_only
+from znnpy.run.choice import columns_only
 from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
 from znnpy.run.learning import Known, Making
 from znnpy.run.modes import (
@@ -44,7 +47,6 @@ from znnpy.run.modes import (
 )
 from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
-from znnpy.run.timing import Progress
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume import open_volume
 from znnpy.volume.source import Source, parse_roi
@@ -54,92 +56,41 @@ CURVES_SECONDS = 12.0  # for all curves together: more points would take longer 
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume
 
 
-def plan(
-    network: str | Path = DEFAULT,
-    *,
-    volume: str | Path | None = None,
-    dataset: str | None = None,
-    fill_missing: float | None = None,
-    shape: Vec3 | None = None,
-    roi: str | None = None,
-    border: str = "valid",
-    output_dtype: str = "float32",
-    ram: int | str | None = None,
-    threads: int | None = None,
-    patch: Vec3 | None = None,
-    only: str | Sequence[str] = (),
-    cover: str | None = None,
-    depth_first: bool = True,
-    device: str = "auto",
-    vram: int | str | None = None,
-    precision: str | None = None,
-    gpus: int | str | None = None,
-    mode: str = "auto",
-    costs: str | Path | None = None,
-    machine: str | Path | None = None,
-    rigor: str = "estimate",
-    time_limit: float | None = None,
-    paranoid: bool = False,
-    tell: Callable[[str], None] = log_once,
-    tell_why: Callable[[list[Considered]], None] | None = None,
-    tell_point: Callable[[Point], None] | None = None,
-    tell_progress: Callable[[Progress], None] = lambda progress: None,
-) -> Plan:
-    """The fastest plan for a network, a volume and limits of memory; it needs no weights.
+@function_of(PlanOptions)
+def plan(asked: PlanOptions) -> Plan:
+    """Return the fastest plan for a network, a volume and memory limits; it needs no weights.
 
-    network       network file (.yaml, .znni), or the name of a network that ships.
-    volume        path of a volume to plan for; or give `shape`. Without both, 1024^3 voxels are assumed.
-    dataset       name of the array inside the file of the volume; None: the only 3D or 4D one.
-    fill_missing  value of voxels of the volume whose file is missing; None: VolumeError.
-    shape         voxels (z, y, x) of the volume.
-    roi           "z0:z1,y0:y1,x0:x1", the part of the volume to predict from, in voxels; None: all of it.
-    border        "valid": the output is field of view - 1 voxels smaller; "reflect": as large as the volume.
-    output_dtype  "float32", "float16" or "uint8", of the output.
-    ram           limit for the whole process, in bytes or as "16G"; None: 3/4 of the machine's memory.
-    threads       threads that compute; None: as many as the cores that the process may use.
-    patch         output voxels (z, y, x) of one patch, or of one step of a column; None: the fastest.
-    only          name of a primitive, or several, for the layers that they fit; empty: any.
-    cover         "columns": each step keeps what the next needs; "patches": each is computed for itself; None: either.
-    depth_first   True: layers behind a pooling may take its fragments in parts, which needs less memory.
-    device        "cpu", "gpu", or "auto": a GPU where one works, else the CPU.
-    vram          limit for the memory of each GPU, in bytes or as "12G"; None: 90 % of what is free.
-    precision     on a GPU "fp32", "tf32" or "fp16"; None: fp32. The CPU always computes in fp32.
-    gpus          number of equal GPUs that compute together, or "all"; None: 1.
-    mode          "cpu", "gpu", "gpu-host", "cpu-to-gpu" or "side-by-side", as `znnpy plan --help` explains; "auto".
-    costs         file of speeds that `znnpy measure --out` wrote here; None: those that are stored of this machine.
-    machine       file that `znnpy measure --export` wrote on another machine, which the plan is for; None: this one.
-    rigor         "estimate"; "measure": time the layers of the best plans here first; "exhaustive": all layers that
-                  may be in the best plan.
-    time_limit    seconds after which no further layer is timed; None: 60 for "measure", no limit for "exhaustive".
-    paranoid      run each chosen primitive on its layer, and raise VerifyError where it differs from the definition.
-    tell          called with each sentence on what is not as asked for, such as that there is no GPU.
-    tell_why      called once with every primitive for every layer, its time in seconds, and why it was not taken.
-    tell_point    called with the best plan at each of several limits of memory, within CURVES_SECONDS in all.
-    tell_progress called before each layer that is timed or checked.
+    PARAMETERS
 
     NoPlanError names the smallest need when nothing fits, DeviceError says why there is no GPU for device "gpu", and
     ValueError names a value that an argument cannot have.
     """
-    check_words(border, output_dtype, cover)
-    names = (only,) if isinstance(only, str) else tuple(only)
-    meant = check_device_words(device_meant(mode, device), vram, precision, names_of_gpu(names, mode))
-    if machine is not None and mode not in ("auto", "cpu", "gpu"):
+    return plan_as_asked(asked)
+
+
+def plan_as_asked(asked: PlanOptions) -> Plan:
+    """Return the plan that `plan` returns for these options."""
+    names, mode = asked.names, asked.mode
+    meant = check_device_words(device_meant(mode, asked.device), asked.vram, asked.precision, names_of_gpu(names, mode))
+    if asked.machine is not None and mode not in ("auto", "cpu", "gpu"):
         raise ValueError("a file of a machine holds the costs of one device: leave out machine, or mode")
-    study = Study(*rigor_of(rigor, time_limit), tell_progress)
-    runs = rigor != "estimate" or paranoid
-    shelf = _shelf(costs, machine, runs=runs)
-    job = _job(network, volume, dataset, Absent(fill_missing), shape, roi, border, np.dtype(output_dtype).itemsize)
-    count = gpus_of(gpus, meant)
+    study = Study(*rigor_of(asked.rigor, asked.time_limit), asked.tell_progress)
+    shelf = _shelf(asked.costs, asked.machine, runs=asked.rigor != "estimate" or asked.paranoid)
+    job = _job(asked)
+    count = gpus_of(asked.gpus, meant)
     check_hosted(mode, count)
-    wanted = _Wanted(job, ram, shelf.threads(threads), vram, patch, names, cover, depth_first, study, mode)
-    tells = _Tells(tell, tell_why, tell_point)
-    if machine is not None:
-        there = elsewhere(shelf, shelf.meant(meant), precision, count)
+    threads = shelf.threads(asked.threads)
+    wanted = _Wanted(
+        job, asked.ram, threads, asked.vram, asked.patch, names, asked.cover, asked.depth_first, study, mode
+    )
+    tells = _Tells(asked.tell, asked.tell_why, asked.tell_point)
+    if asked.machine is not None:
+        there = elsewhere(shelf, shelf.meant(meant), asked.precision, count)
         wanted = replace(wanted, mode="gpu" if there.device == "gpu" else "cpu")
         made = for_elsewhere(wanted.plan(there, kinds=True, baselines=tells.why is not None), shelf)
         tells.of(wanted, made, [there], shelf)
         return made
-    return _here(wanted, shelf.meant(meant), precision, shelf, tells, gpus=count, paranoid=paranoid)
+    return _here(wanted, shelf.meant(meant), asked.precision, shelf, tells, gpus=count, paranoid=asked.paranoid)
 
 
 def _shelf(costs: str | Path | None, machine: str | Path | None, *, runs: bool) -> Shelf:
@@ -189,24 +140,17 @@ class _Job:
     extra_bytes: int  # that unpack the volume's chunks
 
 
-def _job(
-    name: str | Path,
-    volume: str | Path | None,
-    dataset: str | None,
-    absent: Absent,
-    shape: Vec3 | None,
-    roi: str | None,
-    border: str,
-    itemsize_out: int,
-) -> _Job:
-    """From a volume, or a shape; ValueError where both are given."""
+def _job(asked: PlanOptions) -> _Job:
+    """Return what is to be computed of a volume, or of a shape; ValueError where both are given."""
+    shape, roi, border = asked.shape, asked.roi, asked.border
+    itemsize_out = np.dtype(asked.output_dtype).itemsize
     if shape is not None and len(shape) != 3:
         raise ShapeError(f"a shape has three sizes (z, y, x), not {shape}")
-    if volume is not None and shape is not None:
+    if asked.volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
-    network = read_network(name).network
-    if volume is not None:
-        with open_volume(Path(volume), dataset, absent) as opened:
+    network = read_network(asked.network).network
+    if asked.volume is not None:
+        with open_volume(Path(asked.volume), asked.dataset, Absent(asked.fill_missing)) as opened:
             region = parse_roi(roi, opened.size) if roi else None
             output = Source(opened, roi=region, border=border, network=network, allow_nan=False).output
             return _Job(network, output, opened.dtype.itemsize, itemsize_out, opened.extra_bytes)
@@ -224,10 +168,10 @@ class _Wanted:
     vram: int | str | None
     patch: Vec3 | None
     only: tuple[str, ...]
-    cover: str | None
+    cover: Cover | None
     depth_first: bool
     study: Study
-    mode: str
+    mode: AskedMode
 
     def limits(self, site: Site) -> Limits:
         return site.limits(self.ram, self.threads, self.vram, beyond=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +14,12 @@ from znnpy.formats.networks import DEFAULT, SHIPPED, NetworkFile, read_network
 from znnpy.formats.weights import read_weights
 from znnpy.machine import limits_of, this_machine
 from znnpy.network import ConvWeights, Network
+from znnpy.option_declarations import method_of
+from znnpy.options import CallOptions, SessionOptions
 from znnpy.planner.memory import mebibytes
-from znnpy.run.choice import Wishes
-from znnpy.shapes import FLOAT32, Vec3
+from znnpy.shapes import FLOAT32
 from znnpy.volume.array import ArrayVolume
 from znnpy.wording import excerpt, option
-
-if TYPE_CHECKING:
-    from znnpy.planner.plan import Plan
-    from znnpy.run.pipeline import Event
 
 
 @dataclass(frozen=True)
@@ -38,87 +33,32 @@ class TrainedNetwork:
         """One line; `network` and `weights` hold the rest."""
         return f"<TrainedNetwork of {self.network!r}>"
 
-    def __call__(
-        self,
-        array: npt.NDArray[Any],
-        *,
-        border: str = "valid",
-        plan: str | Path | Plan | None = None,
-        ram: int | str | None = None,
-        threads: int | None = None,
-        patch: Vec3 | None = None,
-        only: str | Sequence[str] = (),
-        cover: str | None = None,
-        depth_first: bool = True,
-        device: str = "auto",
-        vram: int | str | None = None,
-        precision: str | None = None,
-        progress: Callable[[Event], None] | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Dense prediction of a volume that fits into memory. `session` saves time where there are many arrays.
+    @method_of(CallOptions)
+    def __call__(self, asked: CallOptions) -> npt.NDArray[np.float32]:
+        """Return the dense prediction of a volume that fits into memory, (maps, z, y, x) float32.
 
-        array        (z, y, x) or (c, z, y, x), any integer or float dtype: grey values, before the network's
-                     `normalise`.
-        border       "valid": the output is field of view - 1 voxels smaller; "reflect": as large as the input.
-        plan         a Plan, or a file that `znnpy plan --out` wrote; None: the fastest plan is made.
-        ram          limit for the whole process, in bytes or as "2G"; None: 3/4 of the machine's memory.
-        threads      threads that compute; None: as many as the cores that the process may use.
-        patch        output voxels (z, y, x) of one patch, or of one step of a column; None: the fastest.
-        only         name of a primitive, or several, for the layers that they fit; empty: any.
-        cover        "columns" or "patches", as for `znnpy.infer`; None: either.
-        depth_first  True: layers behind a pooling may take its fragments in parts, which needs less memory.
-        device       "cpu", "gpu", or "auto": a GPU where one works, else the CPU.
-        vram         limit for the memory of the GPU, in bytes or as "12G"; None: 90 % of what is free.
-        precision    on a GPU "fp32", "tf32" or "fp16"; None: fp32. The CPU always computes in fp32.
-        progress     called with an Event in the calling thread, before the first patch and after each one.
+        `session` saves time where there are many arrays.
 
-        Returns (maps, z, y, x) float32.
+        PARAMETERS
 
         ShapeError when the array is smaller than the field of view, NoPlanError when nothing fits into `ram` or `vram`,
         PlanFileError when `plan` does not fit network or machine, DeviceError when there is no GPU for device "gpu",
         VolumeError for a dtype or values that cannot be used.
         """
-        ask = Wishes(plan, ram, threads, patch, _names(only), cover, depth_first, device, vram, precision)
+        array = asked.array
         ArrayVolume(array)  # refuses what is no volume before its shape is asked for
-        with ArraySession(self.network, self.weights, array.shape, array.dtype, border, ask) as run:
-            return run(array, progress=progress)
+        with ArraySession(self.network, self.weights, array.shape, array.dtype, asked.border, asked) as run:
+            return run(array, progress=asked.progress)
 
-    def session(
-        self,
-        shape: tuple[int, ...],
-        *,
-        dtype: npt.DTypeLike = np.float32,
-        border: str = "valid",
-        plan: str | Path | Plan | None = None,
-        ram: int | str | None = None,
-        threads: int | None = None,
-        patch: Vec3 | None = None,
-        only: str | Sequence[str] = (),
-        cover: str | None = None,
-        depth_first: bool = True,
-        device: str = "auto",
-        vram: int | str | None = None,
-        precision: str | None = None,
-    ) -> ArraySession:
-        """Plans and prepares once, for any number of arrays of one shape.
+    @method_of(SessionOptions)
+    def session(self, asked: SessionOptions) -> ArraySession:
+        """Plan and prepare once, for any number of arrays of one shape.
 
             with net.session((64, 64, 64), ram="2G") as run:
                 for array, out in blocks:
                     run(array, out=out)
 
-        shape        of the arrays, (z, y, x) or (c, z, y, x).
-        dtype        of the arrays, or one with as many bytes; arrays of types with fewer bytes are taken too.
-        border       "valid": the output is field of view - 1 voxels smaller; "reflect": as large as the input.
-        plan         a Plan, or a file that `znnpy plan --out` wrote; None: the fastest plan is made.
-        ram          limit for the whole process, in bytes or as "2G"; None: 3/4 of the machine's memory.
-        threads      threads that compute; None: as many as the cores that the process may use.
-        patch        output voxels (z, y, x) of one patch, or of one step of a column; None: the fastest.
-        only         name of a primitive, or several, for the layers that they fit; empty: any.
-        cover        "columns" or "patches", as for `znnpy.infer`; None: either.
-        depth_first  True: layers behind a pooling may take its fragments in parts, which needs less memory.
-        device       "cpu", "gpu", or "auto": a GPU where one works, else the CPU.
-        vram         limit for the memory of the GPU, in bytes or as "12G"; None: 90 % of what is free.
-        precision    on a GPU "fp32", "tf32" or "fp16"; None: fp32. The CPU always computes in fp32.
+        PARAMETERS
 
         Returns an ArraySession. Any thread may call it; calls take turns.
 
@@ -126,12 +66,7 @@ class TrainedNetwork:
         PlanFileError when `plan` does not fit network or machine, DeviceError when there is no GPU for device "gpu":
         these two when the session is entered.
         """
-        ask = Wishes(plan, ram, threads, patch, _names(only), cover, depth_first, device, vram, precision)
-        return ArraySession(self.network, self.weights, shape, dtype, border, ask)
-
-
-def _names(only: str | Sequence[str]) -> tuple[str, ...]:
-    return (only,) if isinstance(only, str) else tuple(only)
+        return ArraySession(self.network, self.weights, asked.shape, asked.dtype, asked.border, asked)
 
 
 def load_network(where: str | Path, weights: str | Path | None = None) -> TrainedNetwork:

@@ -17,6 +17,8 @@ from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.network import Network
+from znnpy.option_declarations import function_of
+from znnpy.options import VerifyOptions
 from znnpy.patches import Box
 from znnpy.phases import log_phase
 from znnpy.shapes import Vec3, add
@@ -77,32 +79,15 @@ class VerifyReport:
         return asdict(self)
 
 
-def verify(
-    output: str | Path,
-    volume: str | Path,
-    *,
-    network: str | Path | None = None,
-    weights: str | Path | None = None,
-    dataset: str | None = None,
-    fill_missing: float | None = None,
-    samples: int = 1000,
-    seed: int = 0,
-    precision: str | None = None,
-    tolerance: float | None = None,
-) -> VerifyReport:
-    """Recompute `samples` voxels of `output`, drawn with `seed`, from the field of view of each in `volume`.
+@function_of(VerifyOptions)
+def verify(asked: VerifyOptions) -> VerifyReport:
+    """Recompute sampled voxels of an output from the field of view of each in the volume.
 
-    network    file or shipped name; default: the shipped network that the output names.
-    weights    default: the file that the network names.
-    dataset    of the volume; default: the one that the output names.
-    fill_missing  the value that was given to `znnpy infer` for voxels of the volume whose file is missing.
-    samples    of more than the output has, each of its voxels is recomputed once.
-    precision  "fp32", "tf32" or "fp16": the precision whose tolerance is allowed (TOLERANCES); default: fp32, whatever
-               the output says it was predicted in.
-    tolerance  largest |written - definition| allowed of values around 1 and smaller, in place of a precision's. Larger
-               values round in proportion to their size, so it is multiplied by the largest of 1, |definition|, and the
-               root mean square of the definition over up to 16384 samples of the same map. Outputs of float16 and
-               uint8 may differ by half a step more: 2^-11 of the value, and 1/510.
+    PARAMETERS
+
+    Values round in proportion to their size, so the tolerance is multiplied by the largest of 1, |definition|, and the
+    root mean square of the definition over up to 16384 samples of the same map. Outputs of float16 and uint8 may differ
+    by half a step more: 2^-11 of the value, and 1/510.
 
     Returns the voxel nearest to its limit, or furthest beyond. VerifyError when it is beyond, when NaN stands where the
     field of view holds numbers or the other way round, when network, weights or volume are not those that made the
@@ -110,19 +95,25 @@ def verify(
     when a file cannot be read or an attribute is damaged. ValueError for samples or a tolerance that are not positive,
     an unknown precision, and for a precision and a tolerance together.
     """
-    of_precision, allowed = _allowed(samples, precision, tolerance)
-    started, output = time.perf_counter(), Path(output)
+    return verify_as_asked(asked)
+
+
+def verify_as_asked(asked: VerifyOptions) -> VerifyReport:
+    """Return the report that `verify` returns for these options."""
+    samples, output = asked.samples, Path(asked.output)
+    of_precision, allowed = _allowed(samples, asked.precision, asked.tolerance)
+    started = time.perf_counter()
     with open_volume(output, DATASET if output.suffix in HDF5_SUFFIXES else None) as prediction:
         origin = Origin.of(output)
-        trained = _trained(origin, output, network, weights)
-        name = origin.job.volume.dataset or None if dataset is None else dataset
-        with open_volume(Path(volume), name, Absent(fill_missing)) as source:
+        trained = _trained(origin, output, asked.network, asked.weights)
+        name = origin.job.volume.dataset or None if asked.dataset is None else asked.dataset
+        with open_volume(Path(asked.volume), name, Absent(asked.fill_missing)) as source:
             _check_volume(origin.job, source, output)
             _check_place(origin, prediction, source, trained.network, output)
             samples = min(samples, prod(prediction.size))
             log_phase("opened", f"{output} and {source}")
             log_phase("running", f"{samples} voxels by sliding the window")
-            blocks = _positions(prediction.size, samples, seed)
+            blocks = _positions(prediction.size, samples, asked.seed)
             beyond, worst = _judged(prediction, source, trained, blocks, origin.offset, allowed)
     report = VerifyReport(
         output=str(output),
@@ -182,8 +173,6 @@ def _allowed(samples: int, precision: str | None, tolerance: float | None) -> tu
         raise ValueError(f"{samples} samples show nothing: give 1 or more")
     if tolerance is not None and not (isfinite(tolerance) and tolerance > 0):
         raise ValueError(f"a tolerance must be positive and finite, not {tolerance}")
-    if precision is not None and precision not in TOLERANCES:
-        raise ValueError(f"a precision is one of {', '.join(TOLERANCES)}, not {precision!r}")
     if precision is not None and tolerance is not None:
         raise ValueError("a precision stands for a tolerance: give one of them")
     if tolerance is not None:

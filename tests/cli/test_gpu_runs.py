@@ -28,6 +28,7 @@ from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import choice, devices
 from znnpy.run.pipeline import Event
+from znnpy.shapes import Precision
 from znnpy.trained import load_network
 from znnpy.verify import TOLERANCES, verify
 
@@ -76,7 +77,7 @@ def on_the_cpu(place: Place, **words: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
 @pytest.mark.parametrize("words", [{}, {"cover": "columns", "patch": (4, 4, 6)}, {"border": "reflect"}], ids=str)
-def test_a_gpu_gives_what_the_cpu_does(place: Place, precision: str, words: dict[str, Any]) -> None:
+def test_a_gpu_gives_what_the_cpu_does(place: Place, precision: Precision, words: dict[str, Any]) -> None:
     report = go(place, precision=precision, **words)
     assert report.plan.device == "gpu"
     assert {c.primitive.partition(".")[0] for c in report.plan.choices} == {"gpu"}

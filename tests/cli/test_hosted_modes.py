@@ -15,6 +15,7 @@ from place import Place
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
+from znnpy.option_values import HOSTED_MODES, HostedMode
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
 from znnpy.planner.plan import Plan
@@ -27,7 +28,7 @@ from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
-MODES = ("gpu-host", "cpu-to-gpu")
+MODES = HOSTED_MODES
 
 
 def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
@@ -177,7 +178,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_plan_says_where_layers_run(place: Place, mode: str) -> None:
+def test_the_plan_says_where_layers_run(place: Place, mode: HostedMode) -> None:
     told: list[str] = []
     why: list[Any] = []
     made = plan(place.folder / "net.yaml", volume=place.volume, mode=mode, tell=told.append, tell_why=why.extend)

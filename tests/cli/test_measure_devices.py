@@ -15,6 +15,7 @@ from znnpy import measurement
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Gpu, Machine, this_machine
+from znnpy.options import MeasureOptions
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.costs import Costs
 from znnpy.run import devices
@@ -76,7 +77,7 @@ def test_threads_are_none_of_a_gpu(place: Place) -> None:
     assert result.exit_code == 2
     assert "--threads are for the processor, and layers on a GPU do not use them: drop them" in result.stderr
     with pytest.raises(ValueError, match="`threads` are for the processor"):
-        measurement.measure(device="gpu", threads=2)
+        measurement.measure(MeasureOptions(device="gpu", threads=2))
     document = json.loads(place.run("measure", "--json", "--threads", 2).stdout)
     assert document["device"] == "gpu"
     assert document["notes"] == ["--threads are for the processor, and the GPU was measured"]

@@ -100,7 +100,7 @@ def test_a_library_that_finds_no_address_space(place: Place, monkeypatch: pytest
     def load(*words: object, **named: object) -> None:
         raise ImportError("libhdf5.so: failed to map segment from shared object")
 
-    monkeypatch.setattr("znnpy.inference.infer", load)
+    monkeypatch.setattr("znnpy.inference.infer_as_asked", load)
     sentence = place.refusal(*place.words)
     assert "a library cannot be loaded (libhdf5.so: failed to map segment from shared object)" in sentence
     assert "`ulimit -v`" in sentence
@@ -111,6 +111,6 @@ def test_other_errors_are_mistakes_of_ours(place: Place, monkeypatch: pytest.Mon
     def fail(*words: object, **named: object) -> None:
         raise error
 
-    monkeypatch.setattr("znnpy.inference.infer", fail)
+    monkeypatch.setattr("znnpy.inference.infer_as_asked", fail)
     with pytest.raises(type(error), match="another"):
         place.run(*place.words)

@@ -231,7 +231,7 @@ def test_out_of_memory_is_a_sentence(place: Place, monkeypatch: pytest.MonkeyPat
     def refuse(*args: object, **words: object) -> None:
         raise MemoryError("Unable to allocate 3.00 GiB")
 
-    monkeypatch.setattr(znnpy.inference, "infer", refuse)
+    monkeypatch.setattr(znnpy.inference, "infer_as_asked", refuse)
     sentence = place.refusal(*place.words)
     assert sentence == "out of memory: Unable to allocate 3.00 GiB; give a smaller --ram or --patch"
 
@@ -256,7 +256,7 @@ def test_a_bug_is_not_hidden(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
     def break_down(*args: object, **words: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(znnpy.inference, "infer", break_down)
+    monkeypatch.setattr(znnpy.inference, "infer_as_asked", break_down)
     with pytest.raises(ZeroDivisionError):
         place.infer()
 

@@ -15,6 +15,7 @@ import pytest
 
 from znnpy.inference import infer
 from znnpy.report import Report
+from znnpy.shapes import Precision
 from znnpy.verify import verify
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +53,7 @@ def prediction(out: Path) -> np.ndarray[Any, Any]:
     ids=["as planned", "patches in 2 GiB", "columns"],
 )
 def test_the_gpu_gives_the_cpus_output(
-    volume: Path, folder: Path, on_the_cpu: np.ndarray[Any, Any], precision: str, words: dict[str, Any]
+    volume: Path, folder: Path, on_the_cpu: np.ndarray[Any, Any], precision: Precision, words: dict[str, Any]
 ) -> None:
     out = folder / "gpu.h5"
     report: Report = infer(volume, out=out, device="gpu", precision=precision, overwrite=True, **words)

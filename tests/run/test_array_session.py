@@ -13,6 +13,7 @@ from odd import NETWORKS, ODDER, assert_dense, definition, some_volume, trained
 import znnpy
 from znnpy.errors import PlanFileError, ShapeError, VolumeError
 from znnpy.network import Network
+from znnpy.option_values import Border
 from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
 
@@ -23,7 +24,7 @@ def volumes(network: Network, count: int) -> list[np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("network", [*NETWORKS[:5], *ODDER[:2]], ids=lambda n: n.name)
 @pytest.mark.parametrize("border", ["valid", "reflect"])
-def test_each_array_gives_the_bits_that_a_call_of_its_own_gives(network: Network, border: str) -> None:
+def test_each_array_gives_the_bits_that_a_call_of_its_own_gives(network: Network, border: Border) -> None:
     net, arrays = trained(network), volumes(network, 3)
     words: dict[str, Any] = {"border": border, "threads": 2, "device": "cpu"}
     with net.session(arrays[0].shape, dtype=np.uint8, **words) as run:

@@ -14,6 +14,8 @@ import znnpy
 from znnpy import array_session
 from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import process_bytes, this_machine
+from znnpy.option_values import COVERS, Cover
+from znnpy.options import RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -35,13 +37,13 @@ def chosen(
     *,
     masks: bool = False,
     out: str = "f4",
-    cover: str | None = None,
+    cover: Cover | None = None,
     size: Vec3 = (20, 23, 25),
 ) -> Plan:
     volume = ArrayVolume(np.zeros(size, dtype))
     source = Source(volume, roi=None, border="valid", network=place.network, allow_nan=masks)
     patch, threads = (None, None) if plan else ((4, 4, 4), 2)
-    wishes = choice.Wishes(plan, None if plan else 16 * GIB, threads, patch, (), cover)
+    wishes = RunOptions(plan=plan, ram=None if plan else 16 * GIB, threads=threads, patch=patch, cover=cover)
     return choice.choose(wishes, place.network, source, np.dtype(out), masks=masks, site=Site(this_machine()))
 
 
@@ -122,9 +124,9 @@ def test_a_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3)
 def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) -> None:
     assert chosen(place, "u1", cover="columns").walks
     assert not chosen(place, "u1", cover="patches").walks
-    assert [choice.columns_only(word) for word in (None, "columns", "patches")] == [None, True, False]
+    assert [choice.columns_only(cover) for cover in (None, *COVERS)] == [None, True, False]
     with pytest.raises(ValueError, match="there is no cover 'rows'; choose one of columns, patches"):
-        choice.columns_only("rows")
+        RunOptions(cover="rows")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +139,7 @@ def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) ->
     ],
 )
 def test_a_given_plan_takes_no_other_words(place: Place, words: dict[str, Any], said: str) -> None:
-    wishes = choice.Wishes(
-        **{"plan": chosen(place, "u1"), "ram": None, "threads": None, "patch": None, "only": ()} | words
-    )
+    wishes = RunOptions(plan=chosen(place, "u1"), **words)
     source = Source(
         ArrayVolume(np.zeros((20, 23, 25), "u1")), roi=None, border="valid", network=place.network, allow_nan=False
     )
@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
     plan = znnpy.plan("fib25_boundary", shape=(330, 330, 330), patch=(176, 176, 176), ram=ram, cover="patches")
     assert max(plan.parts) > 1
     begun = JournalHeader({}, {"only": []}, plan.to_json(), "", plan.columns)
-    none = choice.Wishes(None, None, None, None, ())
+    none = RunOptions()
     for kept in (none, replace(none, cover="patches"), replace(none, patch=(176, 176, 176))):
         choice.check_wishes(kept, begun, plan)
     with pytest.raises(ResumeError, match=r"layers that take their fragments in parts, and now .* depth_first=False"):
@@ -176,8 +176,8 @@ def test_networks_that_are_called_take_the_same_words(place: Place, monkeypatch:
     monkeypatch.setattr(array_session, "make_plan", note)
     net = load_network(place.folder / "net.yaml")
     array = np.random.default_rng(2).integers(0, 256, (31, 23, 25), np.uint8)
-    columns, patches = (net(array, cover=cover, depth_first=False, patch=(4, 4, 4)) for cover in choice.COVERS)
+    columns, patches = (net(array, cover=cover, depth_first=False, patch=(4, 4, 4)) for cover in COVERS)
     assert [plan.walks for plan in plans] == [True, False]
     np.testing.assert_allclose(columns, patches, atol=1e-5)
     with pytest.raises(ValueError, match="there is no cover 'rows'"):
-        net(array, cover="rows")
+        net(array, cover="rows")  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.hosted import HostedMode
+from znnpy.option_values import HostedMode
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import host, pipeline

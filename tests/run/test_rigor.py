@@ -16,6 +16,7 @@ from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
+from znnpy.options import PlanOptions
 from znnpy.planner.cost import Rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -215,7 +216,7 @@ def test_words_that_there_are_not() -> None:
     assert rigor_of("measure", 5.0) == ("measure", 5.0)
     assert rigor_of("exhaustive", None) == ("exhaustive", inf)
     with pytest.raises(ValueError, match="there is no rigor 'patient'; choose one of estimate, measure, exhaustive"):
-        rigor_of("patient", None)
+        PlanOptions(rigor="patient")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a time limit is for layers that are measured"):
         rigor_of("estimate", 5.0)
     for seconds in (0.0, -1.0, inf, float("nan")):

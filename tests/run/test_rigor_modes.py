@@ -18,6 +18,7 @@ from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Conv
+from znnpy.option_values import AskedMode
 from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import DeviceKind
@@ -107,7 +108,7 @@ def _card(monkeypatch: pytest.MonkeyPatch) -> None:
 def go(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     """The plan of a mode, layers timed by these clocks; None: as estimated."""
 
-    def planned(mode: str, clocks: Clocks | None, **words: Any) -> Plan:
+    def planned(mode: AskedMode, clocks: Clocks | None, **words: Any) -> Plan:
         if clocks is not None:
             monkeypatch.setattr(rigor, "clock_of", clocks.at)
             words = {"rigor": "measure", "time_limit": 1e9} | words

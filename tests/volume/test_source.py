@@ -12,6 +12,7 @@ import pytest
 
 from znnpy.errors import ShapeError, VolumeError
 from znnpy.network import Conv, Network, Normalise
+from znnpy.option_values import Border
 from znnpy.patches import Box
 from znnpy.shapes import Vec3
 from znnpy.volume import source as source_module
@@ -116,7 +117,7 @@ def test_unsigned_mean_is_representable() -> None:
 @pytest.mark.parametrize("border", ["valid", "reflect"])
 @pytest.mark.parametrize("allow_nan", [False, True])
 def test_little_memory_whatever_the_shape(
-    shape: Vec3, border: str, allow_nan: bool, monkeypatch: pytest.MonkeyPatch
+    shape: Vec3, border: Border, allow_nan: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All NaN, at once: the mask, and a few slabs."""
     monkeypatch.setattr(source_module, "SLAB_BYTES", 2**15)
@@ -180,7 +181,7 @@ def test_mirrored_nan_counts_once_and_is_named_where_it_lies() -> None:
 
 @pytest.mark.usefixtures("slabs")
 @pytest.mark.parametrize("border", ["valid", "reflect"])
-def test_allow_nan_replaces_by_the_mean_and_says_where(border: str) -> None:
+def test_allow_nan_replaces_by_the_mean_and_says_where(border: Border) -> None:
     array = with_holes()
     net = network((3, 3, 3), 2, Normalise((0.25, -2.0), (1.0, 1.0)))
     source = Source(ArrayVolume(array), roi=None, border=border, network=net, allow_nan=True)
@@ -253,4 +254,4 @@ def test_bad_roi(text: str, message: str) -> None:
 
 def test_unknown_border() -> None:
     with pytest.raises(ValueError, match="'valid' or 'reflect', not 'mirror'"):
-        Source(volume((4, 5, 6))[1], roi=None, border="mirror", network=network((1, 1, 1)), allow_nan=False)
+        Source(volume((4, 5, 6))[1], roi=None, border="mirror", network=network((1, 1, 1)), allow_nan=False)  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from znnpy.option_values import OUTPUT_DTYPES
 from znnpy.patches import Box
 from znnpy.planner.memory import WRITER_BYTES
-from znnpy.run.choice import OUTPUT_DTYPES
 from znnpy.shapes import Vec3
 from znnpy.volume import store as store_module
 from znnpy.volume.store import CHUNK, THREADS, Hdf5Store

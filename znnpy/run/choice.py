@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
 from znnpy.kernels.gpu.device import find_gpu
 from znnpy.machine import Limits, Machine, parse_bytes
 from znnpy.network import Network
+from znnpy.option_values import Cover
+from znnpy.options import RunOptions
 from znnpy.planner.beside import moving_whole
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import (
@@ -34,49 +36,19 @@ from znnpy.volume.journal import JournalHeader, Settings
 from znnpy.volume.source import Source
 from znnpy.wording import excerpt, option
 
-COVERS = ("columns", "patches")
-OUTPUT_DTYPES = ("float32", "float16", "uint8")
-BORDERS = ("valid", "reflect")
+
+def given_plan(asked: RunOptions) -> Plan | None:
+    """Return the plan that was given, read from its file if need be."""
+    return asked.plan if isinstance(asked.plan, Plan) or asked.plan is None else Plan.load(Path(asked.plan))
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """The caller's words on how to run; None or empty where there were none."""
-
-    plan: str | Path | Plan | None
-    ram: int | str | None
-    threads: int | None
-    patch: Vec3 | None
-    only: tuple[str, ...]
-    cover: str | None = None  # one of COVERS
-    depth_first: bool = True  # fragments may go through several layers in parts
-    device: str = "auto"  # one of DEVICES
-    vram: int | str | None = None
-    precision: str | None = None  # one of PRECISIONS; None: fp32, or that of the plan
-    costs: Path | None = None  # instead of those that are stored of this machine
-    mode: str = "auto"  # one of MODES
-
-    def given_plan(self) -> Plan | None:
-        return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.load(Path(self.plan))
-
-
-def columns_only(cover: str | None) -> bool | None:
-    """What `make_plan` takes as `columns`: None where the caller has no word on it. ValueError when it is none."""
-    if cover is not None and cover not in COVERS:
-        raise ValueError(f"there is no cover {cover!r}; choose one of {', '.join(COVERS)}")
+def columns_only(cover: Cover | None) -> bool | None:
+    """Return whether only columns are allowed, or only patches (False); None where both are."""
     return None if cover is None else cover == "columns"
 
 
-def check_words(border: str, output_dtype: str, cover: str | None) -> None:
-    """ValueError for words that there are not."""
-    for what, word, words in (("border", border, BORDERS), ("output dtype", output_dtype, OUTPUT_DTYPES)):
-        if word not in words:
-            raise ValueError(f"there is no {what} {word!r}; choose one of {', '.join(words)}")
-    columns_only(cover)
-
-
 def choose(
-    wishes: Wishes,
+    wishes: RunOptions,
     network: Network,
     source: Source,
     output_dtype: np.dtype[Any],
@@ -90,7 +62,7 @@ def choose(
     masks         voxels that are not finite are allowed, so each patch comes with a mask of them.
     result_bytes  of the process's memory that an output in memory takes.
     """
-    given = wishes.given_plan()
+    given = given_plan(wishes)
     if given is not None:
         return _known_to_run(
             given, wishes, network, source, output_dtype, masks=masks, site=site, result_bytes=result_bytes
@@ -110,13 +82,13 @@ def choose(
     def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
         words: dict[str, Any] = {
             "patch": wishes.patch,
-            "only": names_on(site.device, wishes.only, wishes.mode),
+            "only": names_on(site.device, wishes.names, wishes.mode),
             "baseline": baseline,
             "rates": rates,
         }
         return make_plan(network, output, site.machine, limits, **{**words, **alike, **site.words(), **more})
 
-    beside = processor_plans(site, network, wishes.only, **alike)
+    beside = processor_plans(site, network, wishes.names, **alike)
     task = Task(
         wishes.mode,
         site,
@@ -124,7 +96,7 @@ def choose(
         source.output,
         limits,
         baseline,
-        wishes.only,
+        wishes.names,
         masks,
         make=make,
         processor=beside,
@@ -142,7 +114,7 @@ def choose(
 
 def _known_to_run(
     plan: Plan,
-    wishes: Wishes,
+    wishes: RunOptions,
     network: Network,
     source: Source,
     output_dtype: np.dtype[Any],
@@ -155,7 +127,7 @@ def _known_to_run(
     words = (
         ("threads", wishes.threads is not None),
         ("patch", wishes.patch is not None),
-        ("only", bool(wishes.only)),
+        ("only", bool(wishes.names)),
         ("cover", wishes.cover is not None),
         ("depth_first", not wishes.depth_first),
         ("device", wishes.device not in ("auto", plan.device)),
@@ -293,7 +265,7 @@ def _why(error: PlanFileError) -> str:
     return str(error).removesuffix(f"; {AGAIN}")
 
 
-def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
+def check_wishes(wishes: RunOptions, begun: JournalHeader, plan: Plan) -> None:
     """A run that goes on keeps its plan, because rounding depends on it.
 
     ResumeError for words that ask for another plan, and for limits that it does not fit in. Limits that it fits in are
@@ -314,7 +286,7 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
         ("device", plan.device, None if wishes.device == "auto" else wishes.device),
         ("mode", plan.mode, None if wishes.mode == "auto" else wishes.mode),
         ("precision", plan.precision, wishes.precision if plan.device == "gpu" else None),
-        ("only", chosen, tuple(sorted(wishes.only)) or None),
+        ("only", chosen, tuple(sorted(wishes.names)) or None),
     ):
         if now is not None and before != now:
             kept = option(word, before) if before else f"no {option(word)}"
@@ -326,12 +298,12 @@ def check_wishes(wishes: Wishes, begun: JournalHeader, plan: Plan) -> None:
         )
     if wishes.costs is not None:
         raise ResumeError(f"the run began with a plan, which {option('costs')} would change; leave it out, or {again}")
-    given_plan = wishes.given_plan()
-    if given_plan is not None and _what_runs(given_plan) != _what_runs(plan):
+    other = given_plan(wishes)
+    if other is not None and _what_runs(other) != _what_runs(plan):
         raise ResumeError(f"the run began with another plan than {option('plan')} gives; leave it out, or {again}")
 
 
-def limits_taken(wishes: Wishes, plan: Plan) -> list[str]:
+def limits_taken(wishes: RunOptions, plan: Plan) -> list[str]:
     """Tell the caller of a resumed run that limits other than those of its plan change nothing."""
     return [
         f"the run went on with the plan that it began with, which was made for {human_bytes(before)}: "

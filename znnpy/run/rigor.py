@@ -13,11 +13,11 @@ from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
+from znnpy.option_values import RigorLevel
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
-from znnpy.planner.plan import Rigor as Word
 from znnpy.planner.with_host import Divided
 from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site
@@ -25,27 +25,21 @@ from znnpy.run.learning import Known, Learner, Making
 from znnpy.run.timing import Clock, Progress, Timer, Where, rooms_of
 from znnpy.wording import option
 
-RIGORS: tuple[Word, ...] = ("estimate", "measure", "exhaustive")
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long
 HOPE = 0.5  # assumed: no layer takes less than this share of its estimate
 
 Clocks = Callable[[Site, Where, float], AbstractContextManager[Clock]]
 
 
-def rigor_of(word: str, time_limit: float | None) -> tuple[Word, float]:
+def rigor_of(word: RigorLevel, time_limit: float | None) -> tuple[RigorLevel, float]:
     """The word, and the seconds that measuring may take; ValueError for words that there are not."""
-    for known in RIGORS:
-        if known == word:
-            break
-    else:
-        raise ValueError(f"there is no rigor {word!r}; choose one of {', '.join(RIGORS)}")
     if time_limit is None:
-        return known, TIME_LIMIT if known == "measure" else inf
-    if known == "estimate":
+        return word, TIME_LIMIT if word == "measure" else inf
+    if word == "estimate":
         raise ValueError("a time limit is for layers that are measured: give rigor measure or exhaustive")
     if not 0 < time_limit < inf:
         raise ValueError(f"a time limit is a positive number of seconds, not {time_limit}")
-    return known, time_limit
+    return word, time_limit
 
 
 def clock_on(site: Site, where: Where, seconds: float) -> AbstractContextManager[Clock]:
@@ -75,14 +69,14 @@ class Study:
     Nothing is begun that does not fit the time. What a device refuses to run is in the rates, with its words.
     """
 
-    rigor: Word = "estimate"
+    rigor: RigorLevel = "estimate"
     seconds: float = inf
     tell: Callable[[Progress], None] = lambda progress: None
     clock: Clocks = clock_on
     now: Callable[[], float] = time.monotonic
     table: Sequence[Primitive] = TABLE
     in_host_ram: Sequence[Divided] = IN_HOST_RAM
-    done: Word = "estimate"  # of the rigor, before the time was up
+    done: RigorLevel = "estimate"  # of the rigor, before the time was up
     sentences: list[str] = field(default_factory=list)
     found: dict[DeviceKind, Rates] = field(default_factory=dict)  # by device, where anything was measured
 

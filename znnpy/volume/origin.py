@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from znnpy.errors import VolumeError
+from znnpy.option_values import Border, OutputDtype
 from znnpy.shapes import PRECISIONS, Vec3
 from znnpy.volume.store import HDF5_SUFFIXES, store_for
 from znnpy.wording import excerpt
@@ -41,8 +42,8 @@ class JobClaim(_Checked):
     weights: Digest
     volume: VolumeClaim
     roi: Annotated[str, Field(pattern=r"^([0-9]{1,18}:[0-9]{1,18}(,[0-9]{1,18}:[0-9]{1,18}){2})?$")]
-    border: Literal["valid", "reflect"]
-    output_dtype: Literal["float32", "float16", "uint8"]
+    border: Border
+    output_dtype: OutputDtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from znnpy.errors import ShapeError, VolumeError
 from znnpy.network import Network
+from znnpy.option_values import BORDERS, Border
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.volume import Volume
@@ -31,17 +32,16 @@ Mask = npt.NDArray[np.bool_]
 class Source:
     """Where a run gets its input patches from."""
 
-    def __init__(self, volume: Volume, *, roi: Box | None, border: str, network: Network, allow_nan: bool) -> None:
+    def __init__(self, volume: Volume, *, roi: Box | None, border: Border, network: Network, allow_nan: bool) -> None:
         """Checks that network, volume and region fit.
 
         roi        region of the volume to predict from (`valid`) or to predict (`reflect`); None: all of it.
-        border     "valid" | "reflect".
         allow_nan  replace NaN and inf by the mean and say where they were, instead of VolumeError.
 
         VolumeError: channels differ, region outside the volume. ShapeError: smaller than the field of view.
         """
-        if border not in ("valid", "reflect"):
-            raise ValueError(f"border is 'valid' or 'reflect', not {border!r}")
+        if border not in BORDERS:
+            raise ValueError(f"border is {' or '.join(map(repr, BORDERS))}, not {border!r}")
         if volume.channels != network.input_channels:
             raise VolumeError(
                 f"{volume} has {volume.channels} channels, (c, z, y, x) = {volume.shape}, and network {network.name} "

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VolumeError
+from znnpy.option_values import MissingChunks
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
 from znnpy.volume.regions import Region
@@ -22,8 +23,6 @@ from znnpy.volume.space import Space
 from znnpy.wording import excerpt, option
 
 MOST_VOXELS = 10**7  # along an axis
-
-MissingChunks = Literal["fill", "error"]
 
 
 @dataclass(frozen=True, slots=True)

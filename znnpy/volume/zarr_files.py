@@ -19,8 +19,9 @@ from zarr.storage import LocalStore
 
 from znnpy.errors import VolumeError
 from znnpy.files import MOST_METADATA_BYTES, open_regular
+from znnpy.option_values import MissingChunks
 from znnpy.volume.regions import Region
-from znnpy.volume.volume import Chunks, MissingChunks
+from znnpy.volume.volume import Chunks
 from znnpy.volume.zarr_nodes import METADATA_FILES, Node, ShardIndex
 from znnpy.wording import option
 

@@ -1,0 +1,33 @@
+"""The values that options may take where only some are legal; `znnpy.shapes` lists the precisions of a layer.
+
+This module loads no numpy, as the command line does not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Border = Literal["valid", "reflect"]
+BORDERS: tuple[Border, ...] = get_args(Border)
+
+OutputDtype = Literal["float32", "float16", "uint8"]
+OUTPUT_DTYPES: tuple[OutputDtype, ...] = get_args(OutputDtype)
+
+MissingChunks = Literal["fill", "error"]
+MISSING_CHUNKS: tuple[MissingChunks, ...] = get_args(MissingChunks)
+
+Cover = Literal["columns", "patches"]
+COVERS: tuple[Cover, ...] = get_args(Cover)
+
+Device = Literal["auto", "cpu", "gpu"]
+DEVICES: tuple[Device, ...] = get_args(Device)
+
+HostedMode = Literal["gpu-host", "cpu-to-gpu"]  # one GPU; the tensors of the first layers lie in host memory
+HOSTED_MODES: tuple[HostedMode, ...] = get_args(HostedMode)
+
+Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]  # of a plan
+AskedMode = Literal["auto", "cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]
+MODES: tuple[AskedMode, ...] = get_args(AskedMode)
+
+RigorLevel = Literal["estimate", "measure", "exhaustive"]
+RIGOR_LEVELS: tuple[RigorLevel, ...] = get_args(RigorLevel)

@@ -1,0 +1,398 @@
+"""The options of every command and of the Python function behind it, each declared once: name, type, default and help.
+
+The command line (`znnpy.command_options`), the signatures and the docstrings of the Python functions are made from
+these classes. Their instances carry what a caller asked for, checked, to the code that does it. This module loads no
+numpy, as the command line does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from znnpy.formats.networks import DEFAULT
+from znnpy.option_declarations import Checked, needed, option
+from znnpy.option_values import (
+    BORDERS,
+    COVERS,
+    DEVICES,
+    MISSING_CHUNKS,
+    MODES,
+    OUTPUT_DTYPES,
+    RIGOR_LEVELS,
+    AskedMode,
+    Border,
+    Cover,
+    Device,
+    MissingChunks,
+    OutputDtype,
+    RigorLevel,
+)
+from znnpy.phases import log_once
+from znnpy.shapes import PRECISIONS, Precision, Vec3
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from znnpy.planner.plan import Plan
+    from znnpy.planner.throughput import Point
+    from znnpy.planner.why import Considered
+    from znnpy.run.pipeline import Event
+    from znnpy.run.timing import Clock, Progress
+    from znnpy.volume.sliceable import Assignable, Sliceable
+
+MOST_THREADS = 2**12
+MEASURE_MINUTES = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(Checked):
+    """What of the machine is used."""
+
+    ram: int | str | None = option(
+        None,
+        "memory limit of the whole process, such as 16G",
+        "size",
+        unset="3/4 of the machine's memory",
+        in_python='in bytes or as "16G"',
+    )
+    threads: int | None = option(
+        None,
+        "threads that compute",
+        "whole",
+        unset="one for each core that the process may use",
+        metavar="N",
+        least=1,
+        most=MOST_THREADS,
+    )
+    device: Device = option(
+        "auto", "where layers run; auto: on the GPU if one works, otherwise on the CPU", "text", values=DEVICES
+    )
+    precision: Precision | None = option(
+        None,
+        "precision on a GPU: fp32; tf32, exact to a thousandth; fp16, half the memory and less exact. The CPU always "
+        "computes in fp32",
+        "text",
+        unset="fp32",
+        values=PRECISIONS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions(MachineOptions):
+    """What narrows the choice of a plan for one device."""
+
+    cover: Cover | None = option(
+        None,
+        "columns: each step keeps what the next one needs; patches: each is computed by itself",
+        "text",
+        unset="whichever is faster",
+        values=COVERS,
+    )
+    patch: Vec3 | None = option(
+        None,
+        "output voxels Z,Y,X of one patch, or of one step of a column",
+        "voxels",
+        unset="the fastest size",
+        metavar="Z,Y,X",
+    )
+    depth_first: bool = option(
+        True,
+        "let layers behind a pooling take its fragments in parts, which needs less memory",
+        "flag",
+        off="Run each layer on all fragments before the next layer runs on any, which needs more memory",
+    )
+    only: str | Sequence[str] = option(
+        (),
+        "primitive for the layers that it fits; repeatable",
+        "names",
+        metavar="PRIMITIVE",
+        in_python="a name or several; empty: any primitive",
+    )
+    vram: int | str | None = option(
+        None,
+        "memory limit of each GPU, everything counted, such as 12G",
+        "size",
+        unset="90 % of what is free",
+        in_python='in bytes or as "12G"',
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of `only`."""
+        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Checked):
+    """Which devices compute together, and what is known of their speed."""
+
+    mode: AskedMode = option(
+        "auto",
+        "gpu: GPUs alone; gpu-host, cpu-to-gpu: the first layers in host memory; side-by-side: the CPU computes beside "
+        "GPUs; auto: cpu, gpu, or both where that is faster in a long run",
+        "text",
+        values=MODES,
+    )
+    gpus: int | str | None = option(
+        None, 'number of identical GPUs that compute together, or "all"', "gpus", unset="1", metavar="N"
+    )
+    costs: str | Path | None = option(
+        None,
+        "file of speeds that `znnpy measure --out` wrote on this machine",
+        "path",
+        unset="the speeds stored for this machine, if they still fit",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ComputeOptions, DeviceOptions):
+    """By which plan a network runs."""
+
+    plan: str | Path | Plan | None = option(
+        None,
+        "plan that `znnpy plan --out` wrote",
+        "path",
+        unset="the fastest plan is made now",
+        in_python="a file or a Plan",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BorderOption(Checked):
+    border: Border = option(
+        "valid",
+        "valid: the output is smaller by the field of view less 1; reflect: as large as the input, which is mirrored "
+        "at its faces",
+        "text",
+        values=BORDERS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionOptions(_BorderOption):
+    """What of a volume is predicted, and how the output is stored."""
+
+    dataset: str | None = option(None, "array inside the file", "text", unset="the only 3D or 4D one")
+    fill_missing: float | None = option(
+        None,
+        "value of voxels whose file is missing, in HDF5 volumes made of several files",
+        "number",
+        unset="an error",
+        metavar="VALUE",
+    )
+    roi: str | None = option(
+        None,
+        "part of the volume, z0:z1,y0:y1,x0:x1 in voxels",
+        "region",
+        unset="all of it",
+        metavar="Z0:Z1,Y0:Y1,X0:X1",
+    )
+    output_dtype: OutputDtype = option(
+        "float32", "dtype of the output; uint8: 255 times the value, clipped to 0..1", "text", values=OUTPUT_DTYPES
+    )
+
+
+def ignore(progress: Progress) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class PlanOptions(RegionOptions, ComputeOptions, DeviceOptions):
+    """The options of `znnpy.plan`."""
+
+    network: str | Path = option(
+        DEFAULT, "network file (.yaml, .znni), or the name of a network that ships", "text", argument=True
+    )
+    _: KW_ONLY
+    volume: str | Path | None = option(
+        None, "volume to plan for; without a volume or a shape, 1024^3 voxels are assumed", "path"
+    )
+    shape: Vec3 | None = option(None, "voxels Z,Y,X of the volume to plan for", "voxels", metavar="Z,Y,X")
+    machine: str | Path | None = option(
+        None,
+        "plan for the machine that FILE describes (from `znnpy measure --export`)",
+        "path",
+        unset="this machine",
+        metavar="FILE",
+    )
+    rigor: RigorLevel = option(
+        "estimate",
+        "measure: time the layers of the best plans first; exhaustive: all layers that may be in the best plan",
+        "text",
+        values=RIGOR_LEVELS,
+    )
+    time_limit: float | None = option(
+        None,
+        "seconds after which no further layer is timed",
+        "positive",
+        unset="60 to measure, no limit where exhaustive",
+        metavar="SECONDS",
+    )
+    paranoid: bool = option(
+        False,
+        "run each chosen layer and compare it with the definition",
+        "flag",
+        in_python="VerifyError where they differ",
+    )
+    tell: Callable[[str], None] = option(
+        log_once, "called with each sentence on what is not as asked for, such as that there is no GPU"
+    )
+    tell_why: Callable[[list[Considered]], None] | None = option(
+        None, "called once with every primitive for every layer, its time in seconds, and why it was not taken"
+    )
+    tell_point: Callable[[Point], None] | None = option(
+        None, "called with the best plan within each of several memory limits, for 12 seconds at most"
+    )
+    tell_progress: Callable[[Progress], None] = option(ignore, "called before each layer that is timed or checked")
+
+
+@dataclass(frozen=True)
+class InferOptions(RegionOptions, RunOptions):
+    """The options of `znnpy.infer`."""
+
+    volume: str | Path | Sliceable = needed(
+        "path of the volume: HDF5, .zarr or .npy, (z, y, x) or (c, z, y, x), integers or floating point; or anything "
+        "of such a shape and dtype that can be sliced: an array of numpy, Zarr or dask, a dataset of h5py. It is read "
+        "box by box, by one thread at a time. A memory map takes memory beyond `ram`: give the path of its file",
+        "path",
+    )
+    network: str | Path = option(DEFAULT, "network file (.yaml, .znni), or the name of a network that ships", "text")
+    _: KW_ONLY
+    weights: str | Path | None = option(
+        None, "weights file, .npz or .safetensors", "path", unset="the one that the network file names"
+    )
+    out: str | Path | Assignable | None = option(
+        None,
+        "output file, (maps, z, y, x), or (z, y, x) for one map",
+        "new path",
+        unset="beside the volume, named after the volume and the network",
+        in_python="Or anything of such a shape and of `output_dtype` that takes assignment to slices: one thread "
+        "assigns finished blocks, in any order. It has no journal: an error leaves it half written, and nothing can "
+        "be resumed there",
+    )
+    allow_nan: bool = option(
+        False, "write NaN wherever the field of view holds NaN or infinity, which are errors otherwise", "flag"
+    )
+    missing_chunks: MissingChunks = option(
+        "fill",
+        "what chunks that were never written mean: the fill value of the volume, or an error",
+        "text",
+        values=MISSING_CHUNKS,
+        in_python="Of a Zarr volume in shards only whole shards that are missing count",
+    )
+    overwrite: bool = option(False, "replace the output, and whatever an unfinished run left of it", "flag")
+    resume: bool = option(
+        False,
+        "go on where a run of the same job stopped, with its plan",
+        "flag",
+        in_python="the bytes are those of an uninterrupted run",
+    )
+    paranoid: bool = option(
+        False,
+        "compare voxels of each patch with the definition before it is written: slow, in memory beyond the limit",
+        "flag",
+    )
+    trace: str | Path | None = option(
+        None,
+        "write a trace of the run to this file, for `znnpy timeline` and chrome://tracing",
+        "new path",
+        in_python="also of a run that fails",
+    )
+    progress: Callable[[Event], None] | None = option(
+        None,
+        "called with an Event in the calling thread: before the first patch, after each one, and while the last ones "
+        "are written; what it raises stops the run",
+    )
+
+
+@dataclass(frozen=True)
+class CallOptions(_BorderOption, RunOptions):
+    """The options of a call of a network on an array."""
+
+    array: npt.NDArray[Any] = needed(
+        "(z, y, x) or (c, z, y, x), any integer or float dtype: grey values, before the network's `normalise`"
+    )
+    _: KW_ONLY
+    progress: Callable[[Event], None] | None = option(
+        None, "called with an Event in the calling thread, before the first patch and after each one"
+    )
+
+
+@dataclass(frozen=True)
+class SessionOptions(_BorderOption, RunOptions):
+    """The options of a session for arrays of one shape."""
+
+    shape: tuple[int, ...] = needed("shape of the arrays, (z, y, x) or (c, z, y, x)")
+    _: KW_ONLY
+    dtype: npt.DTypeLike = option(
+        "float32",
+        "dtype of the arrays, or one with as many bytes; arrays of types with fewer bytes are taken too",
+    )
+
+
+@dataclass(frozen=True)
+class MeasureOptions(MachineOptions):
+    """The options of `znnpy measure`."""
+
+    network: str | Path | None = option(
+        None,
+        "network file, or the name of a network that ships: the layers of its best plans within `ram`, and within "
+        "parts of it, are measured too",
+        "text",
+        argument=True,
+    )
+    _: KW_ONLY
+    minutes: float = option(MEASURE_MINUTES, "minutes after which no further layer is measured", "positive")
+    out: Path | None = option(None, "keep the costs in this file, and not in the cache folder", "new path")
+    overwrite: bool = option(False, "replace the files that are written", "flag")
+    clock: Clock | None = option(None, "what times layers instead of the device")
+    tell: Callable[[Progress], None] = option(ignore, "called before each layer that is timed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Checked):
+    """The options of `znnpy demo`."""
+
+    folder: Path = option(Path("demo"), "folder to write to", "path")
+    size: int = option(160, "voxels along each axis of the volume", "whole", least=27, most=2**15)
+    seed: int = option(0, "number that chooses the volume", "whole", least=0)
+    overwrite: bool = option(False, "replace what an earlier demo wrote", "flag")
+
+
+@dataclass(frozen=True)
+class VerifyOptions(Checked):
+    """The options of `znnpy verify`."""
+
+    output: str | Path = needed("output of `znnpy infer`", "path")
+    volume: str | Path = needed("volume that it was predicted from", "path")
+    _: KW_ONLY
+    network: str | Path | None = option(
+        None, "network file", "text", unset="the network that ships under the name in the output"
+    )
+    weights: str | Path | None = option(None, "weights file", "path", unset="the one that the network file names")
+    dataset: str | None = option(None, "array inside the volume's file", "text", unset="the one that was predicted")
+    fill_missing: float | None = option(
+        None,
+        "value that `znnpy infer` was given for voxels whose file is missing",
+        "number",
+        unset="an error",
+        metavar="VALUE",
+    )
+    samples: int = option(1000, "voxels to recompute; all of them where the output has fewer", "whole", least=1)
+    seed: int = option(0, "number that chooses the voxels", "whole", least=0)
+    precision: Precision | None = option(
+        None,
+        "precision whose errors are allowed: 1e-5, 1e-2 in tf32, 5e-2 in fp16",
+        "text",
+        unset="fp32, whatever the output says",
+        values=PRECISIONS,
+    )
+    tolerance: float | None = option(
+        None,
+        "largest difference allowed, in place of a precision's; larger in proportion where values are larger than 1",
+        "positive",
+    )
