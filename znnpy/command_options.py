@@ -161,9 +161,11 @@ def command_of(
 def _parameter(of: Field[Any]) -> click.Parameter:
     """Return an option as the command line has it."""
     what = about(of)
-    default = None if of.default is MISSING else of.default
+    if of.default is MISSING:
+        return click.Argument([of.name], type=_type(what))
+    default = of.default
     if what.argument:
-        return click.Argument([of.name], type=_type(what), required=of.default is MISSING, default=default)
+        return click.Argument([of.name], type=_type(what), required=False, default=default)
     flag = f"--{of.name.replace('_', '-')}"
     if what.off:
         return click.Option([f"--no-{flag[2:]}", of.name], flag_value=False, default=True, help=f"{what.off}.")
