@@ -23,16 +23,16 @@ from heapq import nsmallest
 from itertools import product
 from math import ceil, inf, prod
 from operator import ge
-from typing import Protocol
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.cells import likely_seconds
-from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.several import Make, covering
+from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.search import plan_on_device
+from znnpy.planner.several import covering
 from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, text
 from znnpy.wording import option
@@ -47,37 +47,62 @@ FEW = 32  # steps of a GPU
 PARTS = (4, 16)  # that the processor is to compute, of which plans for the GPU are tried
 
 
-class Makes(Protocol):
-    """The processor's best plan for an output (z, y, x), within limits of which the process itself takes nothing."""
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The CPU beside GPUs, with the memory that these leave of the process's.
 
-    def __call__(self, output: Vec3, limits: Limits, *, patch: Vec3 | None = None) -> Plan: ...
-
-
-def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, masks: bool) -> Plan:
-    """The plan for the GPUs of `alone` and the processor that ends soonest on average (`likely_seconds`).
-
-    `Plan.dealt` is 0 where the processor is not likely to gain anything.
-
-    alone  the best plan of the GPUs for the output
-    make   one GPU's best plan for an output (z, y, x), within limits
-    masks  are counted, of the input voxels that are not finite
-
-    NoPlanError where the processor computes no cell within the memory that is left.
+    request  for the CPU alone, whose process itself takes nothing: the GPUs' plan counts it
+    costs    for the threads that do not feed GPUs
     """
+
+    request: PlanRequest
+    costs: CostModel
+
+    @classmethod
+    def beside(cls, request: PlanRequest, costs: CostModel, ram_bytes: int) -> Processor:
+        """Return the CPU of the machine of a request for GPUs."""
+        target, limits = request.target, request.limits
+        there = Limits(ram_bytes, limits.threads).less_feeders(target.devices)
+        alone = replace(
+            request.without_alternatives(),
+            limits=there,
+            target=replace(target, machine=replace(target.machine, gpu=None), device="cpu", devices=1, mode="cpu"),
+            constraints=request.constraints.only_on("cpu"),
+            baseline=0,
+        )
+        return cls(alone, costs.slowed("cpu", limits.threads / there.threads))
+
+    def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
+        """Return the best plan for an output (z, y, x), by this patch if one is given."""
+        wanted = replace(self.request.constraints, patch=patch)
+        return plan_on_device(replace(self.request, output=output, constraints=wanted), self.costs)
+
+
+def plan_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Plan:
+    """Return the plan for the GPUs of `alone` and the CPU that ends soonest on average (`likely_seconds`).
+
+    `Plan.dealt` is 0 where the CPU is not likely to gain anything.
+
+    alone    the best plan of the GPUs for the request's output
+    request  for the GPUs
+
+    NoPlanError where the CPU computes no cell within the memory that is left.
+    """
+    network, masks = request.network, request.masks
     whole = moving_whole(alone, network, masks=masks)
-    left = Limits(max(1, alone.limits.ram_bytes - whole.memory.peak), alone.limits.threads)
+    processor = Processor.beside(request, costs, max(1, alone.limits.ram_bytes - whole.memory.peak))
     try:
-        speed = processor(alone.output, left).voxels_per_second
+        speed = processor.plan(alone.output).voxels_per_second
     except NoPlanError as error:
         if error.needed_bytes is None:
             raise
         raise _no_room(whole, error.needed_bytes) from None
-    trials = [_Trials(whole, alone.seconds, speed, processor, left, network, masks)]
+    trials = [_Trials(whole, alone.seconds, speed, processor, network, masks)]
     trials[0].run()
     if alone.cover(network).steps(0) < FEW:
         share = speed / (speed + alone.voxels_per_second)
-        for part in _of_parts(alone, make, network, share, masks=masks):
-            trials.append(_Trials(part, alone.seconds, speed, processor, left, network, masks))
+        for part in _of_parts(alone, request, costs, share):
+            trials.append(_Trials(part, alone.seconds, speed, processor, network, masks))
             trials[-1].run()
     found = {seconds: trial.found[cell] for trial in trials for cell, seconds in trial.likely.items()}
     if not found:
@@ -87,23 +112,22 @@ def plan_beside(alone: Plan, make: Make, processor: Makes, network: Network, *, 
 
 @dataclass
 class _Trials:
-    """Plans of the processor beside one of the GPU.
+    """Plans of the CPU beside one of the GPU.
 
     alone  seconds of the GPU's best plan
-    speed  voxels per second of the processor, of the whole output
+    speed  voxels per second of the CPU, of the whole output
     """
 
     gpu: Plan
     alone: float
     speed: float
-    processor: Makes
-    left: Limits
+    processor: Processor
     network: Network
     masks: bool
     found: dict[Vec3, Plan] = field(default_factory=dict)  # by their cells
     likely: dict[Vec3, float] = field(default_factory=dict)  # seconds of each
     too_large: list[Vec3] = field(default_factory=list)
-    least: float = inf  # bytes that the processor needs, of what does not fit
+    least: float = inf  # bytes that the CPU needs for what does not fit
 
     def run(self) -> None:
         gpu = self.gpu
@@ -135,7 +159,7 @@ class _Trials:
             return
         gpu = self.gpu
         try:
-            other = self.processor(_bar(gpu, cell), self.left, patch=cell)
+            other = self.processor.plan(_bar(gpu, cell), cell)
         except NoPlanError as error:
             self.too_large.append(cell)
             self.least = min(self.least, error.needed_bytes or inf)
@@ -163,14 +187,16 @@ def _no_room(gpu: Plan, needed: float) -> NoPlanError:
     )
 
 
-def _of_parts(alone: Plan, make: Make, network: Network, share: float, *, masks: bool) -> Iterator[Plan]:
-    """The best plans of the GPU for parts of the output, each for all of it."""
+def _of_parts(alone: Plan, request: PlanRequest, costs: CostModel, share: float) -> Iterator[Plan]:
+    """Yield the best plans of the GPU for parts of the output, each extended to all of it."""
+    network, masks = request.network, request.masks
+    one = replace(request.on_one_device().without_alternatives(), limits=alone.limits)
     for count in PARTS:
         side = (share * prod(alone.output) / count) ** (1 / 3)
         sizes = zip(alone.output, network.period, strict=True)
         z, y, x = (min(size, _even(size, side, step)) for size, step in sizes)
         try:
-            part = make((z, y, x), alone.limits)
+            part = plan_on_device(replace(one, output=(z, y, x)), costs)
         except NoPlanError:  # other parts are thicker
             continue
         if part.walks:  # on, from cell to cell
@@ -233,16 +259,6 @@ def _in_one_column(plan: Plan, network: Network) -> Plan:
         return plan
     step, length = plan.patch_out[plan.axis], plan.output[plan.axis]
     return replace(plan, column=ceil(length / step) * step).covering(plan.output, network, plan.memory)
-
-
-def idle(both: Plan) -> str:
-    """Why the processor computes nothing."""
-    assert both.beside is not None, "side by side"
-    first = both.beside.seconds_to_begin + both.beside.seconds_per_step
-    return (
-        f"the GPU is done in {human_seconds(both.seconds)}, and of the parts that suit both the processor takes "
-        f"{human_seconds(first)} for one"
-    )
 
 
 def moving_whole(plan: Plan, network: Network, *, masks: bool) -> Plan:

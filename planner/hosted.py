@@ -27,7 +27,7 @@ from typing import Any
 
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
-from znnpy.machine import Limits, Machine
+from znnpy.machine import Limits
 from znnpy.network import Network, Pool
 from znnpy.option_values import HostedMode
 from znnpy.planner.both_sides import both_sides, waiting_seconds
@@ -36,15 +36,16 @@ from znnpy.planner.cost import Rates, edge_seconds, seconds
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.hosted_steps import first_steps, next_to
 from znnpy.planner.layout import Tensor, place
-from znnpy.planner.memory import Memory, mebibytes
+from znnpy.planner.memory import Memory, context_bytes, mebibytes
 from znnpy.planner.options import Options
 from znnpy.planner.part_search import Part, PartSearch, PartSpace
 from znnpy.planner.plan import Plan, device_of, handovers
+from znnpy.planner.request import PlanRequest
 from znnpy.planner.shape_search import LOST_SECONDS, Found
 from znnpy.planner.sides import lives_with_host, sides
 from znnpy.planner.trade import Way, total_seconds
 from znnpy.planner.with_host import Divided, WithHost
-from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
+from znnpy.shapes import LayerShape, Vec3, text, turned
 from znnpy.wording import option
 
 LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
@@ -74,23 +75,16 @@ class Both:
 class HostedSearch:
     """What is asked for, and what may run on either side."""
 
-    network: Network
-    output: Vec3
-    machine: Machine
-    limits: Limits
+    request: PlanRequest  # for the GPU
     mode: HostedMode
     cpu: Options
     gpu: Options
-    itemsize_in: int
-    itemsize_out: int
-    baseline: int
-    context: int
-    masks: bool
-    precision: Precision
-    depth_first: bool
     divided: Sequence[Divided] = ()  # compute hosted convolutions on the GPU, in mode gpu-host
     asked: bool = False  # one of them, by name
     below: float = inf  # seconds that a plan has to stay below
+    network: Network = field(init=False)
+    limits: Limits = field(init=False)
+    context: int = field(init=False)
     with_host: WithHost | None = field(init=False)
     _most: float = field(init=False)  # seconds, of a shape that may lead to the best
     _searches: dict[tuple[Space, int, bool], PartSearch] = field(default_factory=dict)
@@ -98,13 +92,21 @@ class HostedSearch:
     _fronts: dict[Any, Found | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.network, self.limits = self.request.network, self.request.limits
+        self.context = context_bytes(self.request.target.context_bytes)
         self._most = LOSING * self.below
         lent = int(LENT * ((self.limits.vram_bytes or 0) - self.context))
         self.with_host = None
         if not self.overlaps and self.divided:
             rates = self.cpu.rates, self.gpu.rates
             self.with_host = WithHost(
-                self.divided, self.machine, self.limits.threads, lent, *rates, self.precision, asked=self.asked
+                self.divided,
+                self.request.target.machine,
+                self.limits.threads,
+                lent,
+                *rates,
+                self.request.target.precision,
+                asked=self.asked,
             )
 
     @property
@@ -253,8 +255,8 @@ class HostedSearch:
         once = sum(way.parts * way.seconds for _, way in back.ways)
         handed = waiting_seconds(self._upload_seconds(back.candidate), back.candidate.parts[0], once)
         network, patch = whole.space.network, whole.patch
-        edges = self.itemsize_in * network.input_channels * prod(whole.new)
-        edges += self.itemsize_out * network.output_channels * prod(patch)
+        edges = self.request.itemsize_in * network.input_channels * prod(whole.new)
+        edges += self.request.itemsize_out * network.output_channels * prod(patch)
         columns = len(whole.cover)
         spent = both_sides(_ran(front), _ran(back), handed, columns, overlaps=self.overlaps) + edge_seconds(
             "gpu", edges
@@ -302,13 +304,13 @@ class HostedSearch:
             found = self._searches[key] = PartSearch(
                 space=replace(part, whole=space),
                 limits=self.limits,
-                itemsize_in=self.itemsize_in,
-                itemsize_out=self.itemsize_out,
+                itemsize_in=self.request.itemsize_in,
+                itemsize_out=self.request.itemsize_out,
                 options=self.gpu if on_gpu else self.cpu,
                 device="gpu" if on_gpu else "cpu",
-                baseline=self.baseline,
+                baseline=self.request.baseline,
                 context=self.context,
-                masks=self.masks,
+                masks=self.request.masks,
                 splits=(),
                 with_host=None if on_gpu else self.with_host,
             )
@@ -341,7 +343,7 @@ class HostedSearch:
     def _images(self, whole: Candidate, theta: int) -> list[tuple[int, ...]]:
         """Images at a time on the GPU, for `_back`: the most first."""
         images = whole.shapes[theta - 1].out_shape[0]
-        if not self.depth_first:
+        if not self.request.constraints.depth_first:
             return [(0,)]
         later = splits(Network("rest", self.network.maps[theta], whole.space.network.layers[theta:]))[1:]
         later = [at_once for at_once in later if any(at_once)]
@@ -358,14 +360,14 @@ class HostedSearch:
         ]
         made = plan_of(
             self.network,
-            self.machine,
+            self.request.target.machine,
             self.limits,
             best.whole,
             choices,
             best.tensors,
             best.memory,
-            itemsize_in=self.itemsize_in,
-            itemsize_out=self.itemsize_out,
+            itemsize_in=self.request.itemsize_in,
+            itemsize_out=self.request.itemsize_out,
         )
         return replace(
             made,

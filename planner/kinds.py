@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import sqrt
 
 from znnpy.network import Network
-from znnpy.planner.beside import idle
 from znnpy.planner.candidates import spans
 from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.plan import Choice, Kind, Plan, RunnerUp
@@ -101,6 +100,16 @@ def _slowest(network: Network, best: Plan, other: Plan) -> str:
     if parts[0] > 1 and theirs.runs > ours.runs:
         return f"{longer}, in {parts[0]} parts"
     return longer
+
+
+def idle(both: Plan) -> str:
+    """Return why the CPU beside GPUs computes nothing."""
+    assert both.beside is not None, "side by side"
+    first = both.beside.seconds_to_begin + both.beside.seconds_per_step
+    return (
+        f"the GPU is done in {human_seconds(both.seconds)}, and of the parts that suit both the processor takes "
+        f"{human_seconds(first)} for one"
+    )
 
 
 def _by_span(network: Network, plan: Plan) -> list[list[Choice]]:

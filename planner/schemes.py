@@ -10,12 +10,11 @@ Source  Zlateski, Lee, Seung, ZNNi (SC16), section VI.A.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 
 from znnpy.network import Network, Pool, extent, layer_shape
 from znnpy.planner.candidates import Candidate, Sizes
-from znnpy.planner.shape_search import ShapeSearch
 from znnpy.planner.space_search import SpaceSearch
 from znnpy.shapes import LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
 
@@ -33,12 +32,12 @@ class Scheme:
 
     @property
     def words(self) -> str:
-        """What is told of it."""
+        """How a plan describes the scheme."""
         return f"{self.images} at a time" if self.images > 1 else "by plain max-pooling, every offset again"
 
 
 def baselines(network: Network) -> Iterator[Scheme]:
-    """Several patches at a time; and, where there are poolings, all of them plain."""
+    """Yield the schemes of several patches at a time, and of plain max-pooling where there are poolings."""
     pools = sum(isinstance(layer, Pool) for layer in network.layers)
     for images in BATCHES:
         yield Scheme(images, (True,) * pools)
@@ -47,7 +46,7 @@ def baselines(network: Network) -> Iterator[Scheme]:
 
 
 def shapes_of(network: Network, out: Vec3, scheme: Scheme, precision: Precision = "fp32") -> tuple[LayerShape, ...]:
-    """Every layer's shape; `out` is the size of one image of the last output."""
+    """Return the shape of every layer; `out` is the size of one image of the last output."""
     sizes, pools = [out], list(scheme.fragments)
     for layer in reversed(network.layers):
         size, window = sizes[-1], extent(layer)
@@ -69,7 +68,7 @@ def shapes_of(network: Network, out: Vec3, scheme: Scheme, precision: Precision 
 
 
 def repeats(network: Network, scheme: Scheme) -> int:
-    """How often all is computed for one dense patch: once for every offset of the poolings that are plain."""
+    """Return how often all is computed for one dense patch: once for every offset of the plain poolings."""
     windows = [layer.window for layer in network.layers if isinstance(layer, Pool)]
     return prod(prod(window) for window, kept in zip(windows, scheme.fragments, strict=True) if not kept)
 
@@ -86,7 +85,7 @@ class Schemed(Candidate):
         return z, y, x
 
     def steps_of(self, ahead: int) -> int:
-        """Steps of all patches; none of a patch is left out."""
+        """Return the steps of all patches; no step of a patch is left out."""
         return -(-len(self.cover) // self.scheme.images) * repeats(self.space.network, self.scheme)
 
     def split(self, at_once: object) -> Schemed:
@@ -100,10 +99,22 @@ class SchemeSearch(SpaceSearch):
     scheme: Scheme = Scheme(1, ())
 
     @classmethod
-    def beside(cls, patches: SpaceSearch, scheme: Scheme) -> SchemeSearch:
-        """For what `patches` was asked for."""
-        asked = {field.name: getattr(patches, field.name) for field in fields(ShapeSearch) if field.init}
-        return cls(**{**asked, "splits": patches.splits[:1]}, patch=patches.patch, scheme=scheme)
+    def like(cls, patches: SpaceSearch, scheme: Scheme) -> SchemeSearch:
+        """Return the search by a scheme for what another search of patches was asked for."""
+        return cls(
+            space=patches.space,
+            limits=patches.limits,
+            itemsize_in=patches.itemsize_in,
+            itemsize_out=patches.itemsize_out,
+            options=patches.options,
+            device=patches.device,
+            baseline=patches.baseline,
+            context=patches.context,
+            masks=patches.masks,
+            splits=patches.splits[:1],
+            patch=patches.patch,
+            scheme=scheme,
+        )
 
     def shaped(self, patch: Vec3) -> Candidate:
         space = self.space
@@ -112,5 +123,5 @@ class SchemeSearch(SpaceSearch):
         return Schemed(space, patch, 0, shapes, (1,) * len(shapes), self.scheme)
 
     def _sizes(self, room: int | None) -> Sizes:
-        """All there are: what does not fit as fragments may fit plain."""
+        """Return all sizes there are: what does not fit as fragments may fit plain."""
         return super()._sizes(None)

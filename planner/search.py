@@ -1,4 +1,4 @@
-"""The plan with the most output voxels per second within the limits: patches against columns along every axis.
+"""The fastest plan of one device within the limits: patches against columns along every axis.
 
 A convolution and the pooling behind it are chosen for together: layer by layer, or one primitive for both.
 """
@@ -6,259 +6,88 @@ A convolution and the pooling behind it are chosen for together: layer by layer,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from math import inf
-from typing import Any
 
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
-from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
-from znnpy.machine import Limits, Machine
+from znnpy.kernels.table import find
+from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.option_values import HostedMode
 from znnpy.planner.candidates import Space, all_spaces, splits
-from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.found_plan import choice_of, plan_of
-from znnpy.planner.hosted import HostedSearch
 from znnpy.planner.kinds import kind_of
-from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
+from znnpy.planner.memory import context_bytes
 from znnpy.planner.nearest_miss import no_plan
 from znnpy.planner.options import Options
 from znnpy.planner.plan import Kind, Plan, device_of
+from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
-from znnpy.planner.with_host import Divided
-from znnpy.shapes import Precision, Vec3, text, turned
+from znnpy.shapes import text, turned
 from znnpy.wording import option
 
 ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken
 
 
-def make_plan(
-    network: Network,
-    output: Vec3,
-    machine: Machine,
-    limits: Limits,
-    *,
-    itemsize_in: int = 1,
-    itemsize_out: int = 4,
-    patch: Vec3 | None = None,
-    only: str | Sequence[str] = (),
-    table: tuple[Primitive, ...] = TABLE,
-    rates: Rates | None = None,
-    baseline: int | None = None,
-    device: DeviceKind = "cpu",
-    precision: Precision = "fp32",
-    context: int = CONTEXT_BYTES,
-    masks: bool = False,
-    columns: bool | None = None,
-    depth_first: bool = True,
-    kinds: bool = False,
-    baselines: bool = False,
-    scheme: Scheme | None = None,
-    options: Options | None = None,
-    mode: HostedMode | None = None,
-    host_rates: Rates | None = None,
-    than: Plan | None = None,
-    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
+def plan_on_device(
+    request: PlanRequest, costs: CostModel, options: Options | None = None, *, scheme: Scheme | None = None
 ) -> Plan:
-    """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
+    """Return the fastest plan for one device of a target, whatever the target's mode and number of devices.
 
-    itemsize_in   bytes per voxel of the volume as stored; itemsize_out: per value of the output
-    patch         this output patch only; a multiple of the pooling period, else ShapeError
-    only          name or names of primitives; where one of them applies to a layer no other is considered
-    rates         speeds of the machine; assumed from `machine` when not given
-    baseline      bytes of the process without the run; measured now when not given
-    device        where all layers run; "gpu" needs a machine with one, and limits for its memory
-    precision     the least that will do: on a CPU everything is computed in fp32, which is more than enough
-    context       bytes of the GPU that CUDA took when it was opened; a margin for its libraries is added
-    masks         count masks of the input voxels that are not finite; needed to run with NaN allowed
-    columns       True: columns only, False: patches only
-    depth_first   False: all fragments of a pooling go through each layer before any goes through the next
-    kinds         find the best plan of every other kind too, and why it is not taken; takes up to twice as long
-    baselines     and of patches that no session runs (`schemes`); scheme: plan patches of this one only
-    options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first;
-                  TypeError where rates are given too
-    mode          the first layers with tensors in the memory of the process, the others on the GPU (`hosted`), whatever
-                  `device` says; TypeError with baselines, scheme or options. Kinds are then those of one device alone
-    host_rates    speeds of the processor, where `rates` are the GPU's
-    than          with a mode: the plan of the GPU alone, and one that is faster is wanted, else NoPlanError
-    in_host_ram   primitives of the GPU for hosted convolutions, in mode gpu-host
+    options  what `costs.options` gave for a request that differs in limits of memory, patch or cover alone
+    scheme   plan patches by this scheme alone
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
-    only = (only,) if isinstance(only, str) else tuple(only)
-    _check_wishes(network, output, limits, patch, only, table if mode is None else (*table, *in_host_ram))
-    if mode is not None:
-        if baselines or scheme is not None or options is not None:
-            raise TypeError(f"mode {mode} knows no baselines, no scheme and no options")
-        words = {
-            "itemsize_in": itemsize_in,
-            "itemsize_out": itemsize_out,
-            "patch": patch,
-            "baseline": baseline_bytes() if baseline is None else baseline,
-            "masks": masks,
-            "columns": columns,
-            "depth_first": depth_first,
-        }
-        return _hosted(
-            network, output, machine, limits, mode,
-            only=only, table=table, in_host_ram=in_host_ram, rates=rates, host_rates=host_rates, precision=precision,
-            context=context, kinds=kinds, than=than, words=words,
-        )  # fmt: skip
-    if host_rates is not None or than is not None:
-        raise TypeError("host_rates and than are for modes in which layers run on two devices: give a mode")
-    _check_device(machine, limits, device, only)
-    if options is not None and rates is not None:
-        raise TypeError("options were worked out for rates of their own: give options or rates")
-    searches = _searches(
-        all_spaces(network, output, precision if device == "gpu" else "fp32", patch),
-        patch,
-        columns=columns,
-        depth_first=depth_first,
-        scheme=scheme,
-        limits=limits,
-        itemsize_in=itemsize_in,
-        itemsize_out=itemsize_out,
-        options=options or options_for(machine, limits, only=only, table=table, rates=rates, device=device),
-        device=device,
-        baseline=baseline_bytes() if baseline is None else baseline,
-        context=context_bytes(context) if device == "gpu" else 0,
-        masks=masks,
-    )
+    check_request(request, costs.table)
+    check_device(request)
+    searches = _searches(request, options or costs.options(request))
+    if scheme is not None:
+        searches = [SchemeSearch.like(patches, scheme) for patches in searches if not patches.space.walks]
     if not (ranked := _ranked(searches)):
-        raise no_plan(network, searches, _narrowing(patch, only, columns, depth_first))
+        raise no_plan(request.network, searches, _narrowing(request.constraints))
     ranked = _leanest_first(ranked)
+    network, machine = request.network, request.target.machine
     plan = _plan(network, machine, ranked)
-    others = [*_kinds(network, machine, plan, searches, ranked)] if kinds else []
-    return replace(plan, kinds=(*others, *(_baselines(network, machine, plan, searches) if baselines else ())))
+    others = [*_kinds(network, machine, plan, searches, ranked)] if request.kinds else []
+    unrun = _baselines(network, machine, plan, searches) if request.baselines else ()
+    return replace(plan, kinds=(*others, *unrun))
 
 
-def _hosted(
-    network: Network,
-    output: Vec3,
-    machine: Machine,
-    limits: Limits,
-    mode: HostedMode,
-    *,
-    only: Sequence[str],
-    table: tuple[Primitive, ...],
-    in_host_ram: tuple[Divided, ...],
-    rates: Rates | None,
-    host_rates: Rates | None,
-    precision: Precision,
-    context: int,
-    kinds: bool,
-    than: Plan | None,
-    words: dict[str, Any],
-) -> Plan:
-    """The fastest plan of two devices; `words` are those of `make_plan` that it shares with plans of one."""
-    asked = {primitive.name for primitive in in_host_ram} & set(only)
-    if asked and mode == "cpu-to-gpu":
-        raise NoPlanError(
-            f"{' and '.join(asked)} runs in mode gpu-host alone; drop {option('only')} or choose "
-            f"{option('mode', 'gpu-host')}"
-        )
-    own = {
-        device: tuple(name for name in only if device_of(name) == device and name not in asked)
-        for device in ("cpu", "gpu")
-    }
-    _check_device(machine, limits, "gpu", own["gpu"])
-    if precision == "fp16":
-        raise NoPlanError(
-            f"mode {mode} hands float32 from the host to the GPU: choose {option('precision', 'tf32')} or "
-            f"{option('precision', 'fp32')}"
-        )
-    if len(network.layers) < 2:
-        raise NoPlanError(
-            f"{network.name} has one layer, and mode {mode} needs one for each device; drop {option('mode')}"
-        )
-    alone = [] if than is None else [than]
-    cpu = options_for(machine, limits, only=own["cpu"], table=table, rates=host_rates, device="cpu")
-    gpu = options_for(machine, limits, only=own["gpu"], table=table, rates=rates, device="gpu")
-    for options, device in ((cpu, "cpu"), (gpu, "gpu")) if than is None and (kinds or words["patch"] is None) else ():
-        more: dict[str, Any] = {"device": device, "only": own[device], "precision": precision, "context": context}
-        with suppress(NoPlanError):
-            alone.append(make_plan(network, output, machine, limits, table=table, options=options, **more, **words))
-    if mode == "cpu-to-gpu":
-        host = limits.less_feeders(1)
-        host_rates = None if host_rates is None else host_rates.slowed(limits.threads / host.threads)
-        cpu = options_for(machine, host, only=own["cpu"], table=table, rates=host_rates, device="cpu")
-    spaces = _allowed(all_spaces(network, output, precision, words["patch"]), words["columns"])
-    search = HostedSearch(
-        network=network,
-        output=output,
-        machine=machine,
-        limits=limits,
-        mode=mode,
-        cpu=cpu,
-        gpu=gpu,
-        itemsize_in=words["itemsize_in"],
-        itemsize_out=words["itemsize_out"],
-        baseline=words["baseline"],
-        context=context_bytes(context),
-        masks=words["masks"],
-        precision=precision,
-        divided=[primitive for primitive in in_host_ram if primitive.name in only or not asked],
-        asked=bool(asked),
-        depth_first=words["depth_first"],
-        below=inf if than is None else than.seconds,
-    )
-    plan = search.run(spaces, words["patch"], alone)
-    return replace(plan, kinds=tuple(kind_of(network, plan, other) for other in alone)) if kinds else plan
-
-
-def _searches(
-    spaces: Sequence[Space],
-    patch: Vec3 | None,
-    *,
-    columns: bool | None,
-    depth_first: bool,
-    scheme: Scheme | None,
-    **asked: Any,
-) -> Sequence[SpaceSearch]:
-    """In all spaces that are allowed; `asked` is the same in each."""
-    found = [
+def _searches(request: PlanRequest, options: Options) -> Sequence[SpaceSearch]:
+    """Return a search of every space that is allowed."""
+    target, wanted = request.target, request.constraints
+    return [
         SpaceSearch(
             space=space,
-            patch=None if patch is None else turned(patch, space.axis),
-            splits=splits(space.network) if depth_first else splits(space.network)[:1],
-            **asked,
+            limits=request.limits,
+            itemsize_in=request.itemsize_in,
+            itemsize_out=request.itemsize_out,
+            options=options,
+            device=target.device,
+            baseline=request.baseline,
+            context=context_bytes(target.context_bytes) if target.device == "gpu" else 0,
+            masks=request.masks,
+            splits=splits(space.network) if wanted.depth_first else splits(space.network)[:1],
+            patch=None if wanted.patch is None else turned(wanted.patch, space.axis),
         )
-        for space in _allowed(spaces, columns)
+        for space in allowed_spaces(request)
     ]
-    if scheme is None:
-        return found
-    return [SchemeSearch.beside(patches, scheme) for patches in found if not patches.space.walks]
 
 
-def _allowed(spaces: Sequence[Space], columns: bool | None) -> list[Space]:
-    """Of columns only, or of patches; NoPlanError where there is none of them."""
-    allowed = [space for space in spaces if columns is None or space.walks == columns]
+def allowed_spaces(request: PlanRequest) -> list[Space]:
+    """Return the spaces of columns, of patches, or of both; NoPlanError where there is none of those asked for."""
+    wanted = request.constraints
+    spaces = all_spaces(request.network, request.output, request.target.layer_precision, wanted.patch)
+    allowed = [space for space in spaces if wanted.columns is None or space.walks == wanted.columns]
     if not allowed:
         raise NoPlanError(
             f"{spaces[0].network.name} sees one voxel along every axis, so that columns have nothing to carry; drop "
             f"{option('cover')}"
         )
     return allowed
-
-
-def options_for(
-    machine: Machine,
-    limits: Limits,
-    *,
-    only: Sequence[str] = (),
-    table: tuple[Primitive, ...] = TABLE,
-    rates: Rates | None = None,
-    device: DeviceKind = "cpu",
-) -> Options:
-    """For `make_plan` at several limits in turn: words as there, of `limits` only the threads."""
-    rates = rates or assumed_rates(machine, limits.threads, device)
-    there = tuple(primitive for primitive in table if device_of(primitive.name) == device)
-    return Options(there, machine, limits.threads, rates, frozenset(only))
 
 
 Ranked = Sequence[tuple[SpaceSearch, Found]]  # searches that found something, the fastest first
@@ -285,7 +114,7 @@ def _leanest_first(ranked: Ranked) -> Ranked:
 def _kinds(
     network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch], ranked: Ranked
 ) -> Iterator[Kind]:
-    """Of columns and of patches the best, and the best without depth first; but for the plan itself."""
+    """Yield the best of columns, of patches and of each without depth first; not the plan itself."""
     for walks in (True, False):
         of_kind = [search for search in searches if search.space.walks == walks]
         best = next((pair for pair in ranked if pair[0].space.walks == walks), None)
@@ -302,10 +131,10 @@ def _kinds(
 
 
 def _baselines(network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch]) -> Iterator[Kind]:
-    """Of every scheme that no session runs the best patches, where patches are allowed."""
+    """Yield the best patches of every scheme that no session runs, where patches are allowed."""
     for patches in searches:
         for scheme in () if patches.space.walks else baselines_of(network):
-            search = SchemeSearch.beside(patches, scheme)
+            search = SchemeSearch.like(patches, scheme)
             found = search.run()
             best = (search, found) if found else _least([search])
             if best is not None:
@@ -313,46 +142,45 @@ def _baselines(network: Network, machine: Machine, plan: Plan, searches: Sequenc
 
 
 def _least(searches: Sequence[SpaceSearch]) -> tuple[SpaceSearch, Found] | None:
-    """The smallest need of all shapes, and where it was found; None where there is a layer nobody runs."""
+    """Return the smallest need of all shapes and its search; None where no primitive runs some layer."""
     found = [(search, least) for search in searches if isinstance(least := search.least(), Found)]
     return min(found, default=None, key=lambda need: (sum(need[1].memory.over(need[0].limits)), need[1].memory.held))
 
 
-def _check_wishes(
-    network: Network,
-    output: Vec3,
-    limits: Limits,
-    patch: Vec3 | None,
-    only: Sequence[str],
-    table: tuple[Primitive, ...],
-) -> None:
+def check_request(request: PlanRequest, table: tuple[Primitive, ...]) -> None:
+    """Raise NoPlanError or ShapeError for a request that no plan can meet, whatever the costs are."""
+    limits, wanted = request.limits, request.constraints
     if limits.ram_bytes < 1 or limits.threads < 1:
         raise NoPlanError(
             f"a run needs memory and at least one thread, not {limits.ram_bytes} bytes and {limits.threads} threads; "
             f"raise {option('ram')} or {option('threads')}"
         )
-    if min(output) < 1:
-        raise ShapeError(f"there is nothing to compute: the output is {text(output)}; give a larger volume or region")
-    if patch is not None and len(patch) != 3:
-        raise ShapeError(f"an output patch has three sizes (z, y, x), not {patch}")
-    for name in only:
+    if min(request.output) < 1:
+        raise ShapeError(
+            f"there is nothing to compute: the output is {text(request.output)}; give a larger volume or region"
+        )
+    if wanted.patch is not None and len(wanted.patch) != 3:
+        raise ShapeError(f"an output patch has three sizes (z, y, x), not {wanted.patch}")
+    for name in wanted.only:
         try:
             find(name, table)
         except KeyError as error:
             raise NoPlanError(f"{error.args[0]}; `znnpy primitives` lists them all") from None
-    if patch is not None:
-        network.layer_shapes(patch)  # ShapeError when it is none
+    if wanted.patch is not None:
+        request.network.layer_shapes(wanted.patch)  # ShapeError when it is none
 
 
-def _check_device(machine: Machine, limits: Limits, device: DeviceKind, only: Sequence[str]) -> None:
-    if device == "gpu" and machine.gpu is None:
+def check_device(request: PlanRequest) -> None:
+    """Raise NoPlanError where the device is missing or has no limit, and for primitives of another device."""
+    device = request.target.device
+    if device == "gpu" and request.target.machine.gpu is None:
         raise NoPlanError(
             f"layers are to run on a GPU, and there is none; drop {option('device')}, "
             f"or choose {option('device', 'cpu')}"
         )
-    if device == "gpu" and limits.vram_bytes is None:
+    if device == "gpu" and request.limits.vram_bytes is None:
         raise NoPlanError(f"a run on a GPU needs memory there, and has no limit for it; give {option('vram')}")
-    for name in only:
+    for name in request.constraints.only:
         if device_of(name) != device:
             raise NoPlanError(
                 f"{name} does not run on the {device.upper()}; drop {option('only', name)}, "
@@ -360,19 +188,19 @@ def _check_device(machine: Machine, limits: Limits, device: DeviceKind, only: Se
             )
 
 
-def _narrowing(patch: Vec3 | None, only: Sequence[str], columns: bool | None, depth_first: bool) -> str:
-    """Advice to drop those arguments that were given and leave plans out; empty where none was."""
+def _narrowing(wanted: Constraints) -> str:
+    """Return advice to drop those constraints that were given and leave plans out; empty where none was."""
     words = (
-        (option("patch"), patch is not None),
-        (option("only"), bool(only)),
-        (option("cover"), columns is not None),
-        (option("depth_first", False), not depth_first),
+        (option("patch"), wanted.patch is not None),
+        (option("only"), bool(wanted.only)),
+        (option("cover"), wanted.cover is not None),
+        (option("depth_first", False), not wanted.depth_first),
     )
     return "".join(f", or drop {word}" for word, given in words if given)
 
 
 def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
-    """The best of all spaces as a plan; the others, and what is next best, as its runners-up."""
+    """Return the best of all spaces as a plan, with the best of the others and the next best as runners-up."""
     search, found = ranked[0]
     others = [other.runner_up(best) for other, best in ranked if other.space.walks != search.space.walks]
     larger = search.next_larger(found.seconds)
@@ -384,7 +212,7 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
 
 
 def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Found) -> Plan:
-    """What was found as a plan without runners-up."""
+    """Return what was found as a plan without runners-up."""
     return plan_of(
         network,
         machine,

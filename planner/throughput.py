@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import ceil, inf, log2
-from typing import Any
+from typing import Any, Protocol
 
 from znnpy.errors import NoPlanError
+from znnpy.planner.options import Options
 from znnpy.planner.plan import Plan
+from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.search import plan_on_device
 
 STRIDES = (8, 4, 2, 1)  # of the limits: every eighth first
 FLAT = 1.03  # where two plans differ by less in speed none is worked out between them
@@ -39,22 +42,47 @@ class Point:
 
 
 def in_order(point: Point) -> tuple[str, bool, int]:
-    """A key that brings points of one kind together, the largest limit first."""
+    """Return a key that brings points of one kind together, the largest limit first."""
     return point.plan.device, not point.plan.walks, -point.limit
 
 
-def points(
-    make: Callable[[int], Plan], most: int, *, seconds: float = inf, now: Callable[[], float] = time.monotonic
-) -> Iterator[Point]:
-    """The best plans within `most` bytes and smaller powers of the root of 2, down to the least that any needs.
+class PlansWithin(Protocol):
+    """A source of the best plans of one kind within one memory limit and another."""
 
-    make     the best plan within a limit; NoPlanError with the least need where there is none
-    seconds  for all of it: limits come from far apart to close together, and what is not likely to be done in time is
-             left out, the least need last. The first is worked out however long it takes.
+    def plan(self, nbytes: int) -> Plan:
+        """Return the best plan within so many bytes; NoPlanError with the least need where there is none."""
 
-    A plan that fits within a smaller limit too is the best there: nothing is worked out twice.
+
+@dataclass(frozen=True, slots=True)
+class DevicePlans:
+    """The plans of one device, which differ in the limit of its memory alone.
+
+    options  what `costs` gives for the request
     """
-    curve = _Curve(make, _limits(most), seconds, now)
+
+    request: PlanRequest
+    costs: CostModel
+    options: Options
+
+    def plan(self, nbytes: int) -> Plan:
+        """Return the best plan within so many bytes; NoPlanError with the least need where there is none."""
+        limits = self.request.limits
+        on_cpu = self.request.target.device == "cpu"
+        there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
+        return plan_on_device(replace(self.request, limits=there), self.costs, self.options)
+
+
+def points(
+    plans: PlansWithin, most: int, *, seconds: float = inf, now: Callable[[], float] = time.monotonic
+) -> Iterator[Point]:
+    """Yield the best plans within `most` bytes and smaller powers of the root of 2, down to the least that any needs.
+
+    seconds  for all plans together: limits come from far apart to close together, and a plan that is not likely to be
+             done in time is left out, the least need last. The first is made however long it takes.
+
+    A plan that fits within a smaller limit too is the best there: no plan is made twice.
+    """
+    curve = _Curve(plans, _limits(most), seconds, now)
     for stride in STRIDES:
         for index in count(0, stride):
             if index >= len(curve.limits) or curve.limits[index] < curve.needed:
@@ -64,14 +92,14 @@ def points(
     least = curve.limits[max(curve.plans)] if curve.plans else 0
     if 0 < curve.needed < least and curve.affords(max(curve.spent.values())):
         with suppress(NoPlanError):
-            yield Point(curve.needed, make(curve.needed), 1.0)
+            yield Point(curve.needed, plans.plan(curve.needed), 1.0)
 
 
 @dataclass
 class _Curve:
-    """What is known of one."""
+    """What is known of one curve."""
 
-    make: Callable[[int], Plan]
+    source: PlansWithin
     limits: list[int]  # the largest first
     seconds: float
     now: Callable[[], float]
@@ -85,7 +113,7 @@ class _Curve:
 
     @property
     def done(self) -> float:
-        """Of the limits, or of the time."""
+        """Return the share of the limits that are worked out, or of the time that is spent."""
         within = sum(limit >= self.needed for limit in self.limits)
         return min(0.99, max(len(self.plans) / within, (self.now() - self.began) / self.seconds))
 
@@ -93,7 +121,7 @@ class _Curve:
         return self.now() - self.began + expected <= self.seconds
 
     def within(self, index: int) -> Plan | None:
-        """The best plan within one limit; None where there is none, or none is worth its time."""
+        """Return the best plan within one limit; None where there is none, or none is worth its time."""
         limit = self.limits[index]
         above = max((other for other in self.plans if other < index), default=None)
         below = min((other for other in self.plans if other > index), default=None)
@@ -112,7 +140,7 @@ class _Curve:
     def _made(self, index: int) -> Plan | None:
         began = self.now()
         try:
-            plan = self.make(self.limits[index])
+            plan = self.source.plan(self.limits[index])
         except NoPlanError as error:
             self.needed = max(error.needed_bytes or 0, self.limits[index] + 1)
             return None
@@ -122,6 +150,6 @@ class _Curve:
 
 
 def _limits(most: int) -> list[int]:
-    """`most`, and every smaller power of the root of 2."""
+    """Return `most`, and every smaller power of the root of 2."""
     first = ceil(2 * log2(most) - 1e-6) - 1
     return [most, *(int(2 ** (half / 2)) for half in range(first, 0, -1))]

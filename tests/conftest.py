@@ -124,12 +124,12 @@ def _the_gpu_is_for_tests_that_want_it(request: pytest.FixtureRequest, monkeypat
     if not has_driver() or request.node.get_closest_marker("gpu"):
         return
     from znnpy.errors import DeviceError
-    from znnpy.run import devices
+    from znnpy.run.target import DRIVER
 
     def none() -> Gpu:
         raise DeviceError("tests that are not marked for it have no GPU")
 
-    monkeypatch.setattr(devices, "find_gpu", none)
+    monkeypatch.setattr(DRIVER, "find", none)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import TracebackType
 from typing import Any, Self
@@ -14,21 +14,20 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.errors import PlanFileError, ShapeError, VolumeError
-from znnpy.kernels.crew import Crew
+from znnpy.errors import NoPlanError, ShapeError, VolumeError, VramError
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border
 from znnpy.options import RunOptions
 from znnpy.patches import Box
 from znnpy.phases import log_once, log_phase
 from znnpy.planner.explain import human_bytes, predicted
-from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
-from znnpy.run.choice import choose, columns_only, given_plan
-from znnpy.run.devices import Site, check_device_words, check_here, site_for
-from znnpy.run.session import Session
+from znnpy.run.asked import devices_asked
+from znnpy.run.choice import Work, choose, given_plan, leaner_options
+from znnpy.run.sessions import Sessions, forgetful, lanes_of, sessions_of
+from znnpy.run.shelf import Shelf
+from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import FLOAT32
 from znnpy.volume.array import ArrayVolume, why_unwritable
@@ -63,6 +62,8 @@ class ArraySession:
     Entering makes the plan, prepares the weights and takes the memory; leaving gives it back. Any thread may call it:
     calls from several threads take turns, and each uses all threads of the plan. After a call that raised an error, the
     next call works as if it had not been, unless the plan is for a GPU: then the session has ended.
+
+    Where the GPU refuses memory that the plan was promised, a plan that needs less is made and the call runs again.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class ArraySession:
         shape: tuple[int, ...],
         dtype: npt.DTypeLike,
         border: Border,
-        wishes: RunOptions,
+        asked: RunOptions,
     ) -> None:
-        """Checks the words; plans and allocates nothing. Parameters are those of `TrainedNetwork.session`."""
-        self._network, self._weights, self._border, self._wishes = network, weights, border, wishes
-        self._given = given_plan(wishes)
-        self._meant = check_device_words(wishes.device, wishes.vram, wishes.precision, wishes.names)
+        """Check the options; plan and allocate nothing. The parameters are those of `TrainedNetwork.session`."""
+        self._network, self._weights, self._border, self._asked = network, weights, border, asked
+        self._given = given_plan(asked)
+        self._devices = devices_asked(asked)
         if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n > 0 for n in shape):
             raise ValueError(f"shape is (z, y, x) or (c, z, y, x), positive integers, not {excerpt(repr(shape))}")
         try:
@@ -87,15 +88,17 @@ class ArraySession:
         like = ArrayVolume(np.broadcast_to(voxel, shape))  # of that shape, in the memory of one voxel
         self._like, self._source = like, self._source_of(like)
         self._turn = threading.Lock()
-        self._open = ExitStack()
-        self._session: Session | None = None
+        self._open, self._prepared = ExitStack(), ExitStack()  # the devices; what is prepared on them
+        self._target: OpenTarget | None = None
+        self._plan: Plan | None = None
+        self._sessions: Sessions = {}
         self._ended = False
         self._looked = False  # at the grey values of an array
 
     @property
     def plan(self) -> Plan:
         """The plan by which arrays are computed; ValueError outside of the `with` block."""
-        return self._running().plan
+        return self._running()[1]
 
     @property
     def output_shape(self) -> tuple[int, int, int, int]:
@@ -103,31 +106,35 @@ class ArraySession:
         return self._network.output_channels, *self._source.output
 
     def __enter__(self) -> Self:
-        if self._session is not None:
+        if self._target is not None:
             raise ValueError("the session is open already; leave its `with` block first, or make another session")
+        asked, shelf = self._devices, Shelf(self._asked.costs)
+        if self._given is not None:
+            check_here(self._given)
+            asked = replace(asked, device=self._given.device)
         with ExitStack() as stack:
-            meant = self._meant
-            if self._given is not None:
-                check_here(self._given)
-                _check_plain(self._given)
-                meant = self._given.device
-            words = self._wishes
-            site, plan = stack.enter_context(site_for(self._make, meant, words.vram, words.precision))
-            log_phase("planned", predicted(plan))
-            log_phase("preparing", f"{human_bytes(plan.memory.arena + plan.memory.residents)}")
-            crew = stack.enter_context(Crew(plan.crew))
-            with wisdom_kept(site.machine, plan.seconds) as wisdom:
-                session = Session(plan, self._network, self._weights, crew, device=site.gpu)
-                stack.enter_context(session)
-            for sentence in (*site.sentences, *wisdom.sentences):
+            targets = stack.enter_context(Targets(replace(asked, device=shelf.meant(asked.device)), shelf))
+            for target in targets:
+                with targets.attempt():
+                    plan = choose(self._asked, self._work, target)
+                    break
+            for sentence in (*target.sentences, *shelf.sentences):
                 log_once(sentence)
-            self._session = session
+            stack.callback(self._forget)
+            refused = None
+            try:
+                self._prepare(target, plan)
+            except VramError as error:
+                refused = forgetful(error)
+            if refused is not None:
+                self._prepare(target, self._leaner(target, plan, refused))
+            self._target, self._ended = target, False
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._turn:
-            self._session = None
+            self._target = None
             self._open.__exit__(kind, error, at)
 
     def __call__(
@@ -137,7 +144,7 @@ class ArraySession:
         out: npt.NDArray[np.float32] | None = None,
         progress: Callable[[pipeline.Event], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Dense prediction of one array.
+        """Return the dense prediction of one array.
 
         array     of the session's shape, any integer or float dtype with at most as many bytes a voxel as its dtype.
         out       where the prediction goes: float32 of `output_shape`, strides of any order, its elements apart;
@@ -165,15 +172,59 @@ class ArraySession:
         if out is not None and np.may_share_memory(array, out):
             raise ShapeError("`out` shares memory with the array, which is read meanwhile; give memory of its own")
         with self._turn:
-            session = self._running()
+            target, plan = self._running()
             self._look_once(volume)
+            source = self._source_of(volume)
             result = _Result(np.empty(self.output_shape, np.float32) if out is None else out)
-            session.crew.resume()
-            self._ended = session.plan.device == "gpu"  # until the run has ended well
-            columns = session.plan.cover(self._network)
-            pipeline.run(session, session.crew, self._source_of(volume), result, columns, progress)
-            self._ended = False
+            refused = None
+            try:
+                self._compute(source, result, progress)
+            except VramError as error:
+                refused = forgetful(error)
+            if refused is not None:
+                self._forget()
+                self._prepare(target, self._leaner(target, plan, refused))
+                self._compute(source, result, progress)
         return result.array
+
+    def _compute(self, source: Source, result: _Result, progress: Callable[[pipeline.Event], None] | None) -> None:
+        """Run the plan on one array; an error ends the session where the plan is for a GPU."""
+        _, plan = self._running()
+        for session in self._sessions.values():
+            session.crew.resume()
+        self._ended = plan.device == "gpu"  # until the run has ended well
+        timings = pipeline.run_lanes(lanes_of(plan, self._sessions, self._network), source, result, progress)
+        self._ended = any(lane.lost for lane in timings.lanes)
+
+    def _prepare(self, target: OpenTarget, plan: Plan) -> None:
+        """Prepare all that a plan needs on a target."""
+        log_phase("planned", predicted(plan))
+        log_phase("preparing", f"{human_bytes(plan.memory.arena + plan.memory.residents)}")
+        with wisdom_kept(target.machine, plan.seconds) as wisdom:
+            sessions = self._prepared.enter_context(sessions_of(plan, target, self._network, self._weights))
+        for sentence in wisdom.sentences:
+            log_once(sentence)
+        self._plan, self._sessions, self._ended = plan, sessions, False
+
+    def _forget(self) -> None:
+        """Give back what was prepared."""
+        self._plan, self._sessions = None, {}
+        self._prepared.close()
+
+    def _leaner(self, target: OpenTarget, plan: Plan, refused: VramError) -> Plan:
+        """Return a plan within what the GPU has now; VramError where one was given, or where nothing fits."""
+        if self._given is not None:
+            raise refused
+        try:
+            return choose(leaner_options(self._asked, target, plan), self._work, target)
+        except NoPlanError as error:
+            raise VramError(f"{refused}; and {error}") from None
+
+    @property
+    def _work(self) -> Work:
+        """What is to be computed; the memory of a prediction counted."""
+        held = FLOAT32 * prod(self.output_shape)
+        return Work(self._network, self._source.output, self._like.dtype.itemsize, FLOAT32, held_bytes=held)
 
     def _look_once(self, volume: ArrayVolume) -> None:
         if not self._looked:
@@ -181,46 +232,13 @@ class ArraySession:
             for doubt in sample_of(volume).doubts(self._network):
                 _log.warning("%s", doubt)
 
-    def _running(self) -> Session:
+    def _running(self) -> tuple[OpenTarget, Plan]:
+        """Return what is open, and the plan that runs on it; ValueError where the session has ended."""
         if self._ended:
             raise ValueError("the session ended with an error on the GPU; open another")
-        if self._session is None:
+        if self._target is None or self._plan is None:
             raise ValueError("the session is not open; use it in a `with` block")
-        return self._session
+        return self._target, self._plan
 
     def _source_of(self, volume: ArrayVolume) -> Source:
         return Source(volume, roi=None, border=self._border, network=self._network, allow_nan=False)
-
-    def _make(self, site: Site) -> Plan:
-        """The plan that was given, or the fastest; the memory of a prediction counted."""
-        words, network = self._wishes, self._network
-        result_bytes = FLOAT32 * prod(self.output_shape)
-        if self._given is not None:
-            return choose(
-                words, network, self._source, np.dtype(np.float32), masks=False, site=site, result_bytes=result_bytes
-            )
-        limits = site.limits(words.ram, words.threads, words.vram)
-        return make_plan(
-            network,
-            self._source.output,
-            site.machine,
-            limits,
-            itemsize_in=self._like.dtype.itemsize,
-            itemsize_out=FLOAT32,
-            patch=words.patch,
-            only=words.names,
-            columns=columns_only(words.cover),
-            depth_first=words.depth_first,
-            baseline=baseline_bytes() + site.later_bytes + result_bytes,
-            rates=site.rates(network, limits),
-            **site.words(),
-        )
-
-
-def _check_plain(plan: Plan) -> None:
-    """PlanFileError for a plan of several devices, which sessions do not run."""
-    if plan.mode not in ("cpu", "gpu") or plan.devices > 1:
-        raise PlanFileError(
-            f"the plan is of mode {plan.mode} on {plan.devices} device(s), and arrays are computed on one; "
-            f"make one with {option('mode', 'cpu')} or {option('mode', 'gpu')}, or use znnpy.infer"
-        )

@@ -24,7 +24,7 @@ from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.formats.networks import read_network
 from znnpy.machine import processor
 from znnpy.option_declarations import option
-from znnpy.options import DemoOptions, InferOptions, MeasureOptions, PlanOptions, VerifyOptions
+from znnpy.options import DemoOptions, InferOptions, MeasureOptions, PlanningOptions, PlanOptions, VerifyOptions
 from znnpy.shapes import text
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
@@ -86,7 +86,7 @@ def plan(asked: PlanCommand) -> None:
     from znnpy.planner.throughput import Point, in_order
     from znnpy.planner.why import Considered, why_table
     from znnpy.progress import curves, measuring
-    from znnpy.run.devices import machine_of
+    from znnpy.run.target import machine_of
 
     file = read_network(asked.network)
     machine_file = None if asked.machine is None else Path(asked.machine)
@@ -315,11 +315,10 @@ def primitives(as_json: bool) -> None:
         print_lines([f"{', '.join(names)} cannot run here: {reason}"])
 
 
-def _check_primitives(asked: PlanOptions | InferOptions) -> None:
+def _check_primitives(asked: PlanningOptions) -> None:
     """Raise UsageError for names of no primitive, and for names and limits of a device that is not asked for."""
     from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
-    from znnpy.run.devices import check_device_words, gpus_of
-    from znnpy.run.modes import device_meant, names_of_gpu
+    from znnpy.run.asked import devices_asked
 
     for name in asked.names:
         try:
@@ -327,9 +326,7 @@ def _check_primitives(asked: PlanOptions | InferOptions) -> None:
         except KeyError as error:
             raise click.BadParameter(f"{error.args[0]} (`znnpy primitives` lists them)", param_hint="--only") from None
     try:
-        meant = device_meant(asked.mode, asked.device)
-        check_device_words(meant, asked.vram, asked.precision, names_of_gpu(asked.names, asked.mode))
-        gpus_of(asked.gpus, meant)
+        devices_asked(asked)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

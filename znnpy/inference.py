@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from traceback import clear_frames
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
 from znnpy.option_declarations import function_of
-from znnpy.option_values import AskedMode, Cover
+from znnpy.option_values import AskedMode, Cover, Device
 from znnpy.options import InferOptions, RunOptions
 from znnpy.paranoid import Watched
 from znnpy.phases import log_phase
@@ -33,21 +32,14 @@ from znnpy.planner.explain import human_bytes, human_seconds, predicted
 from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run import pipeline
-from znnpy.run.choice import (
-    check_wishes,
-    choose,
-    device_begun,
-    given_plan,
-    limits_taken,
-    plan_begun,
-    plan_finished,
-)
-from znnpy.run.devices import Site, check_device_words, check_here, gpus_of, site_for
+from znnpy.run.asked import devices_asked
+from znnpy.run.choice import Work, choose, given_plan, leaner_options
 from znnpy.run.hosted import HostedSession
-from znnpy.run.modes import check_hosted, device_meant, names_of_gpu
 from znnpy.run.preparing import Preparing
-from znnpy.run.sessions import Sessions, lanes_of, sessions_of
+from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished
+from znnpy.run.sessions import Sessions, forgetful, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
+from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
 from znnpy.shapes import text
@@ -86,7 +78,7 @@ def infer(asked: InferOptions) -> Report:
 def infer_as_asked(asked: InferOptions) -> Report:
     """Return the report that `infer` returns for these options."""
     started, earlier = time.perf_counter(), peak_bytes()
-    volume, out, roi, mode = asked.volume, asked.out, asked.roi, asked.mode
+    volume, out, roi = asked.volume, asked.out, asked.roi
     how = mode_of(overwrite=asked.overwrite, resume=asked.resume)
     if asked.allow_nan and asked.output_dtype == "uint8":
         raise OutputError(
@@ -94,10 +86,8 @@ def infer_as_asked(asked: InferOptions) -> Report:
             f"{option('output_dtype', 'float16')}"
         )
     shelf = Shelf(asked.costs)
-    device = device_meant(mode, asked.device)
-    meant = shelf.meant(check_device_words(device, asked.vram, asked.precision, names_of_gpu(asked.names, mode)))
-    count = gpus_of(asked.gpus, meant)
-    check_hosted(mode, count)
+    devices = devices_asked(asked)
+    devices = replace(devices, device=shelf.meant(devices.device))
     named = read_network(asked.network)
     trained = load_trained(named, asked.weights, asked.ram)
     inputs: dict[str, Path | Collection[Path] | None] = {
@@ -108,9 +98,9 @@ def infer_as_asked(asked: InferOptions) -> Report:
         "costs": shelf.file,
         "trace": None if asked.trace is None else Path(asked.trace),
     }
-    target = target_of(volume, out, trained.network.name)
+    destination = target_of(volume, out, trained.network.name)
     with ExitStack() as stack:
-        traced = stack.enter_context(_trace(asked.trace, asked.overwrite, target))
+        traced = stack.enter_context(_trace(asked.trace, asked.overwrite, destination))
         absent = Absent(asked.fill_missing, asked.missing_chunks)
         opened = stack.enter_context(open_given(volume, asked.dataset, absent))
         inputs["source of the volume"] = opened.files
@@ -133,30 +123,34 @@ def infer_as_asked(asked: InferOptions) -> Report:
         )
         shape = (trained.network.output_channels, *source.output)
         output = output_for(
-            out, target, volume, inputs=inputs, shape=shape, dtype=np.dtype(asked.output_dtype), mode=how, job=job
+            out, destination, volume, inputs=inputs, shape=shape, dtype=np.dtype(asked.output_dtype), mode=how, job=job
         )
         stack.enter_context(output)
         if output.finished:
-            made = plan_finished(target, store_for(target).attributes_of(target).get("plan"))
-            return _report(target, started, made, this_machine(), doubts=doubts)
+            made = plan_finished(destination, store_for(destination).attributes_of(destination).get("plan"))
+            return _report(destination, started, made, this_machine(), doubts=doubts)
         watched = None
         if asked.paranoid:  # an object of the caller's is read by one thread at a time, so it is opened once
             once = isinstance(opened, SliceVolume)
             watched = opened if once else stack.enter_context(open_given(volume, asked.dataset, absent))
         run = _Run(trained, source, output, job, asked, asked.progress, watched, traced, started)
-        with site_for(run.plan, run.meant(meant), asked.vram, asked.precision, shelf, gpus=count) as (site, chosen):
+        with Targets(replace(devices, device=run.meant(devices.device)), shelf) as targets:
+            for target in targets:
+                with targets.attempt():
+                    chosen = run.plan(target)
+                    break
             opened.expect(source.needed)
-            for above in site.above_memory(chosen.limits):
+            for above in target.above_memory(chosen.limits):
                 _log.warning("%s", above)
                 doubts = (*doubts, above)
             log_phase("planned", predicted(chosen))
-            done = run.compute(site, chosen)
+            done = run.compute(target, chosen)
     doubts = (*doubts, *half_missing(opened.chunks))
-    report = _report(target, started, done.plan, site.machine, done, site.sentences, doubts, opened.chunks)
+    report = _report(destination, started, done.plan, target.machine, done, target.sentences, doubts, opened.chunks)
     report = replace(report, earlier_peak_bytes=earlier)
     for sentence in report.above_limit:
         _log.warning("%s", sentence)
-    log_phase("finished", f"{target}: {report.computed:,} voxels in {human_seconds(report.seconds)}")
+    log_phase("finished", f"{destination}: {report.computed:,} voxels in {human_seconds(report.seconds)}")
     return report
 
 
@@ -180,7 +174,7 @@ class _Run:
     source: Source
     output: Output | BlockOutput
     job: dict[str, Any]
-    wishes: RunOptions
+    asked: RunOptions
     progress: Callable[[pipeline.Event], None] | None
     watched: Volume | None  # opened once more, where patches are held against the definition
     trace: Trace | None
@@ -193,72 +187,75 @@ class _Run:
         return bool(self.job["allow_nan"]) and self.source.dtype.kind == "f"
 
     @property
-    def held_bytes(self) -> int:
-        """Memory that the output takes itself."""
-        return self.output.held_bytes if isinstance(self.output, BlockOutput) else 0
+    def work(self) -> Work:
+        """What is to be computed."""
+        source = self.source
+        return Work(
+            network=self.trained.network,
+            output=source.output,
+            itemsize_in=source.dtype.itemsize,
+            itemsize_out=self.output.dtype.itemsize,
+            masks=self.masks,
+            unpacking_bytes=source.volume.extra_bytes,
+            held_bytes=self.output.held_bytes if isinstance(self.output, BlockOutput) else 0,
+        )
 
-    def meant(self, asked: str) -> str:
-        """The device of the plan that there is, or the one that is asked for; ResumeError where a GPU is gone."""
-        begun, given = self.output.header, given_plan(self.wishes)
+    def meant(self, device: Device) -> Device:
+        """Return the device of the plan that there is, or `device`; ResumeError where a GPU is gone."""
+        begun, given = self.output.header, given_plan(self.asked)
         if begun is not None:
             return device_begun(begun)
         if given is None:
-            return asked
+            return device
         check_here(given)
         return given.device
 
-    def plan(self, site: Site) -> Plan:
-        """The plan that the run began with, the one that was given, or the fastest."""
+    def plan(self, target: OpenTarget) -> Plan:
+        """Return the plan that the run began with, the one that was given, or the fastest."""
         begun, network = self.output.header, self.trained.network
         if begun is None:
-            return choose(
-                self.wishes,
-                network,
-                self.source,
-                self.output.dtype,
-                masks=self.masks,
-                site=site,
-                result_bytes=self.held_bytes,
-            )
-        settings = settings_of(self.wishes.names, site.machine)
-        made = plan_begun(begun, settings, network, site.machine, self.source.output, devices=site.devices)
-        check_wishes(self.wishes, begun, made)
+            return choose(self.asked, self.work, target)
+        settings = settings_of(self.asked.names, target.machine)
+        made = plan_begun(begun, settings, network, target.machine, self.source.output, devices=target.devices)
+        check_options(self.asked, begun, made)
         return made
 
-    def compute(self, site: Site, plan: Plan) -> _Done:
+    def compute(self, target: OpenTarget, plan: Plan) -> _Done:
         """Run the plan, or a leaner one where the GPU refuses what the first was promised, now or later on."""
-        sentences, before = list(site.costs.sentences), self.output.done
+        sentences, before = list(target.costs.sentences), self.output.done
         if before:
-            sentences += limits_taken(self.wishes, plan)
+            sentences += limits_taken(self.asked, plan)
         refused = None
         try:
-            done = self._run(site, plan)
+            done = self._run(target, plan)
         except VramError as error:
-            refused = _forgetful(error)
+            refused = forgetful(error)
         if refused is not None:
             self.output.pause()
             begun = self.output.header is not None
-            plan = self._leaner(site, plan, refused)
+            plan = self._leaner(target, plan, refused)
             rounding = "; what was finished before may be rounded differently" if begun else ""
             within = human_bytes(plan.limits.vram_bytes or 0)
             sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
-            done = self._run(site, plan)
+            done = self._run(target, plan)
             columns = plan.parts_of(self.trained.network)
             computed = prod(plan.output) - sum(columns[index].voxels for index in before)
             done = replace(done, timings=replace(done.timings, voxels=computed))
         self.output.complete()
         return replace(done, sentences=(*sentences, *done.sentences))
 
-    def _run(self, site: Site, plan: Plan) -> _Done:
+    def _run(self, target: OpenTarget, plan: Plan) -> _Done:
         """Whatever of the plan's columns the output does not hold."""
         network = self.trained.network
         log_phase("preparing", f"{human_bytes(plan.prepared_bytes)}")
         preparing = Preparing(plan, network, self.started, self.output.done, self.progress)
-        with self._awake(site, plan, preparing) as (sessions, wisdom):
+        with self._awake(target, plan, preparing) as (sessions, wisdom):
             before = preparing.done()
             if self.output.header is None:
-                settings, count = settings_of(self.wishes.names, site.machine), len(plan.parts_of(network))
-                header = JournalHeader(self.job, settings, plan.to_json(), site.machine.blas, count, wisdom=wisdom.used)
+                settings, count = settings_of(self.asked.names, target.machine), len(plan.parts_of(network))
+                header = JournalHeader(
+                    self.job, settings, plan.to_json(), target.machine.blas, count, wisdom=wisdom.used
+                )
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
             lanes = lanes_of(plan, sessions, network, self.output.done)
             log_phase("running", f"{len(self.output.done)} of {plan.columns} columns done before")
@@ -271,7 +268,9 @@ class _Run:
             ]
             hosted = (session for session in sessions.values() if isinstance(session, HostedSession))
             idle = {side: seconds for session in hosted for side, seconds in session.idle_seconds.items()}
-            return _Done(plan, timings, site.taken_bytes(), (*lost, *late, *wisdom.sentences), idle, self.tally.values)
+            return _Done(
+                plan, timings, target.taken_bytes(), (*lost, *late, *wisdom.sentences), idle, self.tally.values
+            )
 
     def _writes(self, plan: Plan) -> pipeline.Writes:
         output = Tallied(self.output, self.tally)
@@ -280,55 +279,38 @@ class _Run:
         return Watched(output, self.trained, self.watched, self.source.offset, plan.precision)
 
     @contextmanager
-    def _awake(self, site: Site, plan: Plan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:
+    def _awake(self, target: OpenTarget, plan: Plan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:
         network, weights, begun = self.trained.network, self.trained.weights, self.output.header
         with ExitStack() as stack:
-            with wisdom_begun(begun.wisdom) if begun else wisdom_kept(site.machine, plan.seconds) as wisdom:
-                sessions = stack.enter_context(sessions_of(plan, site, network, weights, self.trace, preparing.told))
+            with wisdom_begun(begun.wisdom) if begun else wisdom_kept(target.machine, plan.seconds) as wisdom:
+                sessions = stack.enter_context(sessions_of(plan, target, network, weights, self.trace, preparing.told))
             yield sessions, wisdom
 
-    def _leaner(self, site: Site, plan: Plan, refused: VramError) -> Plan:
-        """The fastest plan within what the GPU has now; of the same patches where some of them are on disk."""
+    def _leaner(self, target: OpenTarget, plan: Plan, refused: VramError) -> Plan:
+        """Return the fastest plan within what the GPU has now; with the same patches where some are on disk."""
         begun, network = self.output.header, self.trained.network
-        if self.wishes.plan is not None:
+        if self.asked.plan is not None:
             raise refused
-        ram = plan.limits.ram_bytes if self.wishes.ram is None else parse_bytes(self.wishes.ram)
-        left = ram if begun is None else ram - plan.memory.beside  # the processor's plan stays
-        wishes = replace(self.wishes, ram=left, vram=site.less_than(plan), threads=plan.limits.threads)
+        asked = leaner_options(self.asked, target, plan)
         if begun is not None:
+            ram = plan.limits.ram_bytes if self.asked.ram is None else parse_bytes(self.asked.ram)
+            asked = replace(asked, ram=ram - plan.memory.beside)  # the processor's plan stays
             only = tuple(begun.settings["only"])
             cover: Cover = "columns" if plan.walks else "patches"
             mode: AskedMode = "gpu" if plan.beside else plan.mode
-            wishes = replace(wishes, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
+            asked = replace(asked, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
         try:
-            leaner = choose(
-                wishes,
-                network,
-                self.source,
-                self.output.dtype,
-                masks=self.masks,
-                site=replace(site, precision=plan.precision),
-                result_bytes=self.held_bytes,
-            )
+            leaner = choose(asked, self.work, replace(target, precision=plan.precision))
         except NoPlanError as error:
             raise VramError(f"{refused}; and {error}") from None
         if begun is not None and plan.beside is not None:
             memory = replace(leaner.memory, beside=plan.memory.beside)
-            limits = replace(leaner.limits, ram_bytes=ram)
+            limits = replace(leaner.limits, ram_bytes=leaner.limits.ram_bytes + plan.memory.beside)
             leaner = replace(leaner, limits=limits, memory=memory, beside=plan.beside, alone=leaner.seconds)
         other = leaner.parts_of(network) != plan.parts_of(network) or leaner.axis != plan.axis
         if begun is not None and other:  # what is on disk, and columns of the processor, are of other parts
             raise refused
         return leaner
-
-
-def _forgetful(error: VramError) -> VramError:
-    """The same, referring to nothing that the calls held which it came through: the memory is wanted."""
-    cause: BaseException | None = error
-    while cause is not None:
-        clear_frames(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__
-    return error
 
 
 def _trace(path: str | Path | None, overwrite: bool, output: Path) -> AbstractContextManager[Trace | None]:

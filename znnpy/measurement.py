@@ -22,12 +22,12 @@ from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
 from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import baseline_bytes
-from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
+from znnpy.planner.request import PlanRequest
+from znnpy.run.asked import AskedDevices
 from znnpy.run.clocks import clock_of
-from znnpy.run.devices import Site, check_device_words, opened, word_of
-from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, sample_tasks, units_of
+from znnpy.run.measuring import SURVEY_SHARE, Bench, rate_words, sample_tasks, units_of
 from znnpy.run.shelf import stored, stored_path, write_costs
+from znnpy.run.target import OpenTarget, Targets
 from znnpy.run.timing import ON_GPU, Clock, Timer, Where
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
 from znnpy.wording import option
@@ -109,19 +109,19 @@ def measure(asked: MeasureOptions) -> Measured:
     """
     threads, precision, minutes, out = asked.threads, asked.precision, asked.minutes, asked.out
     begun = time.monotonic()
-    meant = check_device_words(asked.device, None, precision)
-    if meant == "gpu" and threads is not None:
+    if asked.device == "gpu" and threads is not None:
         raise ValueError(f"{option('threads')} are for the processor, and layers on a GPU do not use them: drop them")
     net = None if asked.network is None else read_network(asked.network).network
-    with opened(meant, precision) as site:
-        limits = site.limits(asked.ram, threads, None)
-        room = site.room(limits)
-        bench = Bench(site.machine, site.device, limits, room)
-        tasks = sample_tasks(site.machine, site.device, _precisions(site, precision), limits, room)
-        old = stored(site.machine, site.device, limits.threads) if out is None else None
-        path = out or stored_path(site.machine, site.device, limits.threads)
-        log_phase("running", f"measurements on {site.machine.processor}, {minutes:g} minutes at most")
-        with _clock(site, limits, 60 * minutes, asked.clock) as timing:
+    with Targets(AskedDevices(asked.device, precision=precision)) as targets:
+        target = targets.first()
+        limits = target.limits(asked.ram, threads, None)
+        room = target.room(limits)
+        bench = Bench(target.machine, target.device, limits, room)
+        tasks = sample_tasks(target.machine, target.device, _precisions(target, precision), limits, room)
+        old = stored(target.machine, target.device, limits.threads) if out is None else None
+        path = out or stored_path(target.machine, target.device, limits.threads)
+        log_phase("running", f"measurements on {target.machine.processor}, {minutes:g} minutes at most")
+        with _clock(target, limits, 60 * minutes, asked.clock) as timing:
             timer = Timer(60 * minutes, asked.tell)
             known = net is not None and old is not None and units_of(tasks) <= old.units.keys()
             touching = bench.touched(old, again=not known)
@@ -134,45 +134,33 @@ def measure(asked: MeasureOptions) -> Measured:
             if not known:
                 first = bench.costs(rates, runs, [], old)  # there may be no plan for the network
                 write_costs(path, first, overwrite=asked.overwrite or out is None)
-            layers = [] if net is None else bench.deepen(rates, _making(net, site, limits), timing, timer)
+            layers = [] if net is None else bench.deepen(rates, _request(net, target, limits), timing, timer)
         costs = bench.costs(rates, runs, layers, old)
         write_costs(path, costs, overwrite=True)  # a file of this call, or one that may be replaced
         spent = time.monotonic() - begun
         log_phase("finished", f"{path} in {human_seconds(spent)}")
-        notes = list(site.sentences)
-        if site.device == "gpu" and threads is not None:
+        notes = list(target.sentences)
+        if target.device == "gpu" and threads is not None:
             notes.append(f"{option('threads')} are for the processor, and the GPU was measured")
         return Measured(costs, bench.assumed, runs, len(layers), spent, path, tuple(notes))
 
 
-def _precisions(site: Site, asked: str | None) -> tuple[Precision, ...]:
-    if site.device == "cpu":
+def _precisions(target: OpenTarget, asked: Precision | None) -> tuple[Precision, ...]:
+    if target.device == "cpu":
         return ("fp32",)
-    return PRECISIONS if asked is None else (word_of(asked),)
+    return PRECISIONS if asked is None else (asked,)
 
 
-def _clock(site: Site, limits: Limits, seconds: float, given: Clock | None) -> AbstractContextManager[Clock]:
-    where = Where("cpu", limits.threads) if site.device == "cpu" else ON_GPU
-    return nullcontext(given) if given is not None else clock_of(where, site.gpu, site.machine, seconds)
+def _clock(target: OpenTarget, limits: Limits, seconds: float, given: Clock | None) -> AbstractContextManager[Clock]:
+    where = Where("cpu", limits.threads) if target.device == "cpu" else ON_GPU
+    return nullcontext(given) if given is not None else clock_of(where, target.gpu, target.machine, seconds)
 
 
-def _making(network: Network, site: Site, limits: Limits) -> MakingWithin:
-    """Plans of a network for a large volume, as `znnpy plan` makes them."""
-    baseline = baseline_bytes() + site.later_bytes + FLOAT32 * network.parameters
-
-    def make(rates: Rates, *, columns: bool | None, part: int) -> Plan:
-        return make_plan(
-            network,
-            network.dense_size(SHAPE),
-            site.machine,
-            limits.part(part),
-            rates=rates,
-            columns=columns,
-            baseline=baseline,
-            **site.words(),
-        )
-
-    return make
+def _request(network: Network, target: OpenTarget, limits: Limits) -> PlanRequest:
+    """Return the request for plans of a network for a large volume, as `znnpy plan` makes them."""
+    baseline = baseline_bytes() + target.later_bytes + FLOAT32 * network.parameters
+    planned = target.planned(target.device)
+    return PlanRequest(network, network.dense_size(SHAPE), limits, planned, baseline=baseline)
 
 
 def _counted(count: int, what: str) -> str:

@@ -149,7 +149,12 @@ class DeviceOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ComputeOptions, DeviceOptions):
+class PlanningOptions(ComputeOptions, DeviceOptions):
+    """What a plan is chosen by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PlanningOptions):
     """By which plan a network runs."""
 
     plan: str | Path | Plan | None = option(
@@ -201,7 +206,7 @@ def ignore(progress: Progress) -> None:
 
 
 @dataclass(frozen=True)
-class PlanOptions(RegionOptions, ComputeOptions, DeviceOptions):
+class PlanOptions(RegionOptions, PlanningOptions):
     """The options of `znnpy.plan`."""
 
     network: str | Path = option(

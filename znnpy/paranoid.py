@@ -22,11 +22,11 @@ from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Choice, Plan
-from znnpy.run.devices import Site
 from znnpy.run.hosted import ALL
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
 from znnpy.run.pipeline import Writes
-from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of, rooms_of
+from znnpy.run.target import OpenTarget
+from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
@@ -44,13 +44,13 @@ BESIDE = 4096  # voxels of a patch that tell how large its values are
 Real = npt.NDArray[np.float64]
 
 
-def check_plan(plan: Plan, network: Network, site: Site, tell: Callable[[Progress], None]) -> None:
+def check_plan(plan: Plan, network: Network, site: OpenTarget, tell: Callable[[Progress], None]) -> None:
     """Run every layer of `plan`, and of the one beside it, with its primitive, as the plan has it, on random values.
 
     VerifyError names the first whose output differs from the definition by more than its precision allows, at VOXELS
     voxels, corners among them; or that does not fit this machine.
     """
-    rooms = rooms_of(site, plan.limits)
+    rooms = site.rooms(plan.limits)
     layers = {(where, c.primitive, c.shape, c.variant): c for where, c in layers_of(plan)}
     with wisdom_kept(site.machine, plan.seconds):
         for done, ((where, *_), choice) in enumerate(layers.items()):

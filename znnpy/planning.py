@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,37 +14,24 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
-from znnpy.network import Network
 from znnpy.option_declarations import function_of
-from znnpy.option_values import AskedMode, Cover
+from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
 from znnpy.paranoid import check_plan
 from znnpy.phases import log_phase
-from znnpy.planner.beside import Makes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.explain import predicted
 from znnpy.planner.kinds import kind_of
-from znnpy.planner.memory import baseline_bytes
+from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan, options_for
-from znnpy.planner.throughput import Point, points
-from znnpy.planner.why import Considered, considered
-from znnpy.run.choice import columns_only
-from znnpy.run.devices import Site, check_device_words, elsewhere, for_elsewhere, gpus_of, site_for
-from znnpy.run.learning import Known, Making
-from znnpy.run.modes import (
-    HOSTED,
-    Task,
-    check_hosted,
-    device_meant,
-    names_of_gpu,
-    names_on,
-    processor_plans,
-    rates_of,
-    scheme_of,
-)
+from znnpy.planner.request import CostModel, PlanRequest, Rigor
+from znnpy.planner.throughput import DevicePlans, Point, points
+from znnpy.planner.why import considered
+from znnpy.run.asked import AskedDevices, devices_asked
+from znnpy.run.choice import Work, request_for
 from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
+from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume import open_volume
 from znnpy.volume.source import Source, parse_roi
@@ -70,77 +55,53 @@ def plan(asked: PlanOptions) -> Plan:
 
 def plan_as_asked(asked: PlanOptions) -> Plan:
     """Return the plan that `plan` returns for these options."""
-    names, mode = asked.names, asked.mode
-    meant = check_device_words(device_meant(mode, asked.device), asked.vram, asked.precision, names_of_gpu(names, mode))
-    if asked.machine is not None and mode not in ("auto", "cpu", "gpu"):
+    devices = devices_asked(asked)
+    if asked.machine is not None and asked.mode not in ("auto", "cpu", "gpu"):
         raise ValueError("a file of a machine holds the costs of one device: leave out machine, or mode")
-    study = Study(*rigor_of(asked.rigor, asked.time_limit), asked.tell_progress)
-    shelf = _shelf(asked.costs, asked.machine, runs=asked.rigor != "estimate" or asked.paranoid)
-    job = _job(asked)
-    count = gpus_of(asked.gpus, meant)
-    check_hosted(mode, count)
-    threads = shelf.threads(asked.threads)
-    wanted = _Wanted(
-        job, asked.ram, threads, asked.vram, asked.patch, names, asked.cover, asked.depth_first, study, mode
-    )
-    tells = _Tells(asked.tell, asked.tell_why, asked.tell_point)
+    rigor, shelf = rigor_of(asked.rigor, asked.time_limit), _shelf(asked)
+    asked = replace(asked, threads=shelf.threads(asked.threads))
+    devices = replace(devices, device=shelf.meant(devices.device))
+    planning = _Planning(asked, _work(asked), rigor, shelf, Study(asked.tell_progress))
     if asked.machine is not None:
-        there = elsewhere(shelf, shelf.meant(meant), asked.precision, count)
-        wanted = replace(wanted, mode="gpu" if there.device == "gpu" else "cpu")
-        made = for_elsewhere(wanted.plan(there, kinds=True, baselines=tells.why is not None), shelf)
-        tells.of(wanted, made, [there], shelf)
+        target = elsewhere(shelf, devices)
+        planning = replace(planning, asked=replace(asked, mode=target.device))
+        made = for_elsewhere(planning.plan(target), shelf)
+        planning.tell(made, [target])
         return made
-    return _here(wanted, shelf.meant(meant), asked.precision, shelf, tells, gpus=count, paranoid=asked.paranoid)
+    return _here(planning, devices)
 
 
-def _shelf(costs: str | Path | None, machine: str | Path | None, *, runs: bool) -> Shelf:
-    """Of these files; ValueError for words that contradict each other. `runs`: layers do before there is a plan."""
-    if costs is not None and machine is not None:
+def _shelf(asked: PlanOptions) -> Shelf:
+    """Return the costs to plan with; ValueError for conflicting options."""
+    if asked.costs is not None and asked.machine is not None:
         raise ValueError("a file of a machine holds its costs: give costs or machine")
-    if machine is not None and runs:
+    if asked.machine is not None and (asked.rigor != "estimate" or asked.paranoid):
         raise ValueError("layers run on the machine that is here: leave out rigor and paranoid, or machine")
-    return Shelf(costs, machine=machine)
+    return Shelf(asked.costs, machine=asked.machine)
 
 
-def _here(
-    wanted: _Wanted,
-    meant: str,
-    precision: str | None,
-    shelf: Shelf,
-    tells: _Tells,
-    *,
-    gpus: int | None,
-    paranoid: bool,
-) -> Plan:
-    """The plan for a device of this machine; beside one for a GPU that nobody asked for, the best for the processor."""
-    network, vram = wanted.job.network, wanted.vram
-    make = partial(wanted.plan, kinds=True, baselines=tells.why is not None)
-    with site_for(make, meant, vram, precision, shelf, gpus=gpus) as (site, made):
-        sites = [site]
-        if made.device == "gpu" and meant == "auto" and vram is None:
-            sites.append(Site(this_machine(), costs=shelf))
+def _here(planning: _Planning, devices: AskedDevices) -> Plan:
+    """Return the plan for a device of this machine; it tells of the CPU's best plan where "auto" takes a GPU."""
+    asked, network = planning.asked, planning.work.network
+    with Targets(devices, planning.shelf) as opened:
+        for target in opened:
+            with opened.attempt():
+                made = planning.plan(target)
+                break
+        targets = [target]
+        if made.device == "gpu" and devices.device == "auto" and asked.vram is None:
+            targets.append(OpenTarget(machine=this_machine(), costs=planning.shelf))
             with suppress(NoPlanError):
-                estimated = replace(wanted, study=Study()).plan(sites[1])
+                estimated = planning.estimated(targets[1])
                 made = replace(made, kinds=(*made.kinds, kind_of(network, made, estimated)))
         log_phase("planned", predicted(made))
-        if paranoid:
-            check_plan(made, network, site, wanted.study.tell)
-        tells.of(wanted, made, sites, shelf)
+        if asked.paranoid:
+            check_plan(made, network, target, asked.tell_progress)
+        planning.tell(made, targets)
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What is to be computed."""
-
-    network: Network
-    output: Vec3
-    itemsize_in: int
-    itemsize_out: int
-    extra_bytes: int  # that unpack the volume's chunks
-
-
-def _job(asked: PlanOptions) -> _Job:
+def _work(asked: PlanOptions) -> Work:
     """Return what is to be computed of a volume, or of a shape; ValueError where both are given."""
     shape, roi, border = asked.shape, asked.roi, asked.border
     itemsize_out = np.dtype(asked.output_dtype).itemsize
@@ -149,160 +110,87 @@ def _job(asked: PlanOptions) -> _Job:
     if asked.volume is not None and shape is not None:
         raise ValueError("a volume and a shape both give a size: give one of them")
     network = read_network(asked.network).network
+    weights = FLOAT32 * network.parameters  # a run holds them
     if asked.volume is not None:
         with open_volume(Path(asked.volume), asked.dataset, Absent(asked.fill_missing)) as opened:
             region = parse_roi(roi, opened.size) if roi else None
             output = Source(opened, roi=region, border=border, network=network, allow_nan=False).output
-            return _Job(network, output, opened.dtype.itemsize, itemsize_out, opened.extra_bytes)
+            itemsize_in, unpacking = opened.dtype.itemsize, opened.extra_bytes
+            return Work(network, output, itemsize_in, itemsize_out, unpacking_bytes=unpacking, held_bytes=weights)
     size = parse_roi(roi, shape or DEFAULT_SHAPE).size if roi else shape or DEFAULT_SHAPE
-    return _Job(network, size if border == "reflect" else network.dense_size(size), 1, itemsize_out, 0)
+    output = size if border == "reflect" else network.dense_size(size)
+    return Work(network, output, 1, itemsize_out, held_bytes=weights)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A job, and the caller's words on how it is to run."""
+class _Planning:
+    """What is asked for, and what is known and measured for it."""
 
-    job: _Job
-    ram: int | str | None
-    threads: int | None
-    vram: int | str | None
-    patch: Vec3 | None
-    only: tuple[str, ...]
-    cover: Cover | None
-    depth_first: bool
+    asked: PlanOptions
+    work: Work
+    rigor: Rigor
+    shelf: Shelf
     study: Study
-    mode: AskedMode
 
-    def limits(self, site: Site) -> Limits:
-        return site.limits(self.ram, self.threads, self.vram, beyond=True)
+    def request(self, target: OpenTarget) -> PlanRequest:
+        """Return the request for a target, whose limits may be beyond what is free."""
+        limits = target.limits(self.asked.ram, self.asked.threads, self.asked.vram, beyond=True)
+        return replace(request_for(self.asked, self.work, target, limits), rigor=self.rigor)
 
-    def plan(self, site: Site, *, kinds: bool = False, baselines: bool = False) -> Plan:
-        """The fastest on a site; with `kinds` the best of every other kind there too, with `baselines` of schemes."""
-        limits = self.limits(site)
-        known = rates_of(site, self.job.network, limits, self.mode)
-        known = self.study.rates(site, limits, known, *self._makes(site, limits))
-        task = self._task(site, limits, known, kinds=kinds, baselines=baselines)
-        made, lost = task.best(show=kinds)
-        others = [kind_of(task.network, made, other, scheme_of(other)) for other in lost if kinds]
-        return replace(made, kinds=(*made.kinds, *others), rigor=self.study.done)
+    def plan(self, target: OpenTarget) -> Plan:
+        """Return the fastest plan on a target, with the best of every other kind there and what was measured for it."""
+        request = replace(self.request(target), kinds=True, baselines=self.asked.tell_why is not None)
+        known = target.known_rates(self.work.network, request.limits, self.asked.mode)
+        known = self.study.rates(target, request, known)
+        return replace(make_plan(request, CostModel(known)), rigor=self.study.done)
 
-    def _makes(self, site: Site, limits: Limits) -> list[Making]:
-        """Who makes the best plan with what is known; before, where that takes many plans, one of a single device."""
+    def estimated(self, target: OpenTarget) -> Plan:
+        """Return the fastest plan on another target, for which nothing is measured."""
+        request = self.request(target)
+        return make_plan(request, CostModel(target.known_rates(self.work.network, request.limits, self.asked.mode)))
 
-        def best(known: Known) -> Plan:
-            return self._task(site, limits, known).best()[0]
-
-        def alone(known: Known) -> Plan:
-            return self._task(site, limits, known).make(self.job.output, limits)
-
-        one = self.mode in ("cpu", "gpu", *HOSTED) or site.device == "cpu"
-        return [best] if one and site.devices == 1 else [alone, best]
-
-    def _task(self, site: Site, limits: Limits, known: Known, **more: Any) -> Task:
-        """With what is known of devices; `more` are words of `make_plan`."""
-        words: dict[str, Any] = {"columns": columns_only(self.cover), "rates": known.get(site.device), **more}
-
-        def make(output: Vec3, limits: Limits, **own: Any) -> Plan:
-            return self.within(site, limits, output=output, **{**words, **own})
-
-        return Task(
-            self.mode,
-            site,
-            self.job.network,
-            self.job.output,
-            limits,
-            self.held(site),
-            self.only,
-            masks=False,
-            make=make,
-            processor=self.beside(site, known.get("cpu")),
-            host_rates=known.get("cpu"),
-        )
-
-    def beside(self, site: Site, rates: Rates | None) -> Makes:
-        """Plans for the processor of a site with GPUs."""
-        job = self.job
-        return processor_plans(
-            site,
-            job.network,
-            self.only,
-            rates,
-            itemsize_in=job.itemsize_in,
-            itemsize_out=job.itemsize_out,
-            columns=columns_only(self.cover),
-            depth_first=self.depth_first,
-        )
-
-    def held(self, site: Site) -> int:
-        """Bytes of the process beside a run, its weights counted."""
-        return baseline_bytes() + site.later_bytes + self.job.extra_bytes + FLOAT32 * self.job.network.parameters
-
-    def rates(self, site: Site, limits: Limits) -> Rates:
-        """As the plan was made with; of a site that it is not for, as they are stored or assumed."""
-        if (found := self.study.found.get(site.device)) is not None:
+    def rates(self, target: OpenTarget, limits: Limits) -> Rates:
+        """Return the rates that a plan was made with; of another target the rates that are stored or assumed."""
+        if (found := self.study.found.get(target.device)) is not None:
             return found
-        known = site.rates(self.job.network, limits)
-        return known or assumed_rates(site.machine, limits.threads, site.device)
+        known = target.rates(self.work.network, limits)
+        return known or assumed_rates(target.machine, limits.threads, target.device)
 
-    def within(self, site: Site, limits: Limits, output: Vec3 | None = None, **more: Any) -> Plan:
-        """The fastest of one device within other limits, of another output; `more` are words of `make_plan`."""
-        job = self.job
-        words: dict[str, Any] = {
-            "itemsize_in": job.itemsize_in,
-            "itemsize_out": job.itemsize_out,
-            "patch": self.patch,
-            "only": names_on(site.device, self.only, self.mode),
-            "depth_first": self.depth_first,
-            "baseline": self.held(site),
-        }
-        return make_plan(job.network, output or job.output, site.machine, limits, **{**words, **site.words(), **more})
+    def tell(self, made: Plan, targets: Sequence[OpenTarget]) -> None:
+        """Tell the caller what there is to say beside the plan.
 
-
-@dataclass(frozen=True, slots=True)
-class _Tells:
-    """Whom to tell what there is to say beside the plan."""
-
-    sentence: Callable[[str], None]
-    why: Callable[[list[Considered]], None] | None
-    point: Callable[[Point], None] | None
-
-    def of(self, wanted: _Wanted, made: Plan, sites: Sequence[Site], shelf: Shelf) -> None:
-        """sites  where the layers run, and where else they might have run"""
-        site, network = sites[0], wanted.job.network
-        sentences = (*site.sentences, *site.beyond(made.limits), *shelf.sentences, *wanted.study.sentences)
+        targets  where the layers run, and where else they might have run
+        """
+        asked, target, network = self.asked, targets[0], self.work.network
+        sentences = (*target.sentences, *target.beyond(made.limits), *self.shelf.sentences, *self.study.sentences)
         for sentence in sentences:
-            self.sentence(sentence)
-        if self.why is not None and made.hosted:
-            self.sentence(f"why primitives are not taken is told of layers on one device, not of mode {made.mode}")
-        elif self.why is not None:
-            rates = wanted.rates(site, made.limits)
-            self.why(considered(made, network, site.machine, rates, TABLE, wanted.only))
-        if self.point is not None:
-            for point in _curves(wanted, made, sites):
-                self.point(point)
+            asked.tell(sentence)
+        if asked.tell_why is not None and made.hosted:
+            asked.tell(f"why primitives are not taken is told of layers on one device, not of mode {made.mode}")
+        elif asked.tell_why is not None:
+            rates = self.rates(target, made.limits)
+            asked.tell_why(considered(made, network, target.machine, rates, TABLE, asked.names))
+        if asked.tell_point is not None:
+            for point in self.curves(made, targets):
+                asked.tell_point(point)
 
-
-def _curves(wanted: _Wanted, made: Plan, sites: Sequence[Site]) -> Iterator[Point]:
-    """Columns and patches on each site, with all else as asked for, up to the machine's memory or the limit beyond."""
-    covers = [True, False] if wanted.cover is None else [columns_only(wanted.cover)]
-    curves = [(site, wanted.limits(site), columns) for site in sites for columns in covers]
-    until = time.monotonic() + CURVES_SECONDS
-    for index, (site, limits, columns) in enumerate(curves):
-        gpu = site.machine.gpu
-        rates = wanted.rates(site, limits)
-        options = options_for(site.machine, limits, only=wanted.only, rates=rates, device=site.device)
-        words: dict[str, Any] = {"columns": columns, "options": options}
-        if site.device == made.device:
-            words["baseline"] = made.memory.baseline
-        most = max(site.machine.ram_bytes, limits.ram_bytes)
-        if gpu is not None:
-            most = max(gpu.memory_bytes, limits.vram_bytes or 0)
-
-        def make(nbytes: int, at: Site = site, limits: Limits = limits, words: dict[str, Any] = words) -> Plan:
-            on_cpu = at.device == "cpu"
-            there = replace(limits, ram_bytes=nbytes) if on_cpu else replace(limits, vram_bytes=nbytes)
-            return wanted.within(at, there, **words)
-
-        left = until - time.monotonic()
-        for point in points(make, most, seconds=left / (len(curves) - index)):
-            yield replace(point, done=(index + point.done) / len(curves))
+    def curves(self, made: Plan, targets: Sequence[OpenTarget]) -> Iterator[Point]:
+        """Yield plans of columns and of patches on each target, up to the machine's memory or the limit beyond it."""
+        covers = COVERS if self.asked.cover is None else (self.asked.cover,)
+        curves = [(target, self.request(target), cover) for target in targets for cover in covers]
+        until = time.monotonic() + CURVES_SECONDS
+        for index, (target, asked_for, cover) in enumerate(curves):
+            limits, gpu = asked_for.limits, target.machine.gpu
+            costs = CostModel({target.device: self.rates(target, limits)})
+            options = costs.options(asked_for)
+            one = asked_for.on_one_device()
+            request = replace(one, constraints=replace(one.constraints, cover=cover))
+            if target.device == made.device:
+                request = replace(request, baseline=made.memory.baseline)
+            most = max(target.machine.ram_bytes, limits.ram_bytes)
+            if gpu is not None:
+                most = max(gpu.memory_bytes, limits.vram_bytes or 0)
+            left = until - time.monotonic()
+            plans = DevicePlans(request, costs, options)
+            for point in points(plans, most, seconds=left / (len(curves) - index)):
+                yield replace(point, done=(index + point.done) / len(curves))

@@ -26,8 +26,9 @@ from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices
+from znnpy.run import target
 from znnpy.run.pipeline import Event
+from znnpy.run.target import DRIVER
 from znnpy.shapes import Precision
 from znnpy.trained import load_network
 from znnpy.verify import TOLERANCES, verify
@@ -51,10 +52,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise DeviceError("there is no device any more")
             return gpu
 
-        for room in (devices, choice):
-            monkeypatch.setattr(room, "find_gpu", found)
-        monkeypatch.setattr(devices, "Device", EmulatedDevice)
-        monkeypatch.setattr(devices, "measured_rates", assumed)
+        monkeypatch.setattr(DRIVER, "find", found)
+        monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
+        monkeypatch.setattr(DRIVER, "rates", assumed)
 
     return there
 
@@ -106,7 +106,7 @@ def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch
             opened.append(self)
             return self
 
-    monkeypatch.setattr(devices, "Device", Noted)
+    monkeypatch.setattr(DRIVER, "open", Noted)
     found = net(array, device="gpu", precision="tf32")
     assert len(opened) == 1
     np.testing.assert_allclose(found, net(array, device="cpu"), atol=TOLERANCES["tf32"])
@@ -115,7 +115,7 @@ def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch
 
 def test_what_cudas_libraries_take_of_the_process_is_promised(place: Place) -> None:
     on_gpu, on_cpu = (plan(place.folder / "net.yaml", volume=place.volume, device=word) for word in ("gpu", "cpu"))
-    assert on_gpu.memory.baseline >= on_cpu.memory.baseline + devices.LATER_BYTES
+    assert on_gpu.memory.baseline >= on_cpu.memory.baseline + target.LATER_BYTES
 
 
 def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest
         return replace(rates, stage_seconds=1.0)
 
     whole = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M")
-    monkeypatch.setattr(devices, "measured_rates", measured)
+    monkeypatch.setattr(DRIVER, "rates", measured)
     made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M", precision="tf32")
     assert made.seconds > 1 > whole.seconds
     load_network(place.folder / "net.yaml")(np.zeros((9, 10, 11), np.uint8), device="gpu", vram="800M")
@@ -191,8 +191,8 @@ def test_a_plan_that_does_not_fit_into_what_is_free_is_refused(place: Place, mon
         def free_bytes(self) -> int:
             return made.memory.vram - made.memory.context
 
-    monkeypatch.setattr(devices, "Device", Full)
-    monkeypatch.setattr(devices, "MOST_CONTEXT_BYTES", 0)
+    monkeypatch.setattr(DRIVER, "open", Full)
+    monkeypatch.setattr(target, "MOST_CONTEXT_BYTES", 0)
     with pytest.raises(
         PlanFileError, match=r"bytes of VRAM, and of the 1,073,741,824 bytes of the emulated only [\d,]+ "
     ):
@@ -241,12 +241,12 @@ def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, monkeypa
                 raise DeviceError("cudaMemcpyAsync was refused: cudaErrorIllegalAddress")
             super().copy_async(target, source, stream)
 
-    monkeypatch.setattr(devices, "Device", Failing)
+    monkeypatch.setattr(DRIVER, "open", Failing)
     words: dict[str, Any] = {"patch": (4, 8, 8), "cover": "patches"}
     with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
         go(place, **words)
     assert not place.out.exists()
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
     report = go(place, resume=True, **words)
     assert 0 < report.computed < report.voxels
     resumed = place.prediction()
@@ -326,7 +326,7 @@ def refusing(times: int) -> type[EmulatedDevice]:
 
 def test_refused_memory_is_planned_anew_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = go(place).plan
-    monkeypatch.setattr(devices, "Device", refusing(1))
+    monkeypatch.setattr(DRIVER, "open", refusing(1))
     report = go(place, overwrite=True)
     limit, before = report.plan.limits.vram_bytes, whole.limits.vram_bytes
     assert limit is not None
@@ -339,7 +339,7 @@ def test_refused_memory_is_planned_anew_once(place: Place, monkeypatch: pytest.M
     with h5py.File(place.out) as file:
         assert Plan.from_json(file["prediction"].attrs["plan"]) == report.plan
     np.testing.assert_allclose(place.prediction(), on_the_cpu(place), atol=1e-5)
-    monkeypatch.setattr(devices, "Device", refusing(2))
+    monkeypatch.setattr(DRIVER, "open", refusing(2))
     with pytest.raises(VramError, match="cudaMalloc for the arena"):
         go(place, overwrite=True)
 
@@ -348,7 +348,7 @@ def test_refused_memory_is_planned_anew_once(place: Place, monkeypatch: pytest.M
 def test_refused_memory_keeps_finished_patches(
     stopped: Place, monkeypatch: pytest.MonkeyPatch, ram: str | None, limit: int
 ) -> None:
-    monkeypatch.setattr(devices, "Device", refusing(1))
+    monkeypatch.setattr(DRIVER, "open", refusing(1))
     report = go(stopped, resume=True, ram=ram)
     assert 0 < report.computed < report.voxels
     assert report.plan.patch_out == (4, 8, 8)
@@ -361,6 +361,6 @@ def test_refused_memory_keeps_finished_patches(
 
 def test_a_given_plan_is_not_planned_anew(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume)
-    monkeypatch.setattr(devices, "Device", refusing(1))
+    monkeypatch.setattr(DRIVER, "open", refusing(1))
     with pytest.raises(VramError, match="cudaMalloc for the arena"):
         go(place, plan=made, threads=None)

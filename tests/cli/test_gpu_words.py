@@ -23,7 +23,8 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.gpu import device as device_room
 from znnpy.machine import Gpu, Machine
 from znnpy.planner.cost import Rates, assumed_rates
-from znnpy.run import choice, devices
+from znnpy.run import target
+from znnpy.run.target import DRIVER
 
 MIB = 2**20
 CARD = replace(EMULATED_GPU, name="a card", memory_bytes=4 * 2**30)
@@ -72,8 +73,8 @@ def answer(patch: pytest.MonkeyPatch, cuda: Cuda | None) -> None:
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither driver nor CuPy."""
     answer(monkeypatch, None)
-    monkeypatch.setattr(devices, "DRIVERS", ())
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(target, "DRIVERS", ())
+    monkeypatch.setattr(target, "find_spec", lambda name: None)
 
 
 def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
@@ -91,10 +92,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             def free_bytes(self) -> int:
                 return super().free_bytes() - taken
 
-        for room in (devices, choice):
-            monkeypatch.setattr(room, "find_gpu", lambda: gpu)
-        monkeypatch.setattr(devices, "Device", Card)
-        monkeypatch.setattr(devices, "measured_rates", assumed)
+        monkeypatch.setattr(DRIVER, "find", lambda: gpu)
+        monkeypatch.setattr(DRIVER, "open", Card)
+        monkeypatch.setattr(DRIVER, "rates", assumed)
 
     return there
 
@@ -132,8 +132,8 @@ def test_auto_goes_on_with_the_cpu_and_says_why(
 ) -> None:
     """Where CuPy or a driver is there and the other is not, with what to install."""
     answer(monkeypatch, cuda)
-    monkeypatch.setattr(devices, "find_spec", lambda name: None if cuda is None else object())
-    monkeypatch.setattr(devices, "DRIVERS", (place.volume,))  # a file that exists
+    monkeypatch.setattr(target, "find_spec", lambda name: None if cuda is None else object())
+    monkeypatch.setattr(target, "DRIVERS", (place.volume,))  # a file that exists
     result = place.infer()
     assert result.exit_code == 0
     assert f"\ndevice     CPU; {said}\n" in result.stdout
@@ -266,7 +266,7 @@ def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]
     card(taken=3 * 2**30)
     place.write_small_volume()
     limit = json.loads(place.run(*plan_words(place, "--json")).stdout)["plan"]["limits"]["vram_bytes"]
-    assert limit == int(0.9 * (2**30 + devices.MOST_CONTEXT_BYTES))
+    assert limit == int(0.9 * (2**30 + target.MOST_CONTEXT_BYTES))
     planned = json.loads(place.run(*plan_words(place, "--json", "--vram", "3G")).stdout)
     assert planned["plan"]["limits"]["vram_bytes"] == 3 * 2**30
     assert planned["notes"] == [

@@ -16,14 +16,15 @@ from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, V
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
 from znnpy.option_values import HOSTED_MODES, HostedMode
+from znnpy.planner import modes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices, modes, pipeline
+from znnpy.run import pipeline, target
 from znnpy.run.layer import HostRamLayer, Position
+from znnpy.run.target import DRIVER
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -37,11 +38,10 @@ def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> R
 
 @pytest.fixture(autouse=True)
 def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (devices, choice):
-        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(2), EMULATED_GPU))
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", assumed)
+    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
+    monkeypatch.setattr(DRIVER, "find_all", lambda: dict.fromkeys(range(2), EMULATED_GPU))
+    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
+    monkeypatch.setattr(DRIVER, "rates", assumed)
 
 
 def go(place: Place, mode: str, **words: Any) -> Report:
@@ -170,7 +170,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
                 raise VramError("cudaErrorMemoryAllocation: out of memory")
             super().copy_async(target, source, stream)
 
-    monkeypatch.setattr(devices, "Device", Refusing)
+    monkeypatch.setattr(DRIVER, "open", Refusing)
     report = go(place, mode, patch=(4, 8, 4), cover="patches")
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert report.plan.mode == mode
@@ -195,23 +195,25 @@ def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rate
 
 
 def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "measured_rates", slow)
+    monkeypatch.setattr(DRIVER, "rates", slow)
     monkeypatch.setattr(modes, "plan_beside", _none_fits)
     assert go(place, "auto").plan.mode == "gpu", "so short a run is not looked at"
-    monkeypatch.setattr(modes, "LONG_SECONDS", 0.0)
+    thresholds = replace(modes.THRESHOLDS, long_seconds=0.0)
+    monkeypatch.setattr(modes, "THRESHOLDS", thresholds)
     made = {mode: go(place, mode).plan for mode in ("gpu", *MODES)}
     taken = go(place, "auto").plan
     assert taken.mode in MODES
     assert taken.seconds <= 1.01 * min(plan.seconds for plan in made.values())
-    assert taken.seconds < modes.ASSUMED_GAIN * made["gpu"].seconds
+    assert taken.seconds < thresholds.hosted_assumed * made["gpu"].seconds
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
-    monkeypatch.setattr(modes, "ASSUMED_GAIN", 0.99 * taken.seconds / made["gpu"].seconds)
+    tight = replace(thresholds, hosted_assumed=0.99 * taken.seconds / made["gpu"].seconds)
+    monkeypatch.setattr(modes, "THRESHOLDS", tight)
     assert go(place, "auto").plan.mode == "gpu", "it gains too little, by rates of the processor that are assumed"
     units = frozenset(assumed_rates(this_machine(), 2).units)
     measured = replace(assumed_rates(this_machine(), 2), fitted=units)
-    monkeypatch.setattr(modes, "processor_rates", lambda *_: measured)
+    monkeypatch.setattr(target, "processor_rates", lambda *_: measured)
     assert go(place, "auto").plan.mode in MODES, "and enough by measured ones"
-    monkeypatch.setattr(modes, "GAIN", modes.ASSUMED_GAIN)
+    monkeypatch.setattr(modes, "THRESHOLDS", replace(tight, hosted=tight.hosted_assumed))
     assert go(place, "auto").plan.mode == "gpu"
 
 
@@ -222,12 +224,10 @@ def _none_fits(*asked: object, **words: object) -> Plan:
 def test_auto_takes_another_mode_where_the_gpu_alone_has_too_little_memory(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*asked: Any, **words: Any) -> Plan:
-        if "mode" not in words:
-            raise NoPlanError("not so little")
-        return make_plan(*asked, **words)
+    def refused(*asked: Any) -> Plan:
+        raise NoPlanError("not so little")
 
-    monkeypatch.setattr(choice, "make_plan", refused)
+    monkeypatch.setattr(modes, "plan_on_devices", refused)
     assert go(place, "auto", vram="900M").plan.mode in MODES
     with pytest.raises(NoPlanError, match="not so little"):
         go(place, "gpu", vram="900M")
@@ -253,7 +253,7 @@ def test_plan_tells_of_both_modes(place: Place) -> None:
 def test_layers_are_timed_and_held_against_the_definition_where_they_run(
     place: Place, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr(devices, "measured_rates", slow)  # about as an emulator is: few other ways are tried
+    monkeypatch.setattr(DRIVER, "rates", slow)  # about as an emulator is: few other ways are tried
     told: list[str] = []
     words: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
     words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})

@@ -229,12 +229,12 @@ def test_what_is_there_is_not_replaced_unasked(here: Place) -> None:
 def test_a_resumed_run_takes_no_other_costs(here: Place) -> None:
     assert here.run("measure", "--device", "cpu", "--out", here.folder / "c.json").exit_code == 0
     from znnpy.options import RunOptions
-    from znnpy.run.choice import check_wishes
+    from znnpy.run.resume import check_options
 
     made = Plan.from_json(json.dumps(planned(here)["plan"]))
     wishes = RunOptions(costs=here.folder / "c.json")
     with pytest.raises(ValueError, match="the run began with a plan, which `costs` would change"):
-        check_wishes(wishes, type("Begun", (), {"settings": {"only": []}})(), made)
+        check_options(wishes, type("Begun", (), {"settings": {"only": []}})(), made)
 
 
 def exported(here: Place, **changes: Any) -> Path:

@@ -18,9 +18,9 @@ from znnpy.machine import Gpu, Machine, this_machine
 from znnpy.options import MeasureOptions
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.costs import Costs
-from znnpy.run import devices
 from znnpy.run.layer import DeviceLayer, Position
 from znnpy.run.shelf import stored_path
+from znnpy.run.target import DRIVER
 from znnpy.shapes import LayerShape
 
 
@@ -49,9 +49,9 @@ def _here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
-    monkeypatch.setattr(devices, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", assumed)
+    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
+    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
+    monkeypatch.setattr(DRIVER, "rates", assumed)
 
 
 def costs_of_the_cpu() -> Any:
@@ -61,7 +61,7 @@ def costs_of_the_cpu() -> Any:
 def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "Device", refused)
+    monkeypatch.setattr(DRIVER, "open", refused)
     result = place.run("measure", "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)

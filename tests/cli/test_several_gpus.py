@@ -18,7 +18,7 @@ from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices
+from znnpy.run.target import DRIVER
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -32,11 +32,10 @@ def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> R
 
 @pytest.fixture(autouse=True)
 def _cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (devices, choice):
-        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(CARDS), EMULATED_GPU))
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", assumed)
+    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
+    monkeypatch.setattr(DRIVER, "find_all", lambda: dict.fromkeys(range(CARDS), EMULATED_GPU))
+    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
+    monkeypatch.setattr(DRIVER, "rates", assumed)
 
 
 def go(place: Place, **words: Any) -> Report:
@@ -101,7 +100,7 @@ class Failing(EmulatedDevice):
 
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
-    monkeypatch.setattr(devices, "Device", Failing)
+    monkeypatch.setattr(DRIVER, "open", Failing)
     monkeypatch.setattr(Failing, "copies", 0)
     monkeypatch.setattr(Failing, "faulty", faulty)
     report = go(place, gpus=2, patch=(2, 4, 4))
@@ -114,7 +113,7 @@ def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest
 
 def test_the_only_gpu_that_fails_says_where(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that it could not be closed."""
-    monkeypatch.setattr(devices, "Device", Failing)
+    monkeypatch.setattr(DRIVER, "open", Failing)
     monkeypatch.setattr(Failing, "copies", 0)
     monkeypatch.setattr(Failing, "faulty", 0)
     with pytest.raises(DeviceError, match=r"^output voxels .*, step 0 of column \d+: cudaErrorECCUncorrectable"):
@@ -142,7 +141,7 @@ class Full(EmulatedDevice):
 
 def test_memory_that_is_refused_within_a_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was finished is kept; the rest follows with a leaner plan, once."""
-    monkeypatch.setattr(devices, "Device", Full)
+    monkeypatch.setattr(DRIVER, "open", Full)
     monkeypatch.setattr(Full, "copies", 0)
     monkeypatch.setattr(Full, "held", [])
     report = go(place, patch=(2, 4, 4))
@@ -157,7 +156,7 @@ def test_memory_that_is_refused_within_a_run(place: Place, monkeypatch: pytest.M
 
 def test_memory_that_is_refused_before_anything_is_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run begins anew, with whatever patches suit."""
-    monkeypatch.setattr(devices, "Device", Full)
+    monkeypatch.setattr(DRIVER, "open", Full)
     monkeypatch.setattr(Full, "copies", 8)
     report = go(place)
     (said,) = (sentence for sentence in report.warnings if sentence.startswith("planned anew within "))
@@ -198,7 +197,7 @@ def test_gpus_that_are_asked_for_are_no_wish(place: Place, monkeypatch: pytest.M
     def none() -> Any:
         raise DeviceError("there is no device")
 
-    monkeypatch.setattr(devices, "find_gpu", none)
+    monkeypatch.setattr(DRIVER, "find", none)
     assert place.refusal(*place.words, "--gpus", 2) == "there is no device"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -19,13 +18,16 @@ from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, V
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer
 from znnpy.machine import Limits, Machine, this_machine
+from znnpy.planner import modes
+from znnpy.planner.beside import Processor
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
+from znnpy.planner.request import CostModel, PlanRequest, Target
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices, modes, pipeline
+from znnpy.run import choice, pipeline
 from znnpy.run.session import Session
+from znnpy.run.target import DRIVER
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -38,11 +40,10 @@ def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> R
 
 @pytest.fixture(autouse=True)
 def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (devices, choice):
-        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(2), EMULATED_GPU))
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", assumed)
+    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
+    monkeypatch.setattr(DRIVER, "find_all", lambda: dict.fromkeys(range(2), EMULATED_GPU))
+    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
+    monkeypatch.setattr(DRIVER, "rates", assumed)
 
 
 def go(place: Place, **words: Any) -> Report:
@@ -122,7 +123,7 @@ class Broken(EmulatedDevice):
 
 
 def test_the_processor_goes_on_without_the_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "Device", Broken)
+    monkeypatch.setattr(DRIVER, "open", Broken)
     monkeypatch.setattr(Broken, "copies", 0)
     report = go(place, patch=(2, 4, 4))
     assert any("GPU was lost, and the others went on" in sentence for sentence in report.warnings)
@@ -181,9 +182,7 @@ def _stop_at_two(event: pipeline.Event) -> None:
 
 
 def test_where_the_processor_would_only_wait(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        devices, "measured_rates", lambda device, machine, *asked, **words: assumed_rates(machine, 1, "gpu")
-    )
+    monkeypatch.setattr(DRIVER, "rates", lambda device, machine, *asked, **words: assumed_rates(machine, 1, "gpu"))
     with pytest.raises(
         NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the processor takes"
     ):
@@ -195,10 +194,9 @@ def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPa
     both = go(place).plan
     assert both.alone is not None
     ratio = both.seconds / both.alone
-    monkeypatch.setattr(modes, "GAIN", 0.0)
     for long, gain, mode in ((0.0, 1.01 * ratio, "side-by-side"), (0.0, 0.99 * ratio, "gpu"), (9e9, 1.0, "gpu")):
-        monkeypatch.setattr(modes, "LONG_SECONDS", long)
-        monkeypatch.setattr(modes, "BESIDE_GAIN", gain)
+        thresholds = modes.Thresholds(long_seconds=long, hosted=0.0, beside=gain)
+        monkeypatch.setattr(modes, "THRESHOLDS", thresholds)
         assert go(place, mode="auto").plan.mode == mode
 
 
@@ -274,7 +272,7 @@ def test_the_gpu_refuses_memory_midway(place: Place, monkeypatch: pytest.MonkeyP
                     raise VramError("cudaErrorMemoryAllocation: out of memory")
             super().copy_async(target, source, stream)
 
-    monkeypatch.setattr(devices, "Device", Refusing)
+    monkeypatch.setattr(DRIVER, "open", Refusing)
     report = go(place, patch=(2, 4, 4))
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert not any("was lost" in sentence for sentence in report.warnings)
@@ -301,7 +299,7 @@ def test_a_leaner_plan_along_another_axis_is_refused(place: Place, monkeypatch: 
         chosen.append(choice.choose(*asked, **words))
         return chosen[-1] if len(chosen) == 1 else replace(chosen[-1], axis=(chosen[-1].axis + 1) % 3)
 
-    monkeypatch.setattr(devices, "Device", Refusing)
+    monkeypatch.setattr(DRIVER, "open", Refusing)
     monkeypatch.setattr(inference, "choose", choose)
     with pytest.raises(VramError, match="out of memory"):
         go(place, patch=(2, 4, 4))
@@ -322,18 +320,18 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
                 raise VramError(f"{nbytes} bytes are not free")
             return super().allocate(nbytes, what)
 
-    monkeypatch.setattr(devices, "Device", Full)
+    monkeypatch.setattr(DRIVER, "open", Full)
     report = go(place)
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert report.plan.mode == "side-by-side"
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_rates_of_the_processor_are_for_fewer_threads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_of_the_processor_are_for_fewer_threads(place: Place) -> None:
     network, machine, output = read_network(str(place.folder / "net.yaml")).network, this_machine(), (4, 4, 6)
     rates = assumed_rates(machine, 3)
-    monkeypatch.setattr(modes, "processor_rates", lambda machine, limits: rates)
-    site: Any = SimpleNamespace(machine=machine, devices=1)
-    made = modes.processor_plans(site, network, ())(output, Limits(2**33, 3))
-    words: dict[str, Any] = {"rates": rates.slowed(1.5), "baseline": 0}
-    assert made == make_plan(network, output, machine, Limits(2**33, 2), **words)
+    gpu = Target(replace(machine, gpu=EMULATED_GPU), "gpu", mode="side-by-side")
+    request = PlanRequest(network, output, Limits(2**40, 3, 2**40), gpu)
+    made = Processor.beside(request, CostModel({"cpu": rates}), 2**33).plan(output)
+    alone = PlanRequest(network, output, Limits(2**33, 2), Target(machine), baseline=0)
+    assert made == modes.make_plan(alone, CostModel({"cpu": rates.slowed(1.5)}))

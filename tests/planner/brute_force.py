@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from fakes import CARRYING, FAKES, WITH_GPU, Fake
+from flat_requests import make_plan
 
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits
@@ -28,7 +29,6 @@ from znnpy.planner.memory import (
     writing_bytes,
 )
 from znnpy.planner.plan import Plan, patch_in
-from znnpy.planner.search import make_plan
 from znnpy.shapes import LayerShape, Vec3, fused
 
 SMALL: Vec3 = (4, 4, 3)  # an output

@@ -8,13 +8,13 @@ from typing import Any
 
 from brute_force import BASELINE, THREADS
 from fakes import BOTH, CARRYING, FAST, FILTER, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
+from flat_requests import make_plan
 
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 from znnpy.planner.with_host import COPIED, WITHIN
 from znnpy.shapes import ConvShape, LayerShape, Vec3
 

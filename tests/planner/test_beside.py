@@ -15,44 +15,56 @@ import pytest
 from brute_force import BASELINE
 from dealt import Played
 from fakes import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
+from flat_requests import costs_of, request_of
 from plans import MIXED
 
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner import cells
-from znnpy.planner.beside import _leaving, _next_to, _Trials, _widths, idle, plan_beside
+from znnpy.planner.beside import Processor, _leaving, _next_to, _Trials, _widths, plan_beside
 from znnpy.planner.cells import PACES, likely_seconds, of_a_gpu, seconds, seconds_beside, seconds_without, share
-from znnpy.planner.kinds import kind_of
-from znnpy.planner.memory import CONTEXT_BYTES, MIB, DeviceKind, context_bytes
+from znnpy.planner.kinds import idle, kind_of
+from znnpy.planner.memory import CONTEXT_BYTES, MIB, context_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.plan_checks import check_beside
-from znnpy.planner.search import make_plan
-from znnpy.planner.several import plan_for
+from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.several import plan_on_devices
 from znnpy.run.sessions import _shares
 from znnpy.run.shares import Cells
 from znnpy.shapes import Vec3
 
 TABLE = (*on_gpu(FAST, POOL, FILTER, MAXOUT), FAST, POOL, FILTER, MAXOUT)
 HEAVY = RATES.scaled(1e-5, 1e-5)  # so that the edges of a run are nothing beside it
-PLENTY = Limits(2**40, 2, 2**40)
-LITTLE = Limits(2**40, 2, context_bytes(CONTEXT_BYTES) + MIB)
+PLENTY = Limits(2**40, 3, 2**40)  # a thread feeds each GPU
+LITTLE = Limits(2**40, 3, context_bytes(CONTEXT_BYTES) + MIB)
 OUTPUT: Vec3 = (40, 44, 48)
 SMALL: Vec3 = (16, 18, 20)
 
 
-def on(device: DeviceKind, times: float, network: Network, **words: Any) -> Any:
-    """Plans for a device that is so many times as fast as the fakes are."""
-    rates, baseline = HEAVY.scaled(times, times), BASELINE if device == "gpu" else 0
-    machine = WITH_GPU if device == "gpu" else replace(WITH_GPU, gpu=None)
+def on(
+    times: float, network: Network, output: Vec3, limits: Limits, patch: Vec3 | None = None, columns: bool | None = None
+) -> Plan:
+    """The plan of a GPU that is so many times as fast as the fakes are."""
+    request = asked(network, output, limits, columns=columns, patch=patch)
+    return plan_on_devices(request, costs_of("gpu", table=TABLE, rates=HEAVY.scaled(times, times)))
 
-    def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
-        more |= words
-        return make_plan(
-            network, output, machine, limits, table=TABLE, rates=rates, baseline=baseline, device=device, **more
-        )
 
-    return make
+def asked(network: Network, output: Vec3, limits: Limits, gpus: int = 1, **words: Any) -> PlanRequest:
+    """A request for GPUs."""
+    return request_of(network, output, WITH_GPU, limits, baseline=BASELINE, device="gpu", devices=gpus, **words)
+
+
+def costs(processor: float, limits: Limits, gpus: int = 1) -> CostModel:
+    """A GPU as fast as the fakes, and a processor that is so many times as fast with the threads that feed no GPU."""
+    times = processor * limits.threads / limits.less_feeders(gpus).threads
+    return costs_of("gpu", table=TABLE, rates=HEAVY, host_rates=HEAVY.scaled(times, times))
+
+
+def processor_of(times: float, network: Network, limits: Limits, **words: Any) -> Processor:
+    """A processor by itself that is so many times as fast as the fakes are."""
+    request = asked(network, OUTPUT, limits, **words)
+    return Processor.beside(request, costs(times, limits), limits.ram_bytes)
 
 
 @cache
@@ -65,10 +77,9 @@ def beside(
     **words: Any,
 ) -> tuple[Plan, Plan]:
     """The plan of GPUs alone, and the one with a processor that is so many times as fast as one of them."""
-    masks = bool(words.get("masks"))
-    gpu = on("gpu", 1.0, network, **words)
-    alone = plan_for(gpus, gpu, network, output, limits, BASELINE, masks=masks)
-    return alone, plan_beside(alone, gpu, on("cpu", processor, network, **words), network, masks=masks)
+    request, model = asked(network, output, limits, gpus, **words), costs(processor, limits, gpus)
+    alone = plan_on_devices(request, model)
+    return alone, plan_beside(alone, request, model)
 
 
 @pytest.mark.parametrize("columns", [True, False])
@@ -105,9 +116,8 @@ def test_seconds_of_the_processor() -> None:
 @pytest.mark.parametrize("wider", [0, 2])
 def test_seconds_of_the_gpu(wider: int) -> None:
     """Of the columns that are left, and of those of which the processor computes a part."""
-    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.1, MIXED, columns=True)
-    alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
-    both = plan_beside(alone, gpu, processor, MIXED, masks=False)
+    alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
+    both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.1, LITTLE))
     assert both.beside is not None
     z, y, x = (side if i == both.axis else side + wider for i, side in enumerate((8, 18, 18)))  # not even
     both = replace(both, beside=replace(both.beside, patch_out=(z, y, x)))
@@ -150,8 +160,8 @@ def test_cells_hold_whole_steps_of_the_gpu() -> None:
 
 def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
     """19 columns of 10 cover 188; with the processor's cells of 38 or 48 in front of them no more do."""
-    gpu = on("gpu", 1.0, MIXED, columns=True)((188, 188, 188), LITTLE, patch=(10, 10, 10))
-    its = on("cpu", 1.0, MIXED)(SMALL, LITTLE)
+    gpu = on(1.0, MIXED, (188, 188, 188), LITTLE, patch=(10, 10, 10), columns=True)
+    its = processor_of(1.0, MIXED, LITTLE).plan(SMALL)
     rests = set()
     for width in _widths(gpu, (2, 2, 2), 0.05 * prod(gpu.output)):
         both = replace(gpu, beside=replace(its, patch_out=width), memory=replace(gpu.memory, beside=1))
@@ -169,11 +179,11 @@ def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
 
 def test_the_share_of_the_processor_is_of_voxels() -> None:
     """Cells that lie behind each other along the axis first, and some are narrower."""
-    gpu = on("gpu", 1.0, MIXED, columns=True)
-    alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
+    request = asked(MIXED, OUTPUT, LITTLE, columns=True)
+    alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     cut = set()
     for times in (0.05, 0.1, 0.2, 0.3, 0.4):
-        both = plan_beside(alone, gpu, on("cpu", times, MIXED, columns=True), MIXED, masks=False)
+        both = plan_beside(alone, request, costs(times, LITTLE))
         assert both.beside is not None
         z, y, x = (side if i == both.axis else side + 2 for i, side in enumerate((8, 18, 18)))
         both = replace(both, beside=replace(both.beside, patch_out=(z, y, x)))
@@ -191,7 +201,7 @@ def test_the_share_of_the_processor_is_of_voxels() -> None:
 
 
 def test_widths_are_multiples_of_the_period_of_their_axis() -> None:
-    gpu = on("gpu", 1.0, MIXED, columns=True)((39, 35, 33), LITTLE, patch=(4, 4, 4))
+    gpu = on(1.0, MIXED, (39, 35, 33), LITTLE, patch=(4, 4, 4), columns=True)
     period = {0: (4, 1, 2), 1: (1, 4, 2), 2: (1, 2, 4)}[gpu.axis]
     widths = _widths(gpu, period, 0.3 * prod(gpu.output))
     across = [i for i in range(3) if i != gpu.axis]
@@ -213,7 +223,7 @@ def test_what_a_processor_leaves() -> None:
 
 
 def test_sizes_next_to_a_cell() -> None:
-    gpu = on("gpu", 1.0, MIXED, columns=True)((40, 44, 48), LITTLE, patch=(4, 4, 4))
+    gpu = on(1.0, MIXED, (40, 44, 48), LITTLE, patch=(4, 4, 4), columns=True)
     own, (a, b) = gpu.axis, [i for i in range(3) if i != gpu.axis]
     cell = [8, 8, 8]
     cell[a] = gpu.output[a]
@@ -274,18 +284,21 @@ def test_memory_is_of_both() -> None:
 
 def test_narrower_columns_where_wide_ones_do_not_fit() -> None:
     """Than a quarter of what the processor is to compute."""
-    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.5, MIXED, columns=True)
 
-    def narrow(output: Vec3, limits: Limits, *, patch: Vec3 | None = None) -> Plan:
-        if patch is not None and max(patch[1:]) > 4:
-            error = NoPlanError("too wide")
-            error.needed_bytes = 2**40
-            raise error
-        made: Plan = processor(output, limits, patch=patch)
-        return made
+    class Narrow(Processor):
+        def plan(self, output: Vec3, patch: Vec3 | None = None) -> Plan:
+            if patch is not None and max(patch[1:]) > 4:
+                error = NoPlanError("too wide")
+                error.needed_bytes = 2**40
+                raise error
+            return Processor.plan(self, output, patch)
 
-    alone = gpu(OUTPUT, LITTLE, patch=(4, 4, 4))
-    both = plan_beside(alone, gpu, narrow, MIXED, masks=False)
+    of = processor_of(0.5, MIXED, LITTLE, columns=True)
+    alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 4, 4), columns=True)
+    speed = of.plan(OUTPUT).voxels_per_second
+    trials = _Trials(alone, alone.seconds, speed, Narrow(of.request, of.costs), MIXED, masks=False)
+    trials.run()
+    both = trials.best(1)[0]
     assert both.cells.patch[1:] == (4, 4)
     assert both.dealt > 0
 
@@ -294,11 +307,11 @@ def trials_beside(processor: float) -> _Trials:
     """Where the volume is hardly larger than the field of view, beside a processor that is so many times as fast."""
     deep = Network("deep", 1, (Conv((17, 3, 3), 2, "relu"), Conv((17, 3, 3), 1, "none")))
     output: Vec3 = (48, 16, 16)
-    alone = on("gpu", 1.0, deep, columns=True)(output, PLENTY, patch=(1, 4, 4))
+    alone = on(1.0, deep, output, PLENTY, patch=(1, 4, 4), columns=True)
     speed = processor * alone.voxels_per_second
-    whole = on("cpu", 1.0, deep, columns=True)(output, PLENTY)
-    makes = on("cpu", speed / whole.voxels_per_second, deep, columns=True)
-    return _Trials(alone, alone.seconds, speed, makes, PLENTY, deep, masks=False)
+    whole = processor_of(1.0, deep, PLENTY, columns=True).plan(output)
+    times = speed / whole.voxels_per_second
+    return _Trials(alone, alone.seconds, speed, processor_of(times, deep, PLENTY, columns=True), deep, masks=False)
 
 
 def test_one_cell_may_be_all_that_the_processor_computes() -> None:
@@ -313,8 +326,8 @@ def test_one_cell_may_be_all_that_the_processor_computes() -> None:
 def test_cells_suit_a_processor_that_is_slower_than_it_seems() -> None:
     """Those that would end first, were it as fast, are so thick that the GPU alone would be faster than a slow one."""
     trials = trials_beside(0.4)
-    best = plan_beside(trials.gpu, on("gpu", 1.0, trials.network), trials.processor, trials.network, masks=False)
     trials.run()
+    best = trials.best(1)[0]
     hoped = min(trials.found.values(), key=seconds)
     assert seconds(hoped, PACES[-1]) > trials.alone
     assert seconds(best, PACES[-1]) < 0.97 * trials.alone
@@ -345,11 +358,10 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
 @pytest.mark.parametrize("times", [0.5, 2.0])
 def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
-    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.5, MIXED, columns=True)
-    alone = gpu(OUTPUT, LITTLE)
+    alone = on(1.0, MIXED, OUTPUT, LITTLE, columns=True)
     part = replace(alone, choices=tuple(replace(choice, seconds=times * choice.seconds) for choice in alone.choices))
     monkeypatch.setattr("znnpy.planner.beside._of_parts", lambda *asked, **words: [part])
-    both = plan_beside(alone, gpu, processor, MIXED, masks=False)
+    both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.5, LITTLE))
     assert both.choices == (part if times < 1 else alone).choices
 
 
@@ -371,11 +383,11 @@ def test_a_gpu_waits_for_as_long_as_it_takes_itself(pace: float, ends: float, mo
 
 def test_no_size_next_to_the_best_is_better() -> None:
     """All of them were looked at, and one was better than those before."""
-    gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.9, MIXED, columns=True)
-    alone = gpu(OUTPUT, LITTLE, patch=(4, 6, 6))
+    processor = processor_of(0.9, MIXED, PLENTY, columns=True)
+    alone = on(1.0, MIXED, OUTPUT, LITTLE, patch=(4, 6, 6), columns=True)
     found = []
     for around in (False, True):
-        trials = _Trials(alone, alone.seconds, 0.9 * alone.voxels_per_second, processor, PLENTY, MIXED, masks=False)
+        trials = _Trials(alone, alone.seconds, 0.9 * alone.voxels_per_second, processor, MIXED, masks=False)
         with pytest.MonkeyPatch.context() as patched:
             if not around:
                 patched.setattr(_Trials, "_look_around", lambda _: None)

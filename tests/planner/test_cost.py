@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 from brute_force import EDGE_BYTES
 from fakes import CARRYING, FAST, GPU, MACHINE, SLOW, limits
+from flat_requests import make_plan
 
 from znnpy.kernels.primitive import Unit, Variant, Work
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
-from znnpy.planner.search import make_plan, options_for
 from znnpy.planner.sizes import SIZES
 from znnpy.shapes import ConvShape
 
@@ -170,13 +170,6 @@ def test_with_hope_what_is_not_known_may_take_less() -> None:
     assert known.seconds(SLOW, sized(100), variant) == pytest.approx(1.0 + 3.0)
     assert known.seconds(SLOW, sized(10), variant) == pytest.approx(1.0 + 0.5**0.25 * 0.3)
     assert known.seconds(FAST, sized(100), variant) == rates.seconds(FAST, sized(100), variant)
-
-
-def test_rates_beside_options_that_have_their_own_are_refused() -> None:
-    network = Network("one", 1, (Conv((2, 2, 2), 3),))
-    options = options_for(MACHINE, limits(2**30), table=(SLOW,))
-    with pytest.raises(TypeError, match="give options or rates"):
-        make_plan(network, (4, 4, 4), MACHINE, limits(2**30), table=(SLOW,), options=options, rates=ROUND, baseline=0)
 
 
 def test_plans_say_what_was_measured(tiny_network: Callable[..., Network]) -> None:

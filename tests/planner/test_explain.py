@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
+from flat_requests import make_plan
 from rich.console import Console
 
 from znnpy.formats.networks import read_network
@@ -17,7 +18,6 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.planner.explain import explain, human_bytes, human_seconds
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import Plan, RunnerUp
-from znnpy.planner.search import make_plan
 from znnpy.shapes import Vec3, text, turned_back
 
 LIMIT = READER_BYTES + WRITER_BYTES + 2 * 2**20

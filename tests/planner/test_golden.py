@@ -14,8 +14,9 @@ import pytest
 from znnpy.formats.networks import read_network
 from znnpy.kernels.cpu.native import library as native
 from znnpy.machine import Gpu, Limits, Machine
+from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
+from znnpy.planner.request import PlanRequest, Target
 from znnpy.shapes import PRECISIONS, Precision, text
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.txt"
@@ -38,15 +39,16 @@ UNITS = {"M": 2**20, "G": 2**30}
 
 def planned(name: str, side: int, ram: str) -> Plan:
     limits = Limits(int(ram[:-1]) * UNITS[ram[-1]], 2)
-    return make_plan(read_network(name).network, (side, side, side), MACHINE, limits, baseline=150 * 2**20)
+    network, baseline = read_network(name).network, 150 * 2**20
+    return make_plan(PlanRequest(network, (side, side, side), limits, Target(MACHINE), baseline=baseline))
 
 
 def planned_on_gpu(name: str, side: int, vram: str, precision: Precision) -> Plan:
     """On a card without cuDNN."""
     limits = Limits(64 * 2**30, 2, int(vram[:-1]) * UNITS[vram[-1]])
-    network, machine = read_network(name).network, replace(MACHINE, gpu=H200)
-    words = {"device": "gpu", "precision": precision, "baseline": 500 * 2**20}
-    return make_plan(network, (side, side, side), machine, limits, **words)  # type: ignore[arg-type]
+    target = Target(replace(MACHINE, gpu=H200), "gpu", precision=precision, mode="gpu")
+    network, baseline = read_network(name).network, 500 * 2**20
+    return make_plan(PlanRequest(network, (side, side, side), limits, target, baseline=baseline))
 
 
 def line(name: str, side: int, ram: str, plan: Plan) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from brute_force import AROUND, BASELINE, CONTEXT, SMALL, everything, planned, planned_on_gpu
 from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, GPU, MACHINE, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
+from flat_requests import make_plan
 from plans import MIXED, edited
 from test_brute_force import FEWER, some
 
@@ -21,7 +22,6 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.memory import MIB, Memory, context_bytes, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 from znnpy.shapes import PRECISIONS, ConvShape, Precision
 
 MakeNetwork = Callable[..., Network]

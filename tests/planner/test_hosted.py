@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from brute_force import BASELINE, CONTEXT, THREADS
 from fakes import POOL, SLOW, WITH_GPU, on_gpu
+from flat_requests import make_plan
 from hosted_fakes import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted
 from plans import MIXED, WIDE, edited
 
@@ -19,7 +20,6 @@ from znnpy.network import Conv, Network
 from znnpy.planner.cost import Rate, seconds
 from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 from znnpy.shapes import Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return hosted(MIXED, (20, 11, 8), PLENTY, PLENTY)
-
-
-def test_than_is_a_word_of_modes(plan: Plan) -> None:
-    with pytest.raises(TypeError, match="give a mode"):
-        hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, mode=None, device="gpu", host_rates=None, than=plan)
 
 
 def test_what_is_promised_where(plan: Plan) -> None:
@@ -104,10 +99,6 @@ def test_what_no_plan_does() -> None:
         hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, precision="fp16")
     with pytest.raises(NoPlanError, match="has one layer, and mode cpu-to-gpu needs one for each device"):
         hosted(Network("one", 1, (Conv((2, 2, 2), 1),)), (20, 11, 8), PLENTY, PLENTY)
-    with pytest.raises(TypeError, match="knows no baselines"):
-        hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, baselines=True)
-    with pytest.raises(TypeError, match="give a mode"):
-        hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, mode=None)
     with pytest.raises(NoPlanError, match="run the first layers of mixed with the host"):
         hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, table=ON_GPU)
     with pytest.raises(NoPlanError, match="are to run on a GPU, and there is none"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from brute_force import BASELINE
 from fakes import WITH_GPU
+from flat_requests import make_plan
 from hosted_fakes import IN_HOST, ON_CPU, ON_GPU, PLENTY, hosted
 from plans import WIDE
 
@@ -17,7 +18,6 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner import with_host
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 

@@ -7,10 +7,10 @@ from types import FrameType
 from typing import Any
 
 from fakes import CARRYING, FILTER, POOL, SLOW, WITH_GPU
+from flat_requests import make_plan
 
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
-from znnpy.planner.search import make_plan
 
 
 def calls(layers: int) -> int:

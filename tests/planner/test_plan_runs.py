@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from fakes import FAKES, FAST, MACHINE, RATES, limits
+from flat_requests import make_plan
 from plans import MIXED, WIDE, edited, in_parts, patches, walking
 
 from znnpy.errors import PlanFileError
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 
 
 @pytest.fixture(scope="module")

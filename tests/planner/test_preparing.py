@@ -9,13 +9,14 @@ from math import inf
 import pytest
 from brute_force import SMALL, Known, everything, planned, planned_on_gpu
 from fakes import BOTH, CARRYING, FAST, FILTER, MACHINE, POOL, SLOW, Fake, on_gpu
+from flat_requests import make_plan
 
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.planner.cost import CPU_TOUCHING, assumed_rates
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import ALIKE, make_plan
+from znnpy.planner.search import ALIKE
 from znnpy.planner.trade import Option, fastest_within, total_seconds
 
 TABLE: tuple[Fake, ...] = (SLOW, replace(FAST, scale=(1, 4)), BOTH, POOL, FILTER)  # none has an allowance

@@ -9,6 +9,7 @@ from math import ceil, inf, prod
 import pytest
 from brute_force import AROUND, BASELINE, SMALL, planned, steps_of
 from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
+from flat_requests import make_plan
 
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
@@ -19,7 +20,6 @@ from znnpy.planner.cost import seconds
 from znnpy.planner.layout import chain, live_peak, place
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES, mebibytes
 from znnpy.planner.plan import Plan, RunnerUp
-from znnpy.planner.search import make_plan
 from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.planner.space_search import FEW
 from znnpy.shapes import LayerShape, Vec3, turned, turned_back

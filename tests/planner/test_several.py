@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from math import ceil, prod
 from typing import Any
 
 import pytest
 from brute_force import BASELINE, EDGE_BYTES
 from fakes import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
+from flat_requests import costs_of, make_plan, request_of
 from plans import MIXED
 
 from znnpy.errors import NoPlanError
@@ -17,8 +17,7 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
-from znnpy.planner.several import plan_for
+from znnpy.planner.several import plan_on_devices
 from znnpy.shapes import Vec3
 
 TABLE = on_gpu(FAST, POOL, FILTER, MAXOUT)
@@ -29,22 +28,20 @@ DEEP = Network("deep", 1, (Conv((5, 1, 1), 2), Conv((5, 1, 1), 2)))  # borders a
 
 
 def make(network: Network, output: Vec3, limits: Limits, **words: Any) -> Plan:
-    return make_plan(
-        network, output, WITH_GPU, limits, table=TABLE, rates=HEAVY, baseline=BASELINE, device="gpu", **words
-    )
+    return several(1, network, output, limits, **words)
 
 
 def several(
     devices: int, network: Network = MIXED, output: Vec3 = OUTPUT, limits: Limits = PLENTY, **words: Any
 ) -> Plan:
-    return plan_for(
-        devices, partial(make, network, **words), network, output, limits, BASELINE, masks=bool(words.get("masks"))
-    )
+    request = request_of(network, output, WITH_GPU, limits, baseline=BASELINE, device="gpu", devices=devices, **words)
+    return plan_on_devices(request, costs_of("gpu", table=TABLE, rates=HEAVY))
 
 
 def test_one_is_as_ever() -> None:
     plan = several(1)
-    assert plan == make(MIXED, OUTPUT, PLENTY)
+    alone = {"baseline": BASELINE, "device": "gpu"}
+    assert plan == make_plan(MIXED, OUTPUT, WITH_GPU, PLENTY, table=TABLE, rates=HEAVY, **alone)  # type: ignore[arg-type]
     assert (plan.devices, plan.alone) == (1, None)
 
 

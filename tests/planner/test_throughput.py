@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from math import log2
 from random import Random
@@ -16,6 +18,17 @@ from znnpy.errors import NoPlanError
 from znnpy.planner.plan import Plan
 from znnpy.planner.throughput import FLAT, in_order, points
 
+
+@dataclass(frozen=True)
+class Within:
+    """Plans that a function makes."""
+
+    make: Callable[[int], Plan]
+
+    def plan(self, nbytes: int) -> Plan:
+        return self.make(nbytes)
+
+
 MOST = 3 * 2**25 + 5  # no power of the root of 2
 
 
@@ -28,7 +41,7 @@ def test_each_point_is_the_best_plan_within_its_limit(columns: bool) -> None:
         asked.append(nbytes)
         return planned(WIDE, (30, 21, 17), nbytes, columns=columns)
 
-    told = list(points(make, MOST))
+    told = list(points(Within(make), MOST))
     done = [point.done for point in told]
     assert done == sorted(done)
     assert done[-1] == 1.0
@@ -62,7 +75,7 @@ def test_what_never_fits_has_no_points() -> None:
         asked.append(nbytes)
         return planned(MIXED, (20, 11, 8), nbytes)
 
-    assert list(points(make, 1000)) == []
+    assert list(points(Within(make), 1000)) == []
     assert asked == [1000]
 
 
@@ -76,7 +89,7 @@ def test_no_longer_than_there_is_time(seconds: float, each: float) -> None:
         clock[0] += each * rng.uniform(0.99, 1.0)
         return planned(WIDE, (30, 21, 17), nbytes, columns=False)
 
-    found = list(points(make, MOST, seconds=seconds, now=lambda: clock[0]))
+    found = list(points(Within(make), MOST, seconds=seconds, now=lambda: clock[0]))
     assert found[0].limit == MOST
     assert clock[0] - 100.0 <= max(each, seconds + 0.02 * each)
     assert clock[0] - 100.0 > min(seconds - 2 * each, 3 * each)
@@ -94,7 +107,7 @@ def test_a_network_that_the_host_has_no_room_for_is_asked_for_once() -> None:
         error.needed_bytes = 2**20
         raise error
 
-    assert list(points(make, MOST)) == []
+    assert list(points(Within(make), MOST)) == []
     assert asked == [MOST]
 
 
@@ -110,7 +123,7 @@ def test_nothing_is_worked_out_between_plans_that_are_as_fast() -> None:
             raise error
         return SimpleNamespace(memory=SimpleNamespace(held=nbytes), voxels_per_second=float(min(nbytes, 2**18)))
 
-    found = sorted(point.limit for point in points(make, 2**30))
+    found = sorted(point.limit for point in points(Within(make), 2**30))
     assert [limit for limit in found if limit > 2**19] == [2**22, 2**26, 2**30]
     assert [limit for limit in found if limit < 2**18] == [int(2 ** (half / 2)) for half in range(20, 36)]
     assert sorted(set(asked) - set(found)) == [2**6]

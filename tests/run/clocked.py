@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import WITH_GPU, Fake
+from flat_requests import make_plan
 from plans import MIXED as NETWORK
 
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rates, assumed_rates
-from znnpy.planner.search import make_plan
 from znnpy.run import calibration
 from znnpy.run.calibration import measured_rates
 from znnpy.run.clocks import LONG_SECONDS

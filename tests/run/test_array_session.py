@@ -14,7 +14,7 @@ import znnpy
 from znnpy.errors import PlanFileError, ShapeError, VolumeError
 from znnpy.network import Network
 from znnpy.option_values import Border
-from znnpy.planner.search import make_plan
+from znnpy.planner.modes import make_plan
 from znnpy.run.session import Session
 
 
@@ -48,7 +48,7 @@ def test_it_plans_and_prepares_once(monkeypatch: pytest.MonkeyPatch) -> None:
         entered.append(session)
         return enter(session)
 
-    monkeypatch.setattr("znnpy.array_session.make_plan", counting_plan)
+    monkeypatch.setattr("znnpy.run.choice.make_plan", counting_plan)
     monkeypatch.setattr(Session, "__enter__", counting_enter)
     net, arrays = trained(NETWORKS[0]), volumes(NETWORKS[0], 4)
     with net.session(arrays[0].shape, dtype=np.uint8, threads=1, device="cpu") as run:

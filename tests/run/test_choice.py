@@ -11,16 +11,17 @@ import pytest
 from place import Place
 
 import znnpy
-from znnpy import array_session
 from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import process_bytes, this_machine
 from znnpy.option_values import COVERS, Cover
 from znnpy.options import RunOptions
 from znnpy.planner.memory import MARGIN_BYTES, reading_bytes, writing_bytes
+from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
+from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.run import choice
-from znnpy.run.devices import Site
+from znnpy.run.resume import check_options
+from znnpy.run.target import OpenTarget
 from znnpy.shapes import Vec3
 from znnpy.trained import load_network
 from znnpy.volume.array import ArrayVolume
@@ -44,7 +45,8 @@ def chosen(
     source = Source(volume, roi=None, border="valid", network=place.network, allow_nan=masks)
     patch, threads = (None, None) if plan else ((4, 4, 4), 2)
     wishes = RunOptions(plan=plan, ram=None if plan else 16 * GIB, threads=threads, patch=patch, cover=cover)
-    return choice.choose(wishes, place.network, source, np.dtype(out), masks=masks, site=Site(this_machine()))
+    work = choice.Work(place.network, source.output, source.dtype.itemsize, np.dtype(out).itemsize, masks)
+    return choice.choose(wishes, work, OpenTarget(machine=this_machine()))
 
 
 def test_masks_are_charged_where_nan_is_allowed(place: Place) -> None:
@@ -88,16 +90,10 @@ def test_a_given_plan_keeps_its_limit(place: Place, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_result_in_memory_is_charged(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    baselines = []
-
-    def note(*shapes: Any, baseline: int, **words: Any) -> Plan:
-        baselines.append(baseline)
-        return make_plan(*shapes, baseline=baseline, **words)
-
-    monkeypatch.setattr(array_session, "make_plan", note)
-    monkeypatch.setattr(array_session, "baseline_bytes", lambda: 10**8)
-    result = load_network(place.folder / "net.yaml")(np.zeros((20, 23, 25), np.uint8))
-    assert baselines == [10**8 + result.nbytes]
+    monkeypatch.setattr(choice, "baseline_bytes", lambda: 10**8)
+    net = load_network(place.folder / "net.yaml")
+    with net.session((20, 23, 25), dtype=np.uint8, device="cpu") as run:
+        assert run.plan.memory.baseline == 10**8 + 4 * prod(run.output_shape)
 
 
 @pytest.mark.parametrize("size", [(13, 31, 16), (44, 23, 25), (20, 23, 25), (6, 8, 7)])
@@ -124,7 +120,7 @@ def test_a_given_plan_of_columns_covers_another_volume(place: Place, size: Vec3)
 def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) -> None:
     assert chosen(place, "u1", cover="columns").walks
     assert not chosen(place, "u1", cover="patches").walks
-    assert [choice.columns_only(cover) for cover in (None, *COVERS)] == [None, True, False]
+    assert [Constraints(cover=cover).columns for cover in (None, *COVERS)] == [None, True, False]
     with pytest.raises(ValueError, match="there is no cover 'rows'; choose one of columns, patches"):
         RunOptions(cover="rows")  # type: ignore[arg-type]
 
@@ -140,11 +136,9 @@ def test_words_on_columns_and_on_parts_are_those_of_the_planner(place: Place) ->
 )
 def test_a_given_plan_takes_no_other_words(place: Place, words: dict[str, Any], said: str) -> None:
     wishes = RunOptions(plan=chosen(place, "u1"), **words)
-    source = Source(
-        ArrayVolume(np.zeros((20, 23, 25), "u1")), roi=None, border="valid", network=place.network, allow_nan=False
-    )
+    work = choice.Work(place.network, place.network.dense_size((20, 23, 25)), 1, 4)
     with pytest.raises(PlanFileError, match=said):
-        choice.choose(wishes, place.network, source, np.dtype("f4"), masks=False, site=Site(this_machine()))
+        choice.choose(wishes, work, OpenTarget(machine=this_machine()))
 
 
 def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
@@ -154,26 +148,26 @@ def test_a_run_that_goes_on_may_not_be_asked_for_what_its_plan_is_not() -> None:
     begun = JournalHeader({}, {"only": []}, plan.to_json(), "", plan.columns)
     none = RunOptions()
     for kept in (none, replace(none, cover="patches"), replace(none, patch=(176, 176, 176))):
-        choice.check_wishes(kept, begun, plan)
+        check_options(kept, begun, plan)
     with pytest.raises(ResumeError, match=r"layers that take their fragments in parts, and now .* depth_first=False"):
-        choice.check_wishes(replace(none, depth_first=False), begun, plan)
+        check_options(replace(none, depth_first=False), begun, plan)
     with pytest.raises(ResumeError, match=r"began with cover='patches', and now it is cover='columns'; leave it out"):
-        choice.check_wishes(replace(none, cover="columns"), begun, plan)
+        check_options(replace(none, cover="columns"), begun, plan)
     together = znnpy.plan("fib25_boundary", shape=(60, 60, 60), depth_first=False, cover="columns")
     assert together.walks
     assert max(together.parts) == 1
-    choice.check_wishes(replace(none, depth_first=False, cover="columns"), begun, together)
+    check_options(replace(none, depth_first=False, cover="columns"), begun, together)
 
 
 def test_networks_that_are_called_take_the_same_words(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
 
-    def note(*shapes: Any, **words: Any) -> Plan:
-        plans.append(make_plan(*shapes, **words))
-        assert words["depth_first"] is False
+    def note(request: PlanRequest, costs: CostModel) -> Plan:
+        assert not request.constraints.depth_first
+        plans.append(make_plan(request, costs))
         return plans[-1]
 
-    monkeypatch.setattr(array_session, "make_plan", note)
+    monkeypatch.setattr(choice, "make_plan", note)
     net = load_network(place.folder / "net.yaml")
     array = np.random.default_rng(2).integers(0, 256, (31, 23, 25), np.uint8)
     columns, patches = (net(array, cover=cover, depth_first=False, patch=(4, 4, 4)) for cover in COVERS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from flat_requests import make_plan
 from odd import (
     MACHINE,
     NETWORKS,
@@ -35,7 +36,6 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.patches import Column
 from znnpy.planner import search
 from znnpy.planner.candidates import Space, splits
-from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3, multiply, turned, turned_back
 from znnpy.volume.array import ArrayVolume

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from emulated import EmulatedDevice, compiler
+from flat_requests import make_plan
 from hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
 from hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from odd import NETWORKS, ODDER, Poisoned, assert_dense, definition, small, some_volume, trained
@@ -25,7 +26,6 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import HostedMode
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
 from znnpy.run import host, pipeline
 from znnpy.run.hosted import HostedSession
 from znnpy.shapes import turned, turned_back

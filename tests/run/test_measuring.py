@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
+from flat_requests import request_of
 
 from znnpy.errors import DeviceError, DeviceLostError, NoPlanError, VramError
 from znnpy.kernels.crew import Crew
@@ -16,11 +17,13 @@ from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
+from znnpy.option_values import COVERS, Cover
 from znnpy.planner.cost import UNSEEN_UNITS, Rates
 from znnpy.planner.memory import DeviceKind
+from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan, device_of
+from znnpy.planner.request import Constraints, CostModel
 from znnpy.planner.samples import samples
-from znnpy.planner.search import make_plan
 from znnpy.planner.sizes import SIZES
 from znnpy.run import clocks
 from znnpy.run.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
@@ -159,8 +162,10 @@ def test_a_layer_that_has_no_room_says_nothing_of_smaller_ones(error: type[Excep
     found = list(timer(clock).times(tasks(table=FAKES), clock))
     assert {task.primitive.name for task, spent in found if spent is None} == {FAST.name}
     rooms: Rooms = {"cpu": 2**34}
-    learner = Learner({"cpu": Rates()}, timer(clock), lambda *_: nullcontext(clock), LIMITS.threads, rooms, FAKES)
-    assert learner.learn(lambda known: made(known["cpu"], columns=None, part=1))
+    learner = Learner(
+        {"cpu": Rates()}, timer(clock), lambda *_: nullcontext(clock), LIMITS.threads, rooms, CostModel(table=FAKES)
+    )
+    assert learner.learn_layers(made(Rates()))
     assert learner.rates["cpu"].refused == {}
 
 
@@ -188,25 +193,28 @@ def test_a_gpu_that_a_layer_broke_ends_measuring(monkeypatch: pytest.MonkeyPatch
         list(Timer(1e9, lambda progress: None).times([task], clocks.GpuClock(broken)))
 
 
-def made(rates: Rates, *, columns: bool | None, part: int) -> Plan:
-    limits = Limits(2**30, 2).part(part)
-    return make_plan(NETWORK, (40, 40, 40), MACHINE, limits, table=FAKES, rates=rates, columns=columns, baseline=0)
+ASKED = request_of(NETWORK, (40, 40, 40), MACHINE, Limits(2**30, 2), baseline=0)
+
+
+def made(rates: Rates, cover: Cover | None = None, part: int = 1) -> Plan:
+    within = replace(ASKED, limits=ASKED.limits.part(part), constraints=Constraints(cover=cover))
+    return make_plan(within, CostModel({"cpu": rates}, FAKES))
 
 
 def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None:
     clock = Clock()
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
-    layers = bench.deepen(bench.assumed, made, clock, timer(clock))
+    layers = bench.deepen(bench.assumed, ASKED, clock, timer(clock))
     rates = bench.assumed
     for layer in layers:
         rates = rates.learnt(
             next(p for p in FAKES if p.name == layer.primitive), layer.shape, layer.variant, layer.seconds
         )
-    for columns in (None, True, False):
-        assert all(choice.measured for choice in made(rates, columns=columns, part=1).choices)
-    assert all(choice.measured for choice in made(rates, columns=None, part=16).choices)
+    for cover in (None, *COVERS):
+        assert all(choice.measured for choice in made(rates, cover).choices)
+    assert all(choice.measured for choice in made(rates, part=16).choices)
     assert len(clock.runs) == len(set(clock.runs)) == len(layers)
-    assert bench.deepen(rates, made, clock, timer(clock)) == [], "nothing is left to do"
+    assert bench.deepen(rates, ASKED, clock, timer(clock)) == [], "nothing is left to do"
 
 
 def test_no_plan_is_made_when_the_time_is_up() -> None:
@@ -214,15 +222,13 @@ def test_no_plan_is_made_when_the_time_is_up() -> None:
     late = timer(clock, seconds=1.0)
     clock.now += 2.0
 
-    def make(rates: Rates, *, columns: bool | None, part: int) -> Plan:
-        raise AssertionError("there is no time for it")
-
-    assert Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), make, clock, late) == []
+    nothing_fits = replace(ASKED, limits=Limits(1, 2))  # a plan for it would be an error
+    assert Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), nothing_fits, clock, late) == []
 
 
 def test_refused_layers_are_tried_once() -> None:
     clock = Clock(refuses=FAST.name)
-    layers = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), made, clock, timer(clock))
+    layers = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES).deepen(Rates(), ASKED, clock, timer(clock))
     assert {layer.primitive for layer in layers} <= {SLOW.name, POOL.name}
     assert len(clock.refused) == len(set(clock.refused)) > 0
 
@@ -230,7 +236,7 @@ def test_refused_layers_are_tried_once() -> None:
 def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> None:
     bench = Bench(MACHINE, "cpu", LIMITS, 2**34, FAKES)
     clock = Clock()
-    layers = bench.deepen(bench.assumed, made, clock, timer(clock))
+    layers = bench.deepen(bench.assumed, ASKED, clock, timer(clock))
     before = replace(bench.assumed, by_size={"cpu.conv.fast fp32": (2.0,) * len(SIZES)})
     old = bench.costs(before, {"product": 3, "pool": 1}, layers, None)
     assert old.by_size == before.by_size

@@ -13,12 +13,12 @@ import h5py
 import numpy as np
 import pytest
 from child import infer, thin
+from flat_requests import make_plan
 from odd import Ways, planned
 
 from znnpy import plan
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Limits, this_machine
-from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3
 from znnpy.trained import load_network

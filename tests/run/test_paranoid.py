@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flat_requests import make_plan
 
 from znnpy.errors import VerifyError
 from znnpy.kernels.reference import convolve, fragments, max_filter, max_pool, maxout
@@ -17,9 +18,8 @@ from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.paranoid import check_plan, positions, voxel
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
-from znnpy.run.devices import Site
 from znnpy.run.layer import HostLayer, Position, Values
+from znnpy.run.target import OpenTarget
 from znnpy.run.timing import Progress, bytes_of
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 from znnpy.verify import Judged
@@ -80,8 +80,8 @@ def plan() -> Plan:
     return make_plan(MIXED, (6, 7, 8), this_machine(), Limits(2**33, 2), columns=False)
 
 
-def site() -> Site:
-    return Site(this_machine())
+def site() -> OpenTarget:
+    return OpenTarget(machine=this_machine())
 
 
 def test_a_plan_that_is_right_passes_layer_by_layer(plan: Plan) -> None:
@@ -126,10 +126,10 @@ def test_layers_that_do_not_fit_are_checked_on_fewer_images_or_said(
     many = next(c for c in plan.choices if c.shape.batch > 1)
     one = bytes_of(find(many.primitive), replace(many.shape, batch=1), many.variant, 1)
     only = replace(plan, choices=(many,), limits=replace(plan.limits, threads=1))
-    monkeypatch.setattr(Site, "room", lambda self, limits: one)
+    monkeypatch.setattr(OpenTarget, "room", lambda self, limits: one)
     check_plan(only, MIXED, site(), lambda progress: None)
     assert [shape.batch for shape in seen] == [1]
-    monkeypatch.setattr(Site, "room", lambda self, limits: one - 1)
+    monkeypatch.setattr(OpenTarget, "room", lambda self, limits: one - 1)
     with pytest.raises(VerifyError, match=r"to be checked, and there are .*: plan within less memory"):
         check_plan(only, MIXED, site(), lambda progress: None)
 

@@ -7,29 +7,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import ClassVar
 
 import pytest
 from fakes import FAST, MACHINE, POOL, SLOW, Fake
+from flat_requests import request_of
 
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
+from znnpy.option_values import RigorLevel
 from znnpy.options import PlanOptions
 from znnpy.planner.cost import Rates
+from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
-from znnpy.planner.search import make_plan
+from znnpy.planner.request import Constraints, CostModel, KnownRates, PlanRequest, Rigor
 from znnpy.planner.sizes import SIZES
-from znnpy.run.devices import Site
-from znnpy.run.learning import Known, Learner
-from znnpy.run.rigor import HOPE, Study, rigor_of
+from znnpy.run.learning import Learner
+from znnpy.run.rigor import HOPE, Study, _in_turn, _learnt, rigor_of
+from znnpy.run.target import OpenTarget
 from znnpy.run.timing import Progress, Timer, Where, bytes_of
 from znnpy.shapes import LayerShape
 
 NETWORK = Network("three", 1, (Conv((2, 2, 2), 3), Pool((2, 2, 2)), Conv((2, 2, 2), 2)))
 LIMITS = Limits(2**34, 2)
-SITE = Site(MACHINE)
+SITE = OpenTarget(machine=MACHINE)
 RATES = Rates(stage_seconds=0.0)
 THIRD = Fake("cpu.conv.third", "conv", flops=4.5)  # FAST's best variant takes 2.5
 TABLE = (SLOW, FAST, THIRD, POOL)
@@ -57,21 +60,26 @@ class Clock:
         return took
 
     @contextmanager
-    def on(self, site: Site, where: Where, seconds: float) -> Iterator[Clock]:
+    def on(self, site: OpenTarget, where: Where, seconds: float) -> Iterator[Clock]:
         assert (site, where) == (SITE, Where("cpu", LIMITS.threads))
         assert seconds > 0
         yield self
 
-    def study(self, rigor: Any, seconds: float = inf, told: list[Progress] | None = None) -> Study:
+    def study(self, told: list[Progress] | None = None) -> Study:
         tell = (lambda progress: None) if told is None else told.append
-        return Study(rigor, seconds, tell, clock=self.on, now=lambda: self.now, table=TABLE)
+        return Study(tell, clock=self.on, now=lambda: self.now, costs=CostModel(table=TABLE))
 
 
-KNOWN: Known = {"cpu": RATES}
+KNOWN: KnownRates = {"cpu": RATES}
 
 
-def made(known: Known) -> Plan:
-    return make_plan(NETWORK, (40, 40, 40), MACHINE, LIMITS, table=TABLE, rates=known["cpu"], baseline=0)
+def asked(rigor: RigorLevel, seconds: float = inf) -> PlanRequest:
+    request = request_of(NETWORK, (40, 40, 40), MACHINE, LIMITS, baseline=0)
+    return replace(request, rigor=Rigor(rigor, seconds))
+
+
+def made(known: KnownRates) -> Plan:
+    return make_plan(asked("estimate"), CostModel(known, TABLE))
 
 
 def primitives(plan: Plan) -> set[str]:
@@ -82,8 +90,8 @@ def test_what_is_slower_than_its_estimate_makes_way_for_the_next_best() -> None:
     told: list[Progress] = []
     clock = Clock({FAST.name: 5.0, THIRD.name: 1.2})
     assert primitives(made(KNOWN)) == {FAST.name, POOL.name}
-    study = clock.study("measure", told=told)
-    rates = study.rates(SITE, LIMITS, KNOWN, made)
+    study = clock.study(told=told)
+    rates = study.rates(SITE, asked("measure"), KNOWN)
     assert primitives(made(rates)) == primitives(made({"cpu": clock.truth})) == {THIRD.name, POOL.name}
     assert made(rates).seconds == pytest.approx(made({"cpu": clock.truth}).seconds, rel=0.02)
     assert all(choice.measured for choice in made(rates).choices)
@@ -97,10 +105,10 @@ def test_what_is_slower_than_its_estimate_makes_way_for_the_next_best() -> None:
 
 def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
     clock = Clock({THIRD.name: 0.51})
-    rates = clock.study("measure").rates(SITE, LIMITS, KNOWN, made)
+    rates = clock.study().rates(SITE, asked("measure"), KNOWN)
     assert primitives(made(rates)) == {FAST.name, POOL.name}
-    study = clock.study("exhaustive")
-    rates = study.rates(SITE, LIMITS, KNOWN, made)
+    study = clock.study()
+    rates = study.rates(SITE, asked("exhaustive"), KNOWN)
     assert study.done == "exhaustive"
     assert rates["cpu"].hope == 1
     assert primitives(made(rates)) == primitives(made({"cpu": clock.truth})) == {THIRD.name, POOL.name}
@@ -109,19 +117,19 @@ def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
 
 def test_nothing_is_timed_for_an_estimate() -> None:
     clock = Clock({})
-    study = clock.study("estimate")
-    assert study.rates(SITE, LIMITS, KNOWN, made) is KNOWN
+    study = clock.study()
+    assert study.rates(SITE, asked("estimate"), KNOWN) is KNOWN
     assert (study.done, clock.runs, study.found) == ("estimate", [], {})
 
 
 @pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
-def test_when_the_time_is_up_the_best_so_far_is_kept_and_that_is_said(rigor: str) -> None:
+def test_when_the_time_is_up_the_best_so_far_is_kept_and_that_is_said(rigor: RigorLevel) -> None:
     whole = Clock({FAST.name: 5.0})
-    whole.study(rigor).rates(SITE, LIMITS, KNOWN, made)
+    whole.study().rates(SITE, asked(rigor), KNOWN)
     clock = Clock({FAST.name: 5.0})
     limit = 0.3 * (whole.now - 100.0)
-    study = clock.study(rigor, limit)
-    rates = study.rates(SITE, LIMITS, KNOWN, made)
+    study = clock.study()
+    rates = study.rates(SITE, asked(rigor, limit), KNOWN)
     assert 0 < len(clock.runs) < len(whole.runs)
     assert study.done == "measure"
     (sentence,) = study.sentences
@@ -130,49 +138,62 @@ def test_when_the_time_is_up_the_best_so_far_is_kept_and_that_is_said(rigor: str
     assert made(rates).seconds > 0
 
 
-@pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
-def test_who_makes_plans_sooner_is_asked_first(rigor: str) -> None:
-    """And may find none; the first plan of each costs none of the time."""
-    clock, asked = Clock({FAST.name: 5.0}), list[str]()
+class Noted(Learner):
+    """Notes whose plans it makes: each first plan takes long, and one request has none."""
 
-    def sooner(known: Known) -> Plan:
-        asked.append("sooner")
-        clock.now += 0.0 if clock.runs else 1000.0
-        return made(known)
+    asked: ClassVar[list[str]] = []
 
-    def none(known: Known) -> Plan:
-        asked.append("none")
-        raise NoPlanError("not so")
+    def plan(self, request: PlanRequest) -> Plan:
+        name = {1: "none", 2: "sooner", 4: "whole"}[request.itemsize_in]
+        Noted.asked.append(name)
+        if name == "none":
+            raise NoPlanError("not so")
+        return made(self.rates)
 
-    def whole(known: Known) -> Plan:
-        asked.append("whole")
-        clock.now += 1000.0
-        return made(known)
 
-    found = clock.study(rigor, 999.0)
-    rates = found.rates(SITE, LIMITS, KNOWN, none, sooner, whole)
-    turns = 1 if rigor == "measure" else 2
-    assert asked.count("whole") == asked.count("none") == turns
-    assert asked.index("none") < asked.index("sooner") < asked.index("whole")
-    assert (found.done, found.sentences) == (rigor, [])
-    assert primitives(made(rates)) == {THIRD.name, POOL.name}
+def test_requests_are_learnt_in_turn() -> None:
+    """One before the last may have no plan; the first plan of each costs none of the time."""
+    clock = Clock({FAST.name: 5.0})
+    Noted.asked.clear()
+    costs = CostModel(table=TABLE)
+    timer = Timer(999.0, lambda progress: None, lambda: clock.now + 1000.0 * len(Noted.asked) * (not clock.runs))
+    learner = Noted({"cpu": RATES}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": 2**34}, costs)
+    none, sooner, whole = (replace(asked("measure"), itemsize_in=count) for count in (1, 2, 4))
+    assert _learnt(learner, [none, sooner, whole])
+    assert Noted.asked.count("whole") == Noted.asked.count("none") == 1
+    assert Noted.asked.index("none") < Noted.asked.index("sooner") < Noted.asked.index("whole")
+    assert primitives(made(learner.rates)) == {THIRD.name, POOL.name}
     with pytest.raises(NoPlanError, match="not so"):
-        clock.study(rigor).rates(SITE, LIMITS, KNOWN, made, none)
+        _learnt(learner, [whole, none])
+
+
+def test_one_device_is_measured_before_several() -> None:
+    """Where the plan of a mode takes many plans of one device."""
+    request = asked("measure")
+    assert _in_turn(request) == [request]
+    gpu = replace(request, target=replace(request.target, device="gpu", mode="gpu"))
+    assert _in_turn(gpu) == [gpu]
+    for target in (replace(gpu.target, mode="side-by-side"), replace(gpu.target, devices=2)):
+        both = replace(gpu, target=target, constraints=Constraints(only=("gpu.conv.a", "cpu.conv.b")))
+        alone, last = _in_turn(both)
+        assert last == both
+        assert (alone.target.mode, alone.target.devices) == ("gpu", 1)
+        assert ("cpu.conv.b" in alone.constraints.only) == (target.mode == "gpu")
 
 
 def test_a_layer_that_does_not_fit_the_time_leaves_it_undone() -> None:
     """Whatever else was timed."""
     expected = max(c.seconds for c in made(KNOWN).choices)
     clock = Clock({})
-    study = clock.study("measure", 4 * expected)
-    study.rates(SITE, LIMITS, KNOWN, made)
+    study = clock.study()
+    study.rates(SITE, asked("measure", 4 * expected), KNOWN)
     assert len(clock.runs) > 0
     assert len(study.sentences) == 1
 
 
 def test_what_is_refused_is_remembered_with_its_words_and_not_chosen() -> None:
     clock = Clock({}, refuses=FAST.name)
-    rates = clock.study("measure").rates(SITE, LIMITS, KNOWN, made)
+    rates = clock.study().rates(SITE, asked("measure"), KNOWN)
     assert set(rates["cpu"].refused.values()) == {"cuDNN has no plan"}
     assert primitives(made(rates)) == {THIRD.name, POOL.name}
     assert len(clock.runs) == len(set(clock.runs))
@@ -189,18 +210,20 @@ def test_long_and_large_layers_run_on_fewer_images() -> None:
         clock = Clock({})
         slow = RATES.scaled(1 / factor, 1 / factor)
         timer = Timer(inf, lambda progress: None, lambda: 0.0)
-        learner = Learner({"cpu": slow}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": room}, TABLE)
-        learner.learn(lambda known: plan)
+        learner = Learner(
+            {"cpu": slow}, timer, partial(clock.on, SITE), LIMITS.threads, {"cpu": room}, CostModel(table=TABLE)
+        )
+        learner.learn_layers(plan)
         batches = [shape.batch for name, shape, _ in clock.runs if name == last.primitive and shape.in_shape[4] == 3]
         assert batches == [most] * (most > 0)
         assert ((primitive, last.shape, last.variant) in learner.too_large.get("cpu", ())) == (most == 0)
 
 
 @pytest.mark.parametrize("rigor", ["measure", "exhaustive"])
-def test_layers_for_which_there_is_no_room_are_told(rigor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Site, "room", lambda *_: 1000)
-    found = Clock({}).study(rigor)
-    rates = found.rates(SITE, LIMITS, KNOWN, made)
+def test_layers_for_which_there_is_no_room_are_told(rigor: RigorLevel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenTarget, "room", lambda *_: 1000)
+    found = Clock({}).study()
+    rates = found.rates(SITE, asked(rigor), KNOWN)
     assert rates["cpu"].measured == {}
     assert found.done == "measure"
     (sentence,) = found.sentences
@@ -211,10 +234,10 @@ def test_layers_for_which_there_is_no_room_are_told(rigor: Any, monkeypatch: pyt
 
 
 def test_words_that_there_are_not() -> None:
-    assert rigor_of("estimate", None) == ("estimate", inf)
-    assert rigor_of("measure", None) == ("measure", 60.0)
-    assert rigor_of("measure", 5.0) == ("measure", 5.0)
-    assert rigor_of("exhaustive", None) == ("exhaustive", inf)
+    assert rigor_of("estimate", None) == Rigor("estimate", inf)
+    assert rigor_of("measure", None) == Rigor("measure", 60.0)
+    assert rigor_of("measure", 5.0) == Rigor("measure", 5.0)
+    assert rigor_of("exhaustive", None) == Rigor("exhaustive", inf)
     with pytest.raises(ValueError, match="there is no rigor 'patient'; choose one of estimate, measure, exhaustive"):
         PlanOptions(rigor="patient")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a time limit is for layers that are measured"):

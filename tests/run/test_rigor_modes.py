@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,17 +18,19 @@ from znnpy.kernels.table import IN_HOST_RAM, find
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Conv
 from znnpy.option_values import AskedMode
+from znnpy.planner import modes
 from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.options import JOINING, KEEPING
 from znnpy.planner.plan import Plan
+from znnpy.planner.request import KnownRates
 from znnpy.planner.sizes import SIZES
-from znnpy.run import choice, devices, modes, rigor
-from znnpy.run.devices import Site, opened
+from znnpy.run import rigor, target
+from znnpy.run.asked import AskedDevices
 from znnpy.run.hosted import ALL
-from znnpy.run.learning import Known
-from znnpy.run.rigor import Study, layers_timed
+from znnpy.run.rigor import Study
+from znnpy.run.target import DRIVER, OpenTarget, Targets
 from znnpy.run.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
 from znnpy.shapes import ConvShape, LayerShape
 
@@ -97,11 +98,10 @@ class Clocks:
 
 @pytest.fixture(autouse=True)
 def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (devices, choice):
-        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", gpu_rates)
-    monkeypatch.setattr(modes, "processor_rates", cpu_rates)
+    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
+    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
+    monkeypatch.setattr(DRIVER, "rates", gpu_rates)
+    monkeypatch.setattr(target, "processor_rates", cpu_rates)
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_hosted_layers_that_a_gpu_refuses_are_the_processors(go: Callable[..., P
 
 
 def test_auto_takes_a_mode_by_what_was_measured(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(modes, "THRESHOLDS", modes.Thresholds(long_seconds=0.0))
     words = {"device": "gpu", "cover": None}
     assert go("auto", None, **words).mode != "gpu"
     slow = {p.name: 1000.0 for p in ALL if p.name.startswith("cpu.") or p is HOST_RAM}
@@ -220,7 +220,7 @@ def test_all_devices_share_the_time(go: Callable[..., Plan], monkeypatch: pytest
 
 
 def test_layers_that_do_not_fit_a_memory_are_told(go: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Site, "room", lambda self, limits: 1000 if self.device == "cpu" else 2**30)
+    monkeypatch.setattr(OpenTarget, "room", lambda self, limits: 1000 if self.device == "cpu" else 2**30)
     clocks, told = Clocks({}), list[str]()
     made = go("gpu-host", clocks, only=HOST_RAM.name, tell=told.append)
     assert set(clocks.names) == {ON_GPU}
@@ -252,15 +252,16 @@ def test_layers_of_a_plan_that_was_made_elsewhere(go: Callable[..., Plan], mode:
     """Once they are known nothing is timed."""
     words = {"only": HOST_RAM.name} if mode == "gpu-host" else {"precision": None} if mode == "cpu" else {}
     made, clocks = go(mode, None, **words), Clocks({"": 3.0})
-    known: Known = {"gpu": gpu_rates(), "cpu": cpu_rates()}
+    known: KnownRates = {"gpu": gpu_rates(), "cpu": cpu_rates()}
 
     def study() -> Study:
-        return Study("measure", inf, clock=lambda site, *words: clocks.at(words[0], site.gpu, site.machine, words[1]))
+        return Study(clock=lambda target, where, seconds: clocks.at(where, target.gpu, target.machine, seconds))
 
-    with opened(made.device) as site:
-        learnt = layers_timed(made, site, known, study())
+    with Targets(AskedDevices(made.device)) as targets:
+        opened = targets.first()
+        learnt = study().layers_timed(made, opened, known)
         runs = len(clocks.runs)
-        again = layers_timed(made, site, learnt, study())
+        again = study().layers_timed(made, opened, learnt)
     assert 0 < runs == len(clocks.runs)
     assert again == learnt
     for where, chosen in layers_of(made):

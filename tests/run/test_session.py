@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from flat_requests import make_plan
 from odd import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
@@ -14,7 +15,6 @@ from znnpy.kernels.primitive import ConvWeights, Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network, Normalise, Pool
-from znnpy.planner.search import make_plan
 from znnpy.run.session import Session
 from znnpy.trained import TrainedNetwork, load_network
 

@@ -1,40 +1,24 @@
-"""Which plan a run takes: the one it was given, the one it began with, or the fastest."""
+"""The plan that a run takes: the one that it was given, or the fastest."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
-from znnpy.kernels.gpu.device import find_gpu
-from znnpy.machine import Limits, Machine, parse_bytes
+from znnpy.errors import NoPlanError, PlanFileError
+from znnpy.machine import Limits, parse_bytes
 from znnpy.network import Network
-from znnpy.option_values import Cover
-from znnpy.options import RunOptions
+from znnpy.options import PlanningOptions, RunOptions
 from znnpy.planner.beside import moving_whole
 from znnpy.planner.explain import human_bytes
-from znnpy.planner.memory import (
-    MARGIN_BYTES,
-    DeviceKind,
-    baseline_bytes,
-    context_bytes,
-    mebibytes,
-    moving_bytes,
-    staging_bytes,
-)
-from znnpy.planner.plan import AGAIN, Choice, Plan
-from znnpy.planner.search import make_plan
-from znnpy.run.devices import Site
-from znnpy.run.modes import Task, names_on, processor_plans
-from znnpy.shapes import Vec3, text
-from znnpy.volume.journal import JournalHeader, Settings
-from znnpy.volume.source import Source
-from znnpy.wording import excerpt, option
+from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, context_bytes, moving_bytes, staging_bytes
+from znnpy.planner.modes import make_plan
+from znnpy.planner.plan import Plan
+from znnpy.planner.request import Constraints, CostModel, PlanRequest
+from znnpy.run.target import OpenTarget
+from znnpy.shapes import Vec3
+from znnpy.wording import option
 
 
 def given_plan(asked: RunOptions) -> Plan | None:
@@ -42,117 +26,100 @@ def given_plan(asked: RunOptions) -> Plan | None:
     return asked.plan if isinstance(asked.plan, Plan) or asked.plan is None else Plan.load(Path(asked.plan))
 
 
-def columns_only(cover: Cover | None) -> bool | None:
-    """Return whether only columns are allowed, or only patches (False); None where both are."""
-    return None if cover is None else cover == "columns"
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be computed.
 
-
-def choose(
-    wishes: RunOptions,
-    network: Network,
-    source: Source,
-    output_dtype: np.dtype[Any],
-    *,
-    masks: bool,
-    site: Site,
-    result_bytes: int = 0,
-) -> Plan:
-    """The plan that was given, once it is known to run here; else the fastest one.
-
-    masks         voxels that are not finite are allowed, so each patch comes with a mask of them.
-    result_bytes  of the process's memory that an output in memory takes.
+    output           voxels (z, y, x) that are predicted
+    itemsize_in      bytes per voxel of the volume as stored; itemsize_out: bytes per value of the output
+    masks            voxels that are not finite are allowed, so each patch comes with a mask of them
+    unpacking_bytes  what the process takes to unpack the volume's chunks
+    held_bytes       what else it will hold beside the plan, such as weights to be read or an output in memory
     """
-    given = given_plan(wishes)
-    if given is not None:
-        return _known_to_run(
-            given, wishes, network, source, output_dtype, masks=masks, site=site, result_bytes=result_bytes
-        )
-    unpacking = source.volume.extra_bytes
-    limits = site.limits(wishes.ram, wishes.threads, wishes.vram)
-    baseline = baseline_bytes() + site.later_bytes + unpacking + result_bytes
-    rates = site.rates(network, limits)
-    alike: dict[str, Any] = {
-        "itemsize_in": source.dtype.itemsize,
-        "itemsize_out": output_dtype.itemsize,
-        "columns": columns_only(wishes.cover),
-        "depth_first": wishes.depth_first,
-        "masks": masks,
-    }
 
-    def make(output: Vec3, limits: Limits, **more: Any) -> Plan:
-        words: dict[str, Any] = {
-            "patch": wishes.patch,
-            "only": names_on(site.device, wishes.names, wishes.mode),
-            "baseline": baseline,
-            "rates": rates,
-        }
-        return make_plan(network, output, site.machine, limits, **{**words, **alike, **site.words(), **more})
+    network: Network
+    output: Vec3
+    itemsize_in: int
+    itemsize_out: int
+    masks: bool = False
+    unpacking_bytes: int = 0
+    held_bytes: int = 0
 
-    beside = processor_plans(site, network, wishes.names, **alike)
-    task = Task(
-        wishes.mode,
-        site,
-        network,
-        source.output,
-        limits,
-        baseline,
-        wishes.names,
-        masks,
-        make=make,
-        processor=beside,
+    def baseline(self, target: OpenTarget) -> int:
+        """Return the bytes of the process without the plan."""
+        return baseline_bytes() + target.later_bytes + self.unpacking_bytes + self.held_bytes
+
+
+def request_for(asked: PlanningOptions, work: Work, target: OpenTarget, limits: Limits) -> PlanRequest:
+    """Return the request that options mean on a target."""
+    return PlanRequest(
+        network=work.network,
+        output=work.output,
+        limits=limits,
+        target=target.planned(asked.mode),
+        itemsize_in=work.itemsize_in,
+        itemsize_out=work.itemsize_out,
+        constraints=Constraints(asked.patch, asked.names, asked.cover, asked.depth_first),
+        baseline=work.baseline(target),
+        masks=work.masks,
     )
+
+
+def choose(asked: RunOptions, work: Work, target: OpenTarget) -> Plan:
+    """Return the plan that was given, once it is known to run here; else the fastest one."""
+    given = given_plan(asked)
+    if given is not None:
+        return _known_to_run(given, asked, work, target)
+    request = request_for(asked, work, target, target.limits(asked.ram, asked.threads, asked.vram))
     try:
-        return task.best()[0]
+        return make_plan(request, CostModel(target.known_rates(work.network, request.limits, asked.mode)))
     except NoPlanError as error:
-        if not unpacking:
+        if not work.unpacking_bytes:
             raise
         raise NoPlanError(
-            f"{error}; the process takes {human_bytes(unpacking)} to unpack the volume's large chunks, and would take "
-            "nothing for chunks of about 1 MiB"
+            f"{error}; the process takes {human_bytes(work.unpacking_bytes)} to unpack the volume's large chunks, and "
+            "would take nothing for chunks of about 1 MiB"
         ) from None
 
 
-def _known_to_run(
-    plan: Plan,
-    wishes: RunOptions,
-    network: Network,
-    source: Source,
-    output_dtype: np.dtype[Any],
-    *,
-    masks: bool,
-    site: Site,
-    result_bytes: int,
-) -> Plan:
-    """`plan`, charged with what this process, volume and output take where that is more; PlanFileError if too much."""
+def leaner_options(asked: RunOptions, target: OpenTarget, plan: Plan) -> RunOptions:
+    """Return options for a plan within what the GPU has now that it refused what `plan` needs."""
+    ram = plan.limits.ram_bytes if asked.ram is None else asked.ram
+    return replace(asked, ram=ram, vram=target.less_than(plan), threads=plan.limits.threads)
+
+
+def _known_to_run(plan: Plan, asked: RunOptions, work: Work, target: OpenTarget) -> Plan:
+    """Return `plan`, charged with what this process, volume and output take; PlanFileError if that is too much."""
+    network = work.network
     words = (
-        ("threads", wishes.threads is not None),
-        ("patch", wishes.patch is not None),
-        ("only", bool(wishes.names)),
-        ("cover", wishes.cover is not None),
-        ("depth_first", not wishes.depth_first),
-        ("device", wishes.device not in ("auto", plan.device)),
-        ("mode", wishes.mode not in ("auto", plan.mode)),
-        ("precision", plan.device == "gpu" and wishes.precision not in (None, plan.precision)),
-        ("costs", wishes.costs is not None),
+        ("threads", asked.threads is not None),
+        ("patch", asked.patch is not None),
+        ("only", bool(asked.only)),
+        ("cover", asked.cover is not None),
+        ("depth_first", not asked.depth_first),
+        ("device", asked.device not in ("auto", plan.device)),
+        ("mode", asked.mode not in ("auto", plan.mode)),
+        ("precision", plan.device == "gpu" and asked.precision not in (None, plan.precision)),
+        ("costs", asked.costs is not None),
     )
     if given := [option(word, False if word == "depth_first" else None) for word, is_given in words if is_given]:
         raise PlanFileError(
             "a plan fixes device, precision, threads, primitives, and patches or columns already; "
             f"leave out {' and '.join(given)}, or leave out {option('plan')}"
         )
-    if site.devices > 1 and plan.hosted:
+    if target.devices > 1 and plan.hosted:
         raise PlanFileError(
             f"the plan is of {option('mode', plan.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
-    plan.check_runs(network, site.machine)  # before its layers and columns are counted for this output
-    held = baseline_bytes() + site.later_bytes + source.volume.extra_bytes + result_bytes
-    cover = replace(plan, output=source.output).cover(network)
-    itemsizes = source.dtype.itemsize, output_dtype.itemsize
+    plan.check_runs(network, target.machine)  # before its layers and columns are counted for this output
+    held = work.baseline(target)
+    cover = replace(plan, output=work.output).cover(network)
+    itemsizes, masks = (work.itemsize_in, work.itemsize_out), work.masks
     reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
     if plan.hosted:  # no patch goes to the GPU, but what is handed over
         out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
         staging = staging_bytes(plan.handover_bytes // plan.parts[plan.hosted], out_bytes, writes=cover.steps(0))
-    context = context_bytes(site.context_bytes) if plan.device == "gpu" else 0
+    context = context_bytes(target.context_bytes) if plan.device == "gpu" else 0
     memory = replace(
         plan.memory,
         baseline=held if held > plan.memory.baseline + MARGIN_BYTES else plan.memory.baseline,
@@ -160,166 +127,17 @@ def _known_to_run(
         writing=max(writing, plan.memory.writing),
         staging=max(staging, plan.memory.staging),
         context=max(context, plan.memory.context),
-        devices=site.devices,
+        devices=target.devices,
     )
-    here = plan.covering(source.output, network, memory)
+    here = plan.covering(work.output, network, memory)
     here = replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
     if plan.beside is not None:
         moved = replace(plan.beside, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
         beside = moving_whole(moved, network, masks=masks)
         here = moving_whole(here, network, masks=masks)
         here = replace(here, beside=beside, memory=replace(here.memory, beside=beside.memory.peak))
-    ram_bytes = plan.limits.ram_bytes if wishes.ram is None else parse_bytes(wishes.ram)
-    vram_bytes = plan.limits.vram_bytes if wishes.vram is None else parse_bytes(wishes.vram)
-    here.check_runs(network, site.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
-    site.check_free(here)
+    ram_bytes = plan.limits.ram_bytes if asked.ram is None else parse_bytes(asked.ram)
+    vram_bytes = plan.limits.vram_bytes if asked.vram is None else parse_bytes(asked.vram)
+    here.check_runs(network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
+    target.check_free(here)
     return here
-
-
-def plan_begun(
-    begun: JournalHeader, settings: Settings, network: Network, machine: Machine, output: Vec3, *, devices: int
-) -> Plan:
-    """The plan of a run that goes on, on so many devices now.
-
-    output  voxels along z, y, x that the run writes.
-
-    ResumeError where this machine or its libraries would round differently, where that is too much memory, and where
-    the plan is of another output.
-    """
-    for name in ("processor", "versions", "gpu"):
-        before, now = _differing(begun.settings.get(name), settings.get(name))
-        if before != now:
-            raise ResumeError(
-                f"the run began with {name} {excerpt(json.dumps(before))}, and here they are {json.dumps(now)}, which "
-                f"may round differently; resume where it began, or start again with {option('overwrite', True)}"
-            )
-    if begun.blas != machine.blas:
-        raise ResumeError(
-            f"the run began with BLAS kernels {excerpt(begun.blas)}, and this process runs {machine.blas}, which round "
-            "differently; resume in the environment it began in (OPENBLAS_CORETYPE chooses OpenBLAS's kernels before "
-            f"numpy is loaded), or start again with {option('overwrite', True)}"
-        )
-    try:
-        plan = Plan.from_json(begun.plan)
-        if devices > 1 and plan.hosted:
-            raise ResumeError(
-                f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
-            )
-        plan = replace(plan, memory=replace(plan.memory, devices=devices), alone=None)
-        plan.check_runs(network, machine, ram_bytes=plan.limits.ram_bytes)
-    except PlanFileError as error:
-        raise ResumeError(
-            f"the plan that the run began with: {_why(error)}; start again with {option('overwrite', True)}"
-        ) from None
-    if plan.output != output:
-        raise ResumeError(
-            f"the run began with a plan for {text(plan.output)} voxels, and its output has {text(output)}; start again "
-            f"with {option('overwrite', True)}"
-        )
-    if (columns := len(plan.parts_of(network))) != begun.columns:
-        raise ResumeError(
-            f"the journal of the run counts {begun.columns} columns, and its plan has {columns}; start again with "
-            f"{option('overwrite', True)}"
-        )
-    return plan
-
-
-def _differing(before: object, now: object) -> tuple[object, object]:
-    """Both, or of two dictionaries the entries in which they differ."""
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return before, now
-    return (
-        {key: value for key, value in before.items() if now.get(key) != value},
-        {key: value for key, value in now.items() if before.get(key) != value},
-    )
-
-
-def device_begun(begun: JournalHeader) -> DeviceKind:
-    """Where the layers of a run go on; ResumeError where that is a GPU and there is none to use."""
-    gpu = begun.settings.get("gpu")
-    if gpu is None:
-        return "cpu"
-    try:
-        find_gpu()
-    except DeviceError as error:
-        raise ResumeError(
-            f"the run began on a GPU ({excerpt(json.dumps(gpu))}): {error}; resume where it began, or start again with "
-            f"{option('overwrite', True)}"
-        ) from None
-    return "gpu"
-
-
-def plan_finished(path: Path, plan: object) -> Plan:
-    """The plan that a finished output holds; ResumeError where it holds none, or none that can be read."""
-    try:
-        return Plan.from_json(plan if isinstance(plan, str) else "{}")
-    except PlanFileError as error:
-        raise ResumeError(
-            f"{path} is complete, but what it says of how it was made cannot be read: {_why(error)}; use it as it is, "
-            f"or start again with {option('overwrite', True)}"
-        ) from None
-
-
-def _why(error: PlanFileError) -> str:
-    """Without the advice to make the plan again: an output keeps the plan that it was begun with."""
-    return str(error).removesuffix(f"; {AGAIN}")
-
-
-def check_wishes(wishes: RunOptions, begun: JournalHeader, plan: Plan) -> None:
-    """A run that goes on keeps its plan, because rounding depends on it.
-
-    ResumeError for words that ask for another plan, and for limits that it does not fit in. Limits that it fits in are
-    taken: they change no bytes, see `limits_taken`.
-    """
-    again = f"start again with {option('overwrite', True)}"
-    for word, given, needed in (("ram", wishes.ram, plan.memory.peak), ("vram", wishes.vram, plan.memory.vram)):
-        if given is not None and parse_bytes(given) < needed:
-            raise ResumeError(
-                f"the run began with a plan that needs {mebibytes(needed)}, and {option(word, given)} allows "
-                f"{mebibytes(parse_bytes(given))}; allow as much, or {again}"
-            )
-    chosen = tuple(begun.settings.get("only", ()))
-    for word, before, now in (
-        ("threads", plan.limits.threads, wishes.threads),
-        ("patch", plan.patch_out, wishes.patch and tuple(wishes.patch)),
-        ("cover", "columns" if plan.walks else "patches", wishes.cover),
-        ("device", plan.device, None if wishes.device == "auto" else wishes.device),
-        ("mode", plan.mode, None if wishes.mode == "auto" else wishes.mode),
-        ("precision", plan.precision, wishes.precision if plan.device == "gpu" else None),
-        ("only", chosen, tuple(sorted(wishes.names)) or None),
-    ):
-        if now is not None and before != now:
-            kept = option(word, before) if before else f"no {option(word)}"
-            raise ResumeError(f"the run began with {kept}, and now it is {option(word, now)}; leave it out, or {again}")
-    if not wishes.depth_first and max(plan.parts) > 1:
-        raise ResumeError(
-            "the run began with layers that take their fragments in parts, and now it is "
-            f"{option('depth_first', False)}; leave it out, or {again}"
-        )
-    if wishes.costs is not None:
-        raise ResumeError(f"the run began with a plan, which {option('costs')} would change; leave it out, or {again}")
-    other = given_plan(wishes)
-    if other is not None and _what_runs(other) != _what_runs(plan):
-        raise ResumeError(f"the run began with another plan than {option('plan')} gives; leave it out, or {again}")
-
-
-def limits_taken(wishes: RunOptions, plan: Plan) -> list[str]:
-    """Tell the caller of a resumed run that limits other than those of its plan change nothing."""
-    return [
-        f"the run went on with the plan that it began with, which was made for {human_bytes(before)}: "
-        f"{option(word, given)} changes nothing of it"
-        for word, given, before in (
-            ("ram", wishes.ram, plan.limits.ram_bytes),
-            ("vram", wishes.vram, plan.limits.vram_bytes),
-        )
-        if given is not None and before is not None and parse_bytes(given) != before
-    ]
-
-
-def _what_runs(plan: Plan) -> list[tuple[Vec3, int, int, list[Choice]]]:
-    """What decides the bytes of an output; not how often layers run, which depends on the volume."""
-    return [
-        (one.patch_out, one.axis, one.column, [replace(choice, runs=1) for choice in one.choices])
-        for one in (plan, plan.beside)
-        if one is not None
-    ]

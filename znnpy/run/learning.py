@@ -1,26 +1,26 @@
-"""Plans and measurements in turn: layers of the best plan are timed, until the best plan holds none that was not.
+"""Plans and measurements in turn: layers of the best plan are timed until the best plan holds none that was not.
 
-A layer that turns out slower than its estimate makes way for the next best, which is timed then. With hope, that all
-that was not timed may be faster than its estimate by as much, what is found at the end is beaten by nothing within it.
+A layer that turns out slower than its estimate makes way for the next best, which is timed then. With `hope` = h,
+layers that were not timed count as h times their estimate; no plan beats the last one unless a layer is faster still.
 
 Layers are timed where the plan runs them: on the processor by as many threads as compute there, on the GPU, or, where
-their tensors are in the memory of the host, on the GPU with all that goes up and down. Of these the largest sub-layer
-is timed first, by itself: how they are divided depends on it.
+their tensors are in host memory, on the GPU with all that goes up and down. Of these the largest sub-layer is timed
+first, by itself: how they are divided depends on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from znnpy.kernels.primitive import Primitive, Variant
-from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.planner.cost import Rates
 from znnpy.planner.costs import Measurement
 from znnpy.planner.memory import DeviceKind
+from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
-from znnpy.planner.with_host import Divided
+from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.run.timing import ON_GPU, Clock, Rooms, Task, Timer, Where, lacking, layers_of
 from znnpy.shapes import LayerShape
 
@@ -28,15 +28,13 @@ MOST_LAYER_SECONDS = 2.0  # of one run, as estimated: what takes longer runs on 
 
 LEAST_WORKING = 0.1  # of the time of a layer, whatever its stages are assumed to take to begin
 
-Known = Mapping[DeviceKind, Rates]  # by device, of the processor for all threads that a run may have
-Making = Callable[[Known], Plan]
 Clocks = Callable[[Where, float], AbstractContextManager[Clock]]  # of layers there, in a run of so many seconds
 Case = tuple[Primitive, LayerShape, Variant]
 
 
 @dataclass(slots=True)
 class Learner:
-    """What is known of the devices of a plan, and how more is found out.
+    """What is known of the devices of a plan, and how more is learnt.
 
     threads  that a run may have: those of the processor's rates. Fewer are as much slower
     rooms    of each memory: what takes more is not timed
@@ -47,50 +45,68 @@ class Learner:
     clocks: Clocks
     threads: int
     rooms: Rooms
-    table: Sequence[Primitive] = TABLE
-    in_host_ram: Sequence[Divided] = IN_HOST_RAM
+    costs: CostModel = field(default_factory=CostModel)  # with other rates
     found: list[Measurement] = field(default_factory=list)
     # Layers of plans that one image of does not fit, by the memory that is too small.
     too_large: dict[DeviceKind, set[Case]] = field(default_factory=dict)
     _tried: set[tuple[Where, Case]] = field(default_factory=set)
 
-    def learn(self, make: Making, share: float = 1.0, first: Plan | None = None) -> bool:
-        """Time layers of the plans that `make` makes with what is known; False where the time was up before the end.
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the best plan for a request by what is known."""
+        return make_plan(request, replace(self.costs, rates=self.rates))
+
+    def learn(self, request: PlanRequest, share: float = 1.0, first: Plan | None = None) -> bool:
+        """Time layers of the best plans for a request; return False where the time was up before the end.
 
         share  of the timer's time, after which no further layer is timed
-        first  the plan that it makes now, where somebody has it
+        first  the best plan by what is known now, where somebody has it
 
-        NoPlanError where there is none. What cannot be timed counts as it is estimated.
+        NoPlanError where there is no plan. A layer that cannot be timed counts as it is estimated.
         """
         plan = first
         while self.timer.left(share) > 0:
-            plan = plan or make(self.rates)
-            tasks = self._tasks(plan)
-            if not tasks:
-                return True
-            before = len(self._tried)
-            for where, there in tasks.items():
-                with self.clocks(where, plan.seconds) as clock:
-                    for task, spent in self.timer.times(there, clock, share):
-                        self._tried.add((where, task.case))
-                        self._learnt(where, task, spent)
-            if len(self._tried) == before:
-                return False
+            done = self.time_layers(plan or self.plan(request), share)
+            if done is not None:
+                return done
             plan = None
         return False
 
+    def learn_layers(self, plan: Plan) -> bool:
+        """Time the layers of one plan, whatever the best plan is then; return False where the time was up."""
+        while self.timer.left() > 0:
+            done = self.time_layers(plan)
+            if done is not None:
+                return done
+        return False
+
+    def time_layers(self, plan: Plan, share: float = 1.0) -> bool | None:
+        """Time those layers of a plan that are not known; return True if all are, False if there was no time for one.
+
+        Return None where some were timed.
+        """
+        tasks = self._tasks(plan)
+        if not tasks:
+            return True
+        before = len(self._tried)
+        for where, there in tasks.items():
+            with self.clocks(where, plan.seconds) as clock:
+                for task, spent in self.timer.times(there, clock, share):
+                    self._tried.add((where, task.case))
+                    self._learnt(where, task, spent)
+        return False if len(self._tried) == before else None
+
     def hope(self, hope: float) -> None:
-        """As if layers that are not known took this share of their estimate; 1: as estimated."""
+        """Count layers that are not known as this share of their estimate; 1: as estimated."""
         self.rates = {device: replace(rates, hope=hope) for device, rates in self.rates.items()}
 
     def _rates(self, where: Where) -> Rates:
-        """Of layers that run there."""
+        """Return the rates of layers that run there."""
         rates = self.rates[where.device]
         slower = self.threads / where.threads if where.device == "cpu" else 1.0
         return rates if slower == 1 else rates.slowed(slower)
 
     def _learnt(self, where: Where, task: Task, spent: float | str | None) -> None:
-        """One measurement, or the words of a device that refused it; None: there was no memory for one so large."""
+        """Learn from a measurement, or from the words of a device that refused it; None: too large for the memory."""
         if spent is None:
             return
         rates, primitive = self._rates(where), task.primitive
@@ -104,9 +120,9 @@ class Learner:
         self.rates[where.device] = replace(rates, slower=self.rates[where.device].slower)
 
     def _tasks(self, plan: Plan) -> dict[Where, list[Task]]:
-        """The layers of a plan that are not known at their size, each once; long and large ones on fewer images."""
-        known = {p.name: p for p in self.table}
-        divided = {p.name: p for p in self.in_host_ram}
+        """Return the layers of a plan that are not known at their size, each once; long ones on fewer images."""
+        known = {p.name: p for p in self.costs.table}
+        divided = {p.name: p for p in self.costs.in_host_ram}
         found: dict[Where, dict[Case, Task]] = {}
         for where, choice in layers_of(plan):
             task = None
@@ -122,7 +138,7 @@ class Learner:
         return {where: list(tasks.values()) for where, tasks in found.items()}
 
     def _task(self, where: Where, primitive: Primitive, shape: LayerShape, variant: Variant) -> Task | None:
-        """None where it is known, was tried, or does not fit."""
+        """Return a layer to time; None where it is known, was tried, or does not fit."""
         rates = self._rates(where)
         if rates.knows_size(primitive, shape, variant):
             return None

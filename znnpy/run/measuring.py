@@ -13,20 +13,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 import znnpy
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
+from znnpy.option_values import Cover
 from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.planner.costs import FORMAT, Costs, Measurement, UnitSpeed, versions
 from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind
-from znnpy.planner.plan import Plan, device_of
+from znnpy.planner.plan import device_of
+from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.samples import samples
 from znnpy.run.clocks import touching_rate
 from znnpy.run.learning import Learner
@@ -40,8 +40,8 @@ MOST_TOUCHED, LEAST_TOUCHED = 2**29, 2**25  # bytes of new memory that are writt
 LARGE_BYTES = 2**28  # of what a sample reads, from which on it is a large one
 FAR, SHORT_SECONDS = 4.0, 0.01  # how much slower than the best a run looks that is left out, unless it is short
 OTHERWISE = 1.5  # at most so much slower than the best looks a primitive's other variant
-# Plans of a network: whether columns walk (None: as is best), and the part of the memory that they are made for.
-PLANS: tuple[tuple[bool | None, int], ...] = ((None, 1), (True, 1), (False, 1), (None, 4), (None, 16))
+# Plans of a network: their cover (None: as is best), and the part of the memory that they are made for.
+PLANS: tuple[tuple[Cover | None, int], ...] = ((None, 1), ("columns", 1), ("patches", 1), (None, 4), (None, 16))
 
 
 def sample_tasks(
@@ -105,13 +105,6 @@ def _variants(
             yield near[-1]
 
 
-class MakingWithin(Protocol):
-    """Who makes plans of a network."""
-
-    def __call__(self, rates: Rates, *, columns: bool | None, part: int) -> Plan:
-        """The best one within one `part`-th of the memory. NoPlanError where there is none."""
-
-
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What is measured: a device of a machine, by so many threads, within so much of its memory."""
@@ -120,7 +113,7 @@ class Bench:
     device: DeviceKind
     limits: Limits
     room_bytes: int
-    table: Sequence[Primitive] = TABLE
+    table: tuple[Primitive, ...] = TABLE
 
     @property
     def assumed(self) -> Rates:
@@ -147,16 +140,21 @@ class Bench:
             )
         return fitted(self.assumed, runs, begins=self.device == "cpu"), dict(counted)
 
-    def deepen(self, rates: Rates, make: MakingWithin, clock: Clock, timer: Timer) -> list[Measurement]:
-        """Layers of the best plans that `make` makes with what is known, until the time is up or all are known."""
+    def deepen(self, rates: Rates, request: PlanRequest, clock: Clock, timer: Timer) -> list[Measurement]:
+        """Measure layers of the best plans for a request, within its memory and parts of it.
+
+        It ends when the time is up or all layers are known. NoPlanError where nothing fits within all the memory.
+        """
         device, rooms = self.device, {self.device: self.room_bytes}
-        learner = Learner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, self.table)
+        costs = CostModel(table=self.table)
+        learner = Learner({device: rates}, timer, lambda *_: nullcontext(clock), self.limits.threads, rooms, costs)
         begun = 1 - timer.left() / timer.seconds
-        for number, (columns, part) in enumerate(PLANS):
+        for number, (cover, part) in enumerate(PLANS):
             until = begun + (1 - begun) * (number + 1) / len(PLANS)
-            within = partial(make, columns=columns, part=part)
+            wanted = replace(request.constraints, cover=cover)
+            within = replace(request, constraints=wanted, limits=request.limits.part(part))
             with suppress(NoPlanError) if number else nullcontext():
-                learner.learn(lambda known, within=within: within(known[device]), until)  # type: ignore[misc]
+                learner.learn(within, until)
         return learner.found
 
     def touched(self, old: Costs | None, *, again: bool) -> float | None:

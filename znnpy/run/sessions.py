@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
+from znnpy.errors import VramError
 from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
-from znnpy.run.devices import Site
 from znnpy.run.hosted import HostedSession, session_of
 from znnpy.run.lane import Lane
 from znnpy.run.session import Session
 from znnpy.run.shares import Cells, Hand, Queue, Shares
+from znnpy.run.target import OpenTarget
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
@@ -26,7 +28,7 @@ Sessions = Mapping[str, Session | HostedSession]  # by names of lanes
 @contextmanager
 def sessions_of(
     plan: Plan,
-    site: Site,
+    site: OpenTarget,
     network: Network,
     weights: Sequence[ConvWeights],
     trace: Trace | None = None,
@@ -77,3 +79,12 @@ def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) ->
         for name, session in sessions.items()
     }
     return Cells(plan.cells, plan.axis, hands, done, step=plan.patch_out)
+
+
+def forgetful(error: VramError) -> VramError:
+    """Return an error that refers to nothing that the calls it came through held: the memory is wanted."""
+    cause: BaseException | None = error
+    while cause is not None:
+        clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return error

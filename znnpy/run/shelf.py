@@ -16,6 +16,7 @@ from znnpy.files import write_asked
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
+from znnpy.option_values import Device
 from znnpy.planner.costs import AGAIN, Costs
 from znnpy.planner.memory import DeviceKind
 from znnpy.run.wisdom import cache_folder
@@ -42,12 +43,12 @@ class Shelf:
         self.sentences: list[str] = []  # on stored costs that were not used
         self._word = "costs" if machine is None else "machine"
 
-    def meant(self, device: str) -> str:
-        """The device that is meant by "auto": that of the file, where there is one."""
+    def meant(self, device: Device) -> Device:
+        """Return the device that is meant by "auto": that of the file, if there is one."""
         return self.named.device if self.named is not None and device == "auto" else device
 
     def threads(self, threads: int | None) -> int | None:
-        """As many as a machine that is not here was measured with, where nobody said how many."""
+        """Return the threads that another machine was measured with, if the caller gave none."""
         there = self.named if self._word == "machine" else None
         return there.threads if threads is None and there and there.device == "cpu" else threads
 

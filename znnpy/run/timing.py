@@ -6,18 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from znnpy.errors import DeviceError, VramError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Choice, Plan
 from znnpy.shapes import LayerShape
-
-if TYPE_CHECKING:
-    from znnpy.machine import Limits
-    from znnpy.run.devices import Site
 
 _log = logging.getLogger(__name__)
 
@@ -142,12 +138,6 @@ def bytes_of(primitive: Primitive, shape: LayerShape, variant: Variant, threads:
 
 
 Rooms = Mapping[DeviceKind, int]  # bytes of the process's memory, and of a GPU's
-
-
-def rooms_of(site: Site, limits: Limits) -> dict[DeviceKind, int]:
-    """Bytes that a layer which runs by itself may take: of the process, and of the GPU where the site has one."""
-    host = replace(site, machine=replace(site.machine, gpu=None))
-    return {"cpu": host.room(limits), site.device: site.room(limits)}
 
 
 def lacking(

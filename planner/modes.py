@@ -1,0 +1,132 @@
+"""Which devices compute what: GPUs alone, the CPU, one after the other on both, or both side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from znnpy.errors import NoPlanError
+from znnpy.option_values import HOSTED_MODES, Cover
+from znnpy.planner.beside import plan_beside
+from znnpy.planner.explain import hosted_layers
+from znnpy.planner.kinds import idle, kind_of
+from znnpy.planner.offload import plan_hosted
+from znnpy.planner.plan import Plan
+from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.several import plan_on_devices
+from znnpy.wording import option
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """When mode "auto" takes a plan of two devices, which nobody asked for.
+
+    long_seconds  predicted seconds of a run on the GPU alone from which on other modes are looked at
+    hosted, hosted_assumed, beside
+                  the share of the GPU's predicted time within which such a run has to end. With hosted layers runs took
+                  up to 1.5 times as long as predicted where these layers had not been timed, and the GPU alone down to
+                  0.35 times; up to 2.8 times where the CPU's rates were assumed; side by side 0.99 to 1.16 times.
+    """
+
+    long_seconds: float = 60.0
+    hosted: float = 0.5
+    hosted_assumed: float = 0.3
+    beside: float = 0.8
+
+    def accept(self, plan: Plan, alone: Plan) -> bool:
+        """Return whether a plan gains enough over the plan of the GPU alone."""
+        if plan.beside is not None:
+            return plan.seconds < self.beside * alone.seconds and plan.dealt > 0
+        known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.hosted])
+        return plan.seconds < (self.hosted if known else self.hosted_assumed) * alone.seconds
+
+
+THRESHOLDS = Thresholds()
+
+
+def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: Thresholds | None = None) -> Plan:
+    """Return the fastest plan for a request: of its mode, or of all modes where the mode is "auto".
+
+    costs  None: every device is assumed from its machine
+
+    With `request.kinds` the plan tells of the modes that lost. NoPlanError where nothing fits, or the mode gains
+    nothing.
+    """
+    best, lost = _best(request, costs or CostModel(), thresholds or THRESHOLDS)
+    kinds = (kind_of(request.network, best, other, _scheme_of(other)) for other in lost) if request.kinds else ()
+    return replace(best, kinds=(*best.kinds, *kinds))
+
+
+def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tuple[Plan, list[Plan]]:
+    """Return the best plan, and those of other modes that lost."""
+    mode = request.target.mode
+    if mode in HOSTED_MODES:
+        return plan_hosted(request, costs), []
+    try:
+        alone = plan_on_devices(request.on_equal_devices(), costs)
+    except NoPlanError:
+        if mode != "auto" or not (found := list(_hosted_instead(request, costs))):
+            raise
+        return _fastest(found), []
+    if alone.device == "cpu" or mode == "gpu":
+        return alone, []
+    if mode == "side-by-side":
+        both = plan_beside(alone, request, costs)
+        if not both.dealt:
+            raise NoPlanError(f"{idle(both)}: choose {option('mode', 'gpu')}, or a larger volume")
+        return both, [alone]
+    is_long = alone.seconds >= thresholds.long_seconds
+    if not (is_long or request.kinds):
+        return alone, []
+    others = [*_beside_if_any(alone, request, costs), *_hosted_beside(alone, request, costs)]
+    best = _fastest([alone, *(plan for plan in others if is_long and thresholds.accept(plan, alone))])
+    return best, [plan for plan in (alone, *others) if plan is not best]
+
+
+def _beside_if_any(alone: Plan, request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+    """Yield the plan side by side, unless the memory of the process does not suffice for two devices."""
+    wanted = request.constraints
+    if not wanted.only or wanted.only_on("cpu").only:
+        with suppress(NoPlanError):
+            yield plan_beside(alone, request, costs)
+
+
+def _hosted_requests(request: PlanRequest) -> Iterator[PlanRequest]:
+    """Yield the request in each mode with hosted layers, if one GPU may run it in them."""
+    target = request.target
+    one_gpu = target.device == "gpu" and target.devices == 1 and target.precision != "fp16"
+    if one_gpu and not request.constraints.only and len(request.network.layers) > 1:
+        for mode in HOSTED_MODES:
+            yield request.with_mode(mode).without_alternatives()
+
+
+def _hosted_instead(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+    """Yield plans that fit where no plan of the GPU alone does."""
+    for hosted in _hosted_requests(request):
+        with suppress(NoPlanError):
+            yield plan_hosted(hosted, costs)
+
+
+def _hosted_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
+    """Yield plans faster than `alone`; where a mode has none and is to be told of, its best with the same patches."""
+    for hosted in _hosted_requests(request):
+        try:
+            yield plan_hosted(hosted, costs, than=alone)
+        except NoPlanError:
+            if request.kinds:
+                cover: Cover = "columns" if alone.walks else "patches"
+                alike = replace(hosted.constraints, patch=alone.patch_out, cover=cover)
+                with suppress(NoPlanError):
+                    yield plan_hosted(replace(hosted, constraints=alike), costs)
+
+
+def _scheme_of(plan: Plan) -> str:
+    """Describe a plan that is not of one device alone; empty where it is."""
+    if plan.beside is not None:
+        return "with the processor beside it"
+    return f"{plan.mode} with {hosted_layers(plan)}" if plan.hosted else ""
+
+
+def _fastest(plans: Sequence[Plan]) -> Plan:
+    return min(plans, key=lambda plan: plan.seconds)

@@ -1,0 +1,69 @@
+"""Plans whose first layers have their tensors in host memory and whose other layers run on one GPU (`hosted`)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+
+from znnpy.errors import NoPlanError
+from znnpy.option_values import HOSTED_MODES
+from znnpy.planner.hosted import HostedSearch
+from znnpy.planner.kinds import kind_of
+from znnpy.planner.plan import Plan
+from znnpy.planner.request import CostModel, PlanRequest
+from znnpy.planner.search import allowed_spaces, check_device, check_request, plan_on_device
+from znnpy.wording import option
+
+
+def plan_hosted(request: PlanRequest, costs: CostModel, *, than: Plan | None = None) -> Plan:
+    """Return the fastest plan of a CPU and one GPU in the request's mode, gpu-host or cpu-to-gpu.
+
+    than  the plan of the GPU alone; then a faster plan is asked for
+
+    The kinds of the plan are those of one device alone. NoPlanError where nothing fits or nothing is fast enough.
+    """
+    (mode,) = (mode for mode in HOSTED_MODES if mode == request.target.mode)
+    check_request(request, (*costs.table, *costs.in_host_ram))
+    wanted, limits = request.constraints, request.limits
+    asked = {primitive.name for primitive in costs.in_host_ram} & set(wanted.only)
+    if asked and mode == "cpu-to-gpu":
+        raise NoPlanError(
+            f"{' and '.join(asked)} runs in mode gpu-host alone; drop {option('only')} or choose "
+            f"{option('mode', 'gpu-host')}"
+        )
+    if request.target.precision == "fp16":
+        raise NoPlanError(
+            f"mode {mode} hands float32 from the host to the GPU: choose {option('precision', 'tf32')} or "
+            f"{option('precision', 'fp32')}"
+        )
+    if len(request.network.layers) < 2:
+        raise NoPlanError(
+            f"{request.network.name} has one layer, and mode {mode} needs one for each device; drop {option('mode')}"
+        )
+    free = replace(wanted, only=tuple(name for name in wanted.only if name not in asked))
+    one = request.without_alternatives()
+    on_gpu = replace(one, target=replace(one.target, device="gpu"), constraints=free.only_on("gpu"))
+    on_cpu = replace(one, target=replace(one.target, device="cpu"), constraints=free.only_on("cpu"))
+    check_device(on_gpu)
+    cpu, gpu = costs.options(on_cpu), costs.options(on_gpu)
+    alone = [] if than is None else [than]
+    if than is None and (request.kinds or wanted.patch is None):
+        for of_device, options in ((on_cpu, cpu), (on_gpu, gpu)):
+            with suppress(NoPlanError):
+                alone.append(plan_on_device(of_device, costs, options))
+    if mode == "cpu-to-gpu":
+        host = limits.less_feeders(1)
+        cpu = costs.slowed("cpu", limits.threads / host.threads).options(replace(on_cpu, limits=host))
+    search = HostedSearch(
+        request=on_gpu,
+        mode=mode,
+        cpu=cpu,
+        gpu=gpu,
+        divided=[primitive for primitive in costs.in_host_ram if primitive.name in asked or not asked],
+        asked=bool(asked),
+        below=inf if than is None else than.seconds,
+    )
+    plan = search.run(allowed_spaces(on_gpu), wanted.patch, alone)
+    kinds = tuple(kind_of(request.network, plan, other) for other in alone) if request.kinds else ()
+    return replace(plan, kinds=kinds)

@@ -1,0 +1,134 @@
+"""Requests and plans from flat keywords, as tests of the planner write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.machine import Limits, Machine
+from znnpy.network import Network
+from znnpy.option_values import HOSTED_MODES, AskedMode
+from znnpy.planner.cost import Rates
+from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
+from znnpy.planner.modes import make_plan as best_of_mode
+from znnpy.planner.offload import plan_hosted
+from znnpy.planner.plan import Plan
+from znnpy.planner.request import Constraints, CostModel, PlanRequest, Target
+from znnpy.planner.with_host import Divided
+from znnpy.shapes import Precision, Vec3
+
+
+def request_of(
+    network: Network,
+    output: Vec3,
+    machine: Machine,
+    limits: Limits,
+    *,
+    itemsize_in: int = 1,
+    itemsize_out: int = 4,
+    patch: Vec3 | None = None,
+    only: str | Sequence[str] = (),
+    baseline: int | None = None,
+    device: DeviceKind = "cpu",
+    devices: int = 1,
+    precision: Precision = "fp32",
+    context: int = CONTEXT_BYTES,
+    masks: bool = False,
+    columns: bool | None = None,
+    depth_first: bool = True,
+    kinds: bool = False,
+    baselines: bool = False,
+    mode: AskedMode | None = None,
+) -> PlanRequest:
+    """Return a request for one device, or for a mode."""
+    names = (only,) if isinstance(only, str) else tuple(only)
+    cover = None if columns is None else "columns" if columns else "patches"
+    target = Target(machine, device, devices, precision, context, mode or device)
+    return PlanRequest(
+        network,
+        output,
+        limits,
+        target,
+        itemsize_in,
+        itemsize_out,
+        Constraints(patch, names, cover, depth_first),  # type: ignore[arg-type]
+        baseline_bytes() if baseline is None else baseline,
+        masks,
+        kinds=kinds,
+        baselines=baselines,
+    )
+
+
+def costs_of(
+    device: DeviceKind = "cpu",
+    *,
+    table: tuple[Primitive, ...] = TABLE,
+    rates: Rates | None = None,
+    host_rates: Rates | None = None,
+    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
+) -> CostModel:
+    """Return costs with the rates of a device, and of the CPU beside it."""
+    known: dict[DeviceKind, Rates] = {}
+    if host_rates is not None:
+        known["cpu"] = host_rates
+    if rates is not None:
+        known[device] = rates
+    return CostModel(known, table, in_host_ram)
+
+
+def make_plan(
+    network: Network,
+    output: Vec3,
+    machine: Machine,
+    limits: Limits,
+    *,
+    itemsize_in: int = 1,
+    itemsize_out: int = 4,
+    patch: Vec3 | None = None,
+    only: str | Sequence[str] = (),
+    table: tuple[Primitive, ...] = TABLE,
+    rates: Rates | None = None,
+    baseline: int | None = None,
+    device: DeviceKind = "cpu",
+    precision: Precision = "fp32",
+    context: int = CONTEXT_BYTES,
+    masks: bool = False,
+    columns: bool | None = None,
+    depth_first: bool = True,
+    kinds: bool = False,
+    baselines: bool = False,
+    mode: AskedMode | None = None,
+    host_rates: Rates | None = None,
+    than: Plan | None = None,
+    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
+) -> Plan:
+    """Return the best plan of one device, or of a mode.
+
+    than  with a mode of hosted layers: the plan of the GPU alone, and a faster one is asked for
+    """
+    device = device if mode is None else "gpu"
+    request = request_of(
+        network,
+        output,
+        machine,
+        limits,
+        itemsize_in=itemsize_in,
+        itemsize_out=itemsize_out,
+        patch=patch,
+        only=only,
+        baseline=baseline,
+        device=device,
+        precision=precision,
+        context=context,
+        masks=masks,
+        columns=columns,
+        depth_first=depth_first,
+        kinds=kinds,
+        baselines=baselines,
+        mode=mode,
+    )
+    costs = costs_of(device, table=table, rates=rates, host_rates=host_rates, in_host_ram=in_host_ram)
+    if mode in HOSTED_MODES:
+        return plan_hosted(request, costs, than=than)
+    return best_of_mode(request, costs)

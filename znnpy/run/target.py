@@ -1,0 +1,374 @@
+"""The devices that a run may compute on: found, opened, and what is known of their memory and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from znnpy.errors import DeviceError, NoPlanError, PlanFileError
+from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
+from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
+from znnpy.network import Network
+from znnpy.option_values import AskedMode
+from znnpy.planner.cost import Rates
+from znnpy.planner.costs import Costs
+from znnpy.planner.explain import human_bytes
+from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, context_bytes
+from znnpy.planner.plan import Plan
+from znnpy.planner.request import KnownRates, Target
+from znnpy.run.asked import AskedDevices
+from znnpy.run.calibration import measured_rates
+from znnpy.run.shelf import Shelf
+from znnpy.shapes import Precision
+from znnpy.wording import option
+
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
+LESS = 0.9  # of a limit that did not hold
+MOST_CONTEXT_BYTES = 640 * 2**20  # that CUDA takes of a GPU as it is opened: what is more is others'
+# Of the process, that CUDA's compiler and libraries take once they are used: 570 MiB where every kernel of a network is
+# compiled first, 200 where they are there already (H200, CUDA 13).
+LATER_BYTES = 768 * 2**20
+IDLE_SHARE = 0.9  # of a card's memory that is free where nobody else uses it
+
+
+@dataclass
+class Driver:
+    """How GPUs are found, opened and timed; tests give another one.
+
+    find      the first GPU; DeviceError where there is none to use
+    find_all  all GPUs of the first one's kind, by number
+    open      a device to work with
+    rates     what is measured of a network's layers on an open device
+    """
+
+    find: Callable[[], Gpu] = find_gpu
+    find_all: Callable[[], Mapping[int, Gpu]] = find_gpus
+    open: Callable[[Gpu, int], AbstractContextManager[Device]] = Device
+    rates: Callable[..., Rates] = measured_rates
+
+
+DRIVER = Driver()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTarget:
+    """The processors of a machine, or its GPUs, which are open if the machine is here.
+
+    machine        its `gpu` is set where the layers run there
+    sentences      what is not as asked for, to be told once
+    others         GPUs of the same kind that compute too
+    planned_gpus   devices that a plan is for on a machine that is not here
+    free_bytes     the GPU's memory when it was opened, with what CUDA took then: the least of all GPUs
+    context_bytes  what CUDA took then
+    costs          what was measured of the machine
+    """
+
+    machine: Machine
+    precision: Precision = "fp32"
+    sentences: tuple[str, ...] = ()
+    gpu: Device | None = None
+    others: tuple[Device, ...] = ()
+    planned_gpus: int = 1
+    free_bytes: int | None = None
+    context_bytes: int = 0
+    costs: Shelf = field(default_factory=Shelf)
+
+    @property
+    def device(self) -> DeviceKind:
+        return "cpu" if self.machine.gpu is None else "gpu"
+
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        """All that are open, but for those that failed."""
+        return tuple(gpu for gpu in (self.gpu, *self.others) if gpu is not None and not gpu.abandoned)
+
+    @property
+    def devices(self) -> int:
+        """How many compute, the processors as one."""
+        return len(self.gpus) or self.planned_gpus
+
+    @property
+    def later_bytes(self) -> int:
+        """What the process will hold beside what it does now and what is counted for its plan."""
+        return 0 if self.device == "cpu" else LATER_BYTES
+
+    def limits(
+        self, ram: int | str | None, threads: int | None, vram: int | str | None, *, beyond: bool = False
+    ) -> Limits:
+        """What a run may use here; DeviceError where as much of the GPU's memory is not free, unless `beyond` it."""
+        return limits_of(self.machine, ram, threads, vram, free_bytes=self.free_bytes, beyond=beyond)
+
+    def beyond(self, limits: Limits) -> list[str]:
+        """A sentence on limits that are more than what is free on the GPU."""
+        gpu, free, vram = self.machine.gpu, self.free_bytes, limits.vram_bytes
+        if gpu is None or free is None or vram is None or vram <= free:
+            return []
+        return [
+            f"{option('vram')} allows {human_bytes(vram)}, and of the {human_bytes(gpu.memory_bytes)} of the "
+            f"{gpu.name} "
+            f"{human_bytes(free)} are free: what needs more does not run there now"
+        ]
+
+    def above_memory(self, limits: Limits) -> tuple[str, ...]:
+        """A sentence on a limit that is more than the memory of the machine; none where it is not."""
+        ram = self.machine.ram_bytes
+        if limits.ram_bytes <= ram:
+            return ()
+        allowed = option("ram", human_bytes(limits.ram_bytes))
+        return (f"{allowed} is above the {human_bytes(ram)} of this machine, which ends a process that needs more",)
+
+    def rates(self, network: Network, limits: Limits) -> Rates | None:
+        """As `znnpy measure` found them; of a GPU that is here, the network's layers too. None: assumed."""
+        stored = self.costs.of(self.machine, self.device, limits.threads)
+        if self.gpu is None or limits.vram_bytes is None:
+            return None if stored is None else stored.rates(self.costs.table)
+        room = self.room(limits)
+        return DRIVER.rates(self.gpus[0], self.machine, network, self.precision, vram_bytes=room, stored=stored)
+
+    def room(self, limits: Limits) -> int:
+        """Bytes of the device's memory that a layer which is timed may take: within the limits and what is there."""
+        if self.device == "cpu":
+            return min(limits.ram_bytes, limits_of(self.machine).ram_bytes) - process_bytes()
+        return min(limits.vram_bytes or 0, self.free_bytes or 0) - context_bytes(self.context_bytes)
+
+    def rooms(self, limits: Limits) -> dict[DeviceKind, int]:
+        """Return the bytes that a layer which runs by itself may take of the process, and of a GPU."""
+        host = replace(self, machine=replace(self.machine, gpu=None))
+        return {"cpu": host.room(limits), self.device: self.room(limits)}
+
+    def planned(self, mode: AskedMode) -> Target:
+        """Return what the planner is told of these devices."""
+        if self.device == "cpu":
+            return Target(self.machine, mode=mode)
+        return Target(self.machine, "gpu", self.devices, self.precision, self.context_bytes, mode)
+
+    def known_rates(self, network: Network, limits: Limits, mode: AskedMode) -> KnownRates:
+        """Return what is known of the devices that a mode may take, before layers are measured for a plan."""
+        known: dict[DeviceKind, Rates] = {}
+        if (rates := self.rates(network, limits)) is not None:
+            known[self.device] = rates
+        if self.device == "gpu" and mode != "gpu" and (rates := processor_rates(self.machine, limits)) is not None:
+            known["cpu"] = rates
+        return known
+
+    def taken_bytes(self) -> int | None:
+        """What this process takes of a GPU now, with what CUDA does, of several the most; None on the CPU."""
+        if self.free_bytes is None or not self.gpus:
+            return None
+        return self.free_bytes - min(gpu.free_bytes() for gpu in self.gpus)
+
+    def less_than(self, plan: Plan) -> int:
+        """A limit for another plan where the GPU refused what `plan` needs, and all that it gave was given back."""
+        free = self.context_bytes + min((gpu.free_bytes() for gpu in self.gpus), default=0)
+        return int(LESS * min(free, plan.limits.vram_bytes or free))
+
+    def check_free(self, plan: Plan) -> None:
+        """PlanFileError when other programs hold so much of the GPU's memory that a plan made earlier does not fit."""
+        if self.machine.gpu is None or self.free_bytes is None or plan.memory.vram <= self.free_bytes:
+            return
+        raise PlanFileError(
+            f"the plan needs {plan.memory.vram:,} bytes of VRAM, and of the {self.machine.gpu.memory_bytes:,} bytes of "
+            f"the {self.machine.gpu.name} only {self.free_bytes:,} are free; end the programs that hold the rest, or "
+            f"make a plan with `znnpy plan NETWORK --volume VOLUME --vram {self.free_bytes // 2**20}M`"
+        )
+
+
+def processor_rates(machine: Machine, limits: Limits) -> Rates | None:
+    """Return what `znnpy measure` stored of the CPU of a machine with a GPU; None: nothing, so it is assumed."""
+    shelf = Shelf()
+    costs = shelf.of(replace(machine, gpu=None), "cpu", limits.threads)
+    return None if costs is None else costs.rates(shelf.table)
+
+
+class Targets:
+    """The targets that a caller may mean, opened one after the other until one has a plan. A context manager.
+
+        with Targets(asked, shelf) as targets:
+            for target in targets:
+                with targets.attempt():
+                    plan = make_plan(...)
+                    break
+
+    With device "auto" the first is the GPU where there is one that works, and the CPU follows where the GPU has no
+    plan; then sentences of the CPU's target say why. A target stays open until the next one or until the block ends.
+
+    Iteration raises DeviceError when the GPU is meant and there is none to use, or there are not so many.
+    """
+
+    def __init__(self, asked: AskedDevices, costs: Shelf | None = None) -> None:
+        self._asked, self._costs = asked, costs or Shelf()
+        self._open = ExitStack()
+        self._on: OpenTarget | None = None  # the GPU's target, while it is tried
+        self._gpu: Gpu | None = None
+        self._why: list[str] = []  # the GPU is not used
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.__exit__(kind, error, at)
+
+    def __iter__(self) -> Iterator[OpenTarget]:
+        asked = self._asked
+        if asked.device == "cpu" and asked.gpus != 1:
+            raise DeviceError(f"GPUs were asked for, and the run is on the processor: leave {option('gpus')} out")
+        self._gpu = None if asked.device == "cpu" else self._found()
+        if self._gpu is not None:
+            with self.attempt():
+                opened = self._open.enter_context(_opened(self._gpu, asked.precision or "fp32", asked.gpus))
+                self._on = replace(opened, costs=self._costs)
+                yield self._on
+        self._gpu = self._on = None
+        yield OpenTarget(
+            machine=this_machine(),
+            sentences=(*self._why, *_unused(asked.vram, asked.precision)),
+            costs=self._costs,
+        )
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Inside, a GPU that has no plan or fails leaves the run to the next target; other errors pass.
+
+        NoPlanError names what is free on the GPU where other programs hold a part of it.
+        """
+        try:
+            yield
+        except (DeviceError, NoPlanError) as error:
+            found = self._explained(error)
+            if self._gpu is None or self._asked.needs_gpu:
+                if found is error:
+                    raise
+                raise found from None
+            self._why.append(f"{self._gpu.name} is not used: {found}")
+            self._open.close()
+
+    def first(self) -> OpenTarget:
+        """Return the first target that can be opened, whatever will run there."""
+        return next(iter(self))
+
+    def _found(self) -> Gpu | None:
+        """Return the GPU; None, and the reason is kept, where there is none to use and none has to be."""
+        try:
+            return DRIVER.find()
+        except DeviceError as error:
+            if self._asked.device == "gpu" or self._asked.gpus != 1:
+                raise
+            half_there = find_spec("cupy") is not None or any(path.exists() for path in DRIVERS)
+            self._why.append(str(error) if half_there else "no GPU for CUDA here")
+            return None
+
+    def _explained(self, error: DeviceError | NoPlanError) -> DeviceError | NoPlanError:
+        """Return an error that names what is free on the GPU, if it is for want of memory that others hold."""
+        if self._on is None or not isinstance(error, NoPlanError):
+            return error
+        gpu, free = self._on.machine.gpu, self._on.free_bytes
+        assert gpu is not None
+        assert free is not None
+        if free > IDLE_SHARE * gpu.memory_bytes:
+            return error
+        return NoPlanError(
+            f"{error}; of the {gpu.memory_bytes:,} bytes of the {gpu.name} {free:,} were free when the run began"
+        )
+
+
+def elsewhere(costs: Shelf, asked: AskedDevices) -> OpenTarget:
+    """Return the machine that a file of costs is of, as if nobody used its GPUs.
+
+    PlanFileError where another device than the file's is asked for.
+    """
+    named = costs.named
+    assert named is not None, "a machine that is not here is known by its costs"
+    if asked.device not in ("auto", named.device):
+        raise PlanFileError(
+            f"{costs.file} is of the {named.device.upper()} of {named.name}, "
+            f"and {option('device', asked.device)} was asked for; "
+            f"leave {option('device')} out, or measure with `znnpy measure --device {asked.device}` there"
+        )
+    gpu = named.machine.gpu
+    if gpu is None and asked.gpus != 1:
+        raise PlanFileError(f"{costs.file} is of the processor of {named.name}: leave {option('gpus')} out")
+    if gpu is None:
+        return OpenTarget(machine=named.machine, sentences=tuple(_unused(None, asked.precision)), costs=costs)
+    if asked.gpus is None:
+        raise PlanFileError(f"{costs.file} does not say how many GPUs {named.name} has: give {option('gpus')} a number")
+    return OpenTarget(
+        machine=named.machine,
+        precision=asked.precision or "fp32",
+        planned_gpus=asked.gpus,
+        free_bytes=gpu.memory_bytes,
+        context_bytes=CONTEXT_BYTES,
+        costs=costs,
+    )
+
+
+def check_here(plan: Plan) -> None:
+    """PlanFileError when `plan` was made for another machine, by what was measured there, and this is not it."""
+    if plan.elsewhere is not None and not _is_here(plan.machine, plan.device):
+        raise PlanFileError(
+            f"the plan was made for another machine ({plan.elsewhere}) and runs only there; make one for this machine "
+            f"with `znnpy plan`, without {option('machine')}"
+        )
+
+
+def for_elsewhere(plan: Plan, costs: Shelf) -> Plan:
+    """`plan`, marked as of the machine that a file of costs is of, unless that is this one."""
+    named = costs.named
+    assert named is not None, "a machine that is not here is known by its costs"
+    return plan if _is_here(plan.machine, plan.device) else replace(plan, elsewhere=named.name)
+
+
+def _is_here(fingerprint: str, device: DeviceKind) -> bool:
+    """It is this machine's, with its GPU where that is the device."""
+    if device == "cpu":
+        return fingerprint == this_machine().fingerprint
+    try:
+        return fingerprint == replace(this_machine(), gpu=DRIVER.find()).fingerprint
+    except DeviceError:
+        return False
+
+
+def machine_of(plan: Plan, file: Path | None = None) -> Machine:
+    """That of a file of costs; else this one, with its GPU where `plan` is for one. DeviceError where there is none."""
+    if file is not None:
+        return Costs.load(file).machine
+    return this_machine() if plan.device == "cpu" else replace(this_machine(), gpu=DRIVER.find())
+
+
+@contextmanager
+def _opened(gpu: Gpu, precision: Precision, gpus: int | None) -> Iterator[OpenTarget]:
+    """CUDA does not say what it took itself: where others use the card too, it is counted with the most."""
+    there = [0] if gpus == 1 else list(DRIVER.find_all())
+    if gpus is not None and gpus > len(there):
+        raise DeviceError(
+            f"{gpus} GPUs were asked for, and this process sees {len(there)} of the kind of the first, {gpu.name}: "
+            f"lower {option('gpus')}, or check CUDA_VISIBLE_DEVICES"
+        )
+    with ExitStack() as stack:
+        devices = [stack.enter_context(DRIVER.open(gpu, number)) for number in there[:gpus]]
+        free = min(device.free_bytes() for device in devices)
+        taken = min(gpu.memory_bytes - free, MOST_CONTEXT_BYTES)
+        others = tuple(devices[1:])
+        machine = replace(this_machine(), gpu=gpu)
+        yield OpenTarget(
+            machine=machine,
+            precision=precision,
+            gpu=devices[0],
+            others=others,
+            free_bytes=free + taken,
+            context_bytes=taken,
+        )
+
+
+def _unused(vram: int | str | None, precision: Precision | None) -> list[str]:
+    """What was asked for and does not hold on a CPU."""
+    sentences = []
+    if vram is not None:
+        sentences.append(f"{option('vram')} limits nothing on the CPU")
+    if precision not in (None, "fp32"):
+        sentences.append(f"the CPU computes in fp32, more exactly than the {precision} that is asked for")
+    return sentences
