@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 import pytest
-from fakes import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
-from flat_requests import make_plan
 from rich.console import Console
 
+from tests.support.fake_primitives import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
+from tests.support.flat_requests import make_plan
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool

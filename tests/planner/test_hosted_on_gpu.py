@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from brute_force import BASELINE
-from fakes import WITH_GPU
-from flat_requests import make_plan
-from hosted_fakes import IN_HOST, ON_CPU, ON_GPU, PLENTY, hosted
-from plans import WIDE
 
+from tests.support.brute_force import BASELINE
+from tests.support.fake_hosted_plans import IN_HOST, ON_CPU, ON_GPU, PLENTY, hosted
+from tests.support.fake_plans import WIDE
+from tests.support.fake_primitives import WITH_GPU
+from tests.support.flat_requests import make_plan
 from znnpy.errors import NoPlanError
 from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.machine import Limits

@@ -6,9 +6,8 @@ import sys
 from types import FrameType
 from typing import Any
 
-from fakes import CARRYING, FILTER, POOL, SLOW, WITH_GPU
-from flat_requests import make_plan
-
+from tests.support.fake_primitives import CARRYING, FILTER, POOL, SLOW, WITH_GPU
+from tests.support.flat_requests import make_plan
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 

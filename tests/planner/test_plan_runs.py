@@ -8,10 +8,10 @@ from math import ceil
 from typing import Any
 
 import pytest
-from fakes import FAKES, FAST, MACHINE, RATES, limits
-from flat_requests import make_plan
-from plans import MIXED, WIDE, edited, in_parts, patches, walking
 
+from tests.support.fake_plans import MIXED, WIDE, edited, in_parts, patches, walking
+from tests.support.fake_primitives import FAKES, FAST, MACHINE, RATES, limits
+from tests.support.flat_requests import make_plan
 from znnpy.errors import PlanFileError
 from znnpy.network import Network
 from znnpy.planner.plan import Plan

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 
 import pytest
-from brute_force import AROUND, BASELINE, SMALL, planned, steps_of
-from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
-from flat_requests import make_plan
 
+from tests.support.brute_force import AROUND, BASELINE, SMALL, planned, steps_of
+from tests.support.fake_primitives import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
+from tests.support.flat_requests import make_plan
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits

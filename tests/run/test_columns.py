@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from flat_requests import make_plan
-from odd import (
+
+from tests.support.flat_requests import make_plan
+from tests.support.odd_networks import (
     MACHINE,
     NETWORKS,
     ODDER,
@@ -26,7 +27,6 @@ from odd import (
     trained,
     without_borders,
 )
-
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import aligned
 from znnpy.kernels.primitive import ALIGNMENT, Step

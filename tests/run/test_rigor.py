@@ -10,9 +10,9 @@ from math import inf
 from typing import ClassVar
 
 import pytest
-from fakes import FAST, MACHINE, POOL, SLOW, Fake
-from flat_requests import request_of
 
+from tests.support.fake_primitives import FAST, MACHINE, POOL, SLOW, Fake
+from tests.support.flat_requests import request_of
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Limits

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flat_requests import make_plan
-from odd import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 
+from tests.support.flat_requests import make_plan
+from tests.support.odd_networks import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.cpu.native import library as native
