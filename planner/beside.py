@@ -26,6 +26,7 @@ from operator import ge
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.cells import likely_seconds
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
@@ -35,7 +36,6 @@ from znnpy.planner.search import plan_on_device
 from znnpy.planner.several import covering
 from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, text
-from znnpy.wording import option
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
 RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square

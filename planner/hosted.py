@@ -28,6 +28,7 @@ from typing import Any
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.network import Network, Pool
 from znnpy.option_values import HostedMode
 from znnpy.planner.both_sides import both_sides, waiting_seconds
@@ -46,7 +47,6 @@ from znnpy.planner.sides import lives_with_host, sides
 from znnpy.planner.trade import Way, total_seconds
 from znnpy.planner.with_host import Divided, WithHost
 from znnpy.shapes import LayerShape, Vec3, text, turned
-from znnpy.wording import option
 
 LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
 NEARER = 16  # times that shapes next to the best one are looked at

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from znnpy.errors import NoPlanError
+from znnpy.messages import option
 from znnpy.option_values import HOSTED_MODES, Cover
 from znnpy.planner.beside import plan_beside
 from znnpy.planner.explain import hosted_layers
@@ -15,7 +16,6 @@ from znnpy.planner.offload import plan_hosted
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.several import plan_on_devices
-from znnpy.wording import option
 
 
 @dataclass(frozen=True, slots=True)

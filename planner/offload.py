@@ -7,13 +7,13 @@ from dataclasses import replace
 from math import inf
 
 from znnpy.errors import NoPlanError
+from znnpy.messages import option
 from znnpy.option_values import HOSTED_MODES
 from znnpy.planner.hosted import HostedSearch
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.search import allowed_spaces, check_device, check_request, plan_on_device
-from znnpy.wording import option
 
 
 def plan_hosted(request: PlanRequest, costs: CostModel, *, than: Plan | None = None) -> Plan:

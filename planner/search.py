@@ -12,6 +12,7 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import find
 from znnpy.machine import Machine
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.candidates import Space, all_spaces, splits
 from znnpy.planner.found_plan import choice_of, plan_of
@@ -26,7 +27,6 @@ from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
 from znnpy.shapes import text, turned
-from znnpy.wording import option
 
 ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken
 

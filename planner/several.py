@@ -17,13 +17,13 @@ from itertools import product
 from math import prod
 
 from znnpy.errors import NoPlanError
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.memory import moving_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.search import plan_on_device
 from znnpy.shapes import Vec3
-from znnpy.wording import option
 
 
 def plan_on_devices(request: PlanRequest, costs: CostModel) -> Plan:

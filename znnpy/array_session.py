@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import NoPlanError, ShapeError, VolumeError, VramError
+from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border
 from znnpy.options import RunOptions
 from znnpy.patches import Box
-from znnpy.phases import log_once, log_phase
 from znnpy.planner.explain import human_bytes, predicted
 from znnpy.planner.plan import Plan
 from znnpy.run import pipeline
@@ -29,11 +29,11 @@ from znnpy.run.sessions import Sessions, forgetful, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.wisdom import wisdom_kept
+from znnpy.run_log import log_once, log_phase
 from znnpy.shapes import FLOAT32
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of
 from znnpy.volume.source import Source
-from znnpy.wording import excerpt, option
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import click
 
 import znnpy
-from znnpy.cli_drawings import graph, timeline
 from znnpy.command_options import command_of, json_option
 from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table, quiet
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
@@ -25,6 +24,7 @@ from znnpy.formats.networks import read_network
 from znnpy.machine import processor
 from znnpy.option_declarations import option
 from znnpy.options import DemoOptions, InferOptions, MeasureOptions, PlanningOptions, PlanOptions, VerifyOptions
+from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import text
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
@@ -153,7 +153,7 @@ def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
     if asked.volume is None:
         return ()
     from znnpy.volume import open_volume
-    from znnpy.volume.volume import Absent
+    from znnpy.volume.base import Absent
 
     with open_volume(Path(asked.volume), asked.dataset, Absent(asked.fill_missing)) as volume:
         return volume.files
@@ -299,8 +299,8 @@ def primitives(as_json: bool) -> None:
 
     Says of each when it is the one to take and where it comes from.
     """
-    from znnpy.availability import primitives_table, why_not_here
     from znnpy.kernels.table import IN_HOST_RAM, TABLE
+    from znnpy.primitive_list import primitives_table, why_not_here
 
     every = (*TABLE, *IN_HOST_RAM)
     lacking = why_not_here(every)

@@ -15,9 +15,9 @@ from znnpy.formats.networks import read_network
 from znnpy.kernels.primitive import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import MeasureOptions
-from znnpy.phases import log_phase
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
 from znnpy.planner.explain import human_seconds
@@ -29,8 +29,8 @@ from znnpy.run.measuring import SURVEY_SHARE, Bench, rate_words, sample_tasks, u
 from znnpy.run.shelf import stored, stored_path, write_costs
 from znnpy.run.target import OpenTarget, Targets
 from znnpy.run.timing import ON_GPU, Clock, Timer, Where
+from znnpy.run_log import log_phase
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
-from znnpy.wording import option
 
 SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for
 

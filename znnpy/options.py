@@ -30,7 +30,7 @@ from znnpy.option_values import (
     OutputDtype,
     RigorLevel,
 )
-from znnpy.phases import log_once
+from znnpy.run_log import log_once
 from znnpy.shapes import PRECISIONS, Precision, Vec3
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from znnpy.errors import NetworkFileError, NoPlanError
 from znnpy.formats.networks import DEFAULT, SHIPPED, NetworkFile, read_network
 from znnpy.formats.weights import read_weights
 from znnpy.machine import limits_of, this_machine
+from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.option_declarations import method_of
 from znnpy.options import CallOptions, SessionOptions
 from znnpy.planner.memory import mebibytes
 from znnpy.shapes import FLOAT32
 from znnpy.volume.array import ArrayVolume
-from znnpy.wording import excerpt, option
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,19 @@ from znnpy.errors import VerifyError, ZnnpyError
 from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
 from znnpy.kernels.reference import dense_by_sliding
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.option_declarations import function_of
 from znnpy.options import VerifyOptions
 from znnpy.patches import Box
-from znnpy.phases import log_phase
+from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
-from znnpy.volume.origin import JobClaim, Origin
+from znnpy.volume.base import Absent, Volume
+from znnpy.volume.provenance import JobClaim, Origin
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import DATASET, HDF5_SUFFIXES
-from znnpy.volume.volume import Absent, Volume
-from znnpy.wording import excerpt, option
 
 # Largest difference allowed of one voxel, by precision: for fp32 its rounding, for the others ten times the rms error
 # that a layer may have.

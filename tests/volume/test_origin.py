@@ -14,7 +14,7 @@ import pytest
 import zarr
 
 from znnpy.errors import VolumeError
-from znnpy.volume.origin import Origin
+from znnpy.volume.provenance import Origin
 
 VOLUME: dict[str, Any] = {"dataset": "raw", "shape": [1, 20, 23, 25], "dtype": "uint8", "samples_sha256": "a" * 64}
 VOLUME |= {"bytes": 100, "mtime_ns": 5}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from znnpy.messages import option
 from znnpy.option_values import HOSTED_MODES, Device
 from znnpy.options import PlanningOptions
 from znnpy.shapes import Precision
-from znnpy.wording import option
 
 
 @dataclass(frozen=True, slots=True)

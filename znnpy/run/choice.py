@@ -8,6 +8,7 @@ from pathlib import Path
 
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits, parse_bytes
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
 from znnpy.planner.beside import moving_whole
@@ -18,7 +19,6 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Vec3
-from znnpy.wording import option
 
 
 def given_plan(asked: RunOptions) -> Plan | None:

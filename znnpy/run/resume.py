@@ -8,6 +8,7 @@ from pathlib import Path
 
 from znnpy.errors import DeviceError, PlanFileError, ResumeError
 from znnpy.machine import Machine, parse_bytes
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.options import RunOptions
 from znnpy.planner.explain import human_bytes
@@ -17,7 +18,6 @@ from znnpy.run.choice import given_plan
 from znnpy.run.target import DRIVER
 from znnpy.shapes import Vec3, text
 from znnpy.volume.journal import JournalHeader, Settings
-from znnpy.wording import excerpt, option
 
 
 def plan_begun(

@@ -11,6 +11,7 @@ from math import inf
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.option_values import HOSTED_MODES, RigorLevel
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.explain import human_bytes
@@ -21,7 +22,6 @@ from znnpy.run.clocks import clock_of
 from znnpy.run.learning import Learner
 from znnpy.run.target import OpenTarget
 from znnpy.run.timing import Clock, Progress, Timer, Where
-from znnpy.wording import option
 
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long
 HOPE = 0.5  # assumed: no layer takes less than this share of its estimate

@@ -13,6 +13,7 @@ from typing import Self
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.option_values import AskedMode
 from znnpy.planner.cost import Rates
@@ -25,7 +26,6 @@ from znnpy.run.asked import AskedDevices
 from znnpy.run.calibration import measured_rates
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import Precision
-from znnpy.wording import option
 
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 LESS = 0.9  # of a limit that did not hold

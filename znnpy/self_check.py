@@ -18,6 +18,7 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.explain import human_bytes
@@ -31,8 +32,7 @@ from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
-from znnpy.volume.volume import Volume
-from znnpy.wording import option
+from znnpy.volume.base import Volume
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device

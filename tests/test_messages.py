@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from znnpy.wording import LONGEST_EXCERPT, excerpt, one_line, option, speaking_to_command_line
+from znnpy.messages import LONGEST_EXCERPT, excerpt, one_line, option, speaking_to_command_line
 
 
 @pytest.mark.parametrize(
