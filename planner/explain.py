@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from znnpy.machine import Machine
+from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.cells import share
 from znnpy.planner.plan import Choice, Plan, RunnerUp
 from znnpy.planner.widths import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
-from znnpy.wording import option
 
 WIDTH = 120  # columns of text that goes to no terminal
 LONGEST = 1e9  # seconds that are told from each other: a plan edited by hand may say any number

@@ -28,6 +28,7 @@ from typing import Any, Literal
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
+from znnpy.messages import option
 from znnpy.network import Network, Pool
 from znnpy.planner.both_sides import both_sides, waiting_seconds
 from znnpy.planner.candidates import Candidate, Space, candidate, splits
@@ -44,7 +45,6 @@ from znnpy.planner.sides import lives_with_host, sides
 from znnpy.planner.trade import Way, total_seconds
 from znnpy.planner.with_host import Divided, WithHost
 from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
-from znnpy.wording import option
 
 HostedMode = Literal["gpu-host", "cpu-to-gpu"]
 

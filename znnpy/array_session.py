@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from znnpy.errors import PlanFileError, ShapeError, VolumeError
 from znnpy.kernels.crew import Crew
+from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.patches import Box
 from znnpy.phases import log_once, log_phase
@@ -32,7 +33,6 @@ from znnpy.shapes import FLOAT32
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of
 from znnpy.volume.source import Source
-from znnpy.wording import excerpt, option
 
 _log = logging.getLogger(__name__)
 

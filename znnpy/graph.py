@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from znnpy.errors import ShapeError
 from znnpy.kernels.cpu.task_graph import Kind, Task, TaskGraph, check, graph
-from znnpy.wording import option
+from znnpy.messages import option
 
 if TYPE_CHECKING:
     import networkx

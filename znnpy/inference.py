@@ -24,6 +24,7 @@ from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
+from znnpy.messages import option
 from znnpy.paranoid import Watched
 from znnpy.phases import log_phase
 from znnpy.planner.explain import human_bytes, human_seconds, predicted
@@ -61,7 +62,6 @@ from znnpy.volume.store import store_for
 from znnpy.volume.targets import mode_of, output_for, target_of
 from znnpy.volume.volume import Absent, Chunks, MissingChunks, Volume
 from znnpy.warnings_of_runs import half_missing, slower_here
-from znnpy.wording import option
 
 _log = logging.getLogger(__name__)
 

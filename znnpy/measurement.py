@@ -15,6 +15,7 @@ from znnpy.formats.networks import read_network
 from znnpy.kernels.primitive import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.phases import log_phase
 from znnpy.planner.cost import Rate, Rates
@@ -29,7 +30,6 @@ from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, s
 from znnpy.run.shelf import stored, stored_path, write_costs
 from znnpy.run.timing import ON_GPU, Clock, Progress, Timer, Where
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
-from znnpy.wording import option
 
 MINUTES = 2.0
 SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for

@@ -18,6 +18,7 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.explain import human_bytes
@@ -32,7 +33,6 @@ from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolSh
 from znnpy.trained import TrainedNetwork
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
 from znnpy.volume.volume import Volume
-from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device

@@ -9,10 +9,10 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from znnpy.messages import excerpt
 from znnpy.planner.explain import AXES, hosted_layers, human_bytes, human_seconds, reaches_beyond
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
-from znnpy.wording import excerpt
 
 if TYPE_CHECKING:
     from znnpy.run.pipeline import LaneTimings

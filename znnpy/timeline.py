@@ -15,9 +15,9 @@ from typing import Any
 
 from znnpy.errors import ZnnpyError
 from znnpy.files import write_asked
+from znnpy.messages import option
 from znnpy.pen import INK, PALE, SCALE, Colour, Pen, blank
 from znnpy.run.trace import Span, read_spans
-from znnpy.wording import option
 
 WAITING: Colour = (190, 190, 190)
 WIDTH, MARGIN, ROW, BAR, LINE = 1100, 24, 30, 20, 20  # units; of a bar, and of a line of words

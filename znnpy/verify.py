@@ -16,6 +16,7 @@ from znnpy.errors import VerifyError, ZnnpyError
 from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
 from znnpy.kernels.reference import dense_by_sliding
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.phases import log_phase
@@ -26,7 +27,6 @@ from znnpy.volume.origin import JobClaim, Origin
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import DATASET, HDF5_SUFFIXES
 from znnpy.volume.volume import Absent, Volume
-from znnpy.wording import excerpt, option
 
 # Largest difference allowed of one voxel, by precision: for fp32 its rounding, for the others ten times the rms error
 # that a layer may have.

@@ -13,6 +13,7 @@ import numpy as np
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
 from znnpy.kernels.gpu.device import find_gpu
 from znnpy.machine import Limits, Machine, parse_bytes
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.planner.beside import moving_whole
 from znnpy.planner.explain import human_bytes
@@ -32,7 +33,6 @@ from znnpy.run.modes import Task, names_on, processor_plans
 from znnpy.shapes import Vec3, text
 from znnpy.volume.journal import JournalHeader, Settings
 from znnpy.volume.source import Source
-from znnpy.wording import excerpt, option
 
 COVERS = ("columns", "patches")
 OUTPUT_DTYPES = ("float32", "float16", "uint8")

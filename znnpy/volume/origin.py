@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from znnpy.errors import VolumeError
+from znnpy.messages import excerpt
 from znnpy.shapes import PRECISIONS, Vec3
 from znnpy.volume.store import HDF5_SUFFIXES, store_for
-from znnpy.wording import excerpt
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(gt=0, lt=2**63)]

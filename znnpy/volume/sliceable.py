@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import OutputError, VolumeError
+from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume import open_volume
@@ -27,7 +28,6 @@ from znnpy.volume.journal import JournalHeader
 from znnpy.volume.paths_behind import paths_behind
 from znnpy.volume.regions import pieces
 from znnpy.volume.volume import Absent, Volume
-from znnpy.wording import option
 
 PIECE_BYTES = 4 * 2**20  # of voxels that are asked for at once, unless one chunk is larger
 AT_ONCE = 64  # chunks of one piece

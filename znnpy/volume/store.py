@@ -29,10 +29,10 @@ import numpy.typing as npt
 
 from znnpy.errors import OutputError, ResumeError
 from znnpy.files import is_still, open_regular, reopen
+from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
 from znnpy.volume.names import RUN
-from znnpy.wording import excerpt, option
 
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 DATASET = "prediction"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from znnpy.errors import MissingExtraError, ThreadError, VolumeError, ZnnpyError
 from znnpy.extras import install
+from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume.regions import Region, pieces
@@ -21,7 +22,6 @@ from znnpy.volume.space import Scales
 from znnpy.volume.unpacking import ChunkTooLargeError
 from znnpy.volume.volume import Absent, Chunks, Volume, pick, why_not
 from znnpy.volume.zarr_nodes import INDEX_ENTRY, Node, read_nodes
-from znnpy.wording import excerpt
 
 try:
     import zarr
