@@ -25,7 +25,6 @@ from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
 from znnpy.messages import option
-from znnpy.paranoid import Watched
 from znnpy.phases import log_phase
 from znnpy.planner.explain import human_bytes, human_seconds, predicted
 from znnpy.planner.plan import Plan
@@ -49,6 +48,7 @@ from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
+from znnpy.self_check import CheckedOutput
 from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.values import Tallied, Tally, Values
@@ -339,7 +339,7 @@ class _Run:
         output = Tallied(self.output, self.tally)
         if self.watched is None:
             return output
-        return Watched(output, self.trained, self.watched, self.source.offset, plan.precision)
+        return CheckedOutput(output, self.trained, self.watched, self.source.offset, plan.precision)
 
     @contextmanager
     def _awake(self, site: Site, plan: Plan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:

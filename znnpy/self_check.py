@@ -151,7 +151,7 @@ def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real
 
 
 @dataclass(frozen=True)
-class Watched:
+class CheckedOutput:
     """An output that holds every patch against the definition before it writes it; see `pipeline.Writes`."""
 
     output: Writes
