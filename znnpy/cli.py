@@ -362,8 +362,8 @@ def primitives(as_json: bool) -> None:
 
     Says of each when it is the one to take and where it comes from.
     """
-    from znnpy.availability import primitives_table, why_not_here
     from znnpy.kernels.table import IN_HOST_RAM, TABLE
+    from znnpy.primitive_list import primitives_table, why_not_here
 
     every = (*TABLE, *IN_HOST_RAM)
     lacking = why_not_here(every)

@@ -48,6 +48,7 @@ from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
+from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
 from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork, load_trained
@@ -61,7 +62,6 @@ from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
 from znnpy.volume.targets import mode_of, output_for, target_of
 from znnpy.volume.volume import Absent, Chunks, MissingChunks, Volume
-from znnpy.warnings_of_runs import half_missing, slower_here
 
 _log = logging.getLogger(__name__)
 
