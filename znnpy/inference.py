@@ -25,7 +25,6 @@ from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
 from znnpy.messages import option
-from znnpy.phases import log_phase
 from znnpy.planner.explain import human_bytes, human_seconds, predicted
 from znnpy.planner.plan import Plan
 from znnpy.report import Report
@@ -48,6 +47,7 @@ from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
+from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
 from znnpy.shapes import Vec3, text

@@ -17,7 +17,6 @@ from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.phases import log_phase
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
 from znnpy.planner.explain import human_seconds
@@ -29,6 +28,7 @@ from znnpy.run.devices import Site, check_device_words, opened, word_of
 from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, sample_tasks, units_of
 from znnpy.run.shelf import stored, stored_path, write_costs
 from znnpy.run.timing import ON_GPU, Clock, Progress, Timer, Where
+from znnpy.run_log import log_phase
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
 
 MINUTES = 2.0

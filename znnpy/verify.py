@@ -19,7 +19,7 @@ from znnpy.kernels.reference import dense_by_sliding
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.phases import log_phase
+from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
