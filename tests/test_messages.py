@@ -56,7 +56,7 @@ def test_an_excerpt_is_never_longer_than_the_limit(content: str) -> None:
     assert "..." in excerpt(content)
 
 
-NAMED_THERE = {"cli.py", "cli_drawings.py", "words.py", "doors.py", "messages.py"}  # rooms of the command line
+NAMED_THERE = {"cli.py", "plot_commands.py", "words.py", "doors.py", "messages.py"}  # rooms of the command line
 COMPILERS = {"modules.py"}  # options of CUDA's compiler
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import click
 
 import znnpy
-from znnpy.cli_drawings import graph, timeline
 from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table, quiet
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import processor
+from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import PRECISIONS, text
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
