@@ -275,17 +275,17 @@ def test_stops_between_sub_layers_and_leaves_nothing_under_way(device: Any) -> N
     scratch = {s.name: device.allocate(s.nbytes, s.name) for s in HOST_RAM.footprint(SHAPE, chosen, 1).scratch}
     step, x = HOST_RAM.bind(resident, SHAPE, chosen, device), random_input(SHAPE)
 
-    class CheckedOutput(np.ndarray[Any, Any]):
+    class Watched(np.ndarray[Any, Any]):
         """An output that stops its run when it is first written to."""
 
         crew: Crew
 
         def __setitem__(self, at: Any, value: Any) -> None:
             super().__setitem__(at, value)
-            if isinstance(self.base, CheckedOutput):
+            if isinstance(self.base, Watched):
                 self.base.crew.stop()
 
-    out = np.full(SHAPE.out_shape, np.nan, np.float32).view(CheckedOutput)
+    out = np.full(SHAPE.out_shape, np.nan, np.float32).view(Watched)
     with Crew(1) as out.crew, pytest.raises(Stopped):
         step.run(x, out, scratch, out.crew)
     assert all(stream.done for stream in (device.uploads, device.stream, device.downloads))

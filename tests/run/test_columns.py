@@ -178,7 +178,7 @@ def test_a_column_knows_nothing_of_the_one_before() -> None:
 
 
 @dataclass
-class CheckedOutput:
+class Watched:
     """A step of which is seen how much it writes."""
 
     step: Step
@@ -193,9 +193,9 @@ class CheckedOutput:
         self.unaligned |= (x.ctypes.data | out.ctypes.data) % ALIGNMENT > 0
 
 
-def watch(session: Session) -> list[CheckedOutput]:
+def watch(session: Session) -> list[Watched]:
     """The steps of an open session, watched from now on."""
-    watched = [CheckedOutput(bound.step) for bound in session._bound]
+    watched = [Watched(bound.step) for bound in session._bound]
     pairs = zip(session._bound, watched, strict=True)
     session._bound = tuple(replace(bound, step=step) for bound, step in pairs)
     return watched
