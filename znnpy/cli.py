@@ -167,7 +167,7 @@ def _files_of_volume(words: dict[str, Any]) -> Collection[Path]:
     if words["volume"] is None:
         return ()
     from znnpy.volume import open_volume
-    from znnpy.volume.volume import Absent
+    from znnpy.volume.base import Absent
 
     with open_volume(words["volume"], words["dataset"], Absent(words["fill_missing"])) as volume:
         return volume.files

@@ -53,6 +53,7 @@ from znnpy.self_check import CheckedOutput
 from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.values import Tallied, Tally, Values
+from znnpy.volume.base import Absent, Chunks, MissingChunks, Volume
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.names import Names
 from znnpy.volume.output import Output
@@ -61,7 +62,6 @@ from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable, SliceVolu
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
 from znnpy.volume.targets import mode_of, output_for, target_of
-from znnpy.volume.volume import Absent, Chunks, MissingChunks, Volume
 
 _log = logging.getLogger(__name__)
 

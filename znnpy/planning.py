@@ -47,8 +47,8 @@ from znnpy.run_log import log_once, log_phase
 from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume import open_volume
+from znnpy.volume.base import Absent
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.volume import Absent
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume

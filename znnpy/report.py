@@ -17,7 +17,7 @@ from znnpy.shapes import Precision, text
 if TYPE_CHECKING:
     from znnpy.run.pipeline import LaneTimings
     from znnpy.values import Values
-    from znnpy.volume.volume import Chunks
+    from znnpy.volume.base import Chunks
 
 PRECISION_WORDS: Mapping[Precision, str] = {
     "fp32": "fp32, 32-bit floating point",

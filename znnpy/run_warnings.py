@@ -7,7 +7,7 @@ import logging
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.machine import Machine
 from znnpy.messages import option
-from znnpy.volume.volume import Chunks
+from znnpy.volume.base import Chunks
 
 _log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
-from znnpy.volume.volume import Volume
+from znnpy.volume.base import Volume
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device

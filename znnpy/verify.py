@@ -23,10 +23,10 @@ from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
+from znnpy.volume.base import Absent, Volume
 from znnpy.volume.origin import JobClaim, Origin
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import DATASET, HDF5_SUFFIXES
-from znnpy.volume.volume import Absent, Volume
 
 # Largest difference allowed of one voxel, by precision: for fp32 its rounding, for the others ten times the rms error
 # that a layer may have.

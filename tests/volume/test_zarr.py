@@ -18,9 +18,9 @@ from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
 from znnpy.volume import open_volume
 from znnpy.volume import store as store_module
+from znnpy.volume.base import Volume
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.output import Mode, Output
-from znnpy.volume.volume import Volume
 
 zarr = pytest.importorskip("zarr")
 

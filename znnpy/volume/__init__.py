@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from znnpy.volume.volume import Absent, Volume
+    from znnpy.volume.base import Absent, Volume
 
 
 def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> Volume:

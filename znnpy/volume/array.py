@@ -20,8 +20,8 @@ from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
 from znnpy.messages import excerpt
 from znnpy.patches import Box
+from znnpy.volume.base import Volume
 from znnpy.volume.paths_behind import paths_behind
-from znnpy.volume.volume import Volume
 
 RUN_BYTES = 2**20  # read at once, where it lies together
 PAGE = 4096  # bytes

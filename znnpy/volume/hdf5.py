@@ -21,6 +21,7 @@ from znnpy.files import open_regular
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
+from znnpy.volume.base import Absent, Chunks, Volume, pick
 from znnpy.volume.hdf5_links import (
     HDF5_ERRORS,
     INDEX_BYTES,
@@ -34,7 +35,6 @@ from znnpy.volume.hdf5_packed import PackedChunks
 from znnpy.volume.hdf5_sources import Missing, Sources, Stored, fills
 from znnpy.volume.hdf5_space import space_of
 from znnpy.volume.regions import Region, pieces
-from znnpy.volume.volume import Absent, Chunks, Volume, pick
 
 MIB = 2**20
 CACHE_BYTES = 8 * MIB  # unpacked chunks that HDF5 keeps, or one that is larger

@@ -19,7 +19,7 @@ from znnpy.patches import Box
 
 if TYPE_CHECKING:
     from znnpy.network import Network
-    from znnpy.volume.volume import Volume
+    from znnpy.volume.base import Volume
 
 SIDE = 8  # voxels along each axis of a box
 PLACES = (0.0, 0.5, 1.0)  # of the boxes along each axis, from the first to the last

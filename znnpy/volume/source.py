@@ -20,7 +20,7 @@ from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
-from znnpy.volume.volume import Volume
+from znnpy.volume.base import Volume
 
 SLAB_BYTES = 2 * 2**20  # of a patch that are put together, or looked at, at once
 

@@ -17,10 +17,10 @@ from znnpy.extras import install
 from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
+from znnpy.volume.base import Absent, Chunks, Volume, pick, why_not
 from znnpy.volume.regions import Region, pieces
 from znnpy.volume.space import Scales
 from znnpy.volume.unpacking import ChunkTooLargeError
-from znnpy.volume.volume import Absent, Chunks, Volume, pick, why_not
 from znnpy.volume.zarr_nodes import INDEX_ENTRY, Node, read_nodes
 
 try:
