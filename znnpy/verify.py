@@ -24,7 +24,7 @@ from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.volume import open_volume
 from znnpy.volume.base import Absent, Volume
-from znnpy.volume.origin import JobClaim, Origin
+from znnpy.volume.provenance import JobClaim, Provenance
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import DATASET, HDF5_SUFFIXES
 
@@ -113,7 +113,7 @@ def verify(
     of_precision, allowed = _allowed(samples, precision, tolerance)
     started, output = time.perf_counter(), Path(output)
     with open_volume(output, DATASET if output.suffix in HDF5_SUFFIXES else None) as prediction:
-        origin = Origin.of(output)
+        origin = Provenance.of(output)
         trained = _trained(origin, output, network, weights)
         name = origin.job.volume.dataset or None if dataset is None else dataset
         with open_volume(Path(volume), name, Absent(fill_missing)) as source:
@@ -255,7 +255,9 @@ class Judged:
         )
 
 
-def _trained(origin: Origin, output: Path, network: str | Path | None, weights: str | Path | None) -> TrainedNetwork:
+def _trained(
+    origin: Provenance, output: Path, network: str | Path | None, weights: str | Path | None
+) -> TrainedNetwork:
     """The network that made the output; VerifyError when what is given is another."""
     if network is None and origin.network not in shipped():
         raise VerifyError(
@@ -289,7 +291,7 @@ def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
             )
 
 
-def _check_place(origin: Origin, prediction: Volume, volume: Volume, network: Network, output: Path) -> None:
+def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network: Network, output: Path) -> None:
     """VerifyError when shape, dtype or offset of the output are not those of its region, border and network."""
     job = origin.job
     try:

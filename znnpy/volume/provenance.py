@@ -46,7 +46,7 @@ class JobClaim(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Provenance:
     """All that an output says of where it comes from."""
 
     job: JobClaim
