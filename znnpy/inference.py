@@ -55,13 +55,13 @@ from znnpy.trained import TrainedNetwork, load_trained
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Absent, Chunks, MissingChunks, Volume
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.names import Names
 from znnpy.volume.output import Output
+from znnpy.volume.output_names import Names
+from znnpy.volume.output_target import mode_of, output_for, target_of
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
 from znnpy.volume.store import store_for
-from znnpy.volume.targets import mode_of, output_for, target_of
 
 _log = logging.getLogger(__name__)
 

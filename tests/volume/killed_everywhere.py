@@ -23,8 +23,8 @@ from znnpy.patches import cover
 from znnpy.shapes import Vec3
 from znnpy.volume import output, store
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.names import FOLDER_SUFFIX
 from znnpy.volume.output import Mode, Output
+from znnpy.volume.output_names import FOLDER_SUFFIX
 
 CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 KILLED = 86  # exit code

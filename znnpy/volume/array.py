@@ -21,7 +21,7 @@ from znnpy.formats.npy import read_npy_header
 from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.volume.base import Volume
-from znnpy.volume.paths_behind import paths_behind
+from znnpy.volume.storage_paths import storage_paths
 
 RUN_BYTES = 2**20  # read at once, where it lies together
 PAGE = 4096  # bytes
@@ -58,7 +58,7 @@ class ArrayVolume(Volume):
 
     @property
     def files(self) -> Collection[Path]:
-        return paths_behind(self._voxels)
+        return storage_paths(self._voxels)
 
     def close(self) -> None:
         """Nothing to let go of: the array is the caller's."""

@@ -32,7 +32,7 @@ from znnpy.files import is_still, open_regular, reopen
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, ceil_divide, multiply, subtract
-from znnpy.volume.names import RUN
+from znnpy.volume.output_names import RUN
 
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 DATASET = "prediction"

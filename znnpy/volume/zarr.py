@@ -18,9 +18,9 @@ from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume.base import Absent, Chunks, Volume, pick, why_not
+from znnpy.volume.decompression import ChunkTooLargeError
 from znnpy.volume.regions import Region, pieces
 from znnpy.volume.space import Scales
-from znnpy.volume.unpacking import ChunkTooLargeError
 from znnpy.volume.zarr_nodes import INDEX_ENTRY, Node, read_nodes
 
 try:
