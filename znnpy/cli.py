@@ -166,8 +166,8 @@ def _files_of_volume(words: dict[str, Any]) -> Collection[Path]:
     """Every file that the voxels lie in; VolumeError where the volume cannot be read."""
     if words["volume"] is None:
         return ()
-    from znnpy.volume import open_volume
     from znnpy.volume.base import Absent
+    from znnpy.volume.registry import open_volume
 
     with open_volume(words["volume"], words["dataset"], Absent(words["fill_missing"])) as volume:
         return volume.files

@@ -58,10 +58,10 @@ from znnpy.volume.journal import JournalHeader
 from znnpy.volume.output import Output
 from znnpy.volume.output_names import Names
 from znnpy.volume.output_target import mode_of, output_for, target_of
+from znnpy.volume.registry import store_for
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.store import store_for
 
 _log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from znnpy.patches import Box
 from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
-from znnpy.volume import open_volume
 from znnpy.volume.base import Absent, Volume
+from znnpy.volume.hdf5_store import DATASET
 from znnpy.volume.provenance import JobClaim, Provenance
+from znnpy.volume.registry import HDF5, open_volume
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.store import DATASET, HDF5_SUFFIXES
 
 # Largest difference allowed of one voxel, by precision: for fp32 its rounding, for the others ten times the rms error
 # that a layer may have.
@@ -112,7 +112,7 @@ def verify(
     """
     of_precision, allowed = _allowed(samples, precision, tolerance)
     started, output = time.perf_counter(), Path(output)
-    with open_volume(output, DATASET if output.suffix in HDF5_SUFFIXES else None) as prediction:
+    with open_volume(output, DATASET if output.suffix in HDF5.suffixes else None) as prediction:
         origin = Provenance.of(output)
         trained = _trained(origin, output, network, weights)
         name = origin.job.volume.dataset or None if dataset is None else dataset

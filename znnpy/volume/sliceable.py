@@ -21,12 +21,12 @@ from znnpy.errors import OutputError, VolumeError
 from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
-from znnpy.volume import open_volume
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.base import Absent, Volume
 from znnpy.volume.hdf5_sources import Sources
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.regions import pieces
+from znnpy.volume.registry import open_volume
 from znnpy.volume.storage_paths import storage_paths
 
 PIECE_BYTES = 4 * 2**20  # of voxels that are asked for at once, unless one chunk is larger

@@ -141,6 +141,8 @@ def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = 
 
     VolumeError: missing, not Zarr, damaged metadata, no such array, several arrays, no volume.
     """
+    if absent:
+        absent.check_fill(path)
     if not path.is_dir():
         raise VolumeError(
             f"{path} is no folder; check the path" if path.exists() else f"there is no folder {path}; check the path"
