@@ -128,7 +128,7 @@ def plan(
         if target is not None:
             write_asked(target, chosen.to_json(), overwrite=overwrite)
         if drawn is not None:
-            from znnpy.picture import draw
+            from znnpy.plots.memory_sweep import draw
 
             title = f"{chosen.network_name}, {text(chosen.output)} output voxels"
             draw(drawn, title, chosen, found, overwrite=overwrite)
@@ -174,9 +174,12 @@ def _files_of_volume(words: dict[str, Any]) -> Collection[Path]:
 
 
 def _picture_file(path: Path, overwrite: bool, inputs: Inputs) -> Path:
-    """Where to write a picture; OutputError when it may not be written there."""
+    """Where to write a plot; OutputError when it may not be written there, MissingExtraError without matplotlib."""
+    from znnpy.plots.figures import require_matplotlib
+
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path} does not end in .png: give a --plot that does")
+    require_matplotlib()
     return regular_file(path, overwrite, "plot", inputs=inputs)
 
 
