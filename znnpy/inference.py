@@ -25,7 +25,7 @@ from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
 from znnpy.messages import option
-from znnpy.planner.explain import human_bytes, human_seconds, predicted
+from znnpy.planner.explain import predicted
 from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run import pipeline
@@ -52,6 +52,7 @@ from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
 from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork, load_trained
+from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Absent, Chunks, MissingChunks, Volume
 from znnpy.volume.journal import JournalHeader

@@ -19,7 +19,6 @@ from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
-from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -30,6 +29,7 @@ from znnpy.run.shelf import stored, stored_path, write_costs
 from znnpy.run.timing import ON_GPU, Clock, Progress, Timer, Where
 from znnpy.run_log import log_phase
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
+from znnpy.units import human_seconds
 
 MINUTES = 2.0
 SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for

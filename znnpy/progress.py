@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from math import inf
 from typing import TYPE_CHECKING
 
-from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.stopping import check_stopped
+from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from znnpy.planner.throughput import Point

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.throughput import Point
 from znnpy.plots.figures import new_figure, save_figure
 from znnpy.shapes import text
+from znnpy.units import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

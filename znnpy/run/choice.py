@@ -16,7 +16,6 @@ from znnpy.machine import Limits, Machine, parse_bytes
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.planner.beside import moving_whole
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import (
     MARGIN_BYTES,
     DeviceKind,
@@ -31,6 +30,7 @@ from znnpy.planner.search import make_plan
 from znnpy.run.devices import Site
 from znnpy.run.modes import Task, names_on, processor_plans
 from znnpy.shapes import Vec3, text
+from znnpy.units import human_bytes
 from znnpy.volume.journal import JournalHeader, Settings
 from znnpy.volume.source import Source
 

@@ -27,7 +27,7 @@ from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, give_name, remove, sync_folder
 from znnpy.messages import excerpt, option
 from znnpy.patches import Box
-from znnpy.planner.explain import human_bytes
+from znnpy.units import human_bytes
 from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, header_digest
 from znnpy.volume.lock import OutputLock
 from znnpy.volume.output_names import FOLDER_SUFFIX, Names, check_place, check_replaced, new_run
