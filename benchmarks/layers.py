@@ -32,6 +32,7 @@ import bars
 import numpy as np
 from header import machine_header, taken_device, without_forced_blas_kernels
 from layer_cases import QUICK, SETS, Case, smaller
+from pen import Colour
 
 from znnpy.errors import MissingExtraError
 from znnpy.kernels.aligned import aligned_bytes
@@ -39,7 +40,6 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
-from znnpy.pen import Colour
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape, Vec3, text
 

@@ -61,7 +61,7 @@ def one_round(case: Case, dtype: str, folder: Path) -> dict[str, Any]:
     import numpy as np
 
     from znnpy.patches import Cover
-    from znnpy.volume.store import Hdf5Store
+    from znnpy.volume.hdf5_store import Hdf5Store
 
     column = -(-case.size[0] // case.step[0]) * case.step[0] if case.walks else 0
     boxes = [step.write for column in Cover(case.size, case.step, column=column) for step in column.steps]

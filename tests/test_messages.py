@@ -56,7 +56,13 @@ def test_an_excerpt_is_never_longer_than_the_limit(content: str) -> None:
     assert "..." in excerpt(content)
 
 
-NAMED_THERE = {"cli.py", "cli_drawings.py", "command_options.py", "doors.py", "wording.py"}  # rooms of the command line
+NAMED_THERE = {
+    "cli.py",
+    "plot_commands.py",
+    "command_options.py",
+    "doors.py",
+    "messages.py",
+}  # modules of the command line
 COMPILERS = {"modules.py"}  # options of CUDA's compiler
 
 

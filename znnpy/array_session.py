@@ -20,7 +20,7 @@ from znnpy.network import ConvWeights, Network
 from znnpy.option_values import Border
 from znnpy.options import RunOptions
 from znnpy.patches import Box
-from znnpy.planner.explain import human_bytes, predicted
+from znnpy.planner.explain import predicted
 from znnpy.planner.plan import Plan
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
@@ -31,6 +31,7 @@ from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.run_log import log_once, log_phase
 from znnpy.shapes import FLOAT32
+from znnpy.units import human_bytes
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of
 from znnpy.volume.source import Source

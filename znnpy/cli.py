@@ -114,7 +114,7 @@ def plan(asked: PlanCommand) -> None:
         if target is not None:
             write_asked(target, chosen.to_json(), overwrite=asked.overwrite)
         if drawn is not None:
-            from znnpy.picture import draw
+            from znnpy.plots.memory_sweep import draw
 
             title = f"{chosen.network_name}, {text(chosen.output)} output voxels"
             draw(drawn, title, chosen, found, overwrite=asked.overwrite)
@@ -154,15 +154,19 @@ def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
         return ()
     from znnpy.volume import open_volume
     from znnpy.volume.base import Absent
+    from znnpy.volume.registry import open_volume
 
     with open_volume(Path(asked.volume), asked.dataset, Absent(asked.fill_missing)) as volume:
         return volume.files
 
 
 def _picture_file(path: Path, overwrite: bool, inputs: Inputs) -> Path:
-    """Where to write a picture; OutputError when it may not be written there."""
+    """Where to write a plot; OutputError when it may not be written there, MissingExtraError without matplotlib."""
+    from znnpy.plots.figures import require_matplotlib
+
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path} does not end in .png: give a --plot that does")
+    require_matplotlib()
     return regular_file(path, overwrite, "plot", inputs=inputs)
 
 

@@ -27,7 +27,7 @@ from znnpy.messages import option
 from znnpy.option_declarations import function_of
 from znnpy.option_values import AskedMode, Cover, Device
 from znnpy.options import InferOptions, RunOptions
-from znnpy.planner.explain import human_bytes, human_seconds, predicted
+from znnpy.planner.explain import predicted
 from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run import pipeline
@@ -46,16 +46,17 @@ from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
 from znnpy.shapes import text
 from znnpy.trained import TrainedNetwork, load_trained
+from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
 from znnpy.volume.base import Absent, Chunks, Volume
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.names import Names
 from znnpy.volume.output import Output
+from znnpy.volume.output_names import Names
+from znnpy.volume.output_target import mode_of, output_for, target_of
+from znnpy.volume.registry import store_for
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import BlockOutput, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.store import store_for
-from znnpy.volume.targets import mode_of, output_for, target_of
 
 _log = logging.getLogger(__name__)
 

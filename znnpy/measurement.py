@@ -20,7 +20,6 @@ from znnpy.network import Network
 from znnpy.options import MeasureOptions
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
-from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.request import PlanRequest
 from znnpy.run.asked import AskedDevices
@@ -31,6 +30,7 @@ from znnpy.run.target import OpenTarget, Targets
 from znnpy.run.timing import ON_GPU, Clock, Timer, Where
 from znnpy.run_log import log_phase
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
+from znnpy.units import human_seconds
 
 SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for
 

@@ -33,8 +33,8 @@ from znnpy.run.target import OpenTarget, Targets, elsewhere, for_elsewhere
 from znnpy.run_log import log_phase
 from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
-from znnpy.volume import open_volume
 from znnpy.volume.base import Absent
+from znnpy.volume.registry import open_volume
 from znnpy.volume.source import Source, parse_roi
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from znnpy.messages import excerpt
-from znnpy.planner.explain import AXES, hosted_layers, human_bytes, human_seconds, reaches_beyond
+from znnpy.planner.explain import AXES, hosted_layers, reaches_beyond
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
+from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from znnpy.run.pipeline import LaneTimings

@@ -21,7 +21,6 @@ from znnpy.kernels.table import find
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.hosted import ALL
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
@@ -31,6 +30,7 @@ from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
+from znnpy.units import human_bytes
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
 from znnpy.volume.base import Volume
 
@@ -151,7 +151,7 @@ def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real
 
 
 @dataclass(frozen=True)
-class Watched:
+class CheckedOutput:
     """An output that holds every patch against the definition before it writes it; see `pipeline.Writes`."""
 
     output: Writes

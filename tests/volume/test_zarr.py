@@ -199,7 +199,7 @@ from pathlib import Path
 sys.modules["zarr"] = None  # as if it were not installed
 from znnpy.errors import MissingExtraError
 from znnpy.volume import open_volume
-from znnpy.volume.store import store_for
+from znnpy.volume.registry import store_for
 for door in (lambda: open_volume(Path("a.zarr")), lambda: store_for(Path("a.zarr"))):
     try:
         door()

@@ -12,13 +12,19 @@ from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import PlanningOptions, RunOptions
 from znnpy.planner.beside import moving_whole
-from znnpy.planner.explain import human_bytes
-from znnpy.planner.memory import MARGIN_BYTES, baseline_bytes, context_bytes, moving_bytes, staging_bytes
+from znnpy.planner.memory import (
+    MARGIN_BYTES,
+    baseline_bytes,
+    context_bytes,
+    moving_bytes,
+    staging_bytes,
+)
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Vec3
+from znnpy.units import human_bytes
 
 
 def given_plan(asked: RunOptions) -> Plan | None:

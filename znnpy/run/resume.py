@@ -11,12 +11,12 @@ from znnpy.machine import Machine, parse_bytes
 from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.options import RunOptions
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import DeviceKind, mebibytes
 from znnpy.planner.plan import AGAIN, Choice, Plan
 from znnpy.run.choice import given_plan
 from znnpy.run.target import DRIVER
 from znnpy.shapes import Vec3, text
+from znnpy.units import human_bytes
 from znnpy.volume.journal import JournalHeader, Settings
 
 

@@ -14,7 +14,6 @@ from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.option_values import HOSTED_MODES, RigorLevel
 from znnpy.planner.cost import Rates, assumed_rates
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, KnownRates, PlanRequest, Rigor
@@ -22,6 +21,7 @@ from znnpy.run.clocks import clock_of
 from znnpy.run.learning import Learner
 from znnpy.run.target import OpenTarget
 from znnpy.run.timing import Clock, Progress, Timer, Where
+from znnpy.units import human_bytes
 
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long
 HOPE = 0.5  # assumed: no layer takes less than this share of its estimate

@@ -18,7 +18,6 @@ from znnpy.network import Network
 from znnpy.option_values import AskedMode
 from znnpy.planner.cost import Rates
 from znnpy.planner.costs import Costs
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, context_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import KnownRates, Target
@@ -26,6 +25,7 @@ from znnpy.run.asked import AskedDevices
 from znnpy.run.calibration import measured_rates
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import Precision
+from znnpy.units import human_bytes
 
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 LESS = 0.9  # of a limit that did not hold

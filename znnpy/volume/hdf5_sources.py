@@ -26,7 +26,7 @@ from znnpy.volume.hdf5_links import (
     regular_source,
 )
 from znnpy.volume.hdf5_mapping import Mapping
-from znnpy.volume.hdf5_written import unmapped, unwritten
+from znnpy.volume.hdf5_unwritten import unmapped, unwritten
 from znnpy.volume.regions import Region, run_of
 
 MOST_NESTED = 16  # virtual datasets that are sources of each other
