@@ -41,11 +41,11 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
             return idle(other)
         fast = f"{_times(1 / ratio)} times as fast" if ratio < 1 else f"{_times(ratio)} times as long"
         return f"{fast}, which is not worth an output whose last bits depend on who computed what"
-    if other.hosted and ratio < 1 / ALIKE:
+    if other.offloaded and ratio < 1 / ALIKE:
         return f"{_times(1 / ratio)} times as fast: too little, or too short a run, to be taken unasked"
-    if other.hosted and ratio >= ALIKE:
+    if other.offloaded and ratio >= ALIKE:
         return f"{_times(ratio)} times as long: {_two_memories(other)}"
-    if best.hosted and ratio >= ALIKE:
+    if best.offloaded and ratio >= ALIKE:
         return f"{_times(ratio)} times as long, with all layers on the {other.device.upper()}"
     if best.beside is not None and other.device == "gpu":
         return f"{_times(ratio)} times as long, without the processor"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
-from znnpy.option_values import HOSTED_MODES, Cover
+from znnpy.option_values import OFFLOAD_MODES, Cover
 from znnpy.planner.beside import plan_beside
-from znnpy.planner.explain import hosted_layers
+from znnpy.planner.explain import offloaded_layers
 from znnpy.planner.kinds import idle, kind_of
-from znnpy.planner.offload import plan_hosted
+from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.several import plan_on_devices
@@ -38,7 +38,7 @@ class Thresholds:
         """Return whether a plan gains enough over the plan of the GPU alone."""
         if plan.beside is not None:
             return plan.seconds < self.beside * alone.seconds and plan.dealt > 0
-        known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.hosted])
+        known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.offloaded])
         return plan.seconds < (self.hosted if known else self.hosted_assumed) * alone.seconds
 
 
@@ -61,8 +61,8 @@ def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: 
 def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tuple[Plan, list[Plan]]:
     """Return the best plan, and those of other modes that lost."""
     mode = request.target.mode
-    if mode in HOSTED_MODES:
-        return plan_hosted(request, costs), []
+    if mode in OFFLOAD_MODES:
+        return plan_offloaded(request, costs), []
     try:
         alone = plan_on_devices(request.on_equal_devices(), costs)
     except NoPlanError:
@@ -97,7 +97,7 @@ def _hosted_requests(request: PlanRequest) -> Iterator[PlanRequest]:
     target = request.target
     one_gpu = target.device == "gpu" and target.devices == 1 and target.precision != "fp16"
     if one_gpu and not request.constraints.only and len(request.network.layers) > 1:
-        for mode in HOSTED_MODES:
+        for mode in OFFLOAD_MODES:
             yield request.with_mode(mode).without_alternatives()
 
 
@@ -105,27 +105,27 @@ def _hosted_instead(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
     """Yield plans that fit where no plan of the GPU alone does."""
     for hosted in _hosted_requests(request):
         with suppress(NoPlanError):
-            yield plan_hosted(hosted, costs)
+            yield plan_offloaded(hosted, costs)
 
 
 def _hosted_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
     """Yield plans faster than `alone`; where a mode has none and is to be told of, its best with the same patches."""
     for hosted in _hosted_requests(request):
         try:
-            yield plan_hosted(hosted, costs, than=alone)
+            yield plan_offloaded(hosted, costs, than=alone)
         except NoPlanError:
             if request.kinds:
                 cover: Cover = "columns" if alone.walks else "patches"
                 alike = replace(hosted.constraints, patch=alone.patch_out, cover=cover)
                 with suppress(NoPlanError):
-                    yield plan_hosted(replace(hosted, constraints=alike), costs)
+                    yield plan_offloaded(replace(hosted, constraints=alike), costs)
 
 
 def _scheme_of(plan: Plan) -> str:
     """Describe a plan that is not of one device alone; empty where it is."""
     if plan.beside is not None:
         return "with the processor beside it"
-    return f"{plan.mode} with {hosted_layers(plan)}" if plan.hosted else ""
+    return f"{plan.mode} with {offloaded_layers(plan)}" if plan.offloaded else ""
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan:

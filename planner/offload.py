@@ -8,22 +8,22 @@ from math import inf
 
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
-from znnpy.option_values import HOSTED_MODES
-from znnpy.planner.hosted import HostedSearch
+from znnpy.option_values import OFFLOAD_MODES
 from znnpy.planner.kinds import kind_of
+from znnpy.planner.offload_search import OffloadSearch
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.search import allowed_spaces, check_device, check_request, plan_on_device
 
 
-def plan_hosted(request: PlanRequest, costs: CostModel, *, than: Plan | None = None) -> Plan:
+def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: Plan | None = None) -> Plan:
     """Return the fastest plan of a CPU and one GPU in the request's mode, gpu-host or cpu-to-gpu.
 
     than  the plan of the GPU alone; then a faster plan is asked for
 
     The kinds of the plan are those of one device alone. NoPlanError where nothing fits or nothing is fast enough.
     """
-    (mode,) = (mode for mode in HOSTED_MODES if mode == request.target.mode)
+    (mode,) = (mode for mode in OFFLOAD_MODES if mode == request.target.mode)
     check_request(request, (*costs.table, *costs.in_host_ram))
     wanted, limits = request.constraints, request.limits
     asked = {primitive.name for primitive in costs.in_host_ram} & set(wanted.only)
@@ -55,7 +55,7 @@ def plan_hosted(request: PlanRequest, costs: CostModel, *, than: Plan | None = N
     if mode == "cpu-to-gpu":
         host = limits.less_feeders(1)
         cpu = costs.slowed("cpu", limits.threads / host.threads).options(replace(on_cpu, limits=host))
-    search = HostedSearch(
+    search = OffloadSearch(
         request=on_gpu,
         mode=mode,
         cpu=cpu,

@@ -397,15 +397,15 @@ def handovers(*, overlaps: bool) -> int:
 
 def check_hosted(plan: Plan) -> None:
     """ValueError for hosted choices that no session runs."""
-    if not 0 < plan.hosted < len(plan.choices) or plan.device != "gpu" or plan.devices > 1:
+    if not 0 < plan.offloaded < len(plan.choices) or plan.device != "gpu" or plan.devices > 1:
         raise ValueError(
-            f"{plan.hosted} of {len(plan.choices)} choices are hosted, with the others on {plan.devices} "
+            f"{plan.offloaded} of {len(plan.choices)} choices are hosted, with the others on {plan.devices} "
             f"{plan.device.upper()}: one GPU runs at least one choice behind one that is hosted"
         )
-    front = plan.choices[: plan.hosted]
-    if plan.overlaps and any(choice.device != "cpu" for choice in front):
+    front = plan.choices[: plan.offloaded]
+    if plan.overlap and any(choice.device != "cpu" for choice in front):
         raise ValueError("hosted choices that a GPU computes leave it no time to be at the step before")
-    if any(parts > 1 for parts in plan.parts[: plan.hosted]):
+    if any(parts > 1 for parts in plan.parts[: plan.offloaded]):
         raise ValueError("hosted choices take all images at a time")
     if plan.precision == "fp16":
         raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")

@@ -82,7 +82,7 @@ def check_shapes(plan: Plan, network: Network) -> None:
     begun = 0  # layers that are chosen for
     for index, choice in enumerate(plan.choices):
         first, last = choice.layers
-        known = on_cpu if index < plan.hosted and choice.device == "cpu" else shapes
+        known = on_cpu if index < plan.offloaded and choice.device == "cpu" else shapes
         if first != begun or choice.shape != _shape_of(known, first, last):
             there = f"layer {begun} ({shapes[begun]}) there" if begun < len(shapes) else f"{begun} layers"
             raise PlanFileError(
@@ -97,7 +97,7 @@ def check_shapes(plan: Plan, network: Network) -> None:
 def check_memory(plan: Plan, footprints: Sequence[Footprint]) -> None:
     """The tensors of each arena are those the primitives need; alive together they lie apart and inside it."""
     steps = [(c.shape, f) for c, f in zip(plan.choices, footprints, strict=True)]
-    wanted, memory = sides(steps, plan.hosted, plan.patch_in[plan.axis]), plan.memory
+    wanted, memory = sides(steps, plan.offloaded, plan.patch_in[plan.axis]), plan.memory
     _check_tensors(plan.tensors, wanted.device.tensors, memory.arena, "arena")
     _check_tensors(plan.host_tensors, wanted.host.tensors, memory.host_arena, "arena in the memory of the host")
     for what, promised, needed in (
@@ -108,7 +108,7 @@ def check_memory(plan: Plan, footprints: Sequence[Footprint]) -> None:
         ("of weights of hosted layers", memory.host_residents, wanted.host.residents),
         ("for the libraries of hosted layers", memory.host_allowance, wanted.host.allowance),
         ("for carried planes of hosted layers", memory.host_carries, wanted.host.carries),
-        ("for what is handed over", memory.handover, handovers(overlaps=plan.overlaps) * wanted.handover),
+        ("for what is handed over", memory.handover, handovers(overlaps=plan.overlap) * wanted.handover),
     ):
         if promised != needed:
             raise PlanFileError(f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}")
@@ -156,7 +156,7 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
     choice = plan.choices[index]
     primitive = next((p for p in table if p.name == choice.primitive), None)
     where, name = f"{choice.where} of the plan", excerpt(choice.primitive, 60)
-    if choice.device != device_of(choice.primitive) or (index >= plan.hosted and choice.device != plan.device):
+    if choice.device != device_of(choice.primitive) or (index >= plan.offloaded and choice.device != plan.device):
         raise PlanFileError(
             f"{where} runs {name} on the {choice.device.upper()}, and all layers of the plan run on the "
             f"{plan.device.upper()}; {AGAIN}"
@@ -171,10 +171,10 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
         raise PlanFileError(f"{where} is a {choice.shape.kind} and runs {name}; {AGAIN}")
     if reason := primitive.why_not(choice.shape, machine):
         raise PlanFileError(f"{where} runs {name}, which does not apply here: {reason}; {AGAIN}")
-    with_host = choice.device == "gpu" and index < plan.hosted
+    with_host = choice.device == "gpu" and index < plan.offloaded
     known = with_host or choice.variant in primitive.variants(choice.shape, machine)
     try:
-        footprint = primitive.footprint(choice.shape, choice.variant, plan.crew) if known else None
+        footprint = primitive.footprint(choice.shape, choice.variant, plan.compute_threads) if known else None
     except (KeyError, TypeError, ValueError):  # a layer that lives with the host may be divided in ways of any kind
         if not with_host:
             raise

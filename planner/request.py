@@ -18,7 +18,7 @@ from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
 from znnpy.planner.options import Options
 from znnpy.planner.plan import device_of
-from znnpy.planner.with_host import Divided
+from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 
 KnownRates = Mapping[DeviceKind, Rates]  # the CPU's are for all threads that a run may have
@@ -137,7 +137,7 @@ class CostModel:
 
     rates: KnownRates = field(default_factory=dict)
     table: tuple[Primitive, ...] = TABLE
-    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM
+    in_host_ram: tuple[DividedPrimitive, ...] = IN_HOST_RAM
 
     def slowed(self, device: DeviceKind, by: float) -> CostModel:
         """Return the costs where one device takes so many times as long, if its rates are known."""

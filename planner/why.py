@@ -169,4 +169,4 @@ class _Plan:
         )
 
     def _footprint(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> Footprint:
-        return primitive.footprint(shape, variant, self.plan.crew)
+        return primitive.footprint(shape, variant, self.plan.compute_threads)

@@ -25,10 +25,10 @@ from znnpy.planner.plan import Plan
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, given_plan, leaner_options
-from znnpy.run.sessions import Sessions, forgetful, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.wisdom import wisdom_kept
+from znnpy.run.workers import Sessions, forgetful, sessions_of, workers_of
 from znnpy.run_log import log_once, log_phase
 from znnpy.shapes import FLOAT32
 from znnpy.units import human_bytes
@@ -194,7 +194,7 @@ class ArraySession:
         for session in self._sessions.values():
             session.crew.resume()
         self._ended = plan.device == "gpu"  # until the run has ended well
-        timings = pipeline.run_lanes(lanes_of(plan, self._sessions, self._network), source, result, progress)
+        timings = pipeline.run_workers(workers_of(plan, self._sessions, self._network), source, result, progress)
         self._ended = any(lane.lost for lane in timings.lanes)
 
     def _prepare(self, target: OpenTarget, plan: Plan) -> None:

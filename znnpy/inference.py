@@ -36,11 +36,11 @@ from znnpy.run.choice import Work, choose, given_plan, leaner_options
 from znnpy.run.hosted import HostedSession
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished
-from znnpy.run.sessions import Sessions, forgetful, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.target import OpenTarget, Targets, check_here
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
+from znnpy.run.workers import Sessions, forgetful, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
@@ -258,9 +258,9 @@ class _Run:
                     self.job, settings, plan.to_json(), target.machine.blas, count, wisdom=wisdom.used
                 )
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
-            lanes = lanes_of(plan, sessions, network, self.output.done)
+            lanes = workers_of(plan, sessions, network, self.output.done)
             log_phase("running", f"{len(self.output.done)} of {plan.columns} columns done before")
-            timings = pipeline.run_lanes(lanes, self.source, self._writes(plan), self.progress, self.trace, before)
+            timings = pipeline.run_workers(lanes, self.source, self._writes(plan), self.progress, self.trace, before)
             lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
             late = [
                 f"{lane.name} was late at the end: a GPU computed {lane.given_up} of its cells"

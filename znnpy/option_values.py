@@ -22,8 +22,8 @@ COVERS: tuple[Cover, ...] = get_args(Cover)
 Device = Literal["auto", "cpu", "gpu"]
 DEVICES: tuple[Device, ...] = get_args(Device)
 
-HostedMode = Literal["gpu-host", "cpu-to-gpu"]  # one GPU; the tensors of the first layers lie in host memory
-HOSTED_MODES: tuple[HostedMode, ...] = get_args(HostedMode)
+OffloadMode = Literal["gpu-host", "cpu-to-gpu"]  # one GPU; the tensors of the first layers lie in host memory
+OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 
 Mode = Literal["cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]  # of a plan
 AskedMode = Literal["auto", "cpu", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"]

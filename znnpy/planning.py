@@ -165,7 +165,7 @@ class _Planning:
         sentences = (*target.sentences, *target.beyond(made.limits), *self.shelf.sentences, *self.study.sentences)
         for sentence in sentences:
             asked.tell(sentence)
-        if asked.tell_why is not None and made.hosted:
+        if asked.tell_why is not None and made.offloaded:
             asked.tell(f"why primitives are not taken is told of layers on one device, not of mode {made.mode}")
         elif asked.tell_why is not None:
             rates = self.rates(target, made.limits)

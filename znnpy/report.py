@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from znnpy.messages import excerpt
-from znnpy.planner.explain import AXES, hosted_layers, reaches_beyond
+from znnpy.planner.explain import AXES, offloaded_layers, reaches_beyond
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
 from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from znnpy.run.pipeline import LaneTimings
+    from znnpy.run.pipeline import WorkerTimings
     from znnpy.values import Values
     from znnpy.volume.base import Chunks
 
@@ -47,7 +47,7 @@ class Report:
     gpu: str | None = None  # name of the one that the layers ran on; None: the CPU, or nothing was left to do
     vram_bytes: int | None = None  # that the process took of it in the end
     notes: tuple[str, ...] = ()  # why it is not another device or precision
-    lanes: tuple[LaneTimings, ...] = ()  # of every device that computed
+    lanes: tuple[WorkerTimings, ...] = ()  # of every device that computed
     chunks: Chunks | None = None  # of the volume that were looked for; None where nothing was left to do
     values: Values | None = None  # that this run wrote; None where nothing finite was
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, where a step goes through two
@@ -182,10 +182,10 @@ class Report:
 
     def _mode(self) -> list[str]:
         """Where layers ran that had their tensors in the memory of the host, and how long both sides stood still."""
-        if not self.plan.hosted:
+        if not self.plan.offloaded:
             return []
         idle = ", ".join(f"{side} {human_seconds(seconds)}" for side, seconds in self.idle_seconds.items())
-        return [f"mode       {self.plan.mode}, {hosted_layers(self.plan)}{f'; idle: {idle}' if idle else ''}"]
+        return [f"mode       {self.plan.mode}, {offloaded_layers(self.plan)}{f'; idle: {idle}' if idle else ''}"]
 
     def _vram(self) -> list[str]:
         limit = self.plan.limits.vram_bytes

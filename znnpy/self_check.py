@@ -22,9 +22,9 @@ from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.planner.plan import Choice, Plan
-from znnpy.run.hosted import ALL
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
 from znnpy.run.pipeline import Writes
+from znnpy.run.session import ALL
 from znnpy.run.target import OpenTarget
 from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of
 from znnpy.run.wisdom import wisdom_kept

@@ -15,7 +15,7 @@ from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
-from znnpy.option_values import HOSTED_MODES, HostedMode
+from znnpy.option_values import OFFLOAD_MODES, OffloadMode
 from znnpy.planner import modes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
@@ -29,7 +29,7 @@ from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
-MODES = HOSTED_MODES
+MODES = OFFLOAD_MODES
 
 
 def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
@@ -62,7 +62,7 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
     report = go(place, mode, cover=cover, trace=place.folder / "trace.json")
     made = report.plan
     assert made.mode == mode
-    assert 0 < made.hosted < len(made.choices)
+    assert 0 < made.offloaded < len(made.choices)
     assert made.walks == (cover == "columns")
     assert made.memory.peak <= made.limits.ram_bytes
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
@@ -70,7 +70,7 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
     assert mode in line
     assert ("idle: CPU" in line) == (mode == "cpu-to-gpu")
     assert set(report.as_json()["idle_seconds"]) == ({"CPU", "GPU"} if mode == "cpu-to-gpu" else set())
-    assert "gpu" in {choice.device for choice in made.choices[made.hosted :]}
+    assert "gpu" in {choice.device for choice in made.choices[made.offloaded :]}
     assert Plan.from_json(made.to_json()) == made
 
 
@@ -127,7 +127,7 @@ def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> N
     words = {"threads": None, "precision": None, "allow_nan": True}
     again = go(place, "auto", plan=file, **words).plan
     assert again.mode == mode
-    part = made.handover_bytes // made.parts[made.hosted]
+    part = made.handover_bytes // made.parts[made.offloaded]
     writes = made.cover(place.network).steps(0)
     out_bytes = 4 * place.network.output_channels * prod(made.patch_out)
     assert again.memory.staging == staging_bytes(part, out_bytes, writes=writes)
@@ -146,7 +146,7 @@ def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> N
 def test_primitives_of_either_device(place: Place, mode: str) -> None:
     """From the command line too, where `gpu.conv.host_ram` is one as others are."""
     made = go(place, mode, only=("cpu.conv.direct",)).plan
-    of_host = [choice for choice in made.choices[: made.hosted] if choice.shape.kind == "conv"]
+    of_host = [choice for choice in made.choices[: made.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
     result = place.infer("--mode", mode, "--only", "gpu.conv.host_ram", "--overwrite", "--threads", 2)
     if mode == "cpu-to-gpu":
@@ -178,7 +178,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_plan_says_where_layers_run(place: Place, mode: HostedMode) -> None:
+def test_the_plan_says_where_layers_run(place: Place, mode: OffloadMode) -> None:
     told: list[str] = []
     why: list[Any] = []
     made = plan(place.folder / "net.yaml", volume=place.volume, mode=mode, tell=told.append, tell_why=why.extend)

@@ -212,7 +212,7 @@ def test_a_run_tells_what_it_prepares(place: Place, monkeypatch: pytest.MonkeyPa
     report = infer(place.volume, place.folder / "net.yaml", threads=1, progress=events.append, trace=traced)
     preparing = [event for event in events if event.preparing is not None]
     assert events[: len(preparing)] == preparing, "before the first patch"
-    whole = report.plan.memory.arena + report.plan.memory.carries
+    whole = report.plan.memory.last.arena + report.plan.memory.last.carries
     assert preparing[-1].preparing == (whole, whole)
     assert {event.columns for event in events} == {report.plan.columns}
     assert {(event.columns_done, event.work_done) for event in preparing} == {(0, 0.0)}

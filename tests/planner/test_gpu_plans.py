@@ -91,12 +91,23 @@ def test_what_is_promised_where(plan: Plan) -> None:
     assert memory.reading == reading_bytes(1, plan.patch_in, 1, steps=steps, device="gpu")
     assert memory.writing == writing_bytes(2, plan.patch_out, 4, steps=steps, device="gpu")
     assert memory.peak == BASELINE + memory.reading + memory.writing
-    assert memory.vram == CONTEXT + memory.staging + memory.arena + memory.residents + memory.carries + memory.allowance
+    assert (
+        memory.vram
+        == CONTEXT
+        + memory.staging
+        + memory.last.arena
+        + memory.last.residents
+        + memory.last.carries
+        + memory.last.allowance
+    )
     assert memory.held == memory.vram
     assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
     on_host = replace(memory, device="cpu")
     assert (on_host.vram, on_host.held) == (0, on_host.peak)
-    assert on_host.peak == memory.peak + memory.arena + memory.residents + memory.carries + memory.allowance
+    assert (
+        on_host.peak
+        == memory.peak + memory.last.arena + memory.last.residents + memory.last.carries + memory.last.allowance
+    )
 
 
 def test_weights_that_are_streamed_count_in_the_process() -> None:

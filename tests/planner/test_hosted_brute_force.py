@@ -19,13 +19,13 @@ from tests.support.fake_primitives import WITH_GPU, Fake
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
-from znnpy.planner.both_sides import both_sides
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rates
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.sides import device_side, host_side
+from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -137,7 +137,7 @@ def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bo
                 front, back = (min(halves, key=lambda half: half.seconds) for halves in (fronts, backs))
                 rest = max(0.0, each.upload - sum(seconds for _, seconds in back.ran) / each.parts)
                 handed = each.upload + (each.parts - 1) * rest
-                spent = both_sides(front.ran, back.ran, handed, each.columns, overlaps=overlaps)
+                spent = two_stage_seconds(front.ran, back.ran, handed, each.columns, overlaps=overlaps)
                 best = min(best, spent + each.edges)
     return best
 

@@ -197,9 +197,9 @@ def test_a_hand_edited_plan_of_two_layers_in_one(network: Network, what: str) ->
 
 
 def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
-    for i, a in enumerate(plan.tensors):
-        for j, b in enumerate(plan.tensors):
-            if i != j and a.meets(b) and min(a.nbytes, b.nbytes) and b.offset + a.nbytes <= plan.memory.arena:
+    for i, a in enumerate(plan.stages[-1].tensors):
+        for j, b in enumerate(plan.stages[-1].tensors):
+            if i != j and a.meets(b) and min(a.nbytes, b.nbytes) and b.offset + a.nbytes <= plan.memory.last.arena:
                 yield i, b.offset
 
 

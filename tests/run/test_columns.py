@@ -299,7 +299,7 @@ def test_a_column_keeps_as_much_as_its_plan_says(monkeypatch: pytest.MonkeyPatch
     network = NETWORKS[3]
     plan = planned(network, (8, 12, 6), (4, 6, 2), axis=2, column=4)
     assert plan.patch_in == (*network.patch_in((4, 6, 2))[:2], 2)
-    assert plan.memory.carries > 0 == planned(network, (8, 12, 6), (4, 6, 2)).memory.carries
+    assert plan.memory.last.carries > 0 == planned(network, (8, 12, 6), (4, 6, 2)).memory.last.carries
     kept: list[int] = []
     own = aligned.aligned_bytes
 
@@ -309,4 +309,4 @@ def test_a_column_keeps_as_much_as_its_plan_says(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(aligned, "aligned_bytes", keeping)
     with poisoned_session(plan, trained(network)):
-        assert sum(kept) == plan.memory.arena + plan.memory.carries
+        assert sum(kept) == plan.memory.last.arena + plan.memory.last.carries

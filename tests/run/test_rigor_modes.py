@@ -28,8 +28,8 @@ from znnpy.planner.request import KnownRates
 from znnpy.planner.sizes import SIZES
 from znnpy.run import rigor, target
 from znnpy.run.asked import AskedDevices
-from znnpy.run.hosted import ALL
 from znnpy.run.rigor import Study
+from znnpy.run.session import ALL
 from znnpy.run.target import DRIVER, OpenTarget, Targets
 from znnpy.run.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
 from znnpy.shapes import ConvShape, LayerShape
@@ -163,7 +163,7 @@ def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[...,
     clocks = Clocks({HOST_RAM.name: factor})
     made = go("gpu-host", clocks, only=HOST_RAM.name)
     check_as_told(made, clocks)
-    hosted = [chosen for chosen in made.choices[: made.hosted] if chosen.primitive == HOST_RAM.name]
+    hosted = [chosen for chosen in made.choices[: made.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
         inner, largest, own = HOST_RAM.largest(chosen.shape, chosen.variant)
@@ -177,7 +177,7 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
     assert made.walks
-    hosted = [chosen for chosen in made.choices[: made.hosted] if chosen.primitive == HOST_RAM.name]
+    hosted = [chosen for chosen in made.choices[: made.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
         told = clocks.rates(Where("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)

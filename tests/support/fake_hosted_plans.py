@@ -14,7 +14,7 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.plan import Plan
-from znnpy.planner.with_host import COPIED, WITHIN
+from znnpy.planner.sublayers import COPIED, WITHIN
 from znnpy.shapes import ConvShape, LayerShape, Vec3
 
 PLENTY = 2**40

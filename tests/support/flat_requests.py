@@ -8,14 +8,14 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
-from znnpy.option_values import HOSTED_MODES, AskedMode
+from znnpy.option_values import OFFLOAD_MODES, AskedMode
 from znnpy.planner.cost import Rates
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
 from znnpy.planner.modes import make_plan as best_of_mode
-from znnpy.planner.offload import plan_hosted
+from znnpy.planner.offload import plan_offloaded
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest, Target
-from znnpy.planner.with_host import Divided
+from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
 
 
@@ -66,7 +66,7 @@ def costs_of(
     table: tuple[Primitive, ...] = TABLE,
     rates: Rates | None = None,
     host_rates: Rates | None = None,
-    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
+    in_host_ram: tuple[DividedPrimitive, ...] = IN_HOST_RAM,
 ) -> CostModel:
     """Return costs with the rates of a device, and of the CPU beside it."""
     known: dict[DeviceKind, Rates] = {}
@@ -101,7 +101,7 @@ def make_plan(
     mode: AskedMode | None = None,
     host_rates: Rates | None = None,
     than: Plan | None = None,
-    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
+    in_host_ram: tuple[DividedPrimitive, ...] = IN_HOST_RAM,
 ) -> Plan:
     """Return the best plan of one device, or of a mode.
 
@@ -129,6 +129,6 @@ def make_plan(
         mode=mode,
     )
     costs = costs_of(device, table=table, rates=rates, host_rates=host_rates, in_host_ram=in_host_ram)
-    if mode in HOSTED_MODES:
-        return plan_hosted(request, costs, than=than)
+    if mode in OFFLOAD_MODES:
+        return plan_offloaded(request, costs, than=than)
     return best_of_mode(request, costs)

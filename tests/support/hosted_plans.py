@@ -33,7 +33,7 @@ SCRATCH = 200  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class WithHost:
+class Sublayers:
     """A convolution of tensors of the host on an emulated GPU, by the definition."""
 
     name: str = "gpu.conv.with_host"
@@ -91,7 +91,7 @@ class _Step:
             raise ValuesOverflowError("a result is not finite")
 
 
-WITH_HOST = WithHost()
+WITH_HOST = Sublayers()
 EVERY: tuple[Primitive, ...] = (*TABLE, *IN_HOST_RAM, WITH_HOST, *STAND_INS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from znnpy.messages import option
-from znnpy.option_values import HOSTED_MODES, Device
+from znnpy.option_values import OFFLOAD_MODES, Device
 from znnpy.options import PlanningOptions
 from znnpy.shapes import Precision
 
@@ -38,7 +38,7 @@ def devices_asked(asked: PlanningOptions) -> AskedDevices:
                 f"{option('mode', mode)} is of the {device.upper()}, and {option('device', asked.device)} was asked "
                 "for: drop one"
             )
-    two = mode in (*HOSTED_MODES, "side-by-side")  # then primitives of the CPU do not say that it is meant
+    two = mode in (*OFFLOAD_MODES, "side-by-side")  # then primitives of the CPU do not say that it is meant
     names = [name for name in asked.names if not two or name.startswith("gpu.")]
     kinds = {name.partition(".")[0] for name in names}
     if len(kinds) == 1:
@@ -52,7 +52,7 @@ def devices_asked(asked: PlanningOptions) -> AskedDevices:
     if device == "cpu" and asked.vram is not None:
         raise ValueError(f"{option('vram')} limits the memory of a GPU, and none is used: drop it")
     gpus = _gpus_asked(asked.gpus, device)
-    if mode in HOSTED_MODES and gpus != 1:
+    if mode in OFFLOAD_MODES and gpus != 1:
         raise ValueError(
             f"{option('mode', mode)} runs on one GPU: leave out {option('gpus')}, or choose {option('mode', 'gpu')}"
         )

@@ -113,7 +113,7 @@ def _known_to_run(plan: Plan, asked: RunOptions, work: Work, target: OpenTarget)
             "a plan fixes device, precision, threads, primitives, and patches or columns already; "
             f"leave out {' and '.join(given)}, or leave out {option('plan')}"
         )
-    if target.devices > 1 and plan.hosted:
+    if target.devices > 1 and plan.offloaded:
         raise PlanFileError(
             f"the plan is of {option('mode', plan.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
@@ -122,9 +122,9 @@ def _known_to_run(plan: Plan, asked: RunOptions, work: Work, target: OpenTarget)
     cover = replace(plan, output=work.output).cover(network)
     itemsizes, masks = (work.itemsize_in, work.itemsize_out), work.masks
     reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
-    if plan.hosted:  # no patch goes to the GPU, but what is handed over
+    if plan.offloaded:  # no patch goes to the GPU, but what is handed over
         out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
-        staging = staging_bytes(plan.handover_bytes // plan.parts[plan.hosted], out_bytes, writes=cover.steps(0))
+        staging = staging_bytes(plan.handover_bytes // plan.parts[plan.offloaded], out_bytes, writes=cover.steps(0))
     context = context_bytes(target.context_bytes) if plan.device == "gpu" else 0
     memory = replace(
         plan.memory,

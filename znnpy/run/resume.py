@@ -45,7 +45,7 @@ def plan_begun(
         )
     try:
         plan = Plan.from_json(begun.plan)
-        if devices > 1 and plan.hosted:
+        if devices > 1 and plan.offloaded:
             raise ResumeError(
                 f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
             )

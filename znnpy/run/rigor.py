@@ -12,7 +12,7 @@ from math import inf
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.messages import option
-from znnpy.option_values import HOSTED_MODES, RigorLevel
+from znnpy.option_values import OFFLOAD_MODES, RigorLevel
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
@@ -125,7 +125,7 @@ def _in_turn(request: PlanRequest) -> list[PlanRequest]:
     The last is the request itself; where its plan takes many plans of one device, one such plan comes before.
     """
     target = request.target
-    one = target.mode in ("cpu", "gpu", *HOSTED_MODES) or target.device == "cpu"
+    one = target.mode in ("cpu", "gpu", *OFFLOAD_MODES) or target.device == "cpu"
     return [request] if one and target.devices == 1 else [request.on_one_device(), request]
 
 

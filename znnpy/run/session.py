@@ -17,9 +17,9 @@ from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.plan import Plan
-from znnpy.run.host import HostWorkshop
-from znnpy.run.walk import Walk
-from znnpy.run.workshop import Workshop
+from znnpy.run.backend import Backend
+from znnpy.run.cpu_backend import CpuBackend
+from znnpy.run.stage_runner import Walk
 from znnpy.shapes import turn
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class Session(Walk):
         self._open = ExitStack()
 
     @property
-    def under_way(self) -> int:
+    def max_in_flight(self) -> int:
         """Steps that may be submitted and not waited for when the next is; 0: `submit` computes."""
-        return self._shop.under_way
+        return self._shop.max_in_flight
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -102,7 +102,7 @@ class Session(Walk):
                 first steps of a column that walks: they give no output (`Cover.ahead`).
         begins  the first step of a column; every patch is one.
 
-        No more than `under_way` steps may be without their wait. Until it, `raw` and `out` belong to the session.
+        No more than `max_in_flight` steps may be without their wait. Until it, `raw` and `out` belong to the session.
         ValuesOverflowError, here or in `wait`, names the layer whose result is not finite.
         """
         axes = (0, *(1 + axis for axis in turn(self.plan.axis)))
@@ -136,10 +136,10 @@ def _workshop(
     trace: Trace | None,
     lane: str,
     prepared: Callable[[int], None] | None,
-) -> Workshop:
+) -> Backend:
     """Where a plan runs."""
     if plan.device == "cpu":
-        return HostWorkshop(plan, network, crew, trace, lane, prepared)
-    from znnpy.run.gpu import GpuWorkshop  # here: runs on the CPU need none of it
+        return CpuBackend(plan, network, crew, trace, lane, prepared)
+    from znnpy.run.gpu_backend import GpuBackend  # here: runs on the CPU need none of it
 
-    return GpuWorkshop(plan, network, crew, device, trace, lane)
+    return GpuBackend(plan, network, crew, device, trace, lane)

@@ -17,7 +17,7 @@ from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.run.arena import host_arena
-from znnpy.run.workshop import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
+from znnpy.run.backend import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Bytes, Footprint
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 NOTHING = host_arena(aligned_bytes(0), ())
 
 
-class HostWorkshop:
-    """See `Workshop`."""
+class CpuBackend:
+    """See `Backend`."""
 
-    under_way = 0
+    max_in_flight = 0
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class HostWorkshop:
     def __exit__(self, *cause: Any) -> None:
         self._arena = NOTHING
 
-    def hands_for(self, choice: Choice) -> Any:
+    def executor_for(self, choice: Choice) -> Any:
         del choice
         return self.hands
 
     def abandon(self) -> None:
         """Processors do not fail alone."""
 
-    def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
+    def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         del footprints
         self._arena = host_arena(self._block(nbytes), tensors)
 

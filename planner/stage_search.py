@@ -15,8 +15,8 @@ from znnpy.planner.layout import aligned, place
 from znnpy.planner.memory import Memory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.shape_search import Found, ShapeSearch
 from znnpy.planner.sides import Side, device_side, host_side, lives_with_host
+from znnpy.planner.sublayers import Sublayers
 from znnpy.planner.trade import Front, Option, front, in_turn, smallest
-from znnpy.planner.with_host import WithHost
 from znnpy.shapes import LayerShape, Vec3
 
 
@@ -82,7 +82,7 @@ class PartSearch(ShapeSearch):
     handed: int = 0  # bytes in page-locked memory of what is handed over, all buffers
     taken: int = 0  # bytes of this side's memory that the other side takes
     slots: int = 0  # bytes of what is handed over in a part, on the GPU
-    with_host: WithHost | None = None  # hosted convolutions that a GPU computes
+    with_host: Sublayers | None = None  # hosted convolutions that a GPU computes
 
     def front(self, shape: Candidate, span: int) -> Front:
         """Options of one span: of hosted layers the GPU's too."""

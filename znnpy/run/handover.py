@@ -34,12 +34,12 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.memory import PINNED
 from znnpy.planner.plan import Choice, Plan, handovers
-from znnpy.run.gpu import GpuWorkshop
-from znnpy.run.host import HostWorkshop
+from znnpy.run.backend import Voxels, layer_of
+from znnpy.run.cpu_backend import CpuBackend
+from znnpy.run.gpu_backend import GpuBackend
 from znnpy.run.session import Session
-from znnpy.run.threads import Thread
-from znnpy.run.walk import Walk
-from znnpy.run.workshop import Voxels, layer_of
+from znnpy.run.stage_runner import Walk
+from znnpy.run.stoppable_thread import Thread
 from znnpy.shapes import turn
 
 if TYPE_CHECKING:
@@ -62,19 +62,19 @@ def session_of(
     prepared: Callable[[int], None] | None = None,
 ) -> Session | HostedSession:
     """The session that runs a plan, hosted choices or not; words as for `Session`."""
-    if plan.hosted:
+    if plan.offloaded:
         return HostedSession(plan, network, weights, crew, device=device, trace=trace, lane=lane)
     return Session(plan, network, weights, crew, device=device, trace=trace, lane=lane, prepared=prepared)
 
 
-class _Front(HostWorkshop):
+class _Front(CpuBackend):
     """Where hosted choices run: the host, and, for those that a GPU computes, scratch that the back's workshop has."""
 
-    def __init__(self, plan: Plan, network: Network, crew: Crew, back: GpuWorkshop, trace: Trace | None) -> None:
+    def __init__(self, plan: Plan, network: Network, crew: Crew, back: GpuBackend, trace: Trace | None) -> None:
         super().__init__(plan, network, crew, trace)
         self._back = back
 
-    def hands_for(self, choice: Choice) -> Any:
+    def executor_for(self, choice: Choice) -> Any:
         return self._back.hands if choice.device == "gpu" else self.hands
 
     def scratch(self, step: int) -> dict[str, Any]:
@@ -157,12 +157,12 @@ class HostedSession:
         lane: str | None = None,
     ) -> None:
         self.plan, self.network, self.crew = plan, network, crew
-        self.under_way = 1 if plan.overlaps else 0  # steps that may be submitted and not waited for when the next is
+        self.max_in_flight = 1 if plan.overlap else 0  # steps that may be submitted and not waited for when the next is
         self._stops = _Stops(crew)
-        self._shop = GpuWorkshop(plan, network, self._stops, device, trace, lane or "GPU")
+        self._shop = GpuBackend(plan, network, self._stops, device, trace, lane or "GPU")
         self._host = _Front(plan, network, crew, self._shop, trace)
-        self._front = Walk(plan, network, weights, self._host, table, range(plan.hosted))
-        self._back = Walk(plan, network, weights, self._shop, table, range(plan.hosted, len(plan.choices)))
+        self._front = Walk(plan, network, weights, self._host, table, range(plan.offloaded))
+        self._back = Walk(plan, network, weights, self._shop, table, range(plan.offloaded, len(plan.choices)))
         self._open = ExitStack()
         self._forget()
 
@@ -195,7 +195,7 @@ class HostedSession:
     @property
     def busy_seconds(self) -> dict[str, float]:
         """How long each side computed in all steps; of plans that overlap."""
-        return dict(zip(("CPU", "GPU"), self._busy, strict=True)) if self.plan.overlaps else {}
+        return dict(zip(("CPU", "GPU"), self._busy, strict=True)) if self.plan.overlap else {}
 
     def __enter__(self) -> Self:
         plan = self.plan
@@ -206,14 +206,14 @@ class HostedSession:
             try:
                 self._back.bind(plan.memory.arena, plan.tensors)
                 self._front.bind(plan.memory.host_arena, plan.host_tensors)
-                shape = plan.choices[plan.hosted - 1].shape.out_shape
-                for _ in range(handovers(overlaps=plan.overlaps)):
+                shape = plan.choices[plan.offloaded - 1].shape.out_shape
+                for _ in range(handovers(overlaps=plan.overlap)):
                     self._handed.append(self._shop.hands.pinned(shape, np.float32))
             except VramError as error:
                 clear_frames(error.__traceback__)  # who plans again with less needs what they refer to
                 raise
             stack.callback(self._stop_feeding)
-            if plan.overlaps:
+            if plan.overlap:
                 feeder = Thread("feeder", self._feed_all)
                 feeder.start()
                 self._feeder = feeder
@@ -248,7 +248,7 @@ class HostedSession:
 
     def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> _Job:
         """As that of `Session`: the front is done then. What fails in the back is told by the wait for it."""
-        if (count := len(self._submitted)) > self.under_way:
+        if (count := len(self._submitted)) > self.max_in_flight:
             raise RuntimeError(f"{count} steps are under way: wait for the first before another is submitted")
         self._stops.check()
         began = time.perf_counter()

@@ -31,7 +31,7 @@ COPIED = 2.0  # bytes that the host moves for each that goes over the link: to p
 Seconds = Callable[[Primitive, ConvShape, Variant], float]
 
 
-class Divided(Primitive, Protocol):
+class DividedPrimitive(Primitive, Protocol):
     """What is asked of a primitive for tensors of the host, beside what is asked of all."""
 
     def fastest(
@@ -52,14 +52,14 @@ class Divided(Primitive, Protocol):
 
 
 @dataclass
-class WithHost:
+class Sublayers:
     """What a GPU may compute of hosted layers.
 
     vram_bytes  of the GPU that one such layer may take
     host        rates of the processor, which copies; gpu: of sub-layers and of the link
     """
 
-    table: Sequence[Divided]
+    table: Sequence[DividedPrimitive]
     machine: Machine
     threads: int
     vram_bytes: int
@@ -103,7 +103,7 @@ class WithHost:
                 allowance=0,
             )
 
-    def _fastest(self, primitive: Divided, shape: ConvShape) -> tuple[Variant, float] | None:
+    def _fastest(self, primitive: DividedPrimitive, shape: ConvShape) -> tuple[Variant, float] | None:
         key = primitive.name, shape
         if key not in self._known:
             chosen = None
@@ -114,7 +114,7 @@ class WithHost:
             self._known[key] = None if chosen is None else (chosen.variant, self._whole(primitive, shape, chosen))
         return self._known[key]
 
-    def _whole(self, primitive: Divided, shape: ConvShape, chosen: Any) -> float:
+    def _whole(self, primitive: DividedPrimitive, shape: ConvShape, chosen: Any) -> float:
         """Seconds of one run: as measured of this very division, be it at another size; else as predicted."""
         known = self.gpu.knows(primitive, shape, chosen.variant)
         spent: float = self.gpu.seconds(primitive, shape, chosen.variant) if known else chosen.found.seconds

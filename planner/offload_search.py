@@ -30,22 +30,22 @@ from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network, Pool
-from znnpy.option_values import HostedMode
+from znnpy.option_values import OffloadMode
 from znnpy.planner.both_sides import both_sides, waiting_seconds
 from znnpy.planner.candidates import Candidate, Space, candidate, splits
 from znnpy.planner.cost import Rates, edge_seconds, seconds
 from znnpy.planner.found_plan import choice_of, plan_of
-from znnpy.planner.hosted_steps import first_steps, next_to
 from znnpy.planner.layout import Tensor, place
 from znnpy.planner.memory import Memory, context_bytes, mebibytes
+from znnpy.planner.offload_sizes import first_steps, next_to
 from znnpy.planner.options import Options
-from znnpy.planner.part_search import Part, PartSearch, PartSpace
 from znnpy.planner.plan import Plan, device_of, handovers
 from znnpy.planner.request import PlanRequest
 from znnpy.planner.shape_search import LOST_SECONDS, Found
 from znnpy.planner.sides import lives_with_host, sides
+from znnpy.planner.stage_search import Part, PartSearch, PartSpace
+from znnpy.planner.sublayers import DividedPrimitive, Sublayers
 from znnpy.planner.trade import Way, total_seconds
-from znnpy.planner.with_host import Divided, WithHost
 from znnpy.shapes import LayerShape, Vec3, text, turned
 
 LENT = 0.75  # of the GPU's memory beside CUDA's, that a hosted convolution may take
@@ -72,20 +72,20 @@ class Both:
 
 
 @dataclass
-class HostedSearch:
+class OffloadSearch:
     """What is asked for, and what may run on either side."""
 
     request: PlanRequest  # for the GPU
-    mode: HostedMode
+    mode: OffloadMode
     cpu: Options
     gpu: Options
-    divided: Sequence[Divided] = ()  # compute hosted convolutions on the GPU, in mode gpu-host
+    divided: Sequence[DividedPrimitive] = ()  # compute hosted convolutions on the GPU, in mode gpu-host
     asked: bool = False  # one of them, by name
     below: float = inf  # seconds that a plan has to stay below
     network: Network = field(init=False)
     limits: Limits = field(init=False)
     context: int = field(init=False)
-    with_host: WithHost | None = field(init=False)
+    with_host: Sublayers | None = field(init=False)
     _most: float = field(init=False)  # seconds, of a shape that may lead to the best
     _searches: dict[tuple[Space, int, bool], PartSearch] = field(default_factory=dict)
     _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
@@ -99,7 +99,7 @@ class HostedSearch:
         self.with_host = None
         if not self.overlaps and self.divided:
             rates = self.cpu.rates, self.gpu.rates
-            self.with_host = WithHost(
+            self.with_host = Sublayers(
                 self.divided,
                 self.request.target.machine,
                 self.limits.threads,
