@@ -107,7 +107,7 @@ def _cover(plan: Plan, network: Network) -> str:
         f"{output} {columns} in steps of {plan.patch_out[axis]:,} planes, each {text(plan.patch_in)} in and "
         f"{text(plan.patch_out)} out ({seen}); a column reads {planes:,} planes before its output begins, in "
         f"{plan.cover(network).ahead:,} of its steps, and every layer keeps the last planes of its input for the next "
-        f"step, {human_bytes(plan.memory.carries)} in all{beyond}"
+        f"step, {human_bytes(plan.memory.last.carries)} in all{beyond}"
     )
 
 
@@ -145,7 +145,7 @@ def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Tab
     table.add_column("layer and input", no_wrap=True)
     if not stacked:
         table.add_column("primitive", no_wrap=True)
-    if plan.hosted:
+    if plan.offloaded:
         table.add_column("runs on", no_wrap=True)
     for column in (*(("parts",) if in_parts else ()), "time", "share", "working", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -158,7 +158,7 @@ def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Tab
         primitive = (choice.primitive, *wrap(str(choice.variant), widest))
         table.add_row(
             *(("\n ".join((layer, *primitive)),) if stacked else (layer, "\n".join(primitive))),
-            *((_where(plan, index),) if plan.hosted else ()),
+            *((_where(plan, index),) if plan.offloaded else ()),
             *((f"{parts}",) if in_parts else ()),
             human_seconds(parts * choice.seconds),
             f"{choice.runs * choice.seconds / total:.0%}" if total else "",
@@ -171,7 +171,7 @@ def _layers_table(plan: Plan, network: Network, *, stacked: bool = False) -> Tab
 def _where(plan: Plan, index: int) -> str:
     """The device of a choice, and where its tensors are if that is not there."""
     device = plan.choices[index].device
-    return "GPU, from RAM" if device == "gpu" and index < plan.hosted else device.upper()
+    return "GPU, from RAM" if device == "gpu" and index < plan.offloaded else device.upper()
 
 
 def _input(plan: Plan, choice: Choice) -> str:
@@ -190,13 +190,14 @@ def _memory(plan: Plan) -> Table:
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
         *((("all that the processor computes with beside it", memory.beside),) if memory.beside else ()),
-        *(_hosted_memory(plan) if plan.hosted else ()),
+        *(_offloaded_memory(plan) if plan.offloaded else ()),
     ]
+    last = memory.last
     layers = [
-        ("arena: activations and scratch", memory.arena),
-        *((("planes kept from step to step", memory.carries),) if memory.carries else ()),
-        ("prepared weights", memory.residents),
-        ("allowance for libraries", memory.allowance),
+        ("arena: activations and scratch", last.arena),
+        *((("planes kept from step to step", last.carries),) if last.carries else ()),
+        ("prepared weights", last.residents),
+        ("allowance for libraries", last.allowance),
     ]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("memory")
@@ -210,7 +211,7 @@ def _memory(plan: Plan) -> Table:
         rows = (
             *layers[:-1],
             (f"{what} on their way in and out", memory.staging),
-            ("CUDA and its libraries", memory.context + memory.allowance),
+            ("CUDA and its libraries", memory.context + last.allowance),
         )
         for row, nbytes in rows:
             table.add_row(f"GPU: {row}", human_bytes(nbytes))
@@ -222,15 +223,15 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _hosted_memory(plan: Plan) -> list[tuple[str, int]]:
-    """What hosted layers take of the process."""
-    memory = plan.memory
+def _offloaded_memory(plan: Plan) -> list[tuple[str, int]]:
+    """Return what offloaded layers take of the process."""
+    stage = plan.memory.stages[0]
     rows = [
-        ("hosted layers: arena, activations and scratch", memory.host_arena),
-        ("hosted layers: planes kept from step to step", memory.host_carries),
-        ("hosted layers: prepared weights", memory.host_residents),
-        ("hosted layers: allowance for libraries", memory.host_allowance),
-        (f"what is handed over{', twice' if plan.overlaps else ''}", memory.handover),
+        ("offloaded layers: arena, activations and scratch", stage.arena),
+        ("offloaded layers: planes kept from step to step", stage.carries),
+        ("offloaded layers: prepared weights", stage.residents),
+        ("offloaded layers: allowance for libraries", stage.allowance),
+        (f"what is handed over{', twice' if plan.overlap else ''}", plan.memory.handover),
     ]
     return [(row, nbytes) for row, nbytes in rows if nbytes]
 
@@ -245,26 +246,25 @@ def predicted(plan: Plan) -> str:
     return f"{covers}{plural} of {plan.network_name}: {human_seconds(plan.seconds)} and {where} predicted"
 
 
-def hosted_layers(plan: Plan) -> str:
-    """How many layers have their tensors with the host, in words."""
-    count = 1 + plan.choices[plan.hosted - 1].layers[1]
+def offloaded_layers(plan: Plan) -> str:
+    """Say how many layers have their tensors in the memory of the host."""
+    count = 1 + plan.stages[0].choices[-1].layers[1]
     return f"{count} layer{'s' if count > 1 else ''} in the memory of the host"
 
 
-def _sides(plan: Plan) -> str:
-    """What hosted layers take beside the others, and which of them waits."""
-    front, back = plan.seconds_of_sides
-    last = plan.choices[plan.hosted - 1].layers[1]
+def _two_stages(plan: Plan) -> str:
+    """Say what each of two stages takes, and which of them waits."""
+    front, back = plan.stage_seconds
+    last = plan.stages[0].choices[-1].layers[1]
     layers = f"layers 0 to {last} run" if last else "layer 0 runs"
-    handed = (
-        f"{human_bytes(plan.handover_bytes)} are handed over, for which it waits {human_seconds(plan.handover_seconds)}"
-    )
+    waits = human_seconds(plan.stages[1].wait_seconds)
+    handed = f"{human_bytes(plan.handover_bytes)} are handed over, for which it waits {waits}"
     times = f"{human_seconds(front)} and {human_seconds(back)}; {handed}"
-    if not plan.overlaps:
+    if not plan.overlap:
         return f"{layers} with tensors in RAM before the GPU runs the others: {times}"
     waiting, idle = ("CPU", back - front) if front < back else ("GPU", front - back)
     share = idle / max(front, back)
-    threads = f"{plan.crew} thread{'s' if plan.crew != 1 else ''}"
+    threads = f"{plan.compute_threads} thread{'s' if plan.compute_threads != 1 else ''}"
     return (
         f"{layers} with {threads} for the next patch or step while the GPU runs the others: {times}; the {waiting} "
         f"waits {share:.0%} of the time"
@@ -295,8 +295,8 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
             f"{plan.alone / plan.seconds:.2f} times as fast as one GPU alone: {plan.columns} columns or patches for "
             f"{plan.devices}, each with borders of its own"
         )
-    if plan.hosted:
-        lines.append(_sides(plan))
+    if plan.offloaded:
+        lines.append(_two_stages(plan))
     if plan.preparing_seconds:
         prepared = human_bytes(plan.prepared_bytes)
         rate = "a rate measured there" if plan.elsewhere else "a measured rate"

@@ -42,11 +42,11 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
             return idle(other)
         fast = f"{_times(1 / ratio)} times as fast" if ratio < 1 else f"{_times(ratio)} times as long"
         return f"{fast}, which is not worth an output whose last bits depend on who computed what"
-    if other.hosted and ratio < 1 / ALIKE:
+    if other.offloaded and ratio < 1 / ALIKE:
         return f"{_times(1 / ratio)} times as fast: too little, or too short a run, to be taken unasked"
-    if other.hosted and ratio >= ALIKE:
+    if other.offloaded and ratio >= ALIKE:
         return f"{_times(ratio)} times as long: {_two_memories(other)}"
-    if best.hosted and ratio >= ALIKE:
+    if best.offloaded and ratio >= ALIKE:
         return f"{_times(ratio)} times as long, with all layers on the {other.device.upper()}"
     if best.beside is not None and other.device == "gpu":
         return f"{_times(ratio)} times as long, without the processor"
@@ -65,9 +65,9 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
 
 
 def _two_memories(plan: Plan) -> str:
-    """What hosted layers take of a step."""
-    front, back = plan.seconds_of_sides
-    handed = plan.handover_seconds
+    """Say what each of two stages takes of a step."""
+    front, back = plan.stage_seconds
+    handed = plan.stages[1].wait_seconds
     return (
         f"of a step its first layers take {human_seconds(front)}, handing over {human_seconds(handed)}, and all others "
         f"{human_seconds(back - handed)}"

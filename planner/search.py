@@ -19,17 +19,17 @@ from znnpy.network import Network
 from znnpy.planner.candidates import Space, all_spaces, splits
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.found_plan import choice_of, plan_of
-from znnpy.planner.hosted import HostedMode, HostedSearch
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.nearest_miss import no_plan
+from znnpy.planner.offload import OffloadMode, OffloadSearch
 from znnpy.planner.options import Options
-from znnpy.planner.plan import Kind, Plan, device_of
+from znnpy.planner.plan import Kind, Plan, Stage, device_of
 from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
-from znnpy.planner.with_host import Divided
+from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3, text, turned
 from znnpy.wording import option
 
@@ -59,10 +59,10 @@ def make_plan(
     baselines: bool = False,
     scheme: Scheme | None = None,
     options: Options | None = None,
-    mode: HostedMode | None = None,
+    mode: OffloadMode | None = None,
     host_rates: Rates | None = None,
     than: Plan | None = None,
-    in_host_ram: tuple[Divided, ...] = IN_HOST_RAM,
+    in_host_ram: tuple[DividedPrimitive, ...] = IN_HOST_RAM,
 ) -> Plan:
     """The fastest plan for a dense output of (z, y, x) voxels that keeps the whole process within the limits.
 
@@ -81,11 +81,11 @@ def make_plan(
     baselines     and of patches that no session runs (`schemes`); scheme: plan patches of this one only
     options       what was worked out for other limits, of the same words but for limits, patch, columns, depth_first;
                   TypeError where rates are given too
-    mode          the first layers with tensors in the memory of the process, the others on the GPU (`hosted`), whatever
+    mode          the first layers with tensors in RAM, the others on the GPU (`offload`), whatever
                   `device` says; TypeError with baselines, scheme or options. Kinds are then those of one device alone
     host_rates    speeds of the processor, where `rates` are the GPU's
     than          with a mode: the plan of the GPU alone, and one that is faster is wanted, else NoPlanError
-    in_host_ram   primitives of the GPU for hosted convolutions, in mode gpu-host
+    in_host_ram   primitives of the GPU for offloaded convolutions, in mode gpu-host
 
     NoPlanError names the nearest miss in bytes when nothing fits.
     """
@@ -103,7 +103,7 @@ def make_plan(
             "columns": columns,
             "depth_first": depth_first,
         }
-        return _hosted(
+        return _offloaded(
             network, output, machine, limits, mode,
             only=only, table=table, in_host_ram=in_host_ram, rates=rates, host_rates=host_rates, precision=precision,
             context=context, kinds=kinds, than=than, words=words,
@@ -136,16 +136,16 @@ def make_plan(
     return replace(plan, kinds=(*others, *(_baselines(network, machine, plan, searches) if baselines else ())))
 
 
-def _hosted(
+def _offloaded(
     network: Network,
     output: Vec3,
     machine: Machine,
     limits: Limits,
-    mode: HostedMode,
+    mode: OffloadMode,
     *,
     only: Sequence[str],
     table: tuple[Primitive, ...],
-    in_host_ram: tuple[Divided, ...],
+    in_host_ram: tuple[DividedPrimitive, ...],
     rates: Rates | None,
     host_rates: Rates | None,
     precision: Precision,
@@ -187,7 +187,7 @@ def _hosted(
         host_rates = None if host_rates is None else host_rates.slowed(limits.threads / host.threads)
         cpu = options_for(machine, host, only=own["cpu"], table=table, rates=host_rates, device="cpu")
     spaces = _allowed(all_spaces(network, output, precision, words["patch"]), words["columns"])
-    search = HostedSearch(
+    search = OffloadSearch(
         network=network,
         output=output,
         machine=machine,
@@ -384,13 +384,13 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
 
 def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Found) -> Plan:
     """What was found as a plan without runners-up."""
+    choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.ways)
     return plan_of(
         network,
         machine,
         search.limits,
         best.candidate,
-        [choice_of(layers, way, search.options.rates) for layers, way in best.ways],
-        best.tensors,
+        (Stage(search.device, choices, best.tensors),),
         best.memory,
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,

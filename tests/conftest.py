@@ -43,7 +43,7 @@ def imported(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 @pytest.fixture
 def sublayers_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host does for each sub-layer is longer than all that the primitives of the planner's tests do."""
-    monkeypatch.setattr("znnpy.planner.with_host.SUBLAYER_SECONDS", 0.0)
+    monkeypatch.setattr("znnpy.planner.sublayers.SUBLAYER_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ class ArraySession:
             words = self._wishes
             site, plan = stack.enter_context(site_for(self._make, meant, words.vram, words.precision))
             log_phase("planned", predicted(plan))
-            log_phase("preparing", f"{human_bytes(plan.memory.arena + plan.memory.residents)}")
-            crew = stack.enter_context(Crew(plan.crew))
+            log_phase("preparing", f"{human_bytes(plan.prepared_bytes)}")
+            crew = stack.enter_context(Crew(plan.compute_threads))
             with wisdom_kept(site.machine, plan.seconds) as wisdom:
                 session = Session(plan, self._network, self._weights, crew, device=site.gpu)
                 stack.enter_context(session)

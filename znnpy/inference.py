@@ -41,7 +41,6 @@ from znnpy.run.choice import (
     plan_finished,
 )
 from znnpy.run.devices import Site, check_device_words, check_here, gpus_of, site_for
-from znnpy.run.hosted import HostedSession
 from znnpy.run.modes import check_hosted, device_meant, names_of_gpu
 from znnpy.run.preparing import Preparing
 from znnpy.run.sessions import Sessions, lanes_of, sessions_of
@@ -331,8 +330,7 @@ class _Run:
                 for lane in timings.lanes
                 if lane.given_up
             ]
-            hosted = (session for session in sessions.values() if isinstance(session, HostedSession))
-            idle = {side: seconds for session in hosted for side, seconds in session.idle_seconds.items()}
+            idle = {device: spent for session in sessions.values() for device, spent in session.idle_seconds.items()}
             return _Done(plan, timings, site.taken_bytes(), (*lost, *late, *wisdom.sentences), idle, self.tally.values)
 
     def _writes(self, plan: Plan) -> pipeline.Writes:

@@ -23,9 +23,9 @@ from znnpy.patches import Box
 from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.devices import Site
-from znnpy.run.hosted import ALL
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
 from znnpy.run.pipeline import Writes
+from znnpy.run.session import ALL
 from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of, rooms_of
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3

@@ -328,7 +328,7 @@ class _Tells:
         sentences = (*site.sentences, *site.beyond(made.limits), *shelf.sentences, *wanted.study.sentences)
         for sentence in sentences:
             self.sentence(sentence)
-        if self.why is not None and made.hosted:
+        if self.why is not None and made.offloaded:
             self.sentence(f"why primitives are not taken is told of layers on one device, not of mode {made.mode}")
         elif self.why is not None:
             rates = wanted.rates(site, made.limits)

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from znnpy.planner.explain import AXES, hosted_layers, human_bytes, human_seconds, reaches_beyond
+from znnpy.planner.explain import AXES, human_bytes, human_seconds, offloaded_layers, reaches_beyond
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
 from znnpy.wording import excerpt
@@ -92,7 +92,7 @@ class Report:
         if not self.computed:
             return [f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels, complete already: nothing to do"]
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
-        threads = (self.plan.beside or self.plan).crew
+        threads = (self.plan.beside or self.plan).compute_threads
         return [
             f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
             f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.predicted_speed:,.0f})",
@@ -181,10 +181,10 @@ class Report:
 
     def _mode(self) -> list[str]:
         """Where layers ran that had their tensors in the memory of the host, and how long both sides stood still."""
-        if not self.plan.hosted:
+        if not self.plan.offloaded:
             return []
         idle = ", ".join(f"{side} {human_seconds(seconds)}" for side, seconds in self.idle_seconds.items())
-        return [f"mode       {self.plan.mode}, {hosted_layers(self.plan)}{f'; idle: {idle}' if idle else ''}"]
+        return [f"mode       {self.plan.mode}, {offloaded_layers(self.plan)}{f'; idle: {idle}' if idle else ''}"]
 
     def _vram(self) -> list[str]:
         limit = self.plan.limits.vram_bytes
@@ -233,7 +233,7 @@ class Report:
                 "vram_bytes": self.plan.memory.vram,
             },
             "ram_bytes": self.plan.limits.ram_bytes,
-            "threads": (self.plan.beside or self.plan).crew,
+            "threads": (self.plan.beside or self.plan).compute_threads,
             "patch": list(self.plan.patch_out),
             "columns": self.plan.columns,
             "axis": self.plan.axis,

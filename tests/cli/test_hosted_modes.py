@@ -61,7 +61,7 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
     report = go(place, mode, cover=cover, trace=place.folder / "trace.json")
     made = report.plan
     assert made.mode == mode
-    assert 0 < made.hosted < len(made.choices)
+    assert 0 < made.offloaded < len(made.choices)
     assert made.walks == (cover == "columns")
     assert made.memory.peak <= made.limits.ram_bytes
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
@@ -69,7 +69,7 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
     assert mode in line
     assert ("idle: CPU" in line) == (mode == "cpu-to-gpu")
     assert set(report.as_json()["idle_seconds"]) == ({"CPU", "GPU"} if mode == "cpu-to-gpu" else set())
-    assert "gpu" in {choice.device for choice in made.choices[made.hosted :]}
+    assert "gpu" in {choice.device for choice in made.choices[made.offloaded :]}
     assert Plan.from_json(made.to_json()) == made
 
 
@@ -126,7 +126,7 @@ def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> N
     words = {"threads": None, "precision": None, "allow_nan": True}
     again = go(place, "auto", plan=file, **words).plan
     assert again.mode == mode
-    part = made.handover_bytes // made.parts[made.hosted]
+    part = made.handover_bytes // made.parts[made.offloaded]
     writes = made.cover(place.network).steps(0)
     out_bytes = 4 * place.network.output_channels * prod(made.patch_out)
     assert again.memory.staging == staging_bytes(part, out_bytes, writes=writes)
@@ -145,7 +145,7 @@ def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> N
 def test_primitives_of_either_device(place: Place, mode: str) -> None:
     """From the command line too, where `gpu.conv.host_ram` is one as others are."""
     made = go(place, mode, only=("cpu.conv.direct",)).plan
-    of_host = [choice for choice in made.choices[: made.hosted] if choice.shape.kind == "conv"]
+    of_host = [choice for choice in made.choices[: made.offloaded] if choice.shape.kind == "conv"]
     assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
     result = place.infer("--mode", mode, "--only", "gpu.conv.host_ram", "--overwrite", "--threads", 2)
     if mode == "cpu-to-gpu":

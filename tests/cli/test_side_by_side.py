@@ -82,7 +82,7 @@ def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, 
 def test_the_plan_says_who_computes_what(place: Place) -> None:
     made = go(place, threads=3).plan
     assert made.beside is not None
-    assert made.beside.limits.threads == made.beside.crew == 2  # one feeds the GPU
+    assert made.beside.limits.threads == made.beside.compute_threads == 2  # one feeds the GPU
     text = " ".join(made.explain().split())
     assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, " in text
     assert f"{len(made.cells)} in all, of which the processor is to compute {made.dealt}, " in text

@@ -15,7 +15,7 @@ from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
-from znnpy.planner.with_host import COPIED, WITHIN
+from znnpy.planner.sublayers import COPIED, WITHIN
 from znnpy.shapes import ConvShape, LayerShape, Vec3
 
 PLENTY = 2**40

@@ -329,8 +329,8 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
     own = both.beside
     assert own is not None
     times = prod(cell) / prod(own.patch_out)
-    choices = tuple(replace(choice, seconds=times * choice.seconds) for choice in own.choices)
-    both = replace(both, beside=replace(own, patch_out=cell, choices=choices))
+    slower = own.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
+    both = replace(both, beside=replace(slower, patch_out=cell))
     begins, each = of_a_gpu(both)
     ends = []
     for pace in (*PACES, 2.0):
@@ -347,7 +347,7 @@ def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: py
     """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
     gpu, processor = on("gpu", 1.0, MIXED, columns=True), on("cpu", 0.5, MIXED, columns=True)
     alone = gpu(OUTPUT, LITTLE)
-    part = replace(alone, choices=tuple(replace(choice, seconds=times * choice.seconds) for choice in alone.choices))
+    part = alone.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
     monkeypatch.setattr("znnpy.planner.beside._of_parts", lambda *asked, **words: [part])
     both = plan_beside(alone, gpu, processor, MIXED, masks=False)
     assert both.choices == (part if times < 1 else alone).choices

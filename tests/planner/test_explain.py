@@ -71,7 +71,7 @@ def test_every_figure_is_there(plan: Plan) -> None:
         assert human_seconds(choice.seconds) in said
         assert f"{choice.seconds / plan.seconds_per_step:.0%}" in said
         assert human_bytes(choice.working_bytes) in said
-    for nbytes in (plan.memory.arena, plan.memory.residents, plan.memory.reading, plan.memory.writing):
+    for nbytes in (plan.memory.last.arena, plan.memory.last.residents, plan.memory.reading, plan.memory.writing):
         assert human_bytes(nbytes) in said
     assert f"peak, of the limit of {human_bytes(LIMIT)} {human_bytes(plan.memory.peak)}" in said
     assert f"predicted: {plan.voxels_per_second:,.0f} output voxels/s" in said
@@ -88,8 +88,8 @@ def test_columns_are_told_in_words(columns: Plan) -> None:
     assert (columns.axis, columns.column) == (1, 50)
     assert "60x50x40 output voxels in 50 columns along y in steps of 10 planes, each 12x10x16 in and 6x10x8 out" in said
     assert "a column reads 7 planes before its output begins, in 1 of its steps" in said
-    assert f"the last planes of its input for the next step, {human_bytes(columns.memory.carries)} in all" in said
-    assert f"planes kept from step to step {human_bytes(columns.memory.carries)} prepared weights" in said
+    assert f"the last planes of its input for the next step, {human_bytes(columns.memory.last.carries)} in all" in said
+    assert f"planes kept from step to step {human_bytes(columns.memory.last.carries)} prepared weights" in said
     assert "steps on their way in " in said
     assert "steps on their way out " in said
     assert "patches on their way" not in said
@@ -114,7 +114,7 @@ def test_depth_first_is_told(plan: Plan) -> None:
     parts = (1, 1, 4)
     last = plan.choices[2]
     split = replace(last, shape=replace(last.shape, batch=2), runs=4 * last.runs)
-    deep = replace(plan, choices=(*plan.choices[:2], split))
+    deep = replace(plan, stages=(replace(plan.stages[0], choices=(*plan.choices[:2], split)),))
     assert deep.parts == parts
     (header,) = [line for line in printed(deep).splitlines() if "layer and input" in line]
     assert header.split() == ["layer", "and", "input", "primitive", "parts", "time", "share", "working", "kept"]
@@ -168,7 +168,7 @@ def test_two_layers_in_one_are_told() -> None:
 
 
 def test_measured_times_are_called_measured(plan: Plan) -> None:
-    measured = replace(plan, choices=tuple(replace(c, measured=True) for c in plan.choices))
+    measured = plan.with_choices(lambda c: replace(c, measured=True))
     said = words(measured)
     assert "every layer was measured on the machine the plan was made on, at this size or at others" in said
     assert "assumed" not in said
@@ -333,10 +333,10 @@ def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -
         (f"{what} on their way in", memory.reading),
         (f"{what} on their way out", memory.writing),
         ("peak, of the limit of 2.00 GiB", memory.peak),
-        ("GPU: arena: activations and scratch", memory.arena),
-        ("GPU: prepared weights", memory.residents),
+        ("GPU: arena: activations and scratch", memory.last.arena),
+        ("GPU: prepared weights", memory.last.residents),
         (f"GPU: {what} on their way in and out", memory.staging),
-        ("GPU: CUDA and its libraries", memory.context + memory.allowance),
+        ("GPU: CUDA and its libraries", memory.context + memory.last.allowance),
         ("GPU: all, of the limit of 1.00 GiB", memory.vram),
     ):
         assert f"{row} {human_bytes(nbytes)}" in said
@@ -344,7 +344,14 @@ def test_a_plan_for_a_gpu_tells_what_the_process_and_the_gpu_take(cover: bool) -
     assert f"{human_seconds(plan.seconds)} in all, on the GPU in tf32" in said
     assert "threads" not in said
     assert memory.vram == sum(
-        (memory.arena, memory.carries, memory.residents, memory.staging, memory.context, memory.allowance)
+        (
+            memory.last.arena,
+            memory.last.carries,
+            memory.last.residents,
+            memory.staging,
+            memory.context,
+            memory.last.allowance,
+        )
     )
 
 

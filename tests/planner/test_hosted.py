@@ -11,7 +11,7 @@ import pytest
 from brute_force import BASELINE, CONTEXT, THREADS
 from fakes import POOL, SLOW, WITH_GPU, on_gpu
 from hosted_fakes import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted
-from plans import MIXED, WIDE, edited
+from plans import MIXED, TENSORS_AT, WIDE, edited
 
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
@@ -38,27 +38,29 @@ def test_than_is_a_word_of_modes(plan: Plan) -> None:
 def test_what_is_promised_where(plan: Plan) -> None:
     """All of the process: patches on their way, what is handed over twice, and what hosted layers take."""
     memory = plan.memory
-    front = plan.choices[: plan.hosted]
-    assert (plan.device, plan.overlaps, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
+    front = plan.choices[: plan.offloaded]
+    assert (plan.device, plan.overlap, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
     assert memory.handover == 2 * front[-1].shape.out_bytes == 2 * plan.handover_bytes
-    assert memory.host_residents == sum(choice.resident_bytes for choice in front)
-    assert memory.host_arena == max(tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.host_tensors)
+    assert memory.stages[0].residents == sum(choice.resident_bytes for choice in front)
+    assert memory.stages[0].arena == max(
+        tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.stages[0].tensors
+    )
     around = memory.baseline + memory.reading + memory.writing + memory.pinned
-    hosted_bytes = memory.host_arena + memory.host_carries + memory.host_residents + memory.host_allowance
+    hosted_bytes = memory.stages[0].total
     assert memory.peak == around + hosted_bytes + memory.handover
-    assert memory.vram == CONTEXT + memory.staging + memory.arena + memory.residents + memory.carries + memory.allowance
+    assert memory.vram == CONTEXT + memory.staging + memory.last.total
     assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
 
 
 def test_seconds_of_both_sides(plan: Plan) -> None:
-    front, back = plan.seconds_of_sides
+    front, back = plan.stage_seconds
     assert plan.seconds_per_step == max(front, back)
-    in_turn = replace(plan, overlaps=False)
+    in_turn = replace(plan, overlap=False)
     assert in_turn.seconds_per_step == pytest.approx(front + back)
     assert plan.seconds < in_turn.seconds
-    parts = plan.parts[plan.hosted]
-    upload, once = plan.handover_bytes / parts / UPLOAD, back - plan.handover_seconds
-    assert plan.handover_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
+    parts = plan.parts[plan.offloaded]
+    upload, once = plan.handover_bytes / parts / UPLOAD, back - plan.stages[1].wait_seconds
+    assert plan.stages[1].wait_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
 
 
 def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
@@ -69,14 +71,13 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
         plan.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=table)
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
-        (("hosted",), len(plan.choices), "damaged: .*choices are hosted"),
-        (("hosted",), 0, "damaged: .*0 of"),
-        (("hosted",), plan.hosted - 1, "on the CPU, and all layers of the plan run on the GPU"),
-        (("overlaps",), False, "for what is handed over"),
-        (("memory", "host_arena"), 0, "arena in the memory of the host"),
-        (("memory", "host_residents"), 1, "of weights of hosted layers"),
-        (("host_tensors", 0, "offset"), 64, "not aligned to 256"),
-        (("handover_seconds",), -1.0, "damaged: handover_seconds"),
+        (("stages",), [], "damaged: stages: .*at least 1 item"),
+        (("stages", 1), ..., "damaged: .*memory is promised for stages on"),
+        (("overlap",), False, "for what is handed over"),
+        (("memory", "stages", 0, "arena"), 0, "arena of the stage in the memory of the host"),
+        (("memory", "stages", 0, "residents"), 1, "of weights of the stage in the memory of the host"),
+        ((*TENSORS_AT, 0, "offset"), 64, "not aligned to 256"),
+        (("stages", 1, "wait_seconds"), -1.0, "damaged: stages.1.wait_seconds"),
     ]
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
@@ -94,7 +95,7 @@ def test_what_is_asked_for_is_kept() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, kinds=True, precision="tf32")
     assert {kind.device for kind in plan.kinds} == {"cpu", "gpu"}
     assert plan.precision == "tf32"
-    assert {choice.shape.precision for choice in plan.choices[: plan.hosted]} == {"fp32"}
+    assert {choice.shape.precision for choice in plan.choices[: plan.offloaded]} == {"fp32"}
 
 
 def test_what_no_plan_does() -> None:
@@ -134,10 +135,10 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     words |= {"mode": mode, "rates": GPU_RATES, "host_rates": HOST_RATES, "kinds": True}
     plan = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, **words)
     assert plan.limits == limits
-    assert plan.crew == THREADS + (mode == "gpu-host")
-    slower = limits.threads / plan.crew
+    assert plan.compute_threads == THREADS + (mode == "gpu-host")
+    slower = limits.threads / plan.compute_threads
     table = {primitive.name: primitive for primitive in ON_CPU}
-    for choice in plan.choices[: plan.hosted]:
+    for choice in plan.choices[: plan.offloaded]:
         work = table[choice.primitive].work(choice.shape, choice.variant)
         assert choice.seconds >= (1 - 1e-9) * slower * seconds(work, HOST_RATES)
     plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
@@ -146,9 +147,9 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     of_all = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, device="cpu", **words)
     assert alone.voxels_per_second == of_all.voxels_per_second
     said = json.loads(plan.to_json())
-    assert said.pop("feeders") == limits.threads - plan.crew
-    assert Plan.from_json(json.dumps(said)).crew == limits.threads, "as plans were before"
-    wrong = said | {"feeders": limits.threads}
+    assert said.pop("feed_threads") == limits.threads - plan.compute_threads
+    assert Plan.from_json(json.dumps(said)).compute_threads == limits.threads
+    wrong = said | {"feed_threads": limits.threads}
     with pytest.raises(PlanFileError, match="threads"):
         Plan.from_json(json.dumps(wrong))
 
@@ -159,34 +160,37 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode=mode)
     told = plan.explain()
     assert max(map(len, told.splitlines())) <= 120
-    for choice in plan.choices[: plan.hosted]:
+    for choice in plan.choices[: plan.offloaded]:
         where = "GPU, from RAM" if choice.device == "gpu" else "CPU"
         assert re.search(rf"{re.escape(choice.primitive)} +{where} ", told), told
     assert re.search(rf"{re.escape(plan.choices[-1].primitive)} +GPU ", told), told
-    last = plan.choices[plan.hosted - 1].layers[1]
+    last = plan.choices[plan.offloaded - 1].layers[1]
     beside = (
-        rf"layers 0 to {last} run with {plan.crew} threads for the next patch or step while the GPU runs the others: "
+        rf"layers 0 to {last} run with {plan.compute_threads} threads for the next patch or step while the GPU runs "
+        r"the others: "
         r".* waits \d+% of the time"
     )
     in_turn = rf"layers 0 to {last} run with tensors in RAM before the GPU runs the others: .* and .*"
-    layers = (beside if plan.overlaps else in_turn).replace("layers 0 to 0 run", "layer 0 runs")
+    layers = (beside if plan.overlap else in_turn).replace("layers 0 to 0 run", "layer 0 runs")
     assert re.search(layers, told.replace("\n", " ")), told
-    for row in ("hosted layers: arena", "handed over", "GPU: arena"):
+    for row in ("offloaded layers: arena", "handed over", "GPU: arena"):
         assert row in told
 
 
 def test_the_side_that_waits_is_told() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
-    assert "the CPU waits 100% of the time" in " ".join(replace(plan, handover_seconds=9.0).explain().split())
+    assert "the CPU waits 100% of the time" in " ".join(
+        replace(plan, stages=(plan.stages[0], replace(plan.stages[1], wait_seconds=9.0))).explain().split()
+    )
 
 
 def test_images_go_up_while_others_are_computed() -> None:
     """So one at a time is faster than all at once, where that takes no longer otherwise."""
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
-    assert plan.choices[plan.hosted].shape.batch == 1
-    assert plan.parts[plan.hosted] == 4
-    assert plan.handover_seconds == pytest.approx(plan.handover_bytes / 4 / UPLOAD)
+    assert plan.choices[plan.offloaded].shape.batch == 1
+    assert plan.parts[plan.offloaded] == 4
+    assert plan.stages[1].wait_seconds == pytest.approx(plan.handover_bytes / 4 / UPLOAD)
 
 
 def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
@@ -202,5 +206,5 @@ def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
         except NoPlanError:
             break
         assert plan.memory.vram <= room
-        parts.add(plan.parts[plan.hosted])
+        parts.add(plan.parts[plan.offloaded])
     assert len(parts) > 1, parts

@@ -25,7 +25,7 @@ GIB = 2**30
 
 def prepared(plan: Plan) -> int:
     """Bytes that are written to before the first step."""
-    return plan.memory.arena + plan.memory.carries + plan.memory.residents
+    return plan.memory.last.arena + plan.memory.last.carries + plan.memory.last.residents
 
 
 @pytest.mark.parametrize("touching", [1e9, 1e11])

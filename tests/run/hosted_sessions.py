@@ -16,7 +16,7 @@ from znnpy.kernels.crew import Crew
 from znnpy.network import Conv, Pool
 from znnpy.planner.plan import Plan
 from znnpy.run import gpu, host, lane
-from znnpy.run.hosted import HostedSession
+from znnpy.run.session import Session
 from znnpy.trained import TrainedNetwork
 
 SMALL = small("delays", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 1)), Conv((2, 1, 2), 2, "tanh"), Conv((1, 1, 1), 1))
@@ -33,11 +33,11 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]
 
 
 @contextmanager
-def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[HostedSession]:
+def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[Session]:
     """Of arenas that hold NaN."""
-    with pytest.MonkeyPatch.context() as patch, Crew(plan.crew) as crew:
+    with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
         patch.setattr(host, "aligned_bytes", _nan_bytes)
-        with HostedSession(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
+        with Session(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
             yield session
 
 

@@ -195,9 +195,10 @@ class Watched:
 
 def watch(session: Session) -> list[Watched]:
     """The steps of an open session, watched from now on."""
-    watched = [Watched(bound.step) for bound in session._bound]
-    pairs = zip(session._bound, watched, strict=True)
-    session._bound = tuple(replace(bound, step=step) for bound, step in pairs)
+    (runner,) = session._runners
+    watched = [Watched(bound.step) for bound in runner._bound]
+    pairs = zip(runner._bound, watched, strict=True)
+    runner._bound = tuple(replace(bound, step=step) for bound, step in pairs)
     return watched
 
 
@@ -299,7 +300,7 @@ def test_a_column_keeps_as_much_as_its_plan_says(monkeypatch: pytest.MonkeyPatch
     network = NETWORKS[3]
     plan = planned(network, (8, 12, 6), (4, 6, 2), axis=2, column=4)
     assert plan.patch_in == (*network.patch_in((4, 6, 2))[:2], 2)
-    assert plan.memory.carries > 0 == planned(network, (8, 12, 6), (4, 6, 2)).memory.carries
+    assert plan.memory.last.carries > 0 == planned(network, (8, 12, 6), (4, 6, 2)).memory.last.carries
     kept: list[int] = []
     own = aligned.aligned_bytes
 
@@ -309,4 +310,4 @@ def test_a_column_keeps_as_much_as_its_plan_says(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(aligned, "aligned_bytes", keeping)
     with poisoned_session(plan, trained(network)):
-        assert sum(kept) == plan.memory.arena + plan.memory.carries
+        assert sum(kept) == plan.memory.last.arena + plan.memory.last.carries

@@ -108,7 +108,9 @@ def test_activations_are_as_wide_as_the_precision_says(device: EmulatedDevice, p
         got = ran(plan, net, volume, table=STAND_INS, device=device)
         assert np.isfinite(got).all()
         assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) <= (5e-3 if precision == "fp16" else 1e-6)
-        assert (sum(t.nbytes for t in plan.tensors) < sum(t.nbytes for t in wide.tensors)) == (precision == "fp16")
+        assert (sum(t.nbytes for t in plan.stages[0].tensors) < sum(t.nbytes for t in wide.stages[0].tensors)) == (
+            precision == "fp16"
+        )
 
 
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", "f2", ">f4", "f8"])
@@ -303,7 +305,7 @@ def test_what_the_device_refuses_is_given_back() -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=52)
     plan = on_gpu(network, volume, (4, 6, 8), column=8)
-    held = plan.memory.arena + plan.memory.carries
+    held = plan.memory.last.arena + plan.memory.last.carries
     with EmulatedDevice(replace(EMULATED_GPU, memory_bytes=held)) as device:  # no room for the patches
         with pytest.raises(VramError, match=r"of \d+ bytes was refused: .*; \d+ bytes are free") as caught:
             ran(plan, net, volume, table=STAND_INS, device=device)
@@ -321,7 +323,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice) -> None:
             assert (len(raws), len(outs)) == (3, 2)
             staging = 2 * raws[0].nbytes + 2 * outs[0].nbytes
             peaks = 2 * 4 * (2 + len(net.weights))
-            assert held == plan.memory.arena + plan.memory.carries + staging + peaks
+            assert held == plan.memory.last.arena + plan.memory.last.carries + staging + peaks
             session.run(raws[0], outs[0])
             tables = device.allocated - held
             assert 0 < tables <= 2**10  # places of fragments, and what normalises
@@ -400,7 +402,7 @@ def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monk
     network = ODDER[5]
     net, volume = trained(network), some_volume(network, seed=57)
     plan = on_gpu(network, volume, (4, 8, 4), in_one=False)
-    plan = replace(plan, choices=tuple(replace(choice, seconds=2.0) for choice in plan.choices))
+    plan = plan.with_choices(lambda choice: replace(choice, seconds=2.0))
     queued: list[int] = []
     run = gpu.GpuWorkshop.run
 

@@ -23,11 +23,11 @@ from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.hosted import HostedMode
-from znnpy.planner.plan import Plan
+from znnpy.planner.offload import OffloadMode
+from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.search import make_plan
 from znnpy.run import host, pipeline
-from znnpy.run.hosted import HostedSession
+from znnpy.run.session import Session
 from znnpy.shapes import turned, turned_back
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
@@ -157,17 +157,17 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
         plan = hosted_plan(network, output, (4, 6, 2), 2, column=column, overlaps=overlaps)
         blocks: list[int] = []
         taken.clear()
-        with pytest.MonkeyPatch.context() as patch, Crew(plan.crew) as crew:
+        with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
             patch.setattr(host, "aligned_bytes", held)
-            with HostedSession(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
+            with Session(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory
-                words = 4 * (2 + sum(choice.shape.kind == "conv" for choice in plan.choices[plan.hosted :]))
-                staging = 2 * (plan.handover_bytes // plan.parts[plan.hosted])
+                words = 4 * (2 + sum(choice.shape.kind == "conv" for choice in plan.choices[plan.offloaded :]))
+                staging = 2 * (plan.handover_bytes // plan.parts[plan.offloaded])
                 staging += 2 * 4 * network.output_channels * int(np.prod(plan.patch_out))
                 assert staging <= memory.staging
-                assert device.allocated == memory.arena + memory.carries + staging + 2 * words
+                assert device.allocated == memory.last.arena + memory.last.carries + staging + 2 * words
                 assert sum(taken) == memory.handover + 2 * words
-                assert sum(blocks) == memory.host_arena + memory.host_carries
+                assert sum(blocks) == memory.stages[0].arena + memory.stages[0].carries
 
 
 def hot(theta: int, layer: int) -> TrainedNetwork:
@@ -213,7 +213,7 @@ def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: p
 
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
-def test_what_is_planned_runs(device: EmulatedDevice, mode: HostedMode, columns: bool) -> None:
+def test_what_is_planned_runs(device: EmulatedDevice, mode: OffloadMode, columns: bool) -> None:
     """A plan that the search made, of primitives that run."""
     net, volume = trained(SMALL), some_volume(SMALL, seed=79, more=(9, 7, 5))
     output = SMALL.dense_size(volume.shape[1:])
@@ -223,30 +223,47 @@ def test_what_is_planned_runs(device: EmulatedDevice, mode: HostedMode, columns:
         table=(*ON_CPU, *STAND_INS), only=only,
     )  # fmt: skip
     plan.check_runs(SMALL, WITH_GPU, table=EVERY)
-    assert [choice.device for choice in plan.choices[: plan.hosted]].count("gpu") == (mode == "gpu-host")
+    assert [choice.device for choice in plan.choices[: plan.offloaded]].count("gpu") == (mode == "gpu-host")
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
+
+
+def cut_at(plan: Plan, count: int) -> tuple[Stage, ...]:
+    """The same choices and tensors, with so many choices in the first stage."""
+    one, other = plan.stages
+    return replace(one, choices=plan.choices[:count]), replace(other, choices=plan.choices[count:])
 
 
 def test_plans_that_no_session_runs() -> None:
     plan, _, _ = a_plan(front=replace(fronts(), in_one=False))
+    one, other = plan.stages
+    last = replace(plan.memory, stages=plan.memory.stages[1:])
     edits: list[tuple[dict[str, Any], str]] = [
-        ({"hosted": len(plan.choices)}, "choices are hosted"),
-        ({"hosted": 0}, "0 of 4 choices are hosted"),
-        ({"memory": replace(plan.memory, devices=2)}, "on 2 GPU"),
-        ({"overlaps": False, "hosted": 3}, "all images at a time"),
+        ({"stages": (other,)}, "memory is promised for stages on"),
+        ({"stages": (other, one)}, "memory is promised for stages on"),
+        ({"stages": (other,), "memory": last}, "1 stages are in the memory of GPU"),
+        ({"memory": replace(plan.memory, devices=2)}, "on 2 GPUs"),
+        ({"overlap": False, "stages": cut_at(plan, 3)}, "take all images at a time"),
     ]
     for words, said in edits:
         with pytest.raises(ValueError, match=said):
             replace(plan, **words)
-    with pytest.raises(ValueError, match="leave it no time"):
+    with pytest.raises(ValueError, match="cannot be at the step before"):
         a_plan(with_host=WITH_HOST, overlaps=True)
     read = Plan.from_json(plan.to_json())
     assert read == plan
+    memory = plan.memory.stages
+    arena = replace(plan.memory, stages=(replace(memory[0], arena=memory[0].arena + 256), memory[1]))
     edits = [
-        ({"host_tensors": plan.host_tensors[:-1]}, "arena in the memory of the host lacks"),
+        (
+            {"stages": (replace(one, tensors=one.tensors[:-1]), other)},
+            "arena of the stage in the memory of the host lacks",
+        ),
         ({"memory": replace(plan.memory, handover=plan.memory.handover - 4)}, "for what is handed over"),
-        ({"memory": replace(plan.memory, host_arena=plan.memory.host_arena + 256)}, "end at byte"),
-        ({"hosted": 1}, "layer 1 of the plan runs cpu.*on the CPU, and all layers of the plan run on the GPU"),
+        ({"memory": arena}, "end at byte"),
+        (
+            {"stages": cut_at(plan, 1)},
+            "layer 1 of the plan runs cpu.*on the CPU, and all layers of the plan run on the GPU",
+        ),
     ]
     for words, said in edits:
         with pytest.raises(PlanFileError, match=said):

@@ -20,7 +20,7 @@ from znnpy.errors import DeviceError, Stopped
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.run import gpu, pipeline
-from znnpy.run.hosted import HostedSession
+from znnpy.run.session import Session
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
@@ -37,7 +37,7 @@ class Fault(Exception):
     """What no stage raises itself."""
 
 
-def stages(session: HostedSession, hook: Any) -> None:
+def stages(session: Session, hook: Any) -> None:
     """`hook` is called before the front, the back and the wait of every step, with their numbers."""
     counts = dict.fromkeys(("front", "back", "wait"), 0)
 
@@ -49,9 +49,11 @@ def stages(session: HostedSession, hook: Any) -> None:
 
         return call
 
-    session._run_front = before("front", session._run_front)  # type: ignore[method-assign]
-    session._run_back = before("back", session._run_back)  # type: ignore[method-assign]
-    session._shop.wait = before("wait", session._shop.wait)  # type: ignore[method-assign]
+    handover = session._handover
+    assert handover is not None
+    handover._run_front = before("front", handover._run_front)  # type: ignore[method-assign]
+    handover._run_back = before("back", handover._run_back)  # type: ignore[method-assign]
+    handover._gpu.wait = before("wait", handover._gpu.wait)  # type: ignore[method-assign]
 
 
 def steps_of(plan: Plan, volume: Any, network: Network) -> Iterator[tuple[Any, Any, bool]]:

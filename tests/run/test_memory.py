@@ -185,7 +185,7 @@ def test_a_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
         "        print(process_bytes() - before)\n"
     )
     taken = int(subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, check=True).stdout)
-    held = chosen.memory.arena + chosen.memory.carries
+    held = chosen.memory.last.arena + chosen.memory.last.carries
     assert held > 128 * MIB
     assert taken > 0.95 * held
 
@@ -200,7 +200,7 @@ def test_a_bound_session_allocates_no_more_than_its_allowance(primitive: str, dt
     chosen = make_plan(network, output, this_machine(), Limits(2**30, 2), itemsize_in=8, patch=output, only=[primitive])
     raw = np.random.default_rng(8).integers(0, 256, (1, *chosen.patch_in)).astype(np.float64)
     out = np.full((network.output_channels, *chosen.patch_out), 77, dtype)
-    assert raw.nbytes > chosen.memory.allowance
+    assert raw.nbytes > chosen.memory.last.allowance
     with Crew(2) as crew, Session(chosen, network, trained.weights, crew) as session:
         session.run(raw, out)
         tracemalloc.start()
@@ -209,4 +209,4 @@ def test_a_bound_session_allocates_no_more_than_its_allowance(primitive: str, dt
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak <= chosen.memory.allowance
+    assert peak <= chosen.memory.last.allowance

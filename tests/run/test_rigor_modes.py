@@ -26,9 +26,9 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.sizes import SIZES
 from znnpy.run import choice, devices, modes, rigor
 from znnpy.run.devices import Site, opened
-from znnpy.run.hosted import ALL
 from znnpy.run.learning import Known
 from znnpy.run.rigor import Study, layers_timed
+from znnpy.run.session import ALL
 from znnpy.run.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
 from znnpy.shapes import ConvShape, LayerShape
 
@@ -162,7 +162,7 @@ def test_hosted_layers_of_a_gpu_take_what_they_took_as_a_whole(go: Callable[...,
     clocks = Clocks({HOST_RAM.name: factor})
     made = go("gpu-host", clocks, only=HOST_RAM.name)
     check_as_told(made, clocks)
-    hosted = [chosen for chosen in made.choices[: made.hosted] if chosen.primitive == HOST_RAM.name]
+    hosted = [chosen for chosen in made.choices[: made.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
         inner, largest, own = HOST_RAM.largest(chosen.shape, chosen.variant)
@@ -176,7 +176,7 @@ def test_what_columns_carry_comes_on_top_of_what_was_measured(place: Place, go: 
     clocks = Clocks({HOST_RAM.name: 2.0})
     made = go("gpu-host", clocks, only=HOST_RAM.name, cover="columns")
     assert made.walks
-    hosted = [chosen for chosen in made.choices[: made.hosted] if chosen.primitive == HOST_RAM.name]
+    hosted = [chosen for chosen in made.choices[: made.offloaded] if chosen.primitive == HOST_RAM.name]
     assert hosted
     for chosen in hosted:
         told = clocks.rates(Where("gpu", 3)).seconds(HOST_RAM, chosen.shape, chosen.variant)

@@ -168,7 +168,7 @@ def _known_to_run(
             "a plan fixes device, precision, threads, primitives, and patches or columns already; "
             f"leave out {' and '.join(given)}, or leave out {option('plan')}"
         )
-    if site.devices > 1 and plan.hosted:
+    if site.devices > 1 and plan.offloaded:
         raise PlanFileError(
             f"the plan is of {option('mode', plan.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
@@ -177,9 +177,9 @@ def _known_to_run(
     cover = replace(plan, output=source.output).cover(network)
     itemsizes = source.dtype.itemsize, output_dtype.itemsize
     reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
-    if plan.hosted:  # no patch goes to the GPU, but what is handed over
+    if plan.offloaded:  # no patch goes to the GPU, but what is handed over
         out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
-        staging = staging_bytes(plan.handover_bytes // plan.parts[plan.hosted], out_bytes, writes=cover.steps(0))
+        staging = staging_bytes(plan.handover_bytes // plan.parts[plan.offloaded], out_bytes, writes=cover.steps(0))
     context = context_bytes(site.context_bytes) if plan.device == "gpu" else 0
     memory = replace(
         plan.memory,
@@ -229,7 +229,7 @@ def plan_begun(
         )
     try:
         plan = Plan.from_json(begun.plan)
-        if devices > 1 and plan.hosted:
+        if devices > 1 and plan.offloaded:
             raise ResumeError(
                 f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
             )

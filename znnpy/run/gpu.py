@@ -85,7 +85,7 @@ class Checks(Protocol):
 class GpuWorkshop:
     """See `Workshop`. It opens a device of its own where it is given none.
 
-    Of a plan with hosted choices it runs the others. One thread may `take`, `give` and what is between while another
+    Of a plan of two stages it runs the second. One thread may `take`, `give` and what is between while another
     waits.
 
     VramError where the device has less memory than the plan says.
@@ -106,7 +106,7 @@ class GpuWorkshop:
         self._trace, self._lane = trace, lane
         self._turn = threading.Lock()  # of what steps are lent
         self._windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
-        own = enumerate(plan.choices[plan.hosted :], plan.hosted)
+        own = enumerate(plan.stages[-1].choices, plan.offloaded)
         self._convolutions = [index for index, choice in own if choice.shape.kind == "conv"]
         self._release()
 
@@ -172,7 +172,7 @@ class GpuWorkshop:
 
         self._arena = Arena(tensors, view)
         word = 0  # that the input of a choice has
-        for choice, footprint in zip(plan.choices[plan.hosted :], footprints, strict=True):
+        for choice, footprint in zip(plan.stages[-1].choices, footprints, strict=True):
             x_peak = FLOAT32 * word if footprint.reads_peak else None
             word += choice.shape.kind == "conv"
             peak = FLOAT32 * word if choice.shape.kind == "conv" else None
@@ -182,8 +182,8 @@ class GpuWorkshop:
         reads, writes = min(STAGED, cover.steps(cover.margin)), min(STAGED, cover.steps(0))
         raw_bytes = network.input_channels * prod(plan.patch_in) * plan.itemsize_in
         out_bytes = network.output_channels * prod(plan.patch_out) * plan.itemsize_out
-        if plan.hosted:
-            part = plan.handover_bytes // plan.parts[plan.hosted]
+        if plan.offloaded:
+            part = plan.handover_bytes // plan.parts[plan.offloaded]
             slots = [device.allocate(part, "what is handed over") for _ in range(STAGED)]
             self._handed.extend((slot, device.event()) for slot in slots)
         else:
@@ -329,7 +329,7 @@ class GpuWorkshop:
             event, seconds = self._queued.popleft()
             self._await(event, self._crew)
             self._queued_seconds -= seconds
-        layer, words = self._layers[index - self._plan.hosted], self._lent[-1].address
+        layer, words = self._layers[index - self._plan.offloaded], self._lent[-1].address
         x_peak, out_peak = (0 if at is None else words + at for at in (layer.x_peak, layer.out_peak))
         step.run(x, out, scratch, before, x_peak=x_peak, out_peak=out_peak)
         if layer.looked_at is not None:
@@ -387,7 +387,7 @@ class GpuWorkshop:
         *layers, leaving = peaks
         if not entering < end:
             if ticket.raw is None:
-                raise _layer_overflow(entering, kept).with_context(layer_of(plan, network, plan.hosted - 1))
+                raise _layer_overflow(entering, kept).with_context(layer_of(plan, network, plan.offloaded - 1))
             raise input_overflow(ticket.raw, kept)
         for index, peak in zip(self._convolutions, layers, strict=True):
             if not peak < end:

@@ -21,6 +21,7 @@ from znnpy.run.workshop import UNTRACED, Voxels, corners, input_overflow, layer_
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Bytes, Footprint
+    from znnpy.run.gpu import GpuWorkshop
     from znnpy.run.trace import Trace
 
 NOTHING = host_arena(aligned_bytes(0), ())
@@ -39,8 +40,10 @@ class HostWorkshop:
         trace: Trace | None = None,
         lane: str = "CPU",
         prepared: Callable[[int], None] | None = None,
+        lent: GpuWorkshop | None = None,
     ) -> None:
         self.hands = crew
+        self._lent = lent  # computes those layers of a host stage that run on the GPU, and has their scratch
         self._prepared = prepared  # told of bytes that were written to for the first time
         self._trace, self._lane = trace, lane
         self._steps = 0  # begun
@@ -57,8 +60,10 @@ class HostWorkshop:
         self._arena = NOTHING
 
     def hands_for(self, choice: Choice) -> Any:
-        del choice
-        return self.hands
+        return self.hands if choice.device == "cpu" or self._lent is None else self._lent.hands
+
+    def _on_gpu(self, index: int) -> bool:
+        return self._plan.choices[index].device == "gpu"
 
     def abandon(self) -> None:
         """Processors do not fail alone."""
@@ -71,6 +76,8 @@ class HostWorkshop:
         return self._arena.tensor(name, shape, dtype)
 
     def scratch(self, step: int) -> dict[str, Any]:
+        if self._on_gpu(step) and self._lent is not None:
+            return self._lent.scratch(step)
         return self._arena.scratch(step)
 
     def room(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
@@ -108,8 +115,9 @@ class HostWorkshop:
 
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
         carried = () if before is None else (before,)
+        copying = (self.hands,) if self._on_gpu(index) else ()  # whose threads copy what goes to the GPU and back
         try:
-            step.run(x, out, scratch, *carried)
+            step.run(x, out, scratch, *carried, *copying)
         except ValuesOverflowError as error:
             raise error.with_context(layer_of(self._plan, self._network, index)) from None
 

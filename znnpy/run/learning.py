@@ -20,7 +20,7 @@ from znnpy.planner.cost import Rates
 from znnpy.planner.costs import Measurement
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
-from znnpy.planner.with_host import Divided
+from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.run.timing import ON_GPU, Clock, Rooms, Task, Timer, Where, lacking, layers_of
 from znnpy.shapes import LayerShape
 
@@ -48,7 +48,7 @@ class Learner:
     threads: int
     rooms: Rooms
     table: Sequence[Primitive] = TABLE
-    in_host_ram: Sequence[Divided] = IN_HOST_RAM
+    in_host_ram: Sequence[DividedPrimitive] = IN_HOST_RAM
     found: list[Measurement] = field(default_factory=list)
     # Layers of plans that one image of does not fit, by the memory that is too small.
     too_large: dict[DeviceKind, set[Case]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.beside import Makes, idle, plan_beside
 from znnpy.planner.cost import Rates
-from znnpy.planner.explain import hosted_layers
+from znnpy.planner.explain import offloaded_layers
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.search import make_plan
@@ -196,13 +196,13 @@ def scheme_of(plan: Plan) -> str:
     """Words on a plan that is not of one device alone; empty where it is."""
     if plan.beside is not None:
         return "with the processor beside it"
-    return f"{plan.mode} with {hosted_layers(plan)}" if plan.hosted else ""
+    return f"{plan.mode} with {offloaded_layers(plan)}" if plan.offloaded else ""
 
 
 def _gains(plan: Plan, alone: Plan) -> bool:
     """Enough to be taken where nobody asked for it: predictions for two devices are not as good as for one."""
     if plan.beside is None:
-        known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.hosted])
+        known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.offloaded])
         return plan.seconds < (GAIN if known else ASSUMED_GAIN) * alone.seconds
     return plan.seconds < BESIDE_GAIN * alone.seconds and plan.dealt > 0
 

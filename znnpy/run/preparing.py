@@ -31,7 +31,7 @@ class Preparing:
     ) -> None:
         self._plan, self._network, self._finished = plan, network, finished
         self._began, self._progress, self._since = began, progress, time.perf_counter()
-        self._touched, self._all = 0, plan.memory.arena + plan.memory.carries
+        self._touched, self._all = 0, plan.memory.last.arena + plan.memory.last.carries
 
     @property
     def told(self) -> Callable[[int], None] | None:

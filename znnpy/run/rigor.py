@@ -18,7 +18,7 @@ from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.plan import Rigor as Word
-from znnpy.planner.with_host import Divided
+from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site
 from znnpy.run.learning import Known, Learner, Making
@@ -81,7 +81,7 @@ class Study:
     clock: Clocks = clock_on
     now: Callable[[], float] = time.monotonic
     table: Sequence[Primitive] = TABLE
-    in_host_ram: Sequence[Divided] = IN_HOST_RAM
+    in_host_ram: Sequence[DividedPrimitive] = IN_HOST_RAM
     done: Word = "estimate"  # of the rigor, before the time was up
     sentences: list[str] = field(default_factory=list)
     found: dict[DeviceKind, Rates] = field(default_factory=dict)  # by device, where anything was measured

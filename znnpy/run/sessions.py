@@ -12,7 +12,6 @@ from znnpy.network import ConvWeights, Network
 from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
 from znnpy.run.devices import Site
-from znnpy.run.hosted import HostedSession, session_of
 from znnpy.run.lane import Lane
 from znnpy.run.session import Session
 from znnpy.run.shares import Cells, Hand, Queue, Shares
@@ -20,7 +19,7 @@ from znnpy.run.shares import Cells, Hand, Queue, Shares
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
 
-Sessions = Mapping[str, Session | HostedSession]  # by names of lanes
+Sessions = Mapping[str, Session]  # by names of lanes
 
 
 @contextmanager
@@ -42,10 +41,10 @@ def sessions_of(
     if plan.beside is not None:
         plans["CPU"] = plan.beside, None
     with ExitStack() as stack:
-        crews = {its.device: stack.enter_context(Crew(its.crew)) for its in (plan, plan.beside) if its}
-        sessions: dict[str, Session | HostedSession] = {}
+        crews = {its.device: stack.enter_context(Crew(its.compute_threads)) for its in (plan, plan.beside) if its}
+        sessions: dict[str, Session] = {}
         for name, (its, device) in plans.items():
-            session = session_of(
+            session = Session(
                 its, network, weights, crews[its.device], device=device, trace=trace, lane=name, prepared=prepared
             )
             told = trace if its.device == "cpu" else None

@@ -46,8 +46,8 @@ ON_GPU = Where("gpu")
 def layers_of(plan: Plan) -> Iterator[tuple[Where, Choice]]:
     """Every choice of a plan, and of the one beside it, and where it runs."""
     for index, choice in enumerate(plan.choices):
-        on_host = choice.device == "cpu" or index < plan.hosted
-        yield Where(choice.device, plan.crew if on_host else 0), choice
+        on_host = choice.device == "cpu" or index < plan.offloaded
+        yield Where(choice.device, plan.compute_threads if on_host else 0), choice
     if plan.beside is not None:
         yield from layers_of(plan.beside)
 

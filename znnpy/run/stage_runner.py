@@ -1,4 +1,4 @@
-"""The walk through some consecutive choices of a plan, step by step of a column, on the arrays of one workshop."""
+"""Runs the layers of one stage of a plan, step by step of a column, on the arrays of one workshop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import find
 from znnpy.network import ConvWeights, Network
-from znnpy.planner.layout import Tensor, carried_planes, reads_apart
+from znnpy.planner.layout import carried_planes, reads_apart
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.workshop import Workshop, dtype_of
 from znnpy.shapes import turn
@@ -26,7 +26,7 @@ class Bound:
     layer: int  # the first of it
     step: Any  # a Step, CarryingStep, DeviceStep or HostStep
     x: Any  # all images that there are at a time; `step` takes a part of them or all
-    out: Any  # new planes of the next one's `x`; None: it is handed over
+    out: Any  # new planes of the next one's `x`; None: the result is handed over to the next stage
     scratch: Mapping[str, Any]
     apart: bool  # `step` reads carried planes where they are kept; else they lie in front of the new ones in `x`
     batch: int  # images that `step` takes
@@ -35,12 +35,12 @@ class Bound:
     carry: Any | None  # last planes of every image of `x`, for the next step of the column
 
 
-class Walk:
-    """Runs the choices of `part`, all by default, from their input to what they give.
+class StageRunner:
+    """Runs the choices of stage `number` of a plan, from their input to their output.
 
-    In a column that walks, each layer's input is a few planes carried from the step before and the new ones behind
-    them. A column begins with zeros for planes that are not there; no output that is kept depends on them, and a layer
-    is not run while all it would compute does.
+    In a column each layer's input is a few planes carried from the step before with the new planes behind them. A
+    column begins with zeros for planes that are not there. No output that is kept depends on these zeros, and a layer
+    does not run while everything that it would compute depends on them.
     """
 
     def __init__(
@@ -50,12 +50,14 @@ class Walk:
         weights: Sequence[ConvWeights],
         shop: Workshop,
         table: Sequence[Primitive],
-        part: range | None = None,
+        number: int = 0,
     ) -> None:
         self.plan = plan
         self.network = network
         self.written = [0] * len(plan.choices)  # voxels of one map that each choice has written, all images
-        self._part = range(len(plan.choices)) if part is None else part
+        self._stage, self._memory = plan.stages[number], plan.memory.stages[number]
+        first = sum(len(stage.choices) for stage in plan.stages[:number])
+        self._part = range(first, first + len(self._stage.choices))
         self._shop = shop
         self._table = tuple(table)
         self._weights = dict(zip(network.convolutions, weights, strict=True))
@@ -74,10 +76,9 @@ class Walk:
         self._bound = ()
         self._input = None
 
-    def bind(self, arena: int, tensors: Sequence[Tensor]) -> None:
-        """Prepare weights, plan transforms, and lay `tensors` in `arena` bytes."""
-        plan, shop, part = self.plan, self._shop, self._part
-        choices = plan.choices[part.start : part.stop]
+    def bind(self) -> None:
+        """Prepare weights, plan transforms, and lay the tensors in the arena."""
+        plan, shop, part, choices = self.plan, self._shop, self._part, self._stage.choices
         primitives = [find(choice.primitive, self._table) for choice in choices]
         steps = []
         for primitive, choice in zip(primitives, choices, strict=True):
@@ -85,10 +86,10 @@ class Walk:
             resident = primitive.prepare(_turned(weights, plan.axis), choice.variant, hands)
             steps.append(primitive.bind(resident, choice.shape, choice.variant, hands))
         footprints = [
-            primitive.footprint(choice.shape, choice.variant, plan.crew)
+            primitive.footprint(choice.shape, choice.variant, plan.compute_threads)
             for primitive, choice in zip(primitives, choices, strict=True)
         ]
-        shop.lay_out(arena, tensors, footprints)
+        shop.lay_out(self._memory.arena, self._stage.tensors, footprints)
         shapes = [choice.shape for choice in choices]
         new = plan.choices[part.start - 1].shape.out[0] if part.start else plan.patch_in[plan.axis]
         carried = carried_planes(shapes, new)
@@ -123,29 +124,45 @@ class Walk:
         images, _, y, x, f = shape.in_shape
         return self._shop.room((self.plan.parts[index] * images, planes, y, x, f), dtype_of(shape))
 
+    def step(self, raw: Any, out: Any | None, *, begins: bool) -> bool:
+        """Run a step of the first stage from raw voxels; return whether its last choice ran.
+
+        raw     (c, z, y, x), any real dtype
+        out     as for `advance`
+        begins  the step is the first of a column
+        """
+        if begins:
+            self.begin()
+        gives = self._step >= self._bound[-1].from_step
+        with self._shop.span("load"):
+            self._shop.load(raw.transpose(self.axes), self._input[0])
+        self.advance(0, out)
+        self.end()
+        return gives
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The order of the axes of a dense array (maps, z, y, x) that puts the axis of columns first."""
+        return (0, *(1 + axis for axis in turn(self.plan.axis)))
+
     def begin(self) -> None:
-        """A column begins with the next step."""
+        """Prepare for the first step of a column."""
         self._step = -self._steps_before(self._along.margins[0][0])
         for bound in self._bound:
             if bound.carry is not None:
                 with self._shop.span("clear", layer=bound.layer):
                     self._shop.clear(bound.carry)
 
-    @property
-    def gives(self) -> bool:
-        """The last choice runs in this step."""
-        return self._step >= self._bound[-1].from_step
-
     def advance(self, first: int, out: Any | None) -> None:
-        """Carry on from `input`, whose first image is image `first` of all that there are in a step.
+        """Run the layers on `input`, whose first image is image `first` of all that there are in a step.
 
-        out  for what comes out: the dense patch (maps, z, y, x), or None in the first steps of a column; where choices
-             follow elsewhere, all images (S, z, y, x, f) of their input that are new.
+        out  takes the result: the dense patch (maps, z, y, x), or None in the first steps of a column; where a stage
+             follows, all images (S, z, y, x, f) of its input that are new
         """
         self._advance(0, first, out)
 
     def end(self) -> None:
-        """The next step follows."""
+        """Count the step, at its end."""
         self._step += 1
 
     def _steps_before(self, margin: int) -> int:

@@ -1,0 +1,417 @@
+"""Plans of two stages: the first layers with tensors in RAM, all others on the GPU (ZNNi VII-B and C).
+
+cpu-to-gpu  The processor computes the first stage of a step while the GPU computes the second stage of the step before.
+gpu-host    One stage after the other. Convolutions of the first stage run on the GPU, in sub-layers, or on the
+            processor, whichever is faster; everything else of it runs on the processor.
+
+Method  For every number of offloaded layers (`cut`) and every number of images that the GPU takes at a time of what is
+        handed over, the fastest primitives of both stages are found separately, each exactly within its memory
+        (`trade`): the seconds of the whole grow with those of each. (In the first steps of a column few layers run;
+        with overlap and little memory, other primitives may be better there.) Offloaded layers take all images at a
+        time.
+Shapes  The search begins with the patches of the best plans of the processor alone and of the GPU alone within the same
+        limits, or of the plan that is to be beaten. It adds all combinations of sizes where axes have few, else a few
+        sizes along all axes together, of columns also in thickness. Then it looks at the next sizes along each axis of
+        the best patch and of the best column for as long as one of them is better. Another shape may be better still.
+GPU     An offloaded convolution that the GPU computes may take LENT of the memory that CUDA leaves there. Its arena is
+        that of the second stage, and what it keeps on the GPU is taken from that stage. How it is divided does not
+        depend on what the second stage takes.
+Images  All numbers of images at a time that divide what there are; parts of them behind later poolings only where they
+        go one by one, or all at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+from typing import Literal
+
+from znnpy.errors import NoPlanError
+from znnpy.kernels.primitive import Work
+from znnpy.machine import Limits, Machine
+from znnpy.network import Network, Pool
+from znnpy.planner.candidates import Candidate, Space, candidate, splits
+from znnpy.planner.cost import Rates, edge_seconds, seconds
+from znnpy.planner.found_plan import choice_of, plan_of
+from znnpy.planner.layout import place
+from znnpy.planner.memory import Memory, mebibytes
+from znnpy.planner.offload_sizes import first_steps, next_to
+from znnpy.planner.options import Options
+from znnpy.planner.plan import Choice, Plan, Stage, device_of
+from znnpy.planner.shape_search import LOST_SECONDS, Found
+from znnpy.planner.stage_search import StageSearch
+from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs, two_stage_seconds, upload_wait_seconds
+from znnpy.planner.sublayers import DividedPrimitive, Sublayers
+from znnpy.planner.trade import Way, total_seconds
+from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
+from znnpy.wording import option
+
+OffloadMode = Literal["gpu-host", "cpu-to-gpu"]
+
+LENT = 0.75  # share of the GPU's memory beside CUDA's that an offloaded convolution may take
+NEARER = 16  # times that shapes next to the best one are looked at
+LOSING = 2.0  # times the seconds of another plan, or those asked for: no neighbours of a slower plan are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStages:
+    """The best of one shape, one cut and one number of images at a time."""
+
+    whole: Candidate
+    cut: int  # layers of the first stage
+    front: Found
+    back: Found
+    memory: Memory
+    stages: tuple[Stage, ...]
+    seconds: float  # for the whole output
+
+    @property
+    def column_seconds(self) -> float:
+        return self.seconds / len(self.whole.cover)
+
+
+@dataclass
+class OffloadSearch:
+    """What is asked for, and what may run in either stage."""
+
+    network: Network
+    output: Vec3
+    machine: Machine
+    limits: Limits
+    mode: OffloadMode
+    cpu: Options
+    gpu: Options
+    itemsize_in: int
+    itemsize_out: int
+    baseline: int
+    context: int
+    masks: bool
+    precision: Precision
+    depth_first: bool
+    divided: Sequence[DividedPrimitive] = ()  # compute offloaded convolutions on the GPU, in mode gpu-host
+    asked: bool = False  # one of them, by name
+    below: float = inf  # seconds that a plan has to stay below
+    sublayers: Sublayers | None = field(init=False)
+    _most: float = field(init=False)  # seconds, of a shape that may lead to the best
+    _searches: dict[tuple[Space, tuple[int, int]], StageSearch] = field(default_factory=dict)
+    _seen: set[tuple[Space, Vec3]] = field(default_factory=set)
+    _fronts: dict[Candidate, Found | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._most = LOSING * self.below
+        lent = int(LENT * ((self.limits.vram_bytes or 0) - self.context))
+        self.sublayers = None
+        if not self.overlap and self.divided:
+            rates = self.cpu.rates, self.gpu.rates
+            self.sublayers = Sublayers(
+                self.divided, self.machine, self.limits.threads, lent, *rates, self.precision, asked=self.asked
+            )
+
+    @property
+    def overlap(self) -> bool:
+        return self.mode == "cpu-to-gpu"
+
+    def run(self, spaces: Sequence[Space], patch: Vec3 | None, seeds: Sequence[Plan]) -> Plan:
+        """Return the best plan.
+
+        patch  look at this output patch only
+        seeds  begin with the shapes of these plans, among others
+
+        NoPlanError with the smallest need where nothing fits, or where nothing is as fast as asked.
+        """
+        begun: list[TwoStages] = []
+        for space in spaces:
+            patches = self._starts(space, seeds) if patch is None else [turned(patch, space.axis)]
+            found = self._among(space, patches, None)
+            if found is not None:
+                begun.append(found)
+                self._most = min(self._most, LOSING * found.seconds)
+        best: TwoStages | None = None
+        for found in sorted(begun, key=lambda found: found.seconds):
+            if best is None or found.seconds < LOSING * best.seconds:
+                near = self._nearer(found) if patch is None else found
+                best = near if best is None or near.seconds < best.seconds else best
+        if self.below < inf and (best is None or best.seconds >= self.below):
+            raise NoPlanError(f"mode {self.mode}: no plan was found that takes less than {self.below:.3g} s")
+        if best is None:  # what bounds and estimates leave out may still fit
+            least = self._least_need(spaces, patch)
+            if least is None or least.memory.over(self.limits) != (0, 0):
+                raise self._no_plan(least)
+            best = least
+        return self._plan(best)
+
+    def _starts(self, space: Space, seeds: Sequence[Plan]) -> list[Vec3]:
+        """Return the shapes to begin with in one space."""
+        kind = space.walks, space.axis if space.walks else 0
+        of_seeds = (turned(s.patch_out, space.axis) for s in seeds if (s.walks, s.axis if s.walks else 0) == kind)
+        return [*of_seeds, *first_steps(space)]
+
+    def _nearer(self, best: TwoStages) -> TwoStages:
+        """Move from `best` to the best of the shapes next to it, for as long as one of them is better."""
+        for _ in range(NEARER):
+            better = self._among(best.whole.space, next_to(best.whole), best)
+            if better is best or better is None:
+                break
+            best = better
+        return best
+
+    def _among(self, space: Space, patches: Iterable[Vec3], best: TwoStages | None) -> TwoStages | None:
+        """Return the best of `best` and of those shapes that were not looked at before."""
+        for patch in patches:
+            if (space, patch) in self._seen:
+                continue
+            self._seen.add((space, patch))
+            best = self._of_shape(candidate(space, patch), best)
+        return best
+
+    def _of_shape(self, whole: Candidate, best: TwoStages | None) -> TwoStages | None:
+        """Return the best of `best` and of one shape. Smaller parts only cost time, except for the memory they save."""
+        cuts = []
+        for cut in range(1, len(self.network.layers)):
+            one, _, front, back = self._stages(whole, cut, (0,))
+            if one.room(front) >= front.largest:
+                cuts.append((self._least(front, back, one.over_link(front)), cut))
+        for least, cut in sorted(cuts):
+            if least >= self._limit(best):
+                break
+            one, other, front, back = self._stages(whole, cut, (0,))
+            offloaded = one.quickest(front)
+            if self._least(front, back, offloaded) >= self._limit(best):
+                continue
+            undivided = other.quickest(back)
+            for at_once in self._images(whole, cut):
+                if undivided < inf and self._least(front, back, offloaded, undivided) >= self._limit(best):
+                    break
+                best = self._short_enough(whole, cut, at_once, self._limit(best)) or best
+        return best
+
+    def _limit(self, best: TwoStages | None) -> float:
+        """Return the seconds below which another plan has to stay."""
+        return self._most if best is None else best.seconds
+
+    def _least(self, front: Candidate, back: Candidate, front_seconds: float, back_seconds: float = 0.0) -> float:
+        """Return a lower bound on the seconds for the whole output: with overlap, neither stage waits for the other."""
+        upload = back.parts[0] * self._upload_seconds(back)
+        images = front.shapes[-1].out_shape[0]  # the first of which is uploaded before anything is computed
+        behind = back_seconds + front.steps[-1] * upload / images
+        return max(front_seconds, behind) if self.overlap else front_seconds + behind
+
+    def _short_enough(self, whole: Candidate, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
+        """Find the fastest of one cut, with columns of several steps shortened to at most LOST_SECONDS."""
+        found, pieces = self._of_cut(whole, cut, at_once, below), 1
+        while found is not None and found.column_seconds > LOST_SECONDS and whole.column > whole.patch[0]:
+            pieces = max(pieces + 1, int(found.column_seconds / LOST_SECONDS))
+            whole = whole.cut(pieces)
+            found = self._of_cut(whole, cut, at_once, below)
+        return found
+
+    def _of_cut(self, whole: Candidate, cut: int, at_once: tuple[int, ...], below: float) -> TwoStages | None:
+        """Find the fastest primitives of both stages that fit together; None unless faster than `below` seconds.
+
+        Where offloaded layers that the GPU computes leave it too little memory, it computes none of them.
+        """
+        one, other, front, back = self._stages(whole, cut, at_once)
+        if other.quickest(back) >= below or other.room(back) < back.largest:
+            return None
+        ahead = self._ahead(one, front)
+        if ahead is None:
+            return None
+        found = self._fitted(whole, cut, one, other, ahead, back, below)
+        if not self.asked and any(in_host_ram(way.footprint) for _, way in ahead.ways):
+            most = below if found is None else found.seconds
+            if found is None or total_seconds(found.back.options) > other.quickest(back):
+                by_host = replace(one, sublayers=None, taken=0)
+                alone = by_host.fastest(front, most)
+                found = (alone and self._fitted(whole, cut, by_host, other, alone, back, most)) or found
+        return found
+
+    def _fitted(
+        self,
+        whole: Candidate,
+        cut: int,
+        one: StageSearch,
+        other: StageSearch,
+        ahead: Found,
+        back: Candidate,
+        below: float,
+    ) -> TwoStages | None:
+        """Find the fastest second stage that fits together with the first stage `ahead`."""
+        other.taken = sum(way.footprint.resident for _, way in ahead.ways if in_host_ram(way.footprint))
+        behind = other.fastest(back, below)
+        if behind is not None and behind.memory.pinned:
+            one.taken = behind.memory.pinned
+            again = one.fastest(ahead.candidate, below)
+            if again is None:
+                return None
+            ahead = again
+        if behind is None:
+            return None
+        found = self._two_stages(whole, cut, ahead, behind)
+        return found if found.seconds < below and found.memory.over(self.limits) == (0, 0) else None
+
+    def _ahead(self, one: StageSearch, front: Candidate) -> Found | None:
+        """Find the fastest primitives for offloaded layers, which do not depend on the images that the GPU takes."""
+        if front not in self._fronts:
+            self._fronts = {front: one.fastest(front)}  # one shape after the other
+        return self._fronts[front]
+
+    def _two_stages(self, whole: Candidate, cut: int, front: Found, back: Found) -> TwoStages:
+        """Put two stages together, with their memory and the seconds for the whole output."""
+        once = sum(way.parts * way.seconds for _, way in back.ways)
+        wait = upload_wait_seconds(self._upload_seconds(back.candidate), back.candidate.parts[0], once)
+        network, patch = whole.space.network, whole.patch
+        edges = self.itemsize_in * network.input_channels * prod(whole.new)
+        edges += self.itemsize_out * network.output_channels * prod(patch)
+        spent = two_stage_seconds(_runs(front), _runs(back), wait, len(whole.cover), overlap=self.overlap)
+        steps = [(way.shape, way.footprint) for found in (front, back) for _, way in found.ways]
+        choices = self._choices(0, front), self._choices(cut, back)
+        placed = [
+            (needs.memory, *place(needs.tensors)) for needs in stage_needs(steps, len(choices[0]), whole.new[0], "gpu")
+        ]
+        stages = tuple(
+            Stage(own.device, chosen, tensors, wait if own.device == "gpu" else 0.0)
+            for chosen, (own, tensors, _) in zip(choices, placed, strict=True)
+        )
+        memory = replace(back.memory, stages=tuple(replace(own, arena=arena) for own, _, arena in placed))
+        return TwoStages(whole, cut, front, back, memory, stages, spent + edge_seconds("gpu", edges))
+
+    def _choices(self, first: int, found: Found) -> tuple[Choice, ...]:
+        """Return the choices of a stage, whose first layer is layer `first` of the network."""
+        return tuple(choice_of((first + a, first + b), way, self._rates(way)) for (a, b), way in found.ways)
+
+    def _upload_seconds(self, back: Candidate) -> float:
+        """Return the seconds for the upload of one part of what is handed over in a step."""
+        shape = back.shapes[0]
+        nbytes = shape.in_bytes // shape.in_shape[1] * back.new[0]
+        return seconds((Work("gpu_link", 0.0, float(nbytes)),), self.gpu.rates)
+
+    def _stages(
+        self, whole: Candidate, cut: int, at_once: tuple[int, ...]
+    ) -> tuple[StageSearch, StageSearch, Candidate, Candidate]:
+        """Return the searches and the layers of both stages."""
+        one, other = self._search(whole.space, (0, cut)), self._search(whole.space, (cut, len(self.network.layers)))
+        front, back = self._front(one.space, whole, cut), self._back(other.space, whole, cut, at_once)
+        one.handover = other.handover = handover_buffers(overlap=self.overlap) * front.shapes[-1].out_bytes
+        other.slot = back.shapes[0].in_bytes // back.shapes[0].in_shape[1] * back.new[0]
+        one.taken = other.taken = 0
+        return one, other, front, back
+
+    def _search(self, space: Space, stage: tuple[int, int]) -> StageSearch:
+        """Return the search for the layers of a stage."""
+        found = self._searches.get((space, stage))
+        if found is None:
+            on_gpu = stage[0] > 0
+            own = replace(space, stage=stage, precision=space.precision if on_gpu else "fp32")
+            found = self._searches[space, stage] = StageSearch(
+                space=own,
+                limits=self.limits,
+                itemsize_in=self.itemsize_in,
+                itemsize_out=self.itemsize_out,
+                options=self.gpu if on_gpu else self.cpu,
+                device="gpu" if on_gpu else "cpu",
+                baseline=self.baseline,
+                context=self.context,
+                masks=self.masks,
+                splits=(),
+                sublayers=None if on_gpu else self.sublayers,
+            )
+        return found
+
+    def _front(self, space: Space, whole: Candidate, cut: int) -> Candidate:
+        """Return the layers of the first stage: all images at a time, in fp32."""
+        shapes = tuple(replace(shape, precision="fp32") for shape in whole.shapes[:cut])
+        return Candidate(space, whole.patch, whole.column, shapes, (1,) * cut)
+
+    def _back(self, space: Space, whole: Candidate, cut: int, at_once: tuple[int, ...]) -> Candidate:
+        """Return the layers of the second stage.
+
+        at_once  images at a time of what is handed over, and behind each pooling of these layers; 0: all
+        """
+        given = whole.shapes[cut - 1]
+        images = given.out_shape[0]
+        batch = at_once[0] or images
+        before, wanted = images // batch, iter(at_once[1:])
+        shapes: list[LayerShape] = []
+        parts = []
+        for layer, shape in zip(space.part.layers, whole.shapes[cut:], strict=True):
+            shapes.append(replace(shape, batch=batch))
+            parts.append(before)
+            batch = made = shapes[-1].out_shape[0]
+            if isinstance(layer, Pool):
+                batch = min(next(wanted, 0) or made, made)
+            before *= made // batch
+        return Candidate(space, whole.patch, whole.column, tuple(shapes), tuple(parts), given.out)
+
+    def _images(self, whole: Candidate, cut: int) -> list[tuple[int, ...]]:
+        """Return the numbers of images at a time on the GPU, for `_back`: the most first."""
+        images = whole.shapes[cut - 1].out_shape[0]
+        if not self.depth_first:
+            return [(0,)]
+        rest = replace(whole.space, stage=(cut, len(self.network.layers)))
+        later = [at_once for at_once in splits(rest.part)[1:] if any(at_once)]
+        some = [(count,) for count in range(images, 0, -1) if images % count == 0]
+        ends = [(images,), (1,)] if images > 1 else [(1,)]
+        return [*some, *((*end, *at_once) for end in ends for at_once in later)]
+
+    def _plan(self, best: TwoStages) -> Plan:
+        return plan_of(
+            self.network,
+            self.machine,
+            self.limits,
+            best.whole,
+            best.stages,
+            best.memory,
+            itemsize_in=self.itemsize_in,
+            itemsize_out=self.itemsize_out,
+            overlap=self.overlap,
+            feed_threads=self.limits.threads - self.cpu.threads,
+        )
+
+    def _rates(self, way: Way) -> Rates:
+        return (self.gpu if device_of(way.primitive.name) == "gpu" else self.cpu).rates
+
+    def _least_need(self, spaces: Sequence[Space], patch: Vec3 | None) -> TwoStages | None:
+        """Find the smallest need of the smallest shapes; None where no cut leaves layers that both stages run."""
+        least: TwoStages | None = None
+        for space in spaces:
+            whole = candidate(space, turned(patch, space.axis) if patch else space.network.period)
+            for cut in range(1, len(self.network.layers)):
+                for at_once in self._images(whole, cut):
+                    found = self._leanest(whole, cut, at_once)
+                    if found is not None and (least is None or self._lacks(found) < self._lacks(least)):
+                        least = found
+        return least
+
+    def _no_plan(self, least: TwoStages | None) -> NoPlanError:
+        """Say what `least`, the smallest need there is, lacks."""
+        if least is None:
+            return NoPlanError(
+                f"mode {self.mode}: no primitives run the first layers of {self.network.name} with "
+                f"the host and all others on the GPU; drop {option('mode')} or {option('only')}"
+            )
+        memory, limits = least.memory, self.limits
+        needs = memory.peak, memory.vram
+        ram, vram = (option(name, f"{-(-need // 2**20)}M") for name, need in zip(("ram", "vram"), needs, strict=True))
+        error = NoPlanError(
+            f"mode {self.mode}: nothing fits in {mebibytes(limits.ram_bytes)} of RAM and "
+            f"{mebibytes(limits.vram_bytes or 0)} of VRAM: the smallest need is {mebibytes(needs[0])} and "
+            f"{mebibytes(needs[1])}, with patches of {text(least.whole.patch_out)} and {least.cut} layers on the "
+            f"host; allow at least {ram} and {vram}"
+        )
+        error.needs = needs
+        error.needed_bytes = memory.vram if memory.over(limits)[1] else memory.peak
+        return error
+
+    def _leanest(self, whole: Candidate, cut: int, at_once: tuple[int, ...]) -> TwoStages | None:
+        one, other, front, back = self._stages(whole, cut, at_once)
+        ahead, behind = one.leanest(front), other.leanest(back)
+        return None if ahead is None or behind is None else self._two_stages(whole, cut, ahead, behind)
+
+    def _lacks(self, found: TwoStages) -> tuple[int, int]:
+        return sum(found.memory.over(self.limits)), found.memory.peak + found.memory.vram
+
+
+def _runs(found: Found) -> list[tuple[int, float]]:
+    """Return the steps in which each layer runs, and its seconds in one."""
+    return [(way.runs // way.parts, way.parts * way.seconds) for _, way in found.ways]

@@ -1,0 +1,111 @@
+"""The fastest primitives for one of two stages of a patch or column: the offloaded layers, or those behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf, prod
+
+from znnpy.planner.candidates import Candidate
+from znnpy.planner.layout import aligned, place
+from znnpy.planner.memory import Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.shape_search import Found, ShapeSearch
+from znnpy.planner.stages import host_stage, in_host_ram, last_stage
+from znnpy.planner.sublayers import Sublayers
+from znnpy.planner.trade import Front, Option, front, in_turn, smallest
+
+
+@dataclass
+class StageSearch(ShapeSearch):
+    """The search for one stage of a shape, within the memory that the other stage leaves."""
+
+    handover: int = 0  # bytes of all buffers for what is handed over, page-locked
+    taken: int = 0  # bytes of this stage's memory that the other stage takes
+    slot: int = 0  # bytes of a part of what is handed over, on the GPU
+    sublayers: Sublayers | None = None  # offloaded convolutions that a GPU computes
+
+    def front(self, shape: Candidate, span: int) -> Front:
+        """Return the options of one span; for offloaded layers also those that a GPU computes."""
+        found, lent = super().front(shape, span), self.sublayers
+        first, last = self.space.spans[span]
+        conv, pool = shape.shapes[first], shape.shapes[last]
+        asked = {way.primitive.name for option in found for way in option.ways if way.shape.kind == "conv"}
+        if lent is None or conv.kind != "conv" or asked & self.options.only:
+            return found
+        place, below = self.place(shape, span), found[-1].seconds if found and not lent.asked else inf
+        if first == last:
+            by_gpu = front(lent.options(conv, place, below))
+            return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
+        between = aligned(pool.in_bytes)
+        before = front(lent.options(conv, replace(place, out=between), below))
+        behind = self.options.of((pool,), replace(place, x=between, joined=0, steps=place.steps[1:]))
+        by_gpu = front(in_turn(before, behind))
+        return by_gpu if by_gpu and lent.asked else front((*found, *by_gpu))
+
+    def edges(self, shape: Candidate) -> float:
+        """Return 0: what is read and written belongs to both stages together."""
+        del shape
+        return 0.0
+
+    @property
+    def price(self) -> float:
+        """Seconds of preparing a byte: always 0, since plans of two stages do not count it."""
+        return 0.0
+
+    def around(self, shape: Candidate) -> Memory:
+        """Return what a run needs whatever the primitives are, with what the other stage takes of this memory."""
+        network = shape.space.network
+        reads, writes = shape.steps_of(shape.cover.margin), shape.steps_of(0)
+        seen = network.patch_in(shape.patch) if self.masks else None
+        maps_in, maps_out, on_gpu = network.input_channels, network.output_channels, self.device == "gpu"
+        out_bytes = maps_out * prod(shape.patch) * self.itemsize_out
+        taken = self.taken if on_gpu else 0
+        return Memory(
+            stages=(StageMemory(self.device, residents=taken, pinned=self.taken - taken),),
+            baseline=self.baseline,
+            reading=reading_bytes(maps_in, shape.read, self.itemsize_in, steps=reads, seen=seen, device="gpu"),
+            writing=writing_bytes(maps_out, shape.patch, self.itemsize_out, steps=writes, device="gpu"),
+            staging=staging_bytes(self.slot, out_bytes, writes=writes) if on_gpu else 0,
+            context=self.context if on_gpu else 0,
+            handover=self.handover,
+        )
+
+    def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
+        """Return these options with the arena of the stage as it will be."""
+        steps = [(way.shape, way.footprint) for option in options for way in option.ways]
+        if self.device == "cpu":
+            needs = host_stage(steps, shape.new[0])
+        else:
+            needs = last_stage(steps, 0, shape.new[0], self.device)
+            needs = replace(needs, memory=replace(needs.memory, carries=shape.parts[0] * needs.memory.carries))
+        tensors, arena = place(needs.tensors)
+        around, own = self.around(shape), needs.memory
+        stage = replace(
+            own,
+            arena=arena,
+            residents=around.last.residents + own.residents,
+            pinned=around.last.pinned + own.pinned + sum(fp.host for _, fp in steps if in_host_ram(fp)),
+        )
+        return Found(shape, options, tensors, replace(around, stages=(stage,)), 0.0, 0.0)
+
+    def fastest(self, shape: Candidate, below: float = inf) -> Found | None:
+        """Return the fastest primitives within the memory; None unless they take less than `below` seconds in all."""
+        fronts = self.fronts(shape)
+        return self._within_room(shape, fronts, below) if all(fronts) else None
+
+    def quickest(self, shape: Candidate) -> float:
+        """Return the seconds for the whole output with unlimited memory; inf where some layer runs nowhere."""
+        return sum(options[0].seconds if options else inf for options in self.fronts(shape))
+
+    def over_link(self, shape: Candidate) -> float:
+        """Return a lower bound on those seconds: what the processor takes, or the link to the GPU."""
+        least, lent = 0.0, self.sublayers
+        for index, (first, _) in enumerate(self.space.spans):
+            options = super().front(shape, index)
+            link = inf if lent is None else lent.least(shape.shapes[first]) * shape.steps[first]
+            least += min(options[0].seconds if options else inf, link)
+        return least
+
+    def leanest(self, shape: Candidate) -> Found | None:
+        """Return the primitives that need the least memory; None where some layer runs nowhere."""
+        fronts = self.fronts(shape)
+        return self.laid_out(shape, smallest(fronts)) if all(fronts) else None
