@@ -16,14 +16,13 @@ import pytest
 from znnpy.network import Conv, Layer, Network, Normalise, Pool
 
 if TYPE_CHECKING:
-    from place import Place
-
+    from tests.support.cli import Place
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device
     from znnpy.machine import Gpu
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/emulator/emulated.py
+COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/support/emulator/compiling.py
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last: under Windows
 
 
@@ -150,7 +149,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "cuda":
         yield request.getfixturevalue("cuda_device")
         return
-    from emulated import EmulatedDevice, compiler
+    from tests.support.emulator import EmulatedDevice, compiler
 
     if compiler() is None:
         pytest.skip("the emulator needs a C++ compiler")
@@ -181,6 +180,6 @@ def tiny_network() -> Callable[..., Network]:
 @pytest.fixture
 def place(tmp_path: Path, tiny_network: Callable[..., Network]) -> Place:
     """A folder with a small volume, a small network and its weights, and the command line run on them."""
-    from place import Place
+    from tests.support.cli import Place
 
     return Place.furnish(tmp_path, tiny_network())

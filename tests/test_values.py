@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
 from znnpy import values
 from znnpy.values import Tally, Values
 

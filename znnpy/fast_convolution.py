@@ -4,7 +4,7 @@ Method  Convolutions with stride 1 run through the primitives that plans choose 
         time, preparation of the kernels counted, within a bound of memory. What they do not compute runs tap by tap.
 Memory  Beside x and the result: up to MOST_BYTES, or twice as much as x and the result together where that is more;
         and a copy of x where it is padded, float16 or not in C order.
-Tested  tests/kernels/test_ops.py, tests/kernels/test_fast_convolution.py
+Tested  tests/kernels/cpu/test_ops.py, tests/api/test_fast_convolution.py
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ without one.
 Sessions do not run these: they plan (`znnpy.plan`), fuse, and keep what they prepared.
 
 Source  Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3: its primitives, in 3D.
-Tested  tests/kernels/test_ops.py, tests/gpu/test_ops.py
+Tested  tests/kernels/cpu/test_ops.py, tests/kernels/gpu/test_ops.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Method   A block of output voxels that fits the cache: the k^3 * fin inputs of e
 Memory   One block of columns per thread.
 Bound    Compute: sgemm at 2 k^3 fin fout flops a voxel, plus the gather (k^3 fin floats a voxel, in cache).
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1 (direct); lowering: Chellapilla, Puri, Simard 2006.
-Tested   tests/kernels/test_conv.py
+Tested   tests/kernels/cpu/test_conv.py
 """
 
 from __future__ import annotations

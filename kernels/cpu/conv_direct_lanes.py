@@ -11,7 +11,7 @@ Bound    Compute: 500 to 540 GFLOP/s, what the registers allow, from 100 taps (k
          44 GB/s written at k = 2, 1 -> 80 maps (2 Zen 5 cores, AVX-512, 2026-11-21). 1.4 to 2.5 times as fast as the
          products of BLAS in conv_direct.py, k = 2 and 3, 16 to 80 maps; with k = 3 and many maps the FFT is faster.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1 (direct); register blocking as in Goto, van de Geijn 2008.
-Tested   tests/kernels/test_conv.py, tests/kernels/test_conv_pool.py, tests/kernels/test_native.py
+Tested   tests/kernels/cpu/test_conv.py, tests/kernels/cpu/test_conv_pool.py, tests/kernels/cpu/test_native.py
 """
 
 from __future__ import annotations

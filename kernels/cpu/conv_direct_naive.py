@@ -5,7 +5,7 @@ Method   Workers take output maps of the batch. For each plane of one: tap by ta
 Memory   Least of all: two planes of one map for each worker.
 Bound    Reading the input k^3 fout times, from the cache at best.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1, algorithm 1.
-Tested   tests/kernels/test_conv.py
+Tested   tests/kernels/cpu/test_conv.py
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Memory   Table II of the paper: input + spectra of the input maps, then spectra 
          of a kernel is ever whole, nor kept.
 Bound    Memory: the spectra of all input maps are read once per output map.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), III and IV-A.2; znn/host/v1/dp_fft_conv.hpp.
-Tested   tests/kernels/test_conv.py
+Tested   tests/kernels/cpu/test_conv.py
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Bound    The product: 89 % of the registers' peak in cache (benchmarks/results/s
          written and read twice.
 Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu,
          Henaff, LeCun 2014. Pruned kernel transforms: Zlateski, Lee, Seung, ZNNi (SC16), III.
-Tested   tests/kernels/test_conv.py, tests/kernels/test_native.py
+Tested   tests/kernels/cpu/test_conv.py, tests/kernels/cpu/test_native.py
 """
 
 from __future__ import annotations

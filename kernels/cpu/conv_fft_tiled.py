@@ -11,7 +11,7 @@ Memory   Scratch is the spectra of one group, and caches of each worker; kernels
 Bound    The product (compute: T >= 27 or so), then FFTW's real transforms along x, which have no vector codelets.
 Source   Overlap-save: Oppenheim, Schafer, Discrete-Time Signal Processing, 8.7. Per-frequency products: Mathieu,
          Henaff, LeCun 2014. Pruning: Zlateski, Lee, Seung, ZNNi (SC16), III.
-Tested   tests/kernels/test_conv.py
+Tested   tests/kernels/cpu/test_conv.py
 """
 
 from __future__ import annotations

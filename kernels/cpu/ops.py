@@ -6,7 +6,7 @@ Method   Pieces of BLOCK values in float32, which stay in the cache, one after t
          BLAS: direct: one a tap, added up; implicit_gemm: one a piece, of a lowered matrix that exists for it alone.
 Memory   A few pieces, whatever the sizes; a piece is no less than a line of the output along x, with its taps.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
-Tested   tests/kernels/test_ops.py
+Tested   tests/kernels/cpu/test_ops.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Shapes   Fragment (oz * py + oy) * px + ox of image s is image s * P + it; its v
 Bound    Memory: the input is read once (its planes up to pz times, from L2 or L3), the output written once.
 Exact    A maximum does not round. NaN in, NaN out.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
-Tested   tests/kernels/test_pool.py
+Tested   tests/kernels/cpu/test_pool.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Shapes   As in pool.py.
 Bound    Memory: the input is read once, and the rims of columns again; the output is written once.
 Exact    A maximum does not round. NaN in, NaN out.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
-Tested   tests/kernels/test_pool.py, tests/kernels/test_native.py
+Tested   tests/kernels/cpu/test_pool.py, tests/kernels/cpu/test_native.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
  * The numbers are positions in znnpy.shapes.ACTIVATIONS; softmax runs over the maps of a voxel, so a kernel that offers
  * it must see them all (conv_direct.cu): `activate` leaves it alone.
  *
- * Tested  tests/gpu/test_device_ops.py
+ * Tested  tests/kernels/gpu/test_device_ops.py
  */
 #pragma once
 

@@ -4,7 +4,7 @@
  * Launch     blocks of 256 threads, one value each along x of the grid, images along y of it.
  * Bound      memory: reads and writes every value once.
  * Source     first principles.
- * Tested     tests/gpu/test_conv_cudnn.py
+ * Tested     tests/kernels/gpu/test_conv_cudnn.py
  */
 #include "device_ops.cuh"
 #include "activation.cuh"

@@ -8,7 +8,7 @@ Layout   As everything: channels last. A layer of 2^31 values or more goes image
 Memory   Input, output, workspace.
 Bound    Arithmetic.
 Source   ZNNi IV-B.1; Chetlur et al., cuDNN (2014); nvidia-cudnn-frontend.
-Tested   tests/gpu/test_conv_cudnn.py
+Tested   tests/kernels/gpu/test_conv_cudnn.py
 """
 
 from __future__ import annotations

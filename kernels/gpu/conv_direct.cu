@@ -19,7 +19,7 @@
  *            products for GROUP / 4 + 1, of which the one of x meets up to 32 lines where x has many maps.
  * Source     first principles: Convolution in CUDA from first principles (thread model; its shared-memory version);
  *            strides and padding: Chetlur et al., cuDNN, 2014, 3.
- * Tested     tests/gpu/test_conv_direct.py
+ * Tested     tests/kernels/gpu/test_conv_direct.py
  */
 #include "activation.cuh"
 

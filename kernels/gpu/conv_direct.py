@@ -7,7 +7,7 @@ Memory   Nothing beside kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units.
 Source   First principles, after the post Convolution in CUDA from first principles, whose shared-memory version is only
          announced; strides and padding as Chetlur et al., cuDNN, 2014, 3.
-Tested   tests/gpu/test_conv_direct.py
+Tested   tests/kernels/gpu/test_conv_direct.py
 """
 
 from __future__ import annotations

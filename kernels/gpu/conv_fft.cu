@@ -12,7 +12,7 @@
  *            blocks of 256 (pad, multiply). One grid axis, so that no size meets a limit of 65535.
  * Bound      memory.
  * Source     Zlateski, Lee, Seung, ZNNi (SC16), III-C and algorithm 3.
- * Tested     tests/gpu/test_conv_fft.py
+ * Tested     tests/kernels/gpu/test_conv_fft.py
  */
 #include "device_ops.cuh"
 #include "activation.cuh"

@@ -14,7 +14,7 @@ Memory   Table II of the paper: input + spectra; spectra in and out + kernels; s
          from `bind` on, those of all layers at once: they count as what is kept between patches.
 Bound    Memory: spectra of kernels are written once and read once.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), III-C and IV-B.2, algorithm 3.
-Tested   tests/gpu/test_conv_fft.py
+Tested   tests/kernels/gpu/test_conv_fft.py
 """
 
 from __future__ import annotations

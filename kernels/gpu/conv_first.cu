@@ -17,7 +17,7 @@
  * Bound      plain: arithmetic from k = 3 on (float32 units), below the writing of out; tensor: writing up to k = 5.
  * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1 (input tile
  *            in shared memory, division of the filters); matrix fragments: PTX ISA, mma.m16n8k8.
- * Tested     tests/gpu/test_conv_first.py
+ * Tested     tests/kernels/gpu/test_conv_first.py
  */
 #include "activation.cuh"
 

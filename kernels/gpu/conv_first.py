@@ -9,7 +9,7 @@ Method   A block stages the input of a tile of 192 voxels in shared memory and s
 Memory   Nothing beside kernels.
 Bound    float: arithmetic from k = 3 on, 2 k^3 f f' flops a voxel; tensor: writing the output up to k = 5.
 Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1.
-Tested   tests/gpu/test_conv_first.py
+Tested   tests/kernels/gpu/test_conv_first.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Method   Of the plans that its heuristics propose, in their order, those count t
          was found out is remembered as long as the process lives.
 Memory   While a plan is tried: the small layer twice, its weights, CHECK_BYTES of workspace.
 Source   nvidia-cudnn-frontend; what was wrong: cuDNN 9.8 to 9.15.
-Tested   tests/gpu/test_conv_cudnn.py
+Tested   tests/kernels/gpu/test_conv_cudnn.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ numpy's have too (shape, strides, dtype, slices, views) and methods of `Device`,
 arrays are numpy's, runs the same code. Every refusal of CUDA becomes a DeviceError with the call, its code and the
 bytes.
 
-Tested  tests/gpu/test_device.py, on the emulator and on a device.
+Tested  tests/kernels/gpu/test_device.py, on the emulator and on a device.
 """
 
 from __future__ import annotations

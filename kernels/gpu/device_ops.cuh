@@ -2,13 +2,13 @@
  *
  * Every kernel includes this file first and asks the hardware for nothing but through it, wgmma.cuh and plain CUDA C++.
  * Each operation has two bodies: instructions of sm_80 and newer, and plain C++ for the tests' emulator, which runs one
- * fiber per CUDA thread on a CPU (`ZNNPY_EMULATOR`; its header tests/emulator/emulator.hpp brings CUDA's own words).
+ * fiber per CUDA thread on a CPU (`ZNNPY_EMULATOR`; tests/support/emulator/emulator.hpp brings CUDA's own words).
  * The emulator proves indexing and arithmetic; timing, bank conflicts and the instructions themselves are proved on a
  * device.
  *
  * Source  CUDA C++ Programming Guide 13.0; PTX ISA 9.0, "Matrix Fragments for mma.m16n8k16 / .m16n8k8", "ldmatrix",
  *         "cp.async".
- * Tested  tests/gpu/test_device_ops.py
+ * Tested  tests/kernels/gpu/test_device_ops.py
  */
 #pragma once
 

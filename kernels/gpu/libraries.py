@@ -1,7 +1,7 @@
 """NVIDIA's libraries behind one seam: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
 
-A device offers them as `device.libraries`; tests offer the same over numpy (tests/emulator/libraries.py). CuPy and
-cuDNN's frontend are imported when a library is first asked for.
+A device offers them as `device.libraries`; tests offer the same over numpy
+(tests/support/emulator/libraries.py). CuPy and cuDNN's frontend are imported when a library is first asked for.
 """
 
 from __future__ import annotations

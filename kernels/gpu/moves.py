@@ -11,7 +11,7 @@ Signatures, fixed (arrays in device memory; addresses are integers, 0: nobody as
     moves.peak(x, peak)                          the largest |x|
 
 Bound    Memory: everything is read once and written once.
-Tested   tests/gpu/test_moves.py
+Tested   tests/kernels/gpu/test_moves.py
 """
 
 from __future__ import annotations

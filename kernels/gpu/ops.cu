@@ -13,7 +13,7 @@
  * Exact      arithmetic is in float; sums of an image are added in an order that the sizes fix.
  * Source     Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3; tiles after Ruetsch, Micikevicius,
  *            Optimizing Matrix Transpose in CUDA, 2009.
- * Tested     tests/gpu/test_ops.py
+ * Tested     tests/kernels/gpu/test_ops.py
  */
 #include "activation.cuh"
 

@@ -7,7 +7,7 @@ apart; `copy` takes any strides. ops.cu.
 Memory   Nothing, but 8 bytes a block for the softmax of images, and the kernels and biases of convolutions.
 Bound    Memory: everything is read once (softmax of an image: twice) and written once; convolutions: see theirs.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
-Tested   tests/gpu/test_ops.py
+Tested   tests/kernels/gpu/test_ops.py
 """
 
 from __future__ import annotations

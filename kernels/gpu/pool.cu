@@ -13,7 +13,7 @@
  * Bound      memory: x is read once and what blocks share from L2; out is written once, in whole sectors.
  * Exact      a maximum does not round. NaN in, NaN out.
  * Source     Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
- * Tested     tests/gpu/test_pool.py
+ * Tested     tests/kernels/gpu/test_pool.py
  */
 #include "device_ops.cuh"
 

@@ -6,7 +6,7 @@ Shapes   As for the CPU: fragment (oz * py + oy) * px + ox of image s is image s
 Bound    Memory: the input is read once, the output written once.
 Exact    A maximum does not round. NaN in, NaN out.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
-Tested   tests/gpu/test_pool.py
+Tested   tests/kernels/gpu/test_pool.py
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from PIL import Image
-from rivals import TINY
 
+from tests.support.benchmark_networks import TINY
 from znnpy.errors import NoPlanError
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.crew import Crew

@@ -238,7 +238,7 @@ def test_a_volume_on_a_gpu(
     imported: Callable[[str], Any], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From memory to memory through plan, session and pipeline, in every precision, against the definition."""
-    emulated, child = imported("emulated"), imported("contestants_gpu")
+    emulated, child = imported("tests.support.emulator"), imported("contestants_gpu")
     gpu = emulated.EMULATED_GPU
     monkeypatch.setattr(devices, "find_gpu", lambda: gpu)
     monkeypatch.setattr(devices, "Device", emulated.EmulatedDevice)
@@ -265,7 +265,7 @@ def test_a_volume_on_a_gpu(
 
 def test_results_are_joined(imported: Callable[[str], Any], tmp_path: Path) -> None:
     """With what failed; of results that were joined before too each row keeps its header."""
-    networks, emulated = imported("networks_gpu"), imported("emulated")
+    networks, emulated = imported("networks_gpu"), imported("tests.support.emulator")
     header = imported("gpu_card").gpu_header(emulated.EMULATED_GPU)
     speeds = {"n337": 5e6, "n926": 1e6, "n537": 2e6}
 
@@ -316,7 +316,7 @@ def test_pytorch_is_kept_before_znnpy_runs(
     imported: Callable[[str], Any], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is killed in between leaves what it measured."""
-    networks, emulated = imported("networks_gpu"), imported("emulated")
+    networks, emulated = imported("networks_gpu"), imported("tests.support.emulator")
     device = importlib.import_module("znnpy.kernels.gpu.device")
     monkeypatch.setattr(device, "find_gpu", lambda: emulated.EMULATED_GPU)
     monkeypatch.setattr(networks, "require_torch", lambda: None)
@@ -401,7 +401,7 @@ def test_memory_counts_what_checks_of_plans_take(
     memory, primitive, tried = imported("memory_gpu"), ConvCudnn(), list[str]()
     shape = ConvShape(1, 8, 8, (6, 7, 9), (3, 2, 4), "relu")
     cudnn_plans.forget()
-    with imported("emulated").EmulatedDevice() as device:
+    with imported("tests.support.emulator").EmulatedDevice() as device:
         put = device.put
 
         def noted(host: Any, what: str) -> Any:

@@ -262,7 +262,7 @@ def test_wrong_results_do_not_count(
     """An inexact plan of cuDNN's is counted apart, a wrong one left out; a method of ours makes the experiment void."""
     if device.gpu.name != "emulated":
         pytest.skip("only the emulated cuDNN can be made wrong")
-    from libraries import Offer
+    from tests.support.emulator.libraries import Offer
 
     device.libraries.offers = [
         Offer("wrong", fault=0.1), Offer("winograd", fault=1e-3), Offer("eng0_naive"), Offer("greedy", 2**20 + 1),

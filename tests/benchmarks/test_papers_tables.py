@@ -267,7 +267,7 @@ def test_inexact_plans_are_told(imported: Callable[[str], Any]) -> None:
 
 def test_peak(imported: Callable[[str], Any]) -> None:
     """Data sheets: 67 TFLOP/s of an H200 in float32; 989 in float16 are at 1830 MHz."""
-    from emulated import EMULATED_GPU
+    from tests.support.emulator import EMULATED_GPU
 
     peak = imported("papers_tables").peak_flops
     assert peak(EMULATED_GPU, {"clocks.max.sm": "1980 MHz"}, "fp32") == pytest.approx(67e12, rel=2e-3)

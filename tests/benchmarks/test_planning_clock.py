@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
-from rivals import NET, OUTPUT, maker_with
 
+from tests.support.benchmark_networks import NET, OUTPUT, maker_with
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Limits, this_machine
 from znnpy.planner.cost import assumed_rates
@@ -131,7 +131,7 @@ def test_every_layer_of_a_plan_is_timed(imported: Callable[[str], Any], columns:
 
 
 def test_every_layer_of_a_plan_on_a_gpu_is_timed(imported: Callable[[str], Any]) -> None:
-    plans, child, emulated = imported("planning_plans"), imported("planning_layer"), imported("emulated")
+    plans, child, emulated = imported("planning_plans"), imported("planning_layer"), imported("tests.support.emulator")
     machine = replace(this_machine(), gpu=emulated.EMULATED_GPU)
     ground = plans.Ground(
         machine, Limits(2**40, 1, 2**30), assumed_rates(machine, 1, "gpu"), 0, "gpu", "tf32", context=0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rivals import NET, OUTPUT, maker_with
+from tests.support.benchmark_networks import NET, OUTPUT, maker_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable

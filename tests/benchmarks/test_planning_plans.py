@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fakes import FAKES
-from rivals import MIB, NET, maker_with
 
+from tests.support.benchmark_networks import MIB, NET, maker_with
+from tests.support.fake_primitives import FAKES
 from znnpy.planner.schemes import Scheme, repeats, shapes_of
 from znnpy.shapes import multiply
 

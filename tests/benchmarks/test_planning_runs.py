@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
-from rivals import NET, OUTPUT, TINY, maker_with
 
+from tests.support.benchmark_networks import NET, OUTPUT, TINY, maker_with
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits, this_machine
 from znnpy.planner.cost import assumed_rates
@@ -54,12 +55,12 @@ class Answering:
 @pytest.fixture
 def on_gpu(imported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A point on an emulated GPU, its pick in patches."""
-    emulated, plans, points = imported("emulated"), imported("planning_plans"), imported("planning_points")
-    monkeypatch.setattr(devices, "find_gpu", lambda: emulated.EMULATED_GPU)
-    monkeypatch.setattr(devices, "Device", emulated.EmulatedDevice)
+    plans, points = imported("planning_plans"), imported("planning_points")
+    monkeypatch.setattr(devices, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
     (tmp_path / "tiny.yaml").write_text(TINY)
     network = read_network(str(tmp_path / "tiny.yaml")).network
-    machine = replace(this_machine(), gpu=emulated.EMULATED_GPU)
+    machine = replace(this_machine(), gpu=EMULATED_GPU)
     ground = plans.Ground(
         machine, Limits(2**40, 1, 2**30), assumed_rates(machine, 1, "gpu"), 0, "gpu", context=CONTEXT_BYTES
     )

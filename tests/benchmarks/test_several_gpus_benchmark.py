@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice, compiler
-from rivals import TINY
 
+from tests.support.benchmark_networks import TINY
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy.kernels.gpu import device
 from znnpy.planner.cost import assumed_rates
 from znnpy.run import devices

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.formats.networks import shipped
 from znnpy.kernels.cpu.native import library
 

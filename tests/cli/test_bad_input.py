@@ -9,7 +9,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from place import Place
+
+from tests.support.cli import Place
 
 GREY = np.zeros((20, 23, 25), np.uint8)
 

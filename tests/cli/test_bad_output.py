@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.patches import Box
 from znnpy.volume.lock import OutputLock
 from znnpy.volume.store import Hdf5Store

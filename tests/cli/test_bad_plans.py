@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from place import Place
+
+from tests.support.cli import Place
 
 
 def test_too_little_ram(place: Place) -> None:

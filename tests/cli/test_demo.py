@@ -10,8 +10,8 @@ import h5py
 import numpy as np
 import pytest
 from PIL import Image
-from place import Place
 
+from tests.support.cli import Place
 from znnpy import demo
 from znnpy.errors import ShapeError
 from znnpy.shapes import Vec3

@@ -14,10 +14,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy import availability
 from znnpy.errors import DeviceError
 from znnpy.kernels.gpu import device as device_room

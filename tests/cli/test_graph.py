@@ -11,7 +11,7 @@ import pytest
 from znnpy.graph import COLOURS, MEANINGS
 
 if TYPE_CHECKING:
-    from place import Place
+    from tests.support.cli import Place
 
 SVG = "{http://www.w3.org/2000/svg}"
 

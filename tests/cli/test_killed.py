@@ -13,9 +13,9 @@ import h5py
 import numpy as np
 import pytest
 import zarr
-from forked_runs import Answer, ForkedRuns
-from place import Place
 
+from tests.support.cli import Place
+from tests.support.forked_commands import Answer, ForkedRuns
 from znnpy.network import Network
 from znnpy.volume.store import RUN_ATTRIBUTE
 

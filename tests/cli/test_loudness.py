@@ -7,9 +7,9 @@ import logging
 
 import numpy as np
 import pytest
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
 from znnpy import phases
 
 PHASES = ["opened", "planned", "preparing", "running", "finished"]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy import measurement
 from znnpy.errors import OutputError
 from znnpy.kernels.primitive import Primitive, Variant

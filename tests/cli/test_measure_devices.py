@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice, compiler
-from place import Place
 
+from tests.support.cli import Place
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy import measurement
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant

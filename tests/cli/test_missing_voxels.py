@@ -9,7 +9,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from place import Place
+
+from tests.support.cli import Place
 
 Grey = npt.NDArray[np.uint8]
 

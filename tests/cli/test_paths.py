@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from audited import Touched, touched_by
-from place import Place
 
+from tests.support.audited_command import Touched, touched_by
+from tests.support.cli import Place
 from znnpy.network import Network
 
 PATCHES = ("--patch", "4,8,8", "--threads", "1")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
 from znnpy import progress
 from znnpy.planner.throughput import Point
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy import progress
 from znnpy.progress import BAR_WIDTH
 from znnpy.report import Report

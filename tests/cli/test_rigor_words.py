@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy import paranoid, planning, verify
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant

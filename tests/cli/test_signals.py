@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy import progress, stopping
 from znnpy.run.pipeline import Event
 from znnpy.stopping import Terminated, check_stopped, working

@@ -8,9 +8,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
 from znnpy.errors import OutputError
 from znnpy.volume import open_volume
 

@@ -16,8 +16,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.network import Network
 
 Bits = npt.NDArray[np.uint32]

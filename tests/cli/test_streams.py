@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from place import Place
+
+from tests.support.cli import Place
 
 PROGRAM = Path(sys.executable).with_name("znnpy")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from place import Place
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from tests.support.cli import Place
 from znnpy.availability import primitives_table
 from znnpy.doors import PIPED_WIDTH, print_lines, print_table, wrapped
 from znnpy.kernels.table import IN_HOST_RAM, TABLE

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import zarr
 import zarr.core.sync
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.errors import ThreadError
 from znnpy.kernels.crew import Crew
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from place import Place
 
+from tests.support.cli import Place
 from znnpy import timeline
 from znnpy.errors import ZnnpyError
 from znnpy.inference import infer

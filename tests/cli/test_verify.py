@@ -10,8 +10,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.network import Conv, Network
 from znnpy.verify import TOLERANCES, _positions, verify
 

@@ -12,8 +12,8 @@ import click
 import h5py
 import numpy as np
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy import cli, doors
 from znnpy.errors import NoPlanError
 from znnpy.machine import processor

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from brute_force import planned, planned_on_gpu
-from damage import VALUES, damaged_bytes, damaged_json, damaged_text, ended
-from fakes import FAKES, MACHINE, WITH_GPU
-from plans import MIXED, WIDE, in_parts, patches, walking
-from test_costs import TABLE as COSTS_TABLE
-from test_costs import costs
 
+from tests.planner.test_costs import TABLE as COSTS_TABLE
+from tests.planner.test_costs import costs
+from tests.support.brute_force import planned, planned_on_gpu
+from tests.support.damage import VALUES, damaged_bytes, damaged_json, damaged_text, ended
+from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
+from tests.support.fake_primitives import FAKES, MACHINE, WITH_GPU
 from znnpy.formats.networks import SHIPPED, read_network
 from znnpy.formats.weights import random_weights, read_weights
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
@@ -290,9 +290,8 @@ def test_traces(numbers: range, tmp_path: Path) -> None:
 WISDOM = """
 import json, random, sys
 from pathlib import Path
-sys.path[:0] = json.loads(sys.argv[1])
 import numpy as np
-from damage import damaged_bytes, damaged_json
+from tests.support.damage import damaged_bytes, damaged_json
 from znnpy.kernels.cpu import fft
 from znnpy.machine import this_machine
 from znnpy.run import wisdom as kept
@@ -310,7 +309,7 @@ with kept.wisdom_kept(machine, 1e6) as wisdom:
 (path,) = kept.cache_folder().iterdir()
 whole = path.read_bytes()
 assert json.loads(whole)["transforms"], "nothing was learned"
-for seed in range(*json.loads(sys.argv[2])):
+for seed in range(*json.loads(sys.argv[1])):
     rng = random.Random(seed)
     text = damaged_bytes(whole, rng) if seed % 2 else damaged_json(json.loads(whole), rng).encode()
     if text == whole:
@@ -334,9 +333,8 @@ def test_wisdom_of_the_cache(numbers: range, tmp_path: Path, monkeypatch: pytest
 JOURNAL = """
 import json, random, re, sys
 from pathlib import Path
-sys.path[:0] = json.loads(sys.argv[1])
 import numpy as np
-from place import Place
+from tests.support.cli import Place
 from znnpy.errors import ResumeError
 from znnpy.inference import infer
 from znnpy.kernels.cpu import fft
@@ -345,7 +343,7 @@ from znnpy.run import wisdom as kept
 
 fft.TRANSFORM_SECONDS = kept.LEARNING_SECONDS = 60.0
 kept.SHORT_SECONDS, kept.LEARNING_PART = 0.0, 1e9
-place = Place.furnish(Path(sys.argv[3]), Network("wide", 1, (Conv((3, 3, 3), 1, "relu"),), None))
+place = Place.furnish(Path(sys.argv[2]), Network("wide", 1, (Conv((3, 3, 3), 1, "relu"),), None))
 place.write_volume(np.random.default_rng(2).integers(0, 256, (10, 100, 300), np.uint8))
 words = dict(out=place.out, patch=(8, 98, 98), threads=1, only="cpu.conv.fft_data")
 
@@ -361,7 +359,7 @@ journal = place.out.with_name(place.out.name + ".journal")
 whole = journal.read_bytes()
 places = [found.start() + 2 for found in re.finditer(rb"#x[0-9a-f]", whole)]
 assert places, "no wisdom is in the journal"
-for seed in range(*json.loads(sys.argv[2])):
+for seed in range(*json.loads(sys.argv[1])):
     rng = random.Random(seed)
     text = bytearray(whole)
     for at in rng.sample(places, rng.choice((1, 1, 3))):
@@ -386,11 +384,9 @@ def test_wisdom_of_a_journal(numbers: range, tmp_path: Path) -> None:
 
 
 def child(program: str, numbers: range, *more: str) -> str:
-    """Run `program` in a process of its own, with the folders of the tests and these numbers; return its output."""
-    tests = Path(__file__).parents[1]
-    folders = json.dumps([str(tests / name) for name in ("fuzz", "cli")])
-    command = [sys.executable, "-c", program, folders, json.dumps([numbers.start, numbers.stop]), *more]
-    done = subprocess.run(command, capture_output=True, text=True)
+    """Run `program` in a process of its own, with these numbers and words; return its output."""
+    command = [sys.executable, "-c", program, json.dumps([numbers.start, numbers.stop]), *more]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

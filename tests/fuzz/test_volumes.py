@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import damaged_bytes, damaged_json, ended
 
+from tests.support.damage import damaged_bytes, damaged_json, ended
 from znnpy.patches import Box
 from znnpy.volume import open_volume
 
@@ -41,11 +41,11 @@ def _bounded_memory() -> Iterator[None]:
 @numbers
 def test_hdf5(tmp_path: Path, numbers: range) -> None:
     """Read files in child processes: if HDF5 crashes one, the next goes on behind that file."""
-    cases = Path(__file__).with_name("hdf5_cases.py")
+    repository = Path(__file__).parents[2]
     first, crashes = numbers.start, 0
     while first < numbers.stop:
-        command = [sys.executable, str(cases), str(tmp_path), str(first), str(numbers.stop)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-m", "tests.support.damaged_hdf5", str(tmp_path), str(first), str(numbers.stop)]
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=300)
         last = int(done.stdout.split()[-1])
         assert done.returncode in (0, *CRASHES), (last, done.returncode, done.stderr)
         crashes += done.returncode != 0

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
 
+from tests.support.closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
 from znnpy.kernels import aligned as memory
 from znnpy.kernels.aligned import PAGE, aligned_bytes, touch
 from znnpy.kernels.crew import Crew

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice, compiler
 
 import znnpy
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy.errors import DeviceError, ShapeError, ValuesOverflowError
 from znnpy.kernels import apply, reference
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled

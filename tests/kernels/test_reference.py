@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from closeness import fragments, random_input, random_weights
 
+from tests.support.closeness import fragments, random_input, random_weights
 from znnpy.kernels import reference
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool

@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 import psutil
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.errors import Stopped
 from znnpy.formats.weights import random_weights
 from znnpy.inference import infer

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from brute_force import BASELINE
-from dealt import Played
-from fakes import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
-from plans import MIXED
 
+from tests.support.brute_force import BASELINE
+from tests.support.fake_plans import MIXED
+from tests.support.fake_primitives import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
+from tests.support.simulated_queue import Played
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network

@@ -8,9 +8,9 @@ from itertools import product
 from math import inf
 
 import pytest
-from brute_force import SMALL, Known, everything, planned
-from fakes import BOTH, FAST, FILTER, OVER, POOL, SLOW, WITH_GPU, Fake
 
+from tests.support.brute_force import SMALL, Known, everything, planned
+from tests.support.fake_primitives import BOTH, FAST, FILTER, OVER, POOL, SLOW, WITH_GPU, Fake
 from znnpy.errors import NoPlanError
 from znnpy.network import Conv, Layer, MaxFilter, Network, Pool
 from znnpy.planner.layout import Tensor, place

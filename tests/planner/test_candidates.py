@@ -8,11 +8,11 @@ from itertools import product
 from math import ceil, prod
 
 import pytest
-from brute_force import candidates, known, steps_of, ways
-from fakes import BOTH, OVER, POOL, SLOW
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.brute_force import candidates, known, steps_of, ways
+from tests.support.fake_primitives import BOTH, OVER, POOL, SLOW
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import Cover, cover
 from znnpy.planner.candidates import (

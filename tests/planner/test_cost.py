@@ -8,9 +8,9 @@ from math import prod
 from typing import Any, get_args
 
 import pytest
-from brute_force import EDGE_BYTES
-from fakes import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 
+from tests.support.brute_force import EDGE_BYTES
+from tests.support.fake_primitives import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 from znnpy.kernels.primitive import Unit, Variant, Work
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds

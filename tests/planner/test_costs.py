@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FAST, GPU, MACHINE, SLOW, WITH_GPU, on_gpu
 
+from tests.support.fake_primitives import FAST, GPU, MACHINE, SLOW, WITH_GPU, on_gpu
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Machine

@@ -8,9 +8,9 @@ from math import prod
 from typing import Any
 
 import pytest
-from fakes import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
 from rich.console import Console
 
+from tests.support.fake_primitives import FAKES, MACHINE, RATES, WITH_GPU, limits, on_gpu
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool

@@ -1,6 +1,6 @@
 """Plans of the shipped networks on one made-up machine, as short text: a refactor leaves them as they are.
 
-Where they are meant to change: `python tests/planner/test_golden.py > tests/golden/plans.txt`.
+Where they are meant to change: `python -m tests.planner.test_golden > tests/golden/plans.txt`.
 """
 
 from __future__ import annotations

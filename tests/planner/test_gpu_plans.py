@@ -10,11 +10,26 @@ from math import inf, prod
 from typing import Any
 
 import pytest
-from brute_force import AROUND, BASELINE, CONTEXT, SMALL, everything, planned, planned_on_gpu
-from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, GPU, MACHINE, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
-from plans import CHOICES_AT, MIXED, TENSORS_AT, edited
-from test_brute_force import FEWER, some
 
+from tests.planner.test_brute_force import FEWER, some
+from tests.support.brute_force import AROUND, BASELINE, CONTEXT, SMALL, everything, planned, planned_on_gpu
+from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, edited
+from tests.support.fake_primitives import (
+    BOTH,
+    CARRYING,
+    FAKES,
+    FAST,
+    FILTER,
+    GPU,
+    MACHINE,
+    MAXOUT,
+    OVER,
+    POOL,
+    SLOW,
+    WITH_GPU,
+    Fake,
+    on_gpu,
+)
 from znnpy.errors import NoPlanError, PlanFileError, ShapeError
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from brute_force import BASELINE, CONTEXT, THREADS
-from fakes import POOL, SLOW, WITH_GPU, on_gpu
-from hosted_fakes import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted
-from plans import MIXED, TENSORS_AT, WIDE, edited
 
+from tests.support.brute_force import BASELINE, CONTEXT, THREADS
+from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted
+from tests.support.fake_plans import MIXED, TENSORS_AT, WIDE, edited
+from tests.support.fake_primitives import POOL, SLOW, WITH_GPU, on_gpu
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network

@@ -11,11 +11,11 @@ from math import inf, prod
 from typing import Any
 
 import pytest
-from brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
-from fakes import WITH_GPU, Fake
-from hosted_fakes import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
-from test_brute_force import some
 
+from tests.planner.test_brute_force import some
+from tests.support.brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMALL, THREADS, Run, steps_of, ways
+from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
+from tests.support.fake_primitives import WITH_GPU, Fake
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from brute_force import BASELINE
-from fakes import WITH_GPU
-from hosted_fakes import IN_HOST, ON_CPU, ON_GPU, PLENTY, hosted
-from plans import WIDE
 
+from tests.support.brute_force import BASELINE
+from tests.support.fake_hosted_plans import IN_HOST, ON_CPU, ON_GPU, PLENTY, hosted
+from tests.support.fake_plans import WIDE
+from tests.support.fake_primitives import WITH_GPU
 from znnpy.errors import NoPlanError
 from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.machine import Limits

@@ -7,10 +7,10 @@ from math import prod
 from typing import Any
 
 import pytest
-from brute_force import AROUND, planned
-from fakes import MACHINE, WITH_GPU
-from plans import MIXED, WIDE, in_parts, patches, walking
 
+from tests.support.brute_force import AROUND, planned
+from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
+from tests.support.fake_primitives import MACHINE, WITH_GPU
 from znnpy.errors import NoPlanError
 from znnpy.network import Network
 from znnpy.planner.explain import human_bytes, network_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from fakes import FAST, MACHINE, OVER, POOL, SLOW
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.fake_primitives import FAST, MACHINE, OVER, POOL, SLOW
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.layout import (

@@ -6,8 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from fakes import CARRYING, FILTER, POOL, SLOW, WITH_GPU
-
+from tests.support.fake_primitives import CARRYING, FILTER, POOL, SLOW, WITH_GPU
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
 from znnpy.planner.search import make_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes import MACHINE, POOL, SLOW, Fake
 
+from tests.support.fake_primitives import MACHINE, POOL, SLOW, Fake
 from znnpy.planner import options
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.options import JOINING, KEEPING, Options, Place

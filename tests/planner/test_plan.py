@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brute_force import AROUND, planned, steps_of
-from fakes import FAKES, MACHINE
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import CHOICES_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
 
+from tests.support.brute_force import AROUND, planned, steps_of
+from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
+from tests.support.fake_primitives import FAKES, MACHINE
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits

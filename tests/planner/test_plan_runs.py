@@ -8,9 +8,9 @@ from math import ceil
 from typing import Any
 
 import pytest
-from fakes import FAKES, FAST, MACHINE, RATES, limits
-from plans import CHOICES_AT, MEMORY_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
 
+from tests.support.fake_plans import CHOICES_AT, MEMORY_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
+from tests.support.fake_primitives import FAKES, FAST, MACHINE, RATES, limits
 from znnpy.errors import PlanFileError
 from znnpy.network import Network
 from znnpy.planner.plan import Plan

@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from brute_force import SMALL, Known, everything, planned, planned_on_gpu
-from fakes import BOTH, CARRYING, FAST, FILTER, MACHINE, POOL, SLOW, Fake, on_gpu
 
+from tests.support.brute_force import SMALL, Known, everything, planned, planned_on_gpu
+from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MACHINE, POOL, SLOW, Fake, on_gpu
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits
 from znnpy.network import Network

@@ -8,9 +8,9 @@ from itertools import product
 from math import ceil, inf, prod
 
 import pytest
-from brute_force import AROUND, BASELINE, planned, ways
-from fakes import CARRYING, FAKES
 
+from tests.support.brute_force import AROUND, BASELINE, planned, ways
+from tests.support.fake_primitives import CARRYING, FAKES
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.patches import cover
 from znnpy.planner.candidates import axis_sizes

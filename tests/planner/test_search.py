@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 
 import pytest
-from brute_force import AROUND, BASELINE, SMALL, planned, steps_of
-from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 
+from tests.support.brute_force import AROUND, BASELINE, SMALL, planned, steps_of
+from tests.support.fake_primitives import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Footprint, Variant
 from znnpy.machine import Limits

@@ -8,10 +8,10 @@ from math import ceil, prod
 from typing import Any
 
 import pytest
-from brute_force import BASELINE, EDGE_BYTES
-from fakes import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
-from plans import MIXED
 
+from tests.support.brute_force import BASELINE, EDGE_BYTES
+from tests.support.fake_plans import MIXED
+from tests.support.fake_primitives import FAST, FILTER, MAXOUT, POOL, RATES, WITH_GPU, on_gpu
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from brute_force import planned
-from plans import MIXED, WIDE
 
+from tests.support.brute_force import planned
+from tests.support.fake_plans import MIXED, WIDE
 from znnpy.errors import NoPlanError
 from znnpy.planner.plan import Plan
 from znnpy.planner.throughput import FLAT, in_order, points

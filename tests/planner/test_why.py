@@ -8,11 +8,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from brute_force import AROUND, planned
-from fakes import CARRYING, FAKES, WITH_GPU, Fake, on_gpu
-from plans import MIXED, WIDE, in_parts, patches, walking
 from rich.console import Console
 
+from tests.support.brute_force import AROUND, planned
+from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
+from tests.support.fake_primitives import CARRYING, FAKES, WITH_GPU, Fake, on_gpu
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.planner.why import Considered, considered, why_table

@@ -10,9 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clocked import FACTORS, LAZY, LINK, PLAIN, PRAISED, REST, TABLE, Card, Timed, measured, own, own_cache, rates_of
-from fakes import WITH_GPU
 
+from tests.support.fake_primitives import WITH_GPU
+from tests.support.simulated_timing import (
+    FACTORS,
+    LAZY,
+    LINK,
+    PLAIN,
+    PRAISED,
+    REST,
+    TABLE,
+    Card,
+    Timed,
+    measured,
+    own,
+    own_cache,
+    rates_of,
+)
 from znnpy.kernels.primitive import Unit, Variant, Work
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.run import calibration

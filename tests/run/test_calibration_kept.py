@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clocked import (
+
+from tests.support.fake_primitives import GPU, WITH_GPU
+from tests.support.simulated_timing import (
     LAZY,
     PLAIN,
     PRAISED,
@@ -22,8 +24,6 @@ from clocked import (
     planned,
     rates_of,
 )
-from fakes import GPU, WITH_GPU
-
 from znnpy.errors import DeviceError, NoPlanError, VramError
 from znnpy.planner.cost import GPU_STAGE_SECONDS, assumed_rates
 from znnpy.planner.costs import FORMAT as COSTS_FORMAT

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from dealt import GRID, NamedLane, Played, joined, take_now
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.simulated_queue import GRID, NamedLane, Played, joined, take_now
 from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
 from znnpy.run import shares

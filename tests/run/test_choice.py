@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
 from znnpy import array_session
 from znnpy.errors import PlanFileError, ResumeError
 from znnpy.machine import process_bytes, this_machine

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from odd import (
+
+from tests.support.odd_networks import (
     MACHINE,
     NETWORKS,
     ODDER,
@@ -25,7 +26,6 @@ from odd import (
     trained,
     without_borders,
 )
-
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import aligned
 from znnpy.kernels.primitive import ALIGNMENT, Step

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice, compiler
-from odd import (
+
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.odd_networks import (
     MACHINE,
     NETWORKS,
     ODDER,
@@ -27,8 +28,7 @@ from odd import (
     some_volume,
     trained,
 )
-from stand_ins import STAND_INS
-
+from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import DeviceError, Stopped, ValuesOverflowError, VramError
 from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.planner.candidates import splits

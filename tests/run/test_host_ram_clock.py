@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from closeness import MACHINE
-from emulated import EMULATED_GPU, EmulatedDevice, compiler
 
+from tests.support.closeness import MACHINE
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
 from znnpy.errors import DeviceError, DeviceLostError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from emulated import EmulatedDevice, compiler
-from hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
-from hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
-from odd import NETWORKS, ODDER, Poisoned, assert_dense, definition, small, some_volume, trained
-from stand_ins import STAND_INS
 
+from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
+from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
+from tests.support.odd_networks import NETWORKS, ODDER, Poisoned, assert_dense, definition, small, some_volume, trained
+from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import PlanFileError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import EmulatedDevice, compiler
-from hosted_plans import hosted_plan
-from hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
-from odd import Poisoned, assert_dense, definition, some_volume, trained
 
+from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.hosted_plans import hosted_plan
+from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
+from tests.support.odd_networks import Poisoned, assert_dense, definition, some_volume, trained
 from znnpy.errors import DeviceError, Stopped
 from znnpy.network import Network
 from znnpy.planner.plan import Plan

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from probes import (
+
+from tests.support.fake_pipeline import (
     FAULTS,
     NETWORK,
     PATCH,
@@ -29,7 +30,6 @@ from probes import (
     volume,
     walking,
 )
-
 from znnpy.errors import DeviceError, DeviceLostError
 from znnpy.kernels.crew import Crew
 from znnpy.network import Network

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dealt import GRID, joined, take_now
 
+from tests.support.simulated_queue import GRID, joined, take_now
 from znnpy.patches import Cover
 from znnpy.run.shares import Cells, Hand, Lease
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import compiler
-from hosted_sessions import a_plan, emulated_device, session_for
-from odd import Poisoned
-from probes import COLUMNS, Output, Session, no_thread_is_left, quiet, volume
-from probes import Source as Voxels
 
+from tests.support.emulator import compiler
+from tests.support.fake_pipeline import COLUMNS, Output, Session, no_thread_is_left, quiet, volume
+from tests.support.fake_pipeline import Source as Voxels
+from tests.support.hosted_sessions import a_plan, emulated_device, session_for
+from tests.support.odd_networks import Poisoned
 from znnpy.errors import DeviceError, OutputError, Stopped
 from znnpy.kernels.crew import Crew
 from znnpy.run import pipeline

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fakes import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
 
+from tests.support.fake_primitives import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
 from znnpy.errors import DeviceError, DeviceLostError, NoPlanError, VramError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive, Variant

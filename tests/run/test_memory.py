@@ -12,9 +12,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from child import infer, thin
-from odd import Ways, planned
 
+from tests.support.infer_process import infer, thin
+from tests.support.odd_networks import Ways, planned
 from znnpy import plan
 from znnpy.kernels.crew import Crew
 from znnpy.machine import Limits, this_machine

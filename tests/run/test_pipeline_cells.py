@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dealt import GRID, NamedLane
-from probes import (
+
+from tests.support.fake_pipeline import (
     COLUMNS,
     FAULTS,
     SIZE,
@@ -30,7 +30,7 @@ from probes import (
     quiet,
     volume,
 )
-
+from tests.support.simulated_queue import GRID, NamedLane
 from znnpy.errors import DeviceError
 from znnpy.kernels.crew import Crew
 from znnpy.patches import Box, Column, Cover

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from probes import (
+
+from tests.support.fake_pipeline import (
     FAULTS,
     WALKER,
     Output,
@@ -24,7 +25,6 @@ from probes import (
     volume,
     walking,
 )
-
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.crew import Crew
 from znnpy.run import pipeline

@@ -9,8 +9,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from child import infer, thin
 
+from tests.support.infer_process import infer, thin
 from znnpy.errors import NoPlanError
 from znnpy.inference import infer as infer_here
 from znnpy.shapes import Vec3

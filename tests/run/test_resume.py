@@ -15,10 +15,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from odd import Ways, planned
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
+from tests.support.odd_networks import Ways, planned
 from znnpy.errors import ResumeError
 from znnpy.formats.networks import read_network
 from znnpy.inference import infer

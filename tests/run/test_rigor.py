@@ -10,8 +10,8 @@ from math import inf
 from typing import Any
 
 import pytest
-from fakes import FAST, MACHINE, POOL, SLOW, Fake
 
+from tests.support.fake_primitives import FAST, MACHINE, POOL, SLOW, Fake
 from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.machine import Limits

@@ -10,8 +10,8 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice
 
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy import planning
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
@@ -33,7 +33,7 @@ from znnpy.run.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_
 from znnpy.shapes import ConvShape, LayerShape
 
 if TYPE_CHECKING:
-    from place import Place
+    from tests.support.cli import Place
 
 THREADS = 3  # of which one feeds a GPU where the processor computes beside it
 (HOST_RAM,) = IN_HOST_RAM

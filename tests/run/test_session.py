@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from odd import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 
+from tests.support.odd_networks import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
 from znnpy.kernels.cpu.native import library as native

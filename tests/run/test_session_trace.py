@@ -15,10 +15,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated import EMULATED_GPU, EmulatedDevice, EmulatedEvent, compiler
-from odd import MACHINE, NETWORKS, ODDER, Ways, assert_dense, definition, planned, some_volume, trained
-from stand_ins import STAND_INS
 
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, EmulatedEvent, compiler
+from tests.support.odd_networks import (
+    MACHINE,
+    NETWORKS,
+    ODDER,
+    Ways,
+    assert_dense,
+    definition,
+    planned,
+    some_volume,
+    trained,
+)
+from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import OutputError, ValuesOverflowError, ZnnpyError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE

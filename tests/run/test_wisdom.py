@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyfftw
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.errors import ResumeError
 from znnpy.inference import infer
 from znnpy.kernels.cpu import fft
@@ -278,14 +278,13 @@ def test_wisdom_is_used_and_the_same_in_another_process() -> None:
         assert results() == here
     program = (
         "import sys, json, hashlib\n"
-        "sys.path[:0] = json.loads(sys.argv[1])\n"
-        "import test_wisdom as t\n"
-        "with t.Wisdom(json.loads(sys.argv[2])):\n"
+        "from tests.run import test_wisdom as t\n"
+        "with t.Wisdom(json.loads(sys.argv[1])):\n"
         "    print(hashlib.sha256(b''.join(t.results())).hexdigest())\n"
     )
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "cli")]
-    command = [sys.executable, "-c", program, json.dumps(folders), json.dumps(wisdom.used)]
-    there = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-c", program, json.dumps(wisdom.used)]
+    repository = Path(__file__).parents[2]
+    there = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout.strip()
     assert there == hashlib.sha256(b"".join(here)).hexdigest()
 
 

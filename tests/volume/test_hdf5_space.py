@@ -9,8 +9,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from place import Place
 
+from tests.support.cli import Place
 from znnpy.volume import open_volume
 from znnpy.volume.space import Space
 

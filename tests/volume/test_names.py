@@ -8,8 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from outputs import COLUMNS, HEADER, JOB, SIZE, expected, finish, interrupt, names, output, stored, write
 
+from tests.support.small_outputs import (
+    COLUMNS,
+    HEADER,
+    JOB,
+    SIZE,
+    expected,
+    finish,
+    interrupt,
+    names,
+    output,
+    stored,
+    write,
+)
 from znnpy.errors import OutputError, ResumeError
 from znnpy.volume.journal import Journal
 from znnpy.volume.output import Mode, Output

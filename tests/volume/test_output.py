@@ -12,7 +12,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from outputs import (
+
+from tests.support.small_outputs import (
     COLUMNS,
     HEADER,
     JOB,
@@ -27,7 +28,6 @@ from outputs import (
     stored,
     write,
 )
-
 from znnpy.errors import OutputError
 from znnpy.patches import Box
 from znnpy.volume import store as store_module

@@ -105,9 +105,8 @@ def test_killed_before_every_step(name: str, least: int, tmp_path: Path) -> None
     """An output is replaced, and the run is killed before each change of a name; so is the run that goes on."""
     if name.endswith(".zarr"):
         pytest.importorskip("zarr")
-    program = Path(__file__).with_name("killed_everywhere.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / name)], capture_output=True, text=True, timeout=250, check=False
-    )
+    command = [sys.executable, "-m", "tests.support.kill_at_every_step", str(tmp_path / name)]
+    repository = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= least

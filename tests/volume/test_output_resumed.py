@@ -12,8 +12,20 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from outputs import COLUMNS, HEADER, JOB, expected, finish, furnished, interrupt, names, output, stored, write
 
+from tests.support.small_outputs import (
+    COLUMNS,
+    HEADER,
+    JOB,
+    expected,
+    finish,
+    furnished,
+    interrupt,
+    names,
+    output,
+    stored,
+    write,
+)
 from znnpy.errors import OutputError, ResumeError
 from znnpy.patches import cover
 from znnpy.volume import store as store_module

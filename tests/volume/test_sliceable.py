@@ -10,9 +10,9 @@ import h5py
 import numpy as np
 import pytest
 import zarr
-from place import Place
 
 import znnpy
+from tests.support.cli import Place
 from znnpy.errors import OutputError, VolumeError
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES

@@ -17,7 +17,7 @@
  *            bytes of shared memory, 64 for 4 at VOXELS = 128, MAPS = 64.
  * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2. There a
  *            segment runs along one filter, which lies in memory from map to map; channels last, maps of a voxel do.
- * Tested     tests/gpu/test_block.py
+ * Tested     tests/kernels/gpu/test_block.py
  */
 #include "activation.cuh"
 

@@ -5,7 +5,7 @@ or, where it has not so many, how many bytes must be on their way at once. No ar
 
 Source  Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 2.2 (what a card
         needs), 3.1 (one input map), 3.2 (many); numbers of steps are the paper's.
-Tested  tests/gpu/test_division.py, on the paper's GTX 1080 Ti too
+Tested  tests/kernels/gpu/test_block_division.py, on the paper's GTX 1080 Ti too
 """
 
 from __future__ import annotations

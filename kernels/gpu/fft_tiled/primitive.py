@@ -13,7 +13,7 @@ split  spectra as two float16, the second what the first leaves out: fp32, at th
 
 Source   overlap-save; products per frequency after Mathieu, Henaff, LeCun 2014, tiles after Zlateski et al. 2018.
 Bound    Memory: of 80 -> 80 maps, k = 3, tiles of 32^3, half: about 2,100 bytes an output voxel, with input and output.
-Tested   tests/gpu/test_conv_fft_tiled.py
+Tested   tests/kernels/gpu/test_conv_fft_tiled.py
 """
 
 from __future__ import annotations

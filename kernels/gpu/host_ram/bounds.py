@@ -8,7 +8,7 @@ Computing  In groups of maps of all images and planes at once, which is no more 
 Memory     Buffers, without what is left free between them, and kernels, which do not depend on images and planes.
 
 Source  First principles: each is the length of a path through what waits for what.
-Tested  tests/kernels/test_division.py, against all candidates followed
+Tested  tests/kernels/gpu/test_host_ram_division.py, against all candidates followed
 """
 
 from __future__ import annotations

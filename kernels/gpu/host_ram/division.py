@@ -11,7 +11,7 @@ Sums over groups of input maps are added up on the device, so every output is do
 axis are what is left: shapes of their own. Arithmetic alone.
 
 Source  ZNNi VII-A, sub-layers (S_i, f_i, f'_i); planes, orders and sums on the device are first principles.
-Tested  tests/kernels/test_division.py
+Tested  tests/kernels/gpu/test_host_ram_division.py
 """
 
 from __future__ import annotations

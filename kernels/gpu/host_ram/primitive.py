@@ -6,7 +6,7 @@ Memory   Of the device: two parts of the input, two of the output, kernels, and 
          Of the host: two pinned buffers each way.
 Bound    The link between host and device, or the inner primitive, whichever takes longer.
 Source   ZNNi VII-A.
-Tested   tests/gpu/test_host_ram.py, tests/kernels/test_division.py
+Tested   tests/kernels/gpu/test_host_ram.py, tests/kernels/gpu/test_host_ram_division.py
 """
 
 from __future__ import annotations

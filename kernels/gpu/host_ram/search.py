@@ -9,7 +9,7 @@ never take less than all of them together, as the work of primitives has it (fix
 time goes into asking the inner primitive about sub-layers: space.py says why there are no more sizes than there are.
 
 Source  ZNNi VII-A for the heuristics; bounds are first principles (branch and bound, the best first).
-Tested  tests/kernels/test_division.py, against all candidates followed; benchmarks/host_ram_divisions.py
+Tested  tests/kernels/gpu/test_host_ram_division.py, against all candidates followed; benchmarks/host_ram_divisions.py
 """
 
 from __future__ import annotations

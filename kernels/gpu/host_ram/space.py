@@ -5,7 +5,7 @@ tensor cores take them by eights, also these rounded up. All other multiples of 
 most over the benchmark's layers (2026-11-22), 0.5 % where images are not cut along z, and by 0.1 % over 190 made-up
 layers, for about twice as many questions to the inner primitive.
 
-Tested  tests/kernels/test_division.py; benchmarks/host_ram_divisions.py
+Tested  tests/kernels/gpu/test_host_ram_division.py; benchmarks/host_ram_divisions.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
  * Launch     blocks of 256 threads that take the values in turn.
  * Bound      memory: reads two values and writes one.
  * Source     first principles.
- * Tested     tests/gpu/test_host_ram.py
+ * Tested     tests/kernels/gpu/test_host_ram.py
  */
 #include "device_ops.cuh"
 #include "activation.cuh"

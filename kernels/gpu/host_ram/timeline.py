@@ -9,7 +9,7 @@ on has gone on by the same time, it does so until something differs: a part at t
 So the work is that of the kinds of parts there are, not of their number; buffers of sums that stay are seen one by one.
 
 Source  ZNNi VII-A, where times add up: nothing there is uploaded while something is computed.
-Tested  tests/kernels/test_division.py, against every sub-layer followed
+Tested  tests/kernels/gpu/test_host_ram_division.py, against every sub-layer followed
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
  *
  * What is put by lies in local memory, since registers hold the sums; volatile, or the compiler would take them for it.
  *
- * Tested  tests/gpu/test_implicit_gemm.py
+ * Tested  tests/kernels/gpu/test_implicit_gemm.py
  */
 #pragma once
 

@@ -1,6 +1,6 @@
 /* Voxels on their way from memory to factors of float16 products: 8 values at a time, as one word or two.
  *
- * Tested  tests/gpu/test_implicit_gemm.py
+ * Tested  tests/kernels/gpu/test_implicit_gemm.py
  */
 #pragma once
 

@@ -10,7 +10,7 @@ Method   [voxels x (taps, maps)] @ [(taps, maps) x maps], the left matrix of whi
 Memory   Nothing beside kernels.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many where values are two words. Few maps in: writing.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
-Tested   tests/gpu/test_implicit_gemm.py
+Tested   tests/kernels/gpu/test_implicit_gemm.py
 """
 
 from __future__ import annotations

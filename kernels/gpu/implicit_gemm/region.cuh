@@ -1,7 +1,7 @@
 /* What the windows of a tile of voxels meet, on its way to shared memory: pieces of 8 values, voxel after voxel.
  *
  * Source  ours; see warpgroup.cu
- * Tested  tests/gpu/test_warpgroup.py
+ * Tested  tests/kernels/gpu/test_warpgroup.py
  */
 #pragma once
 

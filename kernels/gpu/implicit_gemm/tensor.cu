@@ -17,7 +17,7 @@
  *            round. A block takes every gridDim.x-th tile. grid (blocks, slices).
  * Bound      tensor cores: 2 BM BN CHUNK flops for (MT * WARPS_N + NT * WARPS_M / 2) * 512 bytes of shared memory.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
- * Tested     tests/gpu/test_implicit_gemm.py
+ * Tested     tests/kernels/gpu/test_implicit_gemm.py
  */
 #include "activation.cuh"
 #include "kept.cuh"

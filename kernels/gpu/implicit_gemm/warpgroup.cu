@@ -20,7 +20,7 @@
  *            scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
  * Bound      tensor cores: 64 N 16 products take N / 2 cycles of theirs, and 16 + N / 4 of shared memory's.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
- * Tested     tests/gpu/test_implicit_gemm.py, test_warpgroup.py
+ * Tested     tests/kernels/gpu/test_implicit_gemm.py, test_warpgroup.py
  */
 #include "activation.cuh"
 #include "kept.cuh"

@@ -1,0 +1,279 @@
+"""Modes in which the first layers have their tensors in the memory of the host, on a GPU that is emulated here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.support.cli import Place
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
+from znnpy.inference import infer
+from znnpy.machine import Machine, this_machine
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.memory import staging_bytes
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.planning import plan
+from znnpy.report import Report
+from znnpy.run import choice, devices, modes, pipeline
+from znnpy.run.layer import HostRamLayer, Position
+from znnpy.verify import TOLERANCES
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+
+MODES = ("gpu-host", "cpu-to-gpu")
+
+
+def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    return assumed_rates(machine, 1, "gpu")
+
+
+@pytest.fixture(autouse=True)
+def _card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (devices, choice):
+        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(2), EMULATED_GPU))
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    monkeypatch.setattr(devices, "measured_rates", assumed)
+
+
+def go(place: Place, mode: str, **words: Any) -> Report:
+    given = {"out": place.out, "threads": 2, "precision": "fp32", "overwrite": True, "mode": mode, **words}
+    return infer(place.volume, place.folder / "net.yaml", **given)
+
+
+def expected(place: Place) -> np.ndarray[Any, Any]:
+    out = place.folder / "cpu.h5"
+    go(place, "cpu", out=out, precision=None, patch=(4, 4, 6))
+    with h5py.File(out) as file:
+        return np.array(file["prediction"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cover", ["columns", "patches"])
+def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> None:
+    report = go(place, mode, cover=cover, trace=place.folder / "trace.json")
+    made = report.plan
+    assert made.mode == mode
+    assert 0 < made.offloaded < len(made.choices)
+    assert made.walks == (cover == "columns")
+    assert made.memory.peak <= made.limits.ram_bytes
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+    (line,) = (line for line in report.lines() if line.startswith("mode "))
+    assert mode in line
+    assert ("idle: CPU" in line) == (mode == "cpu-to-gpu")
+    assert set(report.as_json()["idle_seconds"]) == ({"CPU", "GPU"} if mode == "cpu-to-gpu" else set())
+    assert "gpu" in {choice.device for choice in made.choices[made.offloaded :]}
+    assert Plan.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
+    def stop(event: pipeline.Event) -> None:
+        if event.columns_done >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(place, mode, patch=(4, 8, 4), cover="patches", progress=stop)
+    words = {"overwrite": False, "resume": True, "threads": None, "precision": None}
+    with pytest.raises(ResumeError, match=f"the run began with mode='{mode}', and now it is mode='gpu'"):
+        go(place, "gpu", **words)
+    with pytest.raises(ResumeError, match=f"the run began with mode='{mode}', which runs on one GPU; leave out `gpus`"):
+        go(place, "auto", gpus=2, **words)
+    report = go(place, "auto", **words)
+    assert 0 < report.computed < report.voxels
+    assert report.plan.mode == mode
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
+    with pytest.raises(ValueError, match=f"mode='{mode}' runs on one GPU: leave out `gpus`"):
+        go(place, mode, gpus=2)
+    with pytest.raises(NoPlanError, match="choose precision='tf32' or precision='fp32'"):
+        go(place, mode, precision="fp16")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("output_dtype", ["float16", "uint8"])
+def test_other_outputs(place: Place, mode: str, output_dtype: str) -> None:
+    made = go(place, mode, output_dtype=output_dtype).plan
+    assert made.itemsize_out == np.dtype(output_dtype).itemsize
+    found = place.prediction()
+    out = place.folder / "cpu.h5"
+    go(place, "cpu", out=out, precision=None, output_dtype=output_dtype)
+    with h5py.File(out) as file:
+        exact = np.array(file["prediction"])
+    assert found.dtype == exact.dtype == output_dtype
+    assert np.abs(found.astype(np.float32) - exact.astype(np.float32)).max() <= (1 if output_dtype == "uint8" else 1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_is_run_on_a_volume_of_another_type(place: Place, mode: str) -> None:
+    """What is handed over does not change; outputs on their way are larger, and what is not finite is masked."""
+    made = go(place, mode, output_dtype="uint8").plan
+    file = place.folder / "plan.json"
+    file.write_text(made.to_json())
+    voxels = np.random.default_rng(7).integers(0, 256, (20, 23, 25)).astype(np.float64)
+    voxels[3, 4, 5] = np.nan
+    place.write_volume(voxels)
+    words = {"threads": None, "precision": None, "allow_nan": True}
+    again = go(place, "auto", plan=file, **words).plan
+    assert again.mode == mode
+    part = made.handover_bytes // made.parts[made.offloaded]
+    writes = made.cover(place.network).steps(0)
+    out_bytes = 4 * place.network.output_channels * prod(made.patch_out)
+    assert again.memory.staging == staging_bytes(part, out_bytes, writes=writes)
+    assert again.memory.reading > made.memory.reading
+    found = place.prediction()
+    assert np.isnan(found).any()
+    out = place.folder / "cpu.h5"
+    go(place, "cpu", out=out, precision=None, allow_nan=True)
+    with h5py.File(out) as exact:
+        np.testing.assert_allclose(found, exact["prediction"], atol=TOLERANCES["fp32"])
+    with pytest.raises(PlanFileError, match=f"the plan is of mode='{mode}', which runs on one GPU: leave out `gpus`"):
+        go(place, "auto", plan=file, gpus=2, **words)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_primitives_of_either_device(place: Place, mode: str) -> None:
+    """From the command line too, where `gpu.conv.host_ram` is one as others are."""
+    made = go(place, mode, only=("cpu.conv.direct",)).plan
+    of_host = [choice for choice in made.choices[: made.offloaded] if choice.shape.kind == "conv"]
+    assert {choice.primitive for choice in of_host} == {"cpu.conv.direct"}
+    result = place.infer("--mode", mode, "--only", "gpu.conv.host_ram", "--overwrite", "--threads", 2)
+    if mode == "cpu-to-gpu":
+        assert result.exit_code == 1
+        assert "runs in mode gpu-host alone" in result.stderr
+    else:
+        assert result.exit_code == 0, result.stderr
+        assert "gpu.conv.host_ram" in result.stdout
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """It is planned anew in the same mode, and what was finished stays."""
+
+    class Refusing(EmulatedDevice):
+        copies = 0
+
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            Refusing.copies += 1
+            if Refusing.copies == 6:
+                raise VramError("cudaErrorMemoryAllocation: out of memory")
+            super().copy_async(target, source, stream)
+
+    monkeypatch.setattr(devices, "Device", Refusing)
+    report = go(place, mode, patch=(4, 8, 4), cover="patches")
+    assert any("planned anew" in sentence for sentence in report.warnings)
+    assert report.plan.mode == mode
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_plan_says_where_layers_run(place: Place, mode: str) -> None:
+    told: list[str] = []
+    why: list[Any] = []
+    made = plan(place.folder / "net.yaml", volume=place.volume, mode=mode, tell=told.append, tell_why=why.extend)
+    assert made.mode == mode
+    assert not why
+    assert any("not of mode" in sentence for sentence in told)
+    assert "runs on" in made.explain()
+
+
+def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """A GPU that is slower than the processor, and a link as fast as ever."""
+    rates = assumed_rates(machine, 1, "gpu")
+    return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
+
+
+def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "measured_rates", slow)
+    monkeypatch.setattr(modes, "plan_beside", _none_fits)
+    assert go(place, "auto").plan.mode == "gpu", "so short a run is not looked at"
+    monkeypatch.setattr(modes, "LONG_SECONDS", 0.0)
+    made = {mode: go(place, mode).plan for mode in ("gpu", *MODES)}
+    taken = go(place, "auto").plan
+    assert taken.mode in MODES
+    assert taken.seconds <= 1.01 * min(plan.seconds for plan in made.values())
+    assert taken.seconds < modes.ASSUMED_GAIN * made["gpu"].seconds
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+    monkeypatch.setattr(modes, "ASSUMED_GAIN", 0.99 * taken.seconds / made["gpu"].seconds)
+    assert go(place, "auto").plan.mode == "gpu", "it gains too little, by rates of the processor that are assumed"
+    units = frozenset(assumed_rates(this_machine(), 2).units)
+    measured = replace(assumed_rates(this_machine(), 2), fitted=units)
+    monkeypatch.setattr(modes, "processor_rates", lambda *_: measured)
+    assert go(place, "auto").plan.mode in MODES, "and enough by measured ones"
+    monkeypatch.setattr(modes, "GAIN", modes.ASSUMED_GAIN)
+    assert go(place, "auto").plan.mode == "gpu"
+
+
+def _none_fits(*asked: object, **words: object) -> Plan:
+    raise NoPlanError("not now")
+
+
+def test_auto_takes_another_mode_where_the_gpu_alone_has_too_little_memory(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*asked: Any, **words: Any) -> Plan:
+        if "mode" not in words:
+            raise NoPlanError("not so little")
+        return make_plan(*asked, **words)
+
+    monkeypatch.setattr(choice, "make_plan", refused)
+    assert go(place, "auto", vram="900M").plan.mode in MODES
+    with pytest.raises(NoPlanError, match="not so little"):
+        go(place, "gpu", vram="900M")
+    with pytest.raises(NoPlanError, match="not so little"):
+        go(place, "auto", vram="900M", precision="fp16")
+    with pytest.raises(NoPlanError, match="not so little"):
+        go(place, "auto", vram="900M", only="gpu.conv.direct")
+
+
+def test_plan_tells_of_both_modes(place: Place) -> None:
+    made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu")
+    assert made.mode == "gpu"
+    told = {kind.scheme: kind for kind in made.kinds}
+    for mode in MODES:
+        (kind,) = (kind for scheme, kind in told.items() if scheme.startswith(f"{mode} with"))
+        assert kind.best.voxels_per_second <= made.voxels_per_second
+        assert kind.best.patch_out == made.patch_out
+        assert "times as long" in kind.why
+        assert f"{mode} with" in made.explain()
+
+
+@pytest.mark.parametrize("mode", [*MODES, "side-by-side"])
+def test_layers_are_timed_and_held_against_the_definition_where_they_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(devices, "measured_rates", slow)  # about as an emulator is: few other ways are tried
+    told: list[str] = []
+    words: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
+    words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})
+    words |= {"rigor": "measure", "time_limit": 1000.0, "paranoid": True}
+    made = plan(place.folder / "net.yaml", tell_progress=lambda progress: told.append(progress.doing), **words)
+    beside = () if made.beside is None else made.beside.choices
+    assert (made.mode, made.rigor) == (mode, "measure")
+    assert all(chosen.measured for chosen in (*made.choices, *beside))
+    checked = [doing for doing in told if doing.startswith("checking ")]
+    assert {doing.split()[1] for doing in checked} == {chosen.primitive for chosen in (*made.choices, *beside)}
+    timed = {doing.split()[0] for doing in told if doing.startswith(("cpu.", "gpu."))}
+    assert "gpu.conv.host_ram" in timed if mode == "gpu-host" else {name[:3] for name in timed} == {"cpu", "gpu"}
+
+
+def test_a_hosted_layer_of_the_gpu_that_is_off_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HostRamLayer.at
+
+    def at(self: HostRamLayer, position: Position) -> Any:
+        return right(self, position) + 1e-3
+
+    monkeypatch.setattr(HostRamLayer, "at", at)
+    words: dict[str, Any] = {"mode": "gpu-host", "precision": "fp32", "only": "gpu.conv.host_ram"}
+    with pytest.raises(VerifyError, match=r"^layer 0 \(conv .*\) run by gpu\.conv\.host_ram images=1 .* gives "):
+        plan(place.folder / "net.yaml", volume=place.volume, paranoid=True, **words)

@@ -1,0 +1,339 @@
+"""A GPU, here an emulator, and the processor side by side: cells from one queue, each computed by its own plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.support.cli import Place
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from znnpy import inference
+from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
+from znnpy.formats.networks import read_network
+from znnpy.inference import infer
+from znnpy.machine import Limits, Machine, this_machine
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.plan import Plan
+from znnpy.planner.search import make_plan
+from znnpy.planning import plan
+from znnpy.report import Report
+from znnpy.run import choice, devices, modes, pipeline
+from znnpy.run.session import Session
+from znnpy.verify import TOLERANCES
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+
+
+def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """Nearly as slow as the processor, so that both have cells to compute."""
+    return assumed_rates(machine, 1, "gpu").scaled(1e-4, 1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (devices, choice):
+        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
+    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(2), EMULATED_GPU))
+    monkeypatch.setattr(devices, "Device", EmulatedDevice)
+    monkeypatch.setattr(devices, "measured_rates", assumed)
+
+
+def go(place: Place, **words: Any) -> Report:
+    given = {"out": place.out, "threads": 2, "precision": "fp32", "overwrite": True, "mode": "side-by-side", **words}
+    return infer(place.volume, place.folder / "net.yaml", **given)
+
+
+def expected(place: Place) -> np.ndarray[Any, Any]:
+    out = place.folder / "cpu.h5"
+    go(place, out=out, mode="cpu", precision=None, patch=(4, 4, 6))
+    with h5py.File(out) as file:
+        return np.array(file["prediction"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"cover": "columns"}, {"patch": (2, 4, 4)}, {"cover": "patches", "gpus": 2}, {"output_dtype": "float16"}],
+)
+def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, Any]) -> None:
+    report = go(place, **words)
+    made = report.plan
+    assert made.mode == "side-by-side"
+    assert made.beside is not None
+    assert 0 < made.dealt < len(made.cells)
+    assert made.memory.peak <= made.limits.ram_bytes
+    assert [lane.name for lane in report.lanes] == (["GPU 0", "GPU 1", "CPU"] if "gpus" in words else ["GPU", "CPU"])
+    assert sum(lane.voxels for lane in report.lanes) == report.computed == report.voxels
+    (line,) = (line for line in report.lines() if line.startswith("devices"))
+    assert "CPU" in line
+    (methods,) = (line for line in report.lines() if line.startswith("methods"))
+    assert all(choice.primitive in methods for choice in (*made.choices, *made.beside.choices))
+    together = place.prediction().astype(np.float32)
+    most = 1e-3 if "output_dtype" in words else TOLERANCES["fp32"]
+    assert np.abs(together - expected(place)).max() <= most
+
+
+def test_the_plan_says_who_computes_what(place: Place) -> None:
+    made = go(place, threads=3).plan
+    assert made.beside is not None
+    assert made.beside.limits.threads == made.beside.compute_threads == 2  # one feeds the GPU
+    text = " ".join(made.explain().split())
+    assert f"take cells of {'x'.join(map(str, made.cells.patch))} output voxels, " in text
+    assert f"{len(made.cells)} in all, of which the processor is to compute {made.dealt}, " in text
+    assert "without the processor, which computes" in text
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_a_plan_is_run_as_it_is(place: Place) -> None:
+    made = go(place).plan
+    file = place.folder / "plan.json"
+    file.write_text(made.to_json())
+    again = go(place, plan=file, mode="auto", threads=None, precision=None)
+    assert again.plan.cells == made.cells
+    assert len(again.lanes) == 2
+    with pytest.raises(PlanFileError, match="leave out `mode`"):
+        go(place, plan=file, mode="gpu", threads=None, precision=None)
+    for change, words in (
+        ({"beside": None}, "memory is promised for a plan beside it exactly where there is one"),
+        ({"memory": {**json.loads(made.to_json())["memory"], "beside": 5}}, "and its plan beside needs"),
+    ):
+        file.write_text(json.dumps({**json.loads(made.to_json()), **change}))
+        with pytest.raises(PlanFileError, match=words):
+            go(place, plan=file, mode="auto", threads=None, precision=None)
+
+
+class Broken(EmulatedDevice):
+    """Refuses every copy after some."""
+
+    copies = 0
+
+    def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+        if stream is self.uploads:
+            Broken.copies += 1
+            if Broken.copies > 3:
+                raise DeviceError("cudaErrorECCUncorrectable: uncorrectable ECC error encountered")
+        super().copy_async(target, source, stream)
+
+
+def test_the_processor_goes_on_without_the_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "Device", Broken)
+    monkeypatch.setattr(Broken, "copies", 0)
+    report = go(place, patch=(2, 4, 4))
+    assert any("GPU was lost, and the others went on" in sentence for sentence in report.warnings)
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_a_gpu_computes_what_the_processor_is_late_with(place: Place) -> None:
+    """That gives up in the midst of a step."""
+    submit, begun = Session.submit, list[str]()
+
+    def late(self: Session, *words: Any, **more: Any) -> Any:
+        found = submit(self, *words, **more)
+        if self.plan.device == "cpu":
+            begun.append("CPU")
+            while True:
+                self.crew.check()
+                time.sleep(0.001)
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "submit", late)
+        report = go(place)
+    assert begun == ["CPU"]
+    (sentence,) = (sentence for sentence in report.warnings if "CPU was late" in sentence)
+    assert "CPU was late at the end: a GPU computed " in sentence
+    assert [lane.voxels for lane in report.lanes if lane.name == "CPU"] == [0]
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_it_goes_on_where_it_stopped(place: Place) -> None:
+    seen: list[pipeline.Event] = []
+
+    def stop(event: pipeline.Event) -> None:
+        seen.append(event)
+        if event.columns_done >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(place, patch=(2, 4, 4), progress=stop)
+    report = go(place, overwrite=False, resume=True, mode="auto", threads=None, precision=None)
+    assert 0 < report.computed < report.voxels
+    assert report.plan.mode == "side-by-side"
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_words_that_contradict_a_run_that_began(place: Place) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        go(place, patch=(2, 4, 4), progress=_stop_at_two)
+    with pytest.raises(ResumeError, match="the run began with mode='side-by-side', and now it is mode='gpu'"):
+        go(place, overwrite=False, resume=True, mode="gpu", threads=None, precision=None)
+
+
+def _stop_at_two(event: pipeline.Event) -> None:
+    if event.columns_done >= 2:
+        raise KeyboardInterrupt
+
+
+def test_where_the_processor_would_only_wait(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        devices, "measured_rates", lambda device, machine, *asked, **words: assumed_rates(machine, 1, "gpu")
+    )
+    with pytest.raises(
+        NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the processor takes"
+    ):
+        go(place)
+    assert go(place, mode="auto").plan.mode == "gpu"
+
+
+def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = go(place).plan
+    assert both.alone is not None
+    ratio = both.seconds / both.alone
+    monkeypatch.setattr(modes, "GAIN", 0.0)
+    for long, gain, mode in ((0.0, 1.01 * ratio, "side-by-side"), (0.0, 0.99 * ratio, "gpu"), (9e9, 1.0, "gpu")):
+        monkeypatch.setattr(modes, "LONG_SECONDS", long)
+        monkeypatch.setattr(modes, "BESIDE_GAIN", gain)
+        assert go(place, mode="auto").plan.mode == mode
+
+
+def test_ram_is_shared(place: Place) -> None:
+    whole = go(place).plan
+    least = go(place, mode="gpu").plan.memory.peak
+    with pytest.raises(NoPlanError, match=r"the GPU's part takes .* MiB of RAM, and the processor needs"):
+        go(place, ram=least + 2**24)
+    within = go(place, ram=whole.memory.peak + 2**26).plan
+    assert within.mode == "side-by-side"
+    assert within.memory.peak <= whole.memory.peak + 2**26
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"mode": "both"}, "there is no mode 'both'; choose one of auto, cpu, gpu, gpu-host, cpu-to-gpu, side-by-side"),
+        ({"device": "cpu"}, "mode='side-by-side' is of the GPU, and device='cpu' was asked for: drop one"),
+        ({"mode": "cpu", "device": "gpu"}, "mode='cpu' is of the CPU, and device='gpu' was asked for: drop one"),
+        ({"mode": "cpu", "vram": "1G", "precision": None}, "`vram` limits the memory of a GPU, and none is used"),
+    ],
+)
+def test_words_that_contradict_each_other(place: Place, words: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        go(place, **words)
+
+
+def test_primitives_of_both_devices(place: Place) -> None:
+    made = go(place, only=("gpu.conv.direct", "cpu.conv.direct")).plan
+    assert made.beside is not None
+    assert {c.primitive for c in made.choices if c.shape.kind == "conv"} == {"gpu.conv.direct"}
+    assert {c.primitive for c in made.beside.choices if c.shape.kind == "conv"} == {"cpu.conv.direct"}
+
+
+def test_plan_tells_of_every_mode(place: Place) -> None:
+    words: dict[str, Any] = {"volume": place.volume, "precision": "fp32", "threads": 2}
+    chosen = plan(place.folder / "net.yaml", mode="side-by-side", **words)
+    assert chosen.mode == "side-by-side"
+    assert any("without the processor" in kind.why for kind in chosen.kinds)
+    quick = plan(place.folder / "net.yaml", mode="gpu", **words)
+    assert quick.mode == "gpu"
+    assert not any(kind.scheme == "with the processor beside it" for kind in quick.kinds)
+
+
+def test_a_plan_for_a_volume_of_another_type(place: Place) -> None:
+    """Patches of the processor are larger there, and so are masks of what is not finite."""
+    made = go(place).plan
+    file = place.folder / "plan.json"
+    file.write_text(made.to_json())
+    voxels = np.random.default_rng(7).integers(0, 256, (20, 23, 25)).astype(np.float64)
+    voxels[3, 4, 5] = np.nan
+    place.write_volume(voxels)
+    again = go(place, plan=file, mode="auto", threads=None, precision=None, allow_nan=True).plan
+    assert made.beside is not None
+    assert again.beside is not None
+    assert again.beside.itemsize_in == 8
+    assert again.beside.memory.reading > made.beside.memory.reading
+    assert again.memory.beside == again.beside.memory.peak
+    assert np.isnan(place.prediction()).any()
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_the_gpu_refuses_memory_midway(place: Place, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+    """The processor does not compute the rest alone: the GPU is planned anew."""
+
+    class Refusing(EmulatedDevice):
+        copies = 0
+
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            if stream is self.uploads:
+                Refusing.copies += 1
+                if Refusing.copies == 1 + done:
+                    raise VramError("cudaErrorMemoryAllocation: out of memory")
+            super().copy_async(target, source, stream)
+
+    monkeypatch.setattr(devices, "Device", Refusing)
+    report = go(place, patch=(2, 4, 4))
+    assert any("planned anew" in sentence for sentence in report.warnings)
+    assert not any("was lost" in sentence for sentence in report.warnings)
+    assert report.plan.mode == "side-by-side"
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_a_leaner_plan_along_another_axis_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's columns go on along the axis that they began along, over cells that would be the same."""
+
+    class Refusing(EmulatedDevice):
+        copies = 0
+
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            if stream is self.uploads:
+                Refusing.copies += 1
+                if Refusing.copies == 4:
+                    raise VramError("cudaErrorMemoryAllocation: out of memory")
+            super().copy_async(target, source, stream)
+
+    chosen: list[Plan] = []
+
+    def choose(*asked: Any, **words: Any) -> Plan:
+        chosen.append(choice.choose(*asked, **words))
+        return chosen[-1] if len(chosen) == 1 else replace(chosen[-1], axis=(chosen[-1].axis + 1) % 3)
+
+    monkeypatch.setattr(devices, "Device", Refusing)
+    monkeypatch.setattr(inference, "choose", choose)
+    with pytest.raises(VramError, match="out of memory"):
+        go(place, patch=(2, 4, 4))
+    assert len(chosen) == 2
+    first, leaner = chosen
+    assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.memory.beside
+
+
+def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned anew, the processor beside it again."""
+
+    class Full(EmulatedDevice):
+        refusals = 0
+
+        def allocate(self, nbytes: int, what: str) -> Any:
+            if what == "the arena" and not Full.refusals:
+                Full.refusals += 1
+                raise VramError(f"{nbytes} bytes are not free")
+            return super().allocate(nbytes, what)
+
+    monkeypatch.setattr(devices, "Device", Full)
+    report = go(place)
+    assert any("planned anew" in sentence for sentence in report.warnings)
+    assert report.plan.mode == "side-by-side"
+    assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+def test_rates_of_the_processor_are_for_fewer_threads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, machine, output = read_network(str(place.folder / "net.yaml")).network, this_machine(), (4, 4, 6)
+    rates = assumed_rates(machine, 3)
+    monkeypatch.setattr(modes, "processor_rates", lambda machine, limits: rates)
+    site: Any = SimpleNamespace(machine=machine, devices=1)
+    made = modes.processor_plans(site, network, ())(output, Limits(2**33, 3))
+    words: dict[str, Any] = {"rates": rates.slowed(1.5), "baseline": 0}
+    assert made == make_plan(network, output, machine, Limits(2**33, 2), **words)

@@ -1,0 +1,162 @@
+"""Every kernel of ours compiles for every card people own, spills nothing and keeps to its registers. Needs no card."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.support.nvrtc import compile_for
+from znnpy.kernels.gpu.instances import ARCHITECTURES, instances
+from znnpy.kernels.gpu.modules import KERNELS, ONE_CARD, Instance
+
+EVERYTHING = "ZNNPY_COMPILE_EVERYTHING"  # set: all instances for all architectures, minutes
+SLOW = "inverse_z_pool<", "gemm<", "gemm_by_warpgroups<"  # seconds each: of these only some otherwise
+SHOWN = (
+    "inverse_z_pool<8,",
+    "gemm<half, 1, 4, 2, 4, 5, false>",
+    "gemm<float, 2, 4, 2, 4, 5, false>",
+    "gemm<float, 1, 2,",
+    "gemm_by_warpgroups<half, 1, 80, false>",
+    "gemm_by_warpgroups<float, 2, 80, true>",
+)
+
+
+def chosen() -> Iterator[tuple[int, Instance]]:
+    """Each instance for one architecture, in turn, so that every architecture sees every source; or all for all."""
+    found: dict[str, list[Instance]] = {}
+    for instance in instances():
+        found.setdefault(instance.source, []).append(instance)
+    for kernels in found.values():
+        if os.environ.get(EVERYTHING):
+            yield from product(architectures_of(kernels[0].source), kernels)
+            continue
+        kernels = [k for k in kernels if not k.name.startswith(SLOW) or k.name.startswith(SHOWN)]
+        cards = architectures_of(kernels[0].source)
+        for turn in range(max(len(kernels), len(cards))):  # a few kernels have several turns
+            yield cards[turn % len(cards)], kernels[turn % len(kernels)]
+
+
+def architectures_of(source: str) -> tuple[int, ...]:
+    return (90,) if source in ONE_CARD else ARCHITECTURES
+
+
+def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[Instance]]:
+    """What is compiled at once."""
+    found: dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[Instance]] = {}
+    for architecture, instance in chosen():
+        found.setdefault((architecture, instance.source, instance.defines), []).append(instance)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "source", "defines", "kernels"),
+    [(*program, kernels) for program, kernels in programs().items()],
+    ids=[f"sm_{architecture} {source}" for architecture, source, _ in programs()],
+)
+def test_kernels_compile_within_their_registers(
+    architecture: int, source: str, defines: tuple[tuple[str, int | str], ...], kernels: list[Instance]
+) -> None:
+    used = compile_for(architecture, source, [kernel.name for kernel in kernels], dict(defines))
+    wrong = []
+    for kernel in kernels:
+        took = used[kernel.name]
+        within = took.registers <= kernel.registers and took.stack <= kernel.stack_bytes
+        if not within or took.spilled > kernel.spilled_bytes:
+            wrong.append(f"{kernel.name}: {took}, and may take {kernel}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_source_is_left_out() -> None:
+    sources = {path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cu")}
+    assert {instance.source for instance in instances()} == sources
+
+
+def test_every_architecture_sees_every_source() -> None:
+    seen: dict[str, set[int]] = {}
+    for architecture, instance in chosen():
+        seen.setdefault(instance.source, set()).add(architecture)
+    assert all(cards == set(architectures_of(source)) for source, cards in seen.items()), seen
+
+
+@pytest.mark.parametrize("architecture", [80, 120])
+def test_what_the_assembler_says_is_read(tmp_path: Path, architecture: int) -> None:
+    """Kernels that need a stack, more registers than they may have, shared memory, and none of these."""
+    (tmp_path / "greedy.cu").write_text(
+        """
+        template <int COUNT> __global__ void indexed(const float* in, float* out, int at) {
+            float values[COUNT];
+            for (int i = 0; i < COUNT; ++i) values[i] = in[i * 1024 + threadIdx.x];
+            for (int i = 0; i < COUNT; ++i) out[i * 1024 + threadIdx.x] = values[(i * at) & (COUNT - 1)];
+        }
+        template <int COUNT> __global__ void __launch_bounds__(1024, 2) squeezed(const float* in, float* out) {
+            float values[COUNT];
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) values[i] = in[i * 1024 + threadIdx.x];
+            __syncthreads();
+            #pragma unroll
+            for (int turn = 1; turn < 4; ++turn)
+                #pragma unroll
+                for (int i = 0; i < COUNT; ++i) values[i] = values[i] * values[(i + 7 * turn) % COUNT] + turn;
+            #pragma unroll
+            for (int i = 0; i < COUNT; ++i) out[i * 1024 + threadIdx.x] = values[i];
+        }
+        extern "C" __global__ void shares(float* out) {
+            __shared__ float part[__CUDA_ARCH__ / 10];
+            part[threadIdx.x] = out[threadIdx.x];
+            __syncthreads();
+            out[threadIdx.x] = part[threadIdx.x ^ 1];
+        }
+        extern "C" __global__ void modest(float* out) { out[threadIdx.x] = 1.0f; }
+        """
+    )
+    names = ["indexed<64>", "squeezed<64>", "shares", "modest"]
+    indexed, squeezed, shares, modest = compile_for(architecture, str(tmp_path / "greedy.cu"), names, {}).values()
+    assert indexed.stack >= 256
+    assert squeezed.spilled > 0
+    assert squeezed.registers == (32 if architecture == 80 else 64)  # sm_120 holds 1,536 threads: one block
+    assert shares.fixed_shared == 4 * architecture
+    assert modest.registers <= 16
+    assert (modest.stack, modest.spilled, modest.fixed_shared) == (0, 0, 0)
+
+
+def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
+    (tmp_path / "wrong.cu").write_text("__global__ void wrong() { nothing(); }\n")
+    with pytest.raises(AssertionError, match=r'(?s)wrong.cu for sm_90:.*identifier "nothing" is undefined'):
+        compile_for(90, str(tmp_path / "wrong.cu"), ["wrong"], {})
+
+
+@pytest.mark.parametrize(
+    ("between", "told"),
+    [
+        ("", None),
+        ("sums[0][0] = 3.0f * sums[0][1];", r"(?s)for sm_90:.*\(C75\d\d\).* serialized .*products"),
+    ],
+)
+def test_products_that_wait_one_by_one_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str, told: str | None
+) -> None:
+    """As where sums are touched between two of them."""
+    source = tmp_path / "waits.cu"
+    source.write_text(
+        f"""
+        #include "wgmma.cuh"
+        extern "C" __global__ void products(unsigned long long a, unsigned long long b, float* out) {{
+            float sums[1][8] = {{}};
+            wgmma_begin(sums);
+            wgmma_half<16>(sums[0], a, b, true);
+            {between}
+            wgmma_half<16>(sums[0], a + 64, b + 64, true);
+            wgmma_end();
+            wgmma_wait(sums[0]);
+            for (int i = 0; i < 8; ++i) out[i * WARPGROUP + threadIdx.x] = sums[0][i];
+        }}
+        """
+    )
+    monkeypatch.setitem(ONE_CARD, str(source), "sm_90a")
+    with nullcontext() if told is None else pytest.raises(AssertionError, match=told):
+        assert compile_for(90, str(source), ["products"], {})["products"].spilled == 0

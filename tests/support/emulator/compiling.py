@@ -1,0 +1,140 @@
+"""Kernels of CUDA C++ compiled as C++ for this processor, once for all processes of a run of the tests."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from znnpy.kernels.gpu.modules import kernel_words, source_text
+
+HEADER = Path(__file__).parent / "emulator.hpp"
+FLAGS = ("-std=gnu++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-exceptions", "-fno-strict-aliasing",
+         "-fvisibility=hidden", "-fPIC", "-shared", "-w")  # fmt: skip
+ONE_LAUNCH = threading.RLock()  # one launch at a time in a process: the emulator's state is global
+
+
+class Launch(ctypes.Structure):
+    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_ulonglong))
+
+
+def compiler() -> str | None:
+    """The C++ compiler that is here."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+
+@functools.cache
+def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
+    """kernels/gpu/`source` as a library for this processor; AssertionError with the compiler's words."""
+    text = _text(source, names)
+    command = [compiler() or "g++", *FLAGS, *(f"-D{name}={value}" for name, value in defines)]
+    headers = [path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))]
+    digest = hashlib.sha256("\0".join((text, *headers, *command)).encode()).hexdigest()[:24]
+    library = _folder() / f"{digest}.so"
+    with _one_process(library):
+        if not library.exists():
+            written = library.with_suffix(".cpp")
+            written.write_text(text)
+            built = library.with_suffix(".building")
+            done = _ran([*command, "-include", str(_header()), "-o", str(built), str(written)])
+            words = kernel_words(source, names, dict(defines))
+            assert done.returncode == 0, f"{words} as C++: {' '.join(command)}\n{done.stderr[:4000]}"
+            built.replace(library)
+    return _loaded(library)
+
+
+@functools.cache
+def _header() -> Path:
+    """The emulator's own words, read by the compiler once for all kernels; as text for one that cannot keep them."""
+    texts = {path.name: path.read_text() for path in sorted(HEADER.parent.glob("*.hpp"))}
+    command = [compiler() or "g++", *FLAGS]
+    digest = hashlib.sha256("\0".join((*texts.values(), *command)).encode()).hexdigest()[:24]
+    header = _folder() / digest / HEADER.name
+    kept = header.with_name(f"{header.name}.gch")
+    header.parent.mkdir(exist_ok=True)
+    with _one_process(header):
+        if not (tried := header.with_suffix(".tried")).exists():
+            for name, text in texts.items():
+                (header.parent / name).write_text(text)
+            built = header.with_suffix(".building")
+            if _ran([*command, "-x", "c++-header", "-o", str(built), str(header)]).returncode == 0:
+                built.replace(kept)
+            tried.touch()
+    return header
+
+
+@contextmanager
+def _one_process(made: Path) -> Iterator[None]:
+    """The others wait, and find `made`."""
+    with open(f"{made}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _text(source: str, names: Sequence[str]) -> str:
+    """The source, and two functions that reach the named kernels by number."""
+    launches = "".join(
+        f"        case {number}: return emulator::launch({name}, launch, arguments);\n"
+        for number, name in enumerate(names)
+    )
+    parameters = "".join(
+        f"        case {number}: return emulator::parameters({name});\n" for number, name in enumerate(names)
+    )
+    return f"""{source_text(source)}
+#line 1 "launches"
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+EXPORTED void* znnpy_make_room() {{ return emulator::make_room(); }}
+EXPORTED void znnpy_use_room(void* room) {{ emulator::room = static_cast<emulator::Room*>(room); }}
+EXPORTED const char* znnpy_launch(int number, const emulator::Launch* launch, void** arguments) {{
+    switch (number) {{
+{launches}    }}
+    return "no such kernel";
+}}
+EXPORTED const char* znnpy_parameters(int number) {{
+    switch (number) {{
+{parameters}    }}
+    return "";
+}}
+"""
+
+
+_room: list[int] = []  # the one room of this process
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.znnpy_make_room.restype = ctypes.c_void_p
+    library.znnpy_use_room.argtypes = (ctypes.c_void_p,)
+    library.znnpy_launch.restype = ctypes.c_char_p
+    library.znnpy_parameters.restype = ctypes.c_char_p
+    with ONE_LAUNCH:
+        if not _room:
+            _room.append(library.znnpy_make_room())
+        library.znnpy_use_room(_room[0])
+    return library
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where compiled kernels are: ZNNPY_EMULATOR_CACHE keeps them between runs, conftest.py for one run's processes."""
+    kept = os.environ.get("ZNNPY_EMULATOR_CACHE")
+    if kept:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        return Path(kept)
+    folder = tempfile.mkdtemp(prefix="znnpy-emulator-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -1,0 +1,58 @@
+"""Plans of primitives with made-up costs, and how to change them by hand."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from tests.support.brute_force import AROUND, planned
+from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
+from znnpy.planner.plan import Plan
+
+MIXED = Network(  # one layer of every kind
+    "mixed", 1, (Conv((3, 2, 2), 6, "relu"), Pool((2, 1, 2)), Maxout(2), MaxFilter((1, 2, 1)), Conv((1, 2, 2), 2))
+)
+WIDE = Network(  # more maps behind the pooling than before: it pays to take the fragments one by one
+    "wide", 2, (Conv((2, 3, 2), 2), Pool((2, 1, 2)), Conv((2, 1, 3), 12), Conv((1, 2, 2), 12), Conv((1, 1, 1), 1))
+)
+
+CHOICES_AT: tuple[str | int, ...] = ("stages", 0, "choices")  # where a plan file holds them
+MEMORY_AT: tuple[str | int, ...] = ("memory", "stages", 0)
+TENSORS_AT: tuple[str | int, ...] = ("stages", 0, "tensors")
+
+
+@cache
+def patches() -> Plan:
+    """Of MIXED, one patch."""
+    return planned(MIXED, (20, 11, 8), AROUND + 2**19, columns=False, baseline=5000)
+
+
+@cache
+def walking() -> Plan:
+    """Of MIXED, columns along y in steps of one plane."""
+    found = planned(MIXED, (20, 31, 8), AROUND + 100_000, columns=True)
+    assert (found.axis, found.patch_out, found.column) == (1, (10, 1, 8), 31)
+    assert found.parts == (1, 1, 1, 1, 1)
+    return found
+
+
+@cache
+def in_parts() -> Plan:
+    """Of WIDE, columns along z, of whose 4 fragments one goes on at a time."""
+    found = planned(WIDE, (31, 20, 9), AROUND + 600_000, columns=True, patch=(4, 10, 10))
+    assert (found.axis, found.parts) == (0, (1, 1, 4, 4, 4))
+    return found
+
+
+def edited(plan: Plan, *path: str | int, to: Any) -> str:
+    """The plan's JSON with one value changed, or left out where `to` is ..."""
+    content = json.loads(plan.to_json())
+    part = content
+    for key in path[:-1]:
+        part = part[key]
+    if to is ...:
+        del part[path[-1]]
+    else:
+        part[path[-1]] = to
+    return json.dumps(content)

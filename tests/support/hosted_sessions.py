@@ -1,0 +1,51 @@
+"""Sessions of hosted plans on an emulated GPU, and a small plan to run in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.emulator import EmulatedDevice
+from tests.support.hosted_plans import EVERY, hosted_plan
+from tests.support.odd_networks import _nan_bytes, small, some_volume, trained
+from znnpy.kernels.crew import Crew
+from znnpy.network import Conv, Pool
+from znnpy.planner.plan import Plan
+from znnpy.run import gpu, host, lane
+from znnpy.run.session import Session
+from znnpy.trained import TrainedNetwork
+
+SMALL = small("delays", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 1)), Conv((2, 1, 2), 2, "tanh"), Conv((1, 1, 1), 1))
+
+
+@contextmanager
+def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
+    """All its memory is given back when a test is over."""
+    monkeypatch.setattr(gpu, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(lane, "LOOK_SECONDS", 0)
+    with EmulatedDevice() as device:
+        yield device
+        assert device.allocated == 0
+
+
+@contextmanager
+def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[Session]:
+    """Of arenas that hold NaN."""
+    with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
+        patch.setattr(host, "aligned_bytes", _nan_bytes)
+        with Session(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
+            yield session
+
+
+def a_plan(**words: Any) -> tuple[Plan, TrainedNetwork, Any]:
+    """One of SMALL, with the weights and the volume that it is for."""
+    net, volume = trained(SMALL), some_volume(SMALL, seed=78, more=(9, 7, 5))
+    return hosted_plan(SMALL, SMALL.dense_size(volume.shape[1:]), (2, 4, 3), 2, **words), net, volume
+
+
+def no_feeder_is_left() -> bool:
+    return not any(thread.name == "znnpy-feeder" for thread in threading.enumerate())
