@@ -170,6 +170,7 @@ class Program:
     command   the words behind `python -m benchmarks`.
     tables    functions from all current results to Markdown, by the name of the marked block.
     headline  the most important figure of one result, in a few words.
+    plots     functions that draw all current results into a file, by the name of the picture.
     """
 
     name: str
@@ -177,3 +178,4 @@ class Program:
     command: str
     tables: Mapping[str, Callable[[Results], str]]
     headline: Callable[[Result], str]
+    plots: Mapping[str, Callable[[Results, Path], None]] = field(default_factory=dict)
