@@ -33,21 +33,23 @@ NETWORKS = ("n337", "n537", "n726", "n926", "fib25")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A cubic convolution with ReLU, or a max-pooling.
+    """A cubic convolution, or a max-pooling.
 
-    maps  of the output; 0 for a pooling.
+    maps     of the output; 0 for a pooling.
+    is_last  whether it is the last of its network, which has no ReLU: with few maps it might leave nothing but zeros.
     """
 
     size: int
     maps: int = 0
+    is_last: bool = False
 
 
 def layers_of(name: str) -> list[Layer]:
     """Return the layers of a network in LAYERS."""
     found = []
-    for words in LAYERS[name]:
+    for place, words in enumerate(LAYERS[name], 1):
         kind, *maps = words.split()
-        found.append(Layer(int(kind[1:]), *map(int, maps)))
+        found.append(Layer(int(kind[1:]), sum(map(int, maps)), place == len(LAYERS[name])))
     return found
 
 
@@ -84,7 +86,8 @@ def network_file(folder: Path, name: str) -> Path:
         index = len(arrays) // 2
         arrays[f"conv{index}_weight"] = scale * rng.standard_normal((layer.maps, fin, *size), np.float32)
         arrays[f"conv{index}_bias"] = np.float32(0.05) * rng.standard_normal(layer.maps, np.float32)
-        lines.append(f"- {{type: conv, kernel: {size}, out: {layer.maps}, activation: relu}}")
+        activation = "none" if layer.is_last else "relu"
+        lines.append(f"- {{type: conv, kernel: {size}, out: {layer.maps}, activation: {activation}}}")
         fin = layer.maps
     np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
     head = [f"name: {name}", "input_channels: 1", f"normalise: {{mean: {GREY[0]}, std: {GREY[1]}}}"]
