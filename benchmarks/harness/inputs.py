@@ -26,8 +26,10 @@ LAYERS = {
     "n726": ["c6 80", "p2", "c7 80", "p2", *["c7 80"] * 3, "c7 3"],
     "n926": ["c8 80", "p2", "c9 80", "p2", *["c9 80"] * 3, "c9 3"],
     "fib25": ["c4 16", "p2", "c3 24", "p2", "c3 24", "c3 24", "c1 1"],
+    **{f"layer{k}": [f"c{k} 80"] for k in (2, 3, 5, 7, 9)},  # one layer alone
     "tiny": ["c2 3", "p2", "c3 2"],  # for trials of the benchmarks themselves
 }
+CHANNELS = {f"layer{k}": 80 for k in (2, 3, 5, 7, 9)}  # of the input, where it has more than one
 NETWORKS = ("n337", "n537", "n726", "n926", "fib25")
 
 
@@ -76,7 +78,8 @@ def network_file(folder: Path, name: str) -> Path:
     if path.exists():
         return path
     arrays: dict[str, npt.NDArray[np.float32]] = {}
-    rng, lines, fin = np.random.default_rng(SEED), [], 1
+    rng, lines = np.random.default_rng(SEED), []
+    channels = fin = CHANNELS.get(name, 1)
     for layer in layers_of(name):
         size = [layer.size] * 3
         if not layer.maps:
@@ -90,7 +93,8 @@ def network_file(folder: Path, name: str) -> Path:
         lines.append(f"- {{type: conv, kernel: {size}, out: {layer.maps}, activation: {activation}}}")
         fin = layer.maps
     np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
-    head = [f"name: {name}", "input_channels: 1", f"normalise: {{mean: {GREY[0]}, std: {GREY[1]}}}"]
+    head = [f"name: {name}", f"input_channels: {channels}"]
+    head.append(f"normalise: {{mean: {[GREY[0]] * channels}, std: {[GREY[1]] * channels}}}")
     path.write_text("\n".join([*head, f"weights: {name}.npz", "layers:", *lines]) + "\n")
     return path
 
