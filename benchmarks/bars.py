@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from znnpy.pen import Colour, Pen, blank
+from pen import Colour, Pen, blank
 
 OURS: Colour = (31, 119, 180)
 OURS_TOO: Colour = (158, 202, 225)  # our other ways

@@ -47,11 +47,11 @@ from apart import run_apart
 from columns_plans import WAYS, Made, Point, all_plans, planned
 from header import machine_header, without_forced_blas_kernels
 from networks import ORIGINAL
+from pen import Colour
 from whole_runs import infer, random_volume
 
 from znnpy.formats.networks import read_network
 from znnpy.machine import parse_bytes, this_machine
-from znnpy.pen import Colour
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3, text
 

@@ -8,8 +8,7 @@ from math import floor, log2, log10
 from pathlib import Path
 
 from bars import MARGIN, ROW
-
-from znnpy.pen import INK, PALE, Colour, Pen, Place, blank
+from pen import INK, PALE, Colour, Pen, Place, blank
 
 WIDTH, HEIGHT = 270, 210  # of one diagram, its scales included
 LEFT, RIGHT, ABOVE, BELOW = 62, 14, 26, 26  # of its frame

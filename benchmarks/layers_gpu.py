@@ -44,8 +44,8 @@ from gpu_card import (
 )
 from layer_cases_gpu import DEFAULT, QUICK, SETS, GpuCase, sized
 from layer_entries_gpu import Entry, Input, Ours, random_input, rms_error, torch_entries
+from pen import Colour
 
-from znnpy.pen import Colour
 from znnpy.shapes import PRECISIONS, Precision, text
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import curves
 from papers_cases import CUCONV_AT_ONE, CUDNN_BATCH_16, PASCAL_SAYS, POST_SAYS, PROFILES, Paper
 from papers_lines import possible_words
 from papers_tables import BESIDE, COPIED, CUDNN, INEXACT, OURS, Match, against
-
-from znnpy.pen import INK, Place
+from pen import INK, Place
 
 COLOURS = {
     OURS: bars.OURS,

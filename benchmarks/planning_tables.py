@@ -10,9 +10,9 @@ from typing import Any
 
 import bars
 import curves
+from pen import Place
 
 from znnpy.machine import parse_bytes
-from znnpy.pen import Place
 
 GIB = 2**30
 MARGIN = 0.03  # by which a rival has to be faster, beyond the band

@@ -27,15 +27,15 @@ from typing import Protocol
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.cells import likely_seconds
-from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import Make, covering
 from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, text
-from znnpy.wording import option
+from znnpy.units import human_seconds
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
 RATIOS = (0.7, 1.0, 1.4)  # of their width along one axis to that of a square

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.machine import Machine
+from znnpy.messages import excerpt
 from znnpy.planner.cost import Rate, Rates, assumed_rates
 from znnpy.planner.documents import SHOWN, Document
 from znnpy.planner.memory import DeviceKind
@@ -22,7 +23,6 @@ from znnpy.planner.plan import device_of
 from znnpy.planner.samples import samples
 from znnpy.planner.sizes import SIZES
 from znnpy.shapes import PRECISIONS, LayerShape
-from znnpy.wording import excerpt
 
 FORMAT = 3  # version of the file
 AGAIN = "measure again with `znnpy measure`"

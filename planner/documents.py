@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from znnpy.errors import PlanFileError
 from znnpy.files import read_regular
-from znnpy.wording import excerpt, one_line
+from znnpy.messages import excerpt, one_line
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -13,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from znnpy.machine import Machine
+from znnpy.messages import option
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.cells import share
 from znnpy.planner.plan import Choice, Plan, RunnerUp
 from znnpy.planner.widths import WideOrNarrow
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, text, turned_back
-from znnpy.wording import option
+from znnpy.units import human_bytes, human_seconds
 
 WIDTH = 120  # columns of text that goes to no terminal
-LONGEST = 1e9  # seconds that are told from each other: a plan edited by hand may say any number
 AXES = "zyx"
 MUCH_WASTE = 20.0  # times the work without borders, from which on more memory is the better advice
 
@@ -61,29 +61,6 @@ def network_of(plan: Plan) -> Network:
             case MaxoutShape(of=of):
                 layers.append(Maxout(of))
     return Network(plan.network_name, plan.choices[0].shape.in_shape[4], tuple(layers))
-
-
-def human_bytes(nbytes: int) -> str:
-    """Write bytes with three digits in the unit that suits: `1610612736` as `1.50 GiB`."""
-    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            amount = nbytes / 1024**power
-            return f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f} {unit}"
-    return f"{nbytes} B"
-
-
-def human_seconds(seconds: float) -> str:
-    """Two or three digits in the unit that suits."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if not seconds < LONGEST:
-        return "over 30 years"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _cover(plan: Plan, network: Network) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import znnpy
 from znnpy.machine import Limits, Machine
+from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.candidates import Candidate
 from znnpy.planner.cost import Rates
@@ -11,7 +12,6 @@ from znnpy.planner.memory import Memory
 from znnpy.planner.plan import FORMAT, Choice, Plan, Stage, device_of
 from znnpy.planner.trade import Way
 from znnpy.shapes import turned_back
-from znnpy.wording import excerpt
 
 
 def choice_of(layers: tuple[int, int], way: Way, rates: Rates) -> Choice:

@@ -7,8 +7,8 @@ from math import sqrt
 from znnpy.network import Network
 from znnpy.planner.beside import idle
 from znnpy.planner.candidates import spans
-from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.plan import Choice, Kind, Plan, RunnerUp
+from znnpy.units import human_bytes, human_seconds
 
 ALIKE = 1.005  # times the seconds, below which two plans are as fast
 MORE_WASTE = 1.05  # times the waste, from which on borders may be the reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from znnpy.errors import NoPlanError
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.candidates import candidate
 from znnpy.planner.layout import fullest
@@ -12,7 +13,6 @@ from znnpy.planner.memory import mebibytes
 from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import SpaceSearch
 from znnpy.shapes import text
-from znnpy.wording import option
 
 
 def no_plan(network: Network, searches: Sequence[SpaceSearch], words: str) -> NoPlanError:

@@ -30,6 +30,7 @@ from typing import Literal
 from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Work
 from znnpy.machine import Limits, Machine
+from znnpy.messages import option
 from znnpy.network import Network, Pool
 from znnpy.planner.candidates import Candidate, Space, candidate, splits
 from znnpy.planner.cost import Rates, edge_seconds, seconds
@@ -45,7 +46,6 @@ from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs, two
 from znnpy.planner.sublayers import DividedPrimitive, Sublayers
 from znnpy.planner.trade import Way, total_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text, turned
-from znnpy.wording import option
 
 OffloadMode = Literal["gpu-host", "cpu-to-gpu"]
 

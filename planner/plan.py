@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
 from znnpy.machine import Limits
+from znnpy.messages import excerpt
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.documents import Document
@@ -23,7 +24,6 @@ from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
 from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text
-from znnpy.wording import excerpt
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Primitive

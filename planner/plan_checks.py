@@ -9,12 +9,12 @@ from operator import lt
 from znnpy.errors import PlanFileError, ShapeError
 from znnpy.kernels.primitive import Footprint, Primitive
 from znnpy.machine import Machine
+from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
 from znnpy.planner.plan import AGAIN, Plan, device_of, patch_in
 from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.shapes import LayerShape, fused, text, turned
-from znnpy.wording import excerpt
 
 
 def check_beside(

@@ -15,6 +15,7 @@ from znnpy.errors import NoPlanError, ShapeError
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Limits, Machine
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.candidates import Space, all_spaces, splits
 from znnpy.planner.cost import Rates, assumed_rates
@@ -31,7 +32,6 @@ from znnpy.planner.shape_search import Found
 from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
 from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3, text, turned
-from znnpy.wording import option
 
 ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken
 

@@ -18,11 +18,11 @@ from math import prod
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.memory import moving_bytes
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3
-from znnpy.wording import option
 
 Make = Callable[[Vec3, Limits], Plan]
 

@@ -18,13 +18,13 @@ from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates
-from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.layout import place
 from znnpy.planner.options import JOINING, KEEPING
 from znnpy.planner.plan import Choice, Memory, Plan, device_of
 from znnpy.planner.stages import last_stage
 from znnpy.planner.widths import WideOrNarrow, columns_for, indented
 from znnpy.shapes import LayerShape, fused, turned
+from znnpy.units import human_bytes, human_seconds
 
 
 @dataclass(frozen=True, slots=True)

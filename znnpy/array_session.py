@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from znnpy.errors import PlanFileError, ShapeError, VolumeError
 from znnpy.kernels.crew import Crew
+from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.patches import Box
-from znnpy.phases import log_once, log_phase
-from znnpy.planner.explain import human_bytes, predicted
+from znnpy.planner.explain import predicted
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -28,11 +28,12 @@ from znnpy.run.choice import Wishes, choose, columns_only
 from znnpy.run.devices import Site, check_device_words, check_here, site_for
 from znnpy.run.session import Session
 from znnpy.run.wisdom import wisdom_kept
+from znnpy.run_log import log_once, log_phase
 from znnpy.shapes import FLOAT32
+from znnpy.units import human_bytes
 from znnpy.volume.array import ArrayVolume, why_unwritable
 from znnpy.volume.sample import sample_of
 from znnpy.volume.source import Source
-from znnpy.wording import excerpt, option
 
 _log = logging.getLogger(__name__)
 

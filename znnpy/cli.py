@@ -16,12 +16,12 @@ from typing import Any
 import click
 
 import znnpy
-from znnpy.cli_drawings import graph, timeline
 from znnpy.doors import Door, Doors, Resumable, print_json, print_lines, print_table, quiet
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, regular_file, write_asked
 from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.machine import processor
+from znnpy.plot_commands import graph, timeline
 from znnpy.shapes import PRECISIONS, text
 from znnpy.stopping import working
 from znnpy.volume.journal import default_output, journal_path, read_header
@@ -128,7 +128,7 @@ def plan(
         if target is not None:
             write_asked(target, chosen.to_json(), overwrite=overwrite)
         if drawn is not None:
-            from znnpy.picture import draw
+            from znnpy.plots.memory_sweep import draw
 
             title = f"{chosen.network_name}, {text(chosen.output)} output voxels"
             draw(drawn, title, chosen, found, overwrite=overwrite)
@@ -166,17 +166,20 @@ def _files_of_volume(words: dict[str, Any]) -> Collection[Path]:
     """Every file that the voxels lie in; VolumeError where the volume cannot be read."""
     if words["volume"] is None:
         return ()
-    from znnpy.volume import open_volume
-    from znnpy.volume.volume import Absent
+    from znnpy.volume.base import Absent
+    from znnpy.volume.registry import open_volume
 
     with open_volume(words["volume"], words["dataset"], Absent(words["fill_missing"])) as volume:
         return volume.files
 
 
 def _picture_file(path: Path, overwrite: bool, inputs: Inputs) -> Path:
-    """Where to write a picture; OutputError when it may not be written there."""
+    """Where to write a plot; OutputError when it may not be written there, MissingExtraError without matplotlib."""
+    from znnpy.plots.figures import require_matplotlib
+
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path} does not end in .png: give a --plot that does")
+    require_matplotlib()
     return regular_file(path, overwrite, "plot", inputs=inputs)
 
 
@@ -362,8 +365,8 @@ def primitives(as_json: bool) -> None:
 
     Says of each when it is the one to take and where it comes from.
     """
-    from znnpy.availability import primitives_table, why_not_here
     from znnpy.kernels.table import IN_HOST_RAM, TABLE
+    from znnpy.primitive_list import primitives_table, why_not_here
 
     every = (*TABLE, *IN_HOST_RAM)
     lacking = why_not_here(every)

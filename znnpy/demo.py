@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from znnpy.errors import OutputError, ShapeError
 from znnpy.files import draft_name, give_name, remove, write_asked
+from znnpy.messages import option
 from znnpy.shapes import Vec3, text
-from znnpy.wording import option
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -25,8 +25,8 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
 from znnpy.errors import OutputError, ThreadError, ZnnpyError
+from znnpy.messages import excerpt, one_line, speaking_to_command_line
 from znnpy.stopping import INTERRUPTED, SENTENCES, TERMINATED, Terminated
-from znnpy.wording import excerpt, one_line, speaking_to_command_line
 
 PIPED_WIDTH = 120  # columns of a table that goes to a file
 QUIET = "znnpy.quiet"  # in the context of a command: whether it prints errors only

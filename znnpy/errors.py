@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from znnpy.wording import option
+from znnpy.messages import option
 
 
 class ZnnpyError(Exception):

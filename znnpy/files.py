@@ -22,7 +22,7 @@ from typing import BinaryIO
 from pydantic_core import from_json
 
 from znnpy.errors import OutputError
-from znnpy.wording import option
+from znnpy.messages import option
 
 MOST_METADATA_BYTES = 2**22  # of one file of metadata that is read
 

@@ -24,9 +24,8 @@ from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.job import attributes_of, job_of, roi_text, settings_of
 from znnpy.kernels.cpu.fft import Wisdom
 from znnpy.machine import Machine, parse_bytes, this_machine
-from znnpy.paranoid import Watched
-from znnpy.phases import log_phase
-from znnpy.planner.explain import human_bytes, human_seconds, predicted
+from znnpy.messages import option
+from znnpy.planner.explain import predicted
 from znnpy.planner.plan import Plan
 from znnpy.report import Report
 from znnpy.run import pipeline
@@ -47,20 +46,22 @@ from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
+from znnpy.run_log import log_phase
+from znnpy.run_warnings import half_missing, slower_here
+from znnpy.self_check import CheckedOutput
 from znnpy.shapes import Vec3, text
 from znnpy.trained import TrainedNetwork, load_trained
+from znnpy.units import human_bytes, human_seconds
 from znnpy.values import Tallied, Tally, Values
+from znnpy.volume.base import Absent, Chunks, MissingChunks, Volume
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.names import Names
 from znnpy.volume.output import Output
+from znnpy.volume.output_names import Names
+from znnpy.volume.output_target import mode_of, output_for, target_of
+from znnpy.volume.registry import store_for
 from znnpy.volume.sample import sample_of
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable, SliceVolume, open_given
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.store import store_for
-from znnpy.volume.targets import mode_of, output_for, target_of
-from znnpy.volume.volume import Absent, Chunks, MissingChunks, Volume
-from znnpy.warnings_of_runs import half_missing, slower_here
-from znnpy.wording import option
 
 _log = logging.getLogger(__name__)
 
@@ -337,7 +338,7 @@ class _Run:
         output = Tallied(self.output, self.tally)
         if self.watched is None:
             return output
-        return Watched(output, self.trained, self.watched, self.source.offset, plan.precision)
+        return CheckedOutput(output, self.trained, self.watched, self.source.offset, plan.precision)
 
     @contextmanager
     def _awake(self, site: Site, plan: Plan, preparing: Preparing) -> Iterator[tuple[Sessions, Wisdom]]:

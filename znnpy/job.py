@@ -16,10 +16,10 @@ from znnpy.patches import Box
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3
 from znnpy.trained import TrainedNetwork
+from znnpy.volume.base import Volume
 from znnpy.volume.journal import Settings
 from znnpy.volume.sample import Sample
 from znnpy.volume.source import Source
-from znnpy.volume.volume import Volume
 
 
 def job_of(

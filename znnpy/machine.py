@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from znnpy.errors import DeviceError
 from znnpy.files import open_regular
-from znnpy.wording import option
+from znnpy.messages import option
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)

@@ -15,11 +15,10 @@ from znnpy.formats.networks import read_network
 from znnpy.kernels.primitive import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.phases import log_phase
 from znnpy.planner.cost import Rate, Rates
 from znnpy.planner.costs import Costs
-from znnpy.planner.explain import human_seconds
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
@@ -28,8 +27,9 @@ from znnpy.run.devices import Site, check_device_words, opened, word_of
 from znnpy.run.measuring import SURVEY_SHARE, Bench, MakingWithin, rate_words, sample_tasks, units_of
 from znnpy.run.shelf import stored, stored_path, write_costs
 from znnpy.run.timing import ON_GPU, Clock, Progress, Timer, Where
+from znnpy.run_log import log_phase
 from znnpy.shapes import FLOAT32, PRECISIONS, Precision, Vec3
-from znnpy.wording import option
+from znnpy.units import human_seconds
 
 MINUTES = 2.0
 SHAPE: Vec3 = (1024, 1024, 1024)  # of the volume that a network's plans are for

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from znnpy.errors import ShapeError
+from znnpy.messages import excerpt, option
 from znnpy.shapes import (
     Activation,
     ConvShape,
@@ -28,7 +29,6 @@ from znnpy.shapes import (
     turned,
     valid,
 )
-from znnpy.wording import excerpt, option
 
 if TYPE_CHECKING:
     import numpy as np

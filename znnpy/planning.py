@@ -17,8 +17,6 @@ from znnpy.formats.networks import DEFAULT, read_network
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network
-from znnpy.paranoid import check_plan
-from znnpy.phases import log_once, log_phase
 from znnpy.planner.beside import Makes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.explain import predicted
@@ -45,10 +43,12 @@ from znnpy.run.modes import (
 from znnpy.run.rigor import Study, rigor_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.timing import Progress
+from znnpy.run_log import log_once, log_phase
+from znnpy.self_check import check_plan
 from znnpy.shapes import FLOAT32, Vec3
-from znnpy.volume import open_volume
+from znnpy.volume.base import Absent
+from znnpy.volume.registry import open_volume
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.volume import Absent
 
 CURVES_SECONDS = 12.0  # for all curves together: more points would take longer than one waits for a picture
 DEFAULT_SHAPE: Vec3 = (1024, 1024, 1024)  # what `plan` assumes when it is told no volume

@@ -1,4 +1,4 @@
-"""A run as it goes: a bar with time left on a terminal, plain lines in a log. Always on stderr."""
+"""Show the progress of a run on stderr: as a bar with the time left on a terminal, else as lines of a log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from math import inf
 from typing import TYPE_CHECKING
 
-from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.stopping import check_stopped
+from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from znnpy.planner.throughput import Point
@@ -18,15 +18,38 @@ if TYPE_CHECKING:
     from znnpy.run.timing import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
-BAR_WIDTH = 10  # at least; it takes the room that the words leave
+BAR_WIDTH = 10  # characters at least; the bar takes the room that the text leaves
+
+
+class _Log:
+    """Lines on stderr, one in SECONDS_BETWEEN_LINES at most. A stderr that cannot be written stops no run."""
+
+    def __init__(self, last: float) -> None:
+        self._last = last  # time of the last line, by the monotonic clock
+        self._broken = sys.stderr is None
+
+    def write(self, line: str, *, is_last: bool = False) -> None:
+        """Print `line` if it is due or the last one."""
+        now = time.monotonic()
+        if self._broken or not (is_last or now - self._last >= SECONDS_BETWEEN_LINES):
+            return
+        self._last = now
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except OSError:  # a full disk, or a reader that left
+            self._broken = True
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager
 def show(quiet: bool = False) -> Iterator[Callable[[Event], None]]:
-    """A callback for `znnpy.infer`, drawn while the context is open; nowhere when `quiet`, or without stderr."""
+    """Yield a callback for `znnpy.infer` that shows the events while the context is open; nothing when `quiet`."""
     if quiet:
         yield lambda event: check_stopped()
-    elif sys.stderr is not None and sys.stderr.isatty():
+    elif _is_terminal():
         with _bar() as callback:
             yield callback
     else:
@@ -40,14 +63,14 @@ def _bar() -> Iterator[Callable[[Event], None]]:
     from rich.table import Column
 
     console, speed = Console(stderr=True, markup=False), _Speed()
-    words = TextColumn("{task.description}", table_column=Column(no_wrap=True), markup=False)
-    progress = Progress(BarColumn(None), TaskProgressColumn(), words, console=console, expand=True)
+    description = TextColumn("{task.description}", table_column=Column(no_wrap=True), markup=False)
+    progress = Progress(BarColumn(None), TaskProgressColumn(), description, console=console, expand=True)
     task = progress.add_task("preparing", total=None)
     with ExitStack() as stack:
 
         def draw(event: Event) -> None:
             check_stopped()
-            if not progress.live.is_started:  # now, so that a run that is refused leaves no bar on the screen
+            if not progress.live.is_started:  # only now, so that a run that is refused leaves no bar on the screen
                 stack.enter_context(progress)
             line = speed.within(event, console.width - BAR_WIDTH - len(" 100% "))
             progress.update(task, total=1.0, completed=event.work_done, description=line)
@@ -56,62 +79,40 @@ def _bar() -> Iterator[Callable[[Event], None]]:
 
 
 def _lines() -> Callable[[Event], None]:
-    last, speed, broken = time.monotonic(), _Speed(), sys.stderr is None
+    log, speed = _Log(time.monotonic()), _Speed()
 
     def write(event: Event) -> None:
-        nonlocal last, broken
         check_stopped()
         line = f"{event.work_done:4.0%}  {speed.describe(event)}"
-        now = time.monotonic()
-        if not broken and (event.columns_done == event.columns or now - last >= SECONDS_BETWEEN_LINES):
-            last = now
-            try:
-                print(line, file=sys.stderr, flush=True)
-            except OSError:  # a full disk, a reader that left: the run matters more than its log
-                broken = True
+        log.write(line, is_last=event.columns_done == event.columns)
 
     return write
 
 
 @contextmanager
 def measuring(quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A callback for `znnpy.measurement.measure`, drawn like a run while the context is open."""
-    if quiet or sys.stderr is None:
+    """Yield a callback for `znnpy.measurement.measure` that shows its progress while the context is open."""
+    if quiet:
         yield lambda progress: None
-    elif sys.stderr.isatty():
+    elif _is_terminal():
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
         from rich.table import Column
 
-        words = TextColumn("{task.description}", table_column=Column(no_wrap=True))
-        with Bar(BarColumn(None), words, console=Console(stderr=True), expand=True) as bar:
+        description = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+        with Bar(BarColumn(None), description, console=Console(stderr=True), expand=True) as bar:
             task = bar.add_task("preparing", total=None)
             yield lambda progress: bar.update(
                 task, total=progress.total, completed=progress.done, description=_measured(progress)
             )
     else:
-        yield _measured_lines()
-
-
-def _measured_lines() -> Callable[[Progress], None]:
-    last, broken = -SECONDS_BETWEEN_LINES, False
-
-    def write(progress: Progress) -> None:
-        nonlocal last, broken
-        now = time.monotonic()
-        if not broken and (progress.done == progress.total or now - last >= SECONDS_BETWEEN_LINES):
-            last = now
-            try:
-                print(_measured(progress), file=sys.stderr, flush=True)
-            except OSError:  # as above
-                broken = True
-
-    return write
+        log = _Log(-inf)
+        yield lambda progress: log.write(_measured(progress), is_last=progress.done == progress.total)
 
 
 def _measured(progress: Progress) -> str:
-    """`12/112 layers, at most 40 s left, cpu.conv.direct`."""
+    """Describe a measurement: `12/112 layers, at most 40 s left, cpu.conv.direct`."""
     left = "" if progress.seconds_left == inf else f", at most {human_seconds(max(1.0, progress.seconds_left))} left"
     doing = f", {progress.doing}" if progress.doing else ""
     return f"{progress.done}/{progress.total} layers{left}{doing}"
@@ -119,10 +120,10 @@ def _measured(progress: Progress) -> str:
 
 @contextmanager
 def curves(quiet: bool = False) -> Iterator[Callable[[list[Point]], Callable[[Point], None]]]:
-    """Of a list, a callback for `znnpy.plan` that adds points to it and, in the context, says how far it is."""
+    """Yield a function that makes a callback for `znnpy.plan`, which adds points to a list and shows the progress."""
     if quiet:
-        yield _counting(lambda done, words: None)
-    elif sys.stderr is not None and sys.stderr.isatty():
+        yield _collecting(lambda done, description: None)
+    elif _is_terminal():
         from rich.console import Console
         from rich.progress import Progress, TaskProgressColumn, TextColumn
 
@@ -130,12 +131,13 @@ def curves(quiet: bool = False) -> Iterator[Callable[[list[Point]], Callable[[Po
             TextColumn("curves"), TaskProgressColumn(), TextColumn("{task.description}"), console=Console(stderr=True)
         ) as bar:
             task = bar.add_task("", total=1.0)
-            yield _counting(lambda done, words: bar.update(task, completed=done, description=words))
+            yield _collecting(lambda done, description: bar.update(task, completed=done, description=description))
     else:
-        yield _counting(_said_now_and_then())
+        log = _Log(time.monotonic())
+        yield _collecting(lambda done, description: log.write(f"curves {done:4.0%}  {description}"))
 
 
-def _counting(tell: Callable[[float, str], None]) -> Callable[[list[Point]], Callable[[Point], None]]:
+def _collecting(tell: Callable[[float, str], None]) -> Callable[[list[Point]], Callable[[Point], None]]:
     def into(found: list[Point]) -> Callable[[Point], None]:
         started = time.monotonic()
 
@@ -150,28 +152,12 @@ def _counting(tell: Callable[[float, str], None]) -> Callable[[list[Point]], Cal
     return into
 
 
-def _said_now_and_then() -> Callable[[float, str], None]:
-    last, broken = time.monotonic(), sys.stderr is None
-
-    def write(done: float, words: str) -> None:
-        nonlocal last, broken
-        now = time.monotonic()
-        if not broken and now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            try:
-                print(f"curves {done:4.0%}  {words}", file=sys.stderr, flush=True)
-            except OSError:  # as above
-                broken = True
-
-    return write
-
-
 class _Speed:
-    """Words for events; speed and time left count what this run did, not what the runs it resumes had done.
+    """Describes events. Speed and time left count the work of this run, not that of the runs it resumes.
 
-    Both follow the work, which goes on in the first steps of a column too, before any voxel is written. The speed is
-    that of the report: voxels of the output over all seconds of the run, preparing included. The time left is for
-    computing at the pace since it began.
+    Both follow the work, which advances in the first steps of a column too, before any voxel is written. The speed is
+    that of the report: output voxels over all seconds of the run, preparation included. The time left assumes the
+    average pace since computing began; rich's own estimate knows only the last 30 s, and steps of a column differ.
     """
 
     def __init__(self) -> None:
@@ -179,7 +165,7 @@ class _Speed:
         self._began = 0.0  # seconds of the run when it began to compute
 
     def describe(self, event: Event) -> str:
-        """Patches or columns, speed, bytes written, time left, and the seconds each stage has worked."""
+        """Return patches or columns, speed, bytes written, time left, and the seconds that each stage has worked."""
         if event.preparing is not None:
             return _preparing(*event.preparing)
         speed, left = self._measure(event)
@@ -187,7 +173,7 @@ class _Speed:
         return f"{', '.join(parts)} ({_stages(event)})"
 
     def within(self, event: Event, width: int) -> str:
-        """The same, short, and with the stages only where `width` characters hold them."""
+        """Return a short description of an event; it names the stages only if `width` characters hold them."""
         if event.preparing is not None:
             return _preparing(*event.preparing)
         speed, left = self._measure(event)
@@ -197,7 +183,7 @@ class _Speed:
         return full if len(full) <= width else short
 
     def _measure(self, event: Event) -> tuple[float, list[str]]:
-        """Voxels per second, and the time left in words: none at the end."""
+        """Return voxels per second, and the time left as text; a list without it at the end."""
         if self._before is None:
             self._before, self._began = event.work_done, event.seconds
         done, rest, computing = event.work_done - self._before, 1 - event.work_done, event.seconds - self._began
@@ -211,18 +197,18 @@ class _Speed:
 
 
 def _preparing(done: int, nbytes: int) -> str:
-    """`preparing 4.48 GiB, 40 %`."""
+    """Describe the preparation: `preparing 4.48 GiB, 40 %`."""
     return f"preparing {human_bytes(nbytes)}, {100 * done // nbytes} %"
 
 
 def _columns(event: Event) -> str:
-    """Patches done, or columns and steps."""
+    """Return the patches done, or the columns and steps."""
     steps = _steps(event)
     return f"{event.columns_done}/{event.columns} " + (f"columns, {steps}" if steps else "patches")
 
 
 def _steps(event: Event) -> str:
-    """Empty where patches run: they are columns of one step."""
+    """Return the steps done; nothing for patches, which are columns of one step."""
     return f"{event.steps_done}/{event.steps} steps" if event.steps > event.columns else ""
 
 
@@ -231,7 +217,7 @@ def _stages(event: Event) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Three digits and a unit: 1234567 as `1.23M`."""
+    """Return a number with three digits and a unit: 1234567 as `1.23M`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"

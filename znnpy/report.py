@@ -9,15 +9,16 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from znnpy.planner.explain import AXES, human_bytes, human_seconds, offloaded_layers, reaches_beyond
+from znnpy.messages import excerpt
+from znnpy.planner.explain import AXES, offloaded_layers, reaches_beyond
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Precision, text
-from znnpy.wording import excerpt
+from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from znnpy.run.pipeline import LaneTimings
     from znnpy.values import Values
-    from znnpy.volume.volume import Chunks
+    from znnpy.volume.base import Chunks
 
 PRECISION_WORDS: Mapping[Precision, str] = {
     "fp32": "fp32, 32-bit floating point",

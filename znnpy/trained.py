@@ -15,12 +15,12 @@ from znnpy.errors import NetworkFileError, NoPlanError
 from znnpy.formats.networks import DEFAULT, SHIPPED, NetworkFile, read_network
 from znnpy.formats.weights import read_weights
 from znnpy.machine import limits_of, this_machine
+from znnpy.messages import excerpt, option
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.memory import mebibytes
 from znnpy.run.choice import Wishes
 from znnpy.shapes import FLOAT32, Vec3
 from znnpy.volume.array import ArrayVolume
-from znnpy.wording import excerpt, option
 
 if TYPE_CHECKING:
     from znnpy.planner.plan import Plan

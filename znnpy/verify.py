@@ -16,17 +16,17 @@ from znnpy.errors import VerifyError, ZnnpyError
 from znnpy.formats.networks import read_network, shipped
 from znnpy.formats.weights import sha256
 from znnpy.kernels.reference import dense_by_sliding
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.phases import log_phase
+from znnpy.run_log import log_phase
 from znnpy.shapes import Vec3, add
 from znnpy.trained import TrainedNetwork, load_trained
-from znnpy.volume import open_volume
-from znnpy.volume.origin import JobClaim, Origin
+from znnpy.volume.base import Absent, Volume
+from znnpy.volume.hdf5_store import DATASET
+from znnpy.volume.provenance import JobClaim, Provenance
+from znnpy.volume.registry import HDF5, open_volume
 from znnpy.volume.source import Source, parse_roi
-from znnpy.volume.store import DATASET, HDF5_SUFFIXES
-from znnpy.volume.volume import Absent, Volume
-from znnpy.wording import excerpt, option
 
 # Largest difference allowed of one voxel, by precision: for fp32 its rounding, for the others ten times the rms error
 # that a layer may have.
@@ -112,8 +112,8 @@ def verify(
     """
     of_precision, allowed = _allowed(samples, precision, tolerance)
     started, output = time.perf_counter(), Path(output)
-    with open_volume(output, DATASET if output.suffix in HDF5_SUFFIXES else None) as prediction:
-        origin = Origin.of(output)
+    with open_volume(output, DATASET if output.suffix in HDF5.suffixes else None) as prediction:
+        origin = Provenance.of(output)
         trained = _trained(origin, output, network, weights)
         name = origin.job.volume.dataset or None if dataset is None else dataset
         with open_volume(Path(volume), name, Absent(fill_missing)) as source:
@@ -255,7 +255,9 @@ class Judged:
         )
 
 
-def _trained(origin: Origin, output: Path, network: str | Path | None, weights: str | Path | None) -> TrainedNetwork:
+def _trained(
+    origin: Provenance, output: Path, network: str | Path | None, weights: str | Path | None
+) -> TrainedNetwork:
     """The network that made the output; VerifyError when what is given is another."""
     if network is None and origin.network not in shipped():
         raise VerifyError(
@@ -289,7 +291,7 @@ def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
             )
 
 
-def _check_place(origin: Origin, prediction: Volume, volume: Volume, network: Network, output: Path) -> None:
+def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network: Network, output: Path) -> None:
     """VerifyError when shape, dtype or offset of the output are not those of its region, border and network."""
     job = origin.job
     try:

@@ -20,8 +20,8 @@ import numpy as np
 from znnpy.errors import DeviceError
 from znnpy.kernels import reference
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
+from znnpy.messages import option
 from znnpy.shapes import FLOAT32, ConvShape, Vec3, add, valid
-from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device

@@ -27,7 +27,7 @@ from znnpy.kernels.gpu.arrays import c_strides, check_view, copy_rows, kernel_ar
 from znnpy.kernels.gpu.libraries import CudaLibraries, Libraries
 from znnpy.kernels.gpu.modules import compiler_options, kernel_words, source_text
 from znnpy.machine import Gpu
-from znnpy.wording import option
+from znnpy.messages import option
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.cli import Place
 from znnpy.patches import Box
+from znnpy.volume.hdf5_store import Hdf5Store
 from znnpy.volume.lock import OutputLock
-from znnpy.volume.store import Hdf5Store
 
 
 def test_output_exists(place: Place) -> None:

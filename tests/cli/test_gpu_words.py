@@ -18,7 +18,7 @@ import pytest
 import znnpy
 from tests.support.cli import Place
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
-from znnpy import availability
+from znnpy import primitive_list
 from znnpy.errors import DeviceError
 from znnpy.kernels.gpu import device as device_room
 from znnpy.machine import Gpu, Machine
@@ -315,7 +315,7 @@ def test_primitives_of_the_gpu_are_listed_with_why_they_do_not_run(
 
 
 def test_primitives_that_lack_a_library_say_which(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(availability, "find_gpu", lambda: CARD)
+    monkeypatch.setattr(primitive_list, "find_gpu", lambda: CARD)
     lacking = {row["name"]: row["why_not"] for row in json.loads(place.run("primitives", "--json").stdout)}
     assert lacking["gpu.conv.fft"] is None
     assert "pip install 'nvidia-cudnn-frontend" in lacking["gpu.conv.cudnn"]

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from znnpy.graph import COLOURS, MEANINGS
+from znnpy.plots.task_graph import COLOURS, MEANINGS
 
 if TYPE_CHECKING:
     from tests.support.cli import Place
@@ -41,7 +41,7 @@ def test_what_is_drawn_was_checked(place: Place, monkeypatch: pytest.MonkeyPatch
     def damaged(tasks: object, whole: object) -> None:
         raise ValueError("a cycle")
 
-    monkeypatch.setattr("znnpy.graph.check", damaged)
+    monkeypatch.setattr("znnpy.plots.task_graph.check", damaged)
     with pytest.raises(ValueError, match="a cycle"):
         place.run("graph", "--out", place.folder / "graph.svg")
 
@@ -58,7 +58,7 @@ def test_dot_for_graphviz(place: Place) -> None:
 def test_words_that_make_no_picture_get_a_sentence(place: Place) -> None:
     out = place.folder / "graph.svg"
     too_many = place.refusal("graph", "--maps", 80, 80, "--batch", 512, "--out", out)
-    assert "make 3,365,124 tasks, and a picture has room for 1,000; give fewer --maps" in too_many
+    assert "make 3,365,124 tasks, and a plot has room for 1,000; give fewer --maps" in too_many
     huge = place.refusal("graph", "--maps", 10**7, 10**7, "--batch", 10**7, "--out", out)
     assert "give fewer --maps" in huge
     assert "ends in none of .svg and .dot" in place.refusal("graph", "--out", place.folder / "graph.png")

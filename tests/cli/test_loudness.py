@@ -10,7 +10,7 @@ import pytest
 
 import znnpy
 from tests.support.cli import Place
-from znnpy import phases
+from znnpy import run_log
 
 PHASES = ["opened", "planned", "preparing", "running", "finished"]
 
@@ -33,7 +33,7 @@ def test_a_run_logs_one_line_for_each_phase(place: Place, caplog: pytest.LogCapt
 def test_what_does_not_change_is_said_once(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(phases, "_SAID", set())
+    monkeypatch.setattr(run_log, "_SAID", set())
     net = znnpy.load_network(place.folder / "net.yaml")
     array = np.random.default_rng(3).integers(0, 256, (9, 12, 11), np.uint8)
     with caplog.at_level(logging.INFO, "znnpy"):

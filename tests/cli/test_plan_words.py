@@ -13,6 +13,7 @@ import znnpy
 from tests.support.cli import Place
 from znnpy import progress
 from znnpy.planner.throughput import Point
+from znnpy.plots.figures import DPI, WIDTH
 
 
 def test_in_words_and_as_json(place: Place) -> None:
@@ -41,7 +42,7 @@ def test_a_picture_of_throughput_against_memory(place: Place) -> None:
     document = json.loads(result.stdout)
     with Image.open(picture) as image:
         assert image.format == "PNG"
-        assert image.width == 2200
+        assert image.width == WIDTH * DPI
         assert len(image.convert("RGB").getcolors(2**20) or []) > 4
     assert not list(place.folder.glob("*.partial"))
     assert {curve["cover"] for curve in document["curves"]} == {"columns", "patches"}

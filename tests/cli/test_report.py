@@ -278,7 +278,7 @@ def test_a_plan_that_was_off_is_explained(report: Report, stages: dict[str, floa
 def test_a_limit_above_the_memory_is_a_warning_with_both_numbers(place: Place) -> None:
     from znnpy.inference import infer
     from znnpy.machine import this_machine
-    from znnpy.planner.explain import human_bytes
+    from znnpy.units import human_bytes
 
     there = this_machine().ram_bytes
     report = infer(place.volume, place.folder / "net.yaml", threads=1, ram=4 * there)

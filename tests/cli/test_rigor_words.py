@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from znnpy import paranoid, planning, verify
+from znnpy import planning, self_check, verify
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import find
@@ -146,7 +146,7 @@ def test_a_patch_that_is_off_stops_the_run(place: Place, monkeypatch: pytest.Mon
     def off(*of: Any) -> Any:
         return exact(*of) + np.float64(1e-3)
 
-    monkeypatch.setattr(paranoid, "by_definition", off)
+    monkeypatch.setattr(self_check, "by_definition", off)
     result = place.infer("--device", "cpu", "--paranoid")
     assert result.exit_code == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error")]

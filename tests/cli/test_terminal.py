@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.support.cli import Place
-from znnpy.availability import primitives_table
 from znnpy.doors import PIPED_WIDTH, print_lines, print_table, wrapped
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.primitive_list import primitives_table
 
 PROGRAM = Path(sys.executable).with_name("znnpy")
 EVERY = (*TABLE, *IN_HOST_RAM)

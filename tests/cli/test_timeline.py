@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,11 @@ from PIL import Image
 from tests.support.cli import Place
 from znnpy import timeline
 from znnpy.errors import ZnnpyError
+from znnpy.extras import install
 from znnpy.inference import infer
-from znnpy.pen import SCALE, Pen
+from znnpy.plots import figures
+from znnpy.plots import timeline as plot
+from znnpy.plots.figures import DPI, WIDTH
 from znnpy.run import trace as traces
 from znnpy.run.trace import Span, Trace, read_spans
 
@@ -193,60 +196,54 @@ def test_a_picture_of_a_run(place: Place, trace: Path) -> None:
     assert "CPU" in result.stdout
     with Image.open(picture) as image:
         assert image.format == "PNG"
-        assert image.width == timeline.WIDTH * SCALE
+        assert image.width == WIDTH * DPI
         assert len(image.convert("RGB").getcolors(2**20) or []) > 6
     assert "timeline.png exists already; give another --out, or" in place.refusal("timeline", trace, "--out", picture)
     assert place.run("timeline", trace, "--out", picture, "--overwrite", "--from", 0, "--to", 1).exit_code == 0
     assert not list(place.folder.glob("*.partial"))
 
 
-def test_bars_are_where_their_spans_are(place: Place, trace: Path) -> None:
-    """A colour for each layer and name, one for each track of patches; grey where somebody waits."""
-    picture = place.folder / "timeline.png"
-    some_spans(trace, *SOME)
-    assert place.run("timeline", trace, "--out", picture).exit_code == 0
-    found = timeline.read_timeline(trace)
+def test_bars_are_where_their_spans_are(trace: Path) -> None:
+    """There is a colour for each layer and name, and one for each track of patches; waiting is grey."""
+    found = timeline.read_timeline(some_spans(trace, *SOME))
     assert [{bar.kind for bar in row.bars} for row in found.rows] == [
         {"CPU reading"},
         {"conv 3 cpu.conv.direct", "store"},
         {"CPU waiting"},
     ]
-    colours = timeline._colours(found.rows)
+    colours = plot.colours_of(found.rows)
     assert len(set(colours.values())) == 4
-    assert colours["CPU waiting"] == timeline.WAITING
-    with Image.open(picture) as image:
-        pixels = np.array(image.convert("RGB"))
-    bars: dict[str, tuple[int, int]] = {}  # first and last pixel along a row; the legend is below all rows
-    for kind, colour in colours.items():
-        tall = (pixels[: -80 * SCALE] == colour).all(axis=2).sum(axis=0)
-        (along,) = np.nonzero(abs(tall - timeline.BAR * SCALE) <= 2)
-        bars[kind] = int(along.min()), int(along.max()) + 1
-        assert (pixels[-80 * SCALE :] == colour).all(axis=2).sum() > 20 * SCALE, f"{kind} is not in the legend"
-    second = (bars["store"][1] - bars["CPU reading"][0]) / 4
-    begin = bars["CPU reading"][0]
-    for kind, (lo, hi) in {
+    assert colours["CPU waiting"] == plot.WAITING
+    figure = plot.timeline_figure("a run", found)
+    (axes,) = figure.axes
+    drawn: dict[str, tuple[float, float]] = {}
+    for bars in axes.collections:
+        kind = str(bars.get_label())
+        assert np.asarray(bars.get_facecolor())[0, :3] == pytest.approx(colours[kind])
+        times = np.concatenate([np.asarray(path.vertices)[:, 0] for path in bars.get_paths()])
+        drawn[kind] = float(times.min()), float(times.max())
+    assert drawn.keys() == colours.keys()
+    for kind, ends in {
         "CPU reading": (0.0, 1.5),
         "conv 3 cpu.conv.direct": (1.0, 3.0),
         "CPU waiting": (3.0, 3.5),
         "store": (3.5, 4.0),
     }.items():
-        assert bars[kind] == pytest.approx((begin + lo * second, begin + hi * second), abs=2 * SCALE)
+        assert drawn[kind] == pytest.approx(ends, abs=1e-5)
+    assert [entry.get_text() for entry in figure.legends[0].get_texts()] == list(colours)
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["CPU reading", "CPU", "CPU waiting"]
 
 
 @pytest.mark.parametrize("sentence", ["layer 2: 3 > 2; do less", "as long as no line is " * 40], ids=["short", "long"])
 def test_the_picture_says_why_a_run_ended_early(place: Place, trace: Path, sentence: str) -> None:
-    sizes, pixels = [], np.zeros(0)
-    for error in (None, ZnnpyError(sentence)):
-        picture = place.folder / f"{error is None}.png"
-        found = timeline.read_timeline(some_spans(trace, *SOME))
-        timeline.draw(picture, "a run", replace(found, ended=None if error is None else str(error)), overwrite=False)
-        with Image.open(picture) as image:
-            sizes.append(image.height)
-            pixels = np.array(image.convert("L"))
-    assert sizes[1] - sizes[0] == timeline.LINE * SCALE
-    line = pixels[54 * SCALE : 70 * SCALE]
-    assert line.min() < 100, "nothing is written there"
-    assert (line[:, -20 * SCALE :] == 255).all(), "it leaves the picture"
+    picture = place.folder / "timeline.png"
+    found = replace(timeline.read_timeline(some_spans(trace, *SOME)), ended=sentence)
+    figure = plot.timeline_figure("a run", found)
+    assert figure.axes[0].get_title("left").startswith(f"the run ended early: {sentence[:20]}")
+    plot.draw(picture, "a run", found, overwrite=False)
+    with Image.open(picture) as image:
+        pixels = np.array(image.convert("L"))
+    assert (pixels[:, -5:] == 255).all(), "it leaves the picture"
 
 
 def test_what_is_shorter_than_a_pixel_is_seen(place: Place, trace: Path) -> None:
@@ -254,26 +251,36 @@ def test_what_is_shorter_than_a_pixel_is_seen(place: Place, trace: Path) -> None
     some_spans(trace, ("CPU", "load", 0.0, 1e-6), ("CPU", "store", 999.0, 1000.0))
     assert place.run("timeline", trace, "--out", picture).exit_code == 0
     with Image.open(picture) as image:
-        pixels = np.array(image.convert("RGB"))[: -60 * SCALE]
-    colour = timeline._colours(timeline.read_timeline(trace).rows)["load"]
-    assert (pixels == colour).all(axis=2).any()
+        pixels = np.array(image.convert("RGB"), np.int64)[: image.height // 2]
+    colour = np.rint(255 * np.array(plot.colours_of(timeline.read_timeline(trace).rows)["load"]))
+    assert (abs(pixels - colour).sum(axis=2) < 60).any()
 
 
 def test_colours_differ() -> None:
-    """As many as a network of a dozen layers, its transfers, reader and writer need."""
+    """There are enough for a network of a dozen layers, its transfers, reader and writer."""
     row = timeline.Row("GPU", [timeline.Bar(0.0, 1.0, f"conv {layer}") for layer in range(24)])
-    colours = np.array([*timeline._colours([row]).values()])
+    colours = 255 * np.array([*plot.colours_of([row]).values()])
     apart = np.abs(colours[:, None] - colours[None]).sum(axis=2)
     assert apart[~np.eye(24, dtype=bool)].min() > 40
 
 
-def test_many_spans_within_a_pixel_are_one_line(place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_spans_within_a_pixel_are_one_bar() -> None:
     """A run of days is drawn in seconds."""
-    some_spans(trace, *(("CPU", f"load {number}", number, number + 0.5) for number in range(20_000)))
-    lines: list[object] = []
-    monkeypatch.setattr(Pen, "line", lambda *given: lines.append(given))
-    assert place.run("timeline", trace, "--out", place.folder / "timeline.png").exit_code == 0
-    assert len(lines) < 2 * timeline.WIDTH * SCALE
+    bars = [timeline.Bar(number, number + 0.5, "load") for number in range(20_000)]
+    spans = list(plot.visible_spans(bars, 10.0))
+    assert len(spans) == 2000
+    assert all(begin + length == pytest.approx(after) for (begin, length), (after, _) in pairwise(spans))
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(
+    place: Place, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some_spans(trace, *SOME)
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    said = f"plots need the package matplotlib, which is not installed; `{install('plots')}`"
+    assert place.refusal("timeline", trace, "--out", place.folder / "timeline.png") == said
+    assert place.run("timeline", trace).exit_code == 0
+    assert place.refusal("plan", "n337", "--plot", place.folder / "curves.png") == said
 
 
 def test_a_span_that_took_no_time_is_a_timeline_too(place: Place, trace: Path) -> None:
@@ -286,7 +293,7 @@ def test_a_span_that_took_no_time_is_a_timeline_too(place: Place, trace: Path) -
     [
         (lambda path: None, "there is no file"),
         (lambda path: path.write_text("{}"), "is no trace of a run: give what `znnpy infer --trace` wrote"),
-        (some_spans, "holds nothing that was done: run `znnpy infer --trace` again"),
+        (some_spans, "holds no spans: run `znnpy infer --trace` again"),
     ],
     ids=["missing", "foreign", "empty"],
 )
@@ -301,8 +308,8 @@ def test_words_that_make_no_picture_get_a_sentence(place: Place, trace: Path) ->
         "timeline", trace, "--out", place.folder / "a.svg"
     )
     beyond = place.refusal("timeline", trace, "--from", 5, "--to", 6)
-    assert beyond == (f"nothing was done from 5 s to 6 s: {trace} goes from 0 s to 4 s; give another --from or --to")
-    with pytest.raises(ZnnpyError, match="nothing was done from 5 s to inf s"):
+    assert beyond == (f"nothing ran from 5 s to 6 s: {trace} covers 0 s to 4 s; give another --from or --to")
+    with pytest.raises(ZnnpyError, match="nothing ran from 5 s to inf s"):
         timeline.read_timeline(trace, 5.0)
 
 

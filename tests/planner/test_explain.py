@@ -14,11 +14,12 @@ from tests.support.fake_primitives import FAKES, MACHINE, RATES, WITH_GPU, limit
 from znnpy.formats.networks import read_network
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.explain import explain, human_bytes, human_seconds
+from znnpy.planner.explain import explain
 from znnpy.planner.memory import READER_BYTES, WRITER_BYTES
 from znnpy.planner.plan import Plan, RunnerUp
 from znnpy.planner.search import make_plan
 from znnpy.shapes import Vec3, text, turned_back
+from znnpy.units import human_bytes, human_seconds
 
 LIMIT = READER_BYTES + WRITER_BYTES + 2 * 2**20
 AVX512 = Machine("made up", "avx512", 2, 2**40, "openblas SkylakeX", (("numpy", "2"),))

@@ -13,10 +13,11 @@ from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
 from tests.support.fake_primitives import MACHINE, WITH_GPU
 from znnpy.errors import NoPlanError
 from znnpy.network import Network
-from znnpy.planner.explain import human_bytes, network_of
+from znnpy.planner.explain import network_of
 from znnpy.planner.kinds import kind_of, why_lost
 from znnpy.planner.plan import Plan
 from znnpy.shapes import Vec3
+from znnpy.units import human_bytes
 
 
 def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:

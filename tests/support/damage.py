@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from znnpy.errors import ZnnpyError
-from znnpy.wording import one_line
+from znnpy.messages import one_line
 
 MOST_SECONDS = 5.0  # of the processor for one case; most take a millisecond
 MOST_CHARACTERS = 1000  # of a message, paths left out

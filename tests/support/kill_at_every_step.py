@@ -21,10 +21,10 @@ import numpy.typing as npt
 from znnpy.errors import ResumeError
 from znnpy.patches import cover
 from znnpy.shapes import Vec3
-from znnpy.volume import output, store
+from znnpy.volume import output, registry, store
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.names import FOLDER_SUFFIX
 from znnpy.volume.output import Mode, Output
+from znnpy.volume.output_names import FOLDER_SUFFIX
 
 CHANGES = {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 KILLED = 86  # exit code
@@ -36,7 +36,7 @@ BYSTANDERS = ("out.old", "out.draft", "partial")  # files that are nobody's busi
 def main(path: Path) -> None:
     """Kill the first run before its first step, its second, and so on, until it ends; and the runs after it too."""
     store.CHUNK, output.SYNC_SECONDS = 6, 0.0
-    store.store_for(path)  # imports zarr once, not in every process
+    registry.store_for(path)  # imports zarr once, not in every process
     for name in BYSTANDERS:
         path.with_name(name).write_text("of the user")
     kills = 0

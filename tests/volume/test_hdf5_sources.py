@@ -19,8 +19,8 @@ import pytest
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import open_volume
+from znnpy.volume.base import Absent, Chunks, Volume
 from znnpy.volume.hdf5_links import open_file
-from znnpy.volume.volume import Absent, Chunks, Volume
 
 UNLIMITED = h5py.h5s.UNLIMITED
 VOXELS = np.arange(1, 121, dtype=np.uint8).reshape(4, 5, 6)

@@ -15,7 +15,7 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import array as array_module
 from znnpy.volume import open_volume
-from znnpy.volume.volume import Absent
+from znnpy.volume.base import Absent
 
 
 def saved(path: Path, shape: tuple[int, ...], dtype: str = "<u2", order: str = "C") -> npt.NDArray[Any]:

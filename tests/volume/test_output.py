@@ -31,8 +31,9 @@ from tests.support.small_outputs import (
 from znnpy.errors import OutputError
 from znnpy.patches import Box
 from znnpy.volume import store as store_module
+from znnpy.volume.hdf5_store import Hdf5Store
 from znnpy.volume.output import Output
-from znnpy.volume.store import Hdf5Store, stored_bytes
+from znnpy.volume.store import stored_bytes
 
 
 @pytest.fixture(autouse=True)

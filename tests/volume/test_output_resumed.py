@@ -29,9 +29,9 @@ from tests.support.small_outputs import (
 from znnpy.errors import OutputError, ResumeError
 from znnpy.patches import cover
 from znnpy.volume import store as store_module
+from znnpy.volume.hdf5_store import Hdf5Store
 from znnpy.volume.journal import Journal, JournalHeader, read_header
 from znnpy.volume.output import Mode, Output
-from znnpy.volume.store import Hdf5Store
 
 
 @pytest.fixture(autouse=True)

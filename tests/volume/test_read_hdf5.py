@@ -19,8 +19,8 @@ from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
 from znnpy.volume import hdf5, open_volume
+from znnpy.volume.base import Volume
 from znnpy.volume.hdf5_links import INDEX_BYTES
-from znnpy.volume.volume import Volume
 
 Store = Callable[..., Path]
 

@@ -20,8 +20,10 @@ from znnpy.patches import Box
 from znnpy.planner.memory import WRITER_BYTES
 from znnpy.run.choice import OUTPUT_DTYPES
 from znnpy.shapes import Vec3
+from znnpy.volume import hdf5_store
 from znnpy.volume import store as store_module
-from znnpy.volume.store import CHUNK, THREADS, Hdf5Store
+from znnpy.volume.hdf5_store import THREADS, Hdf5Store
+from znnpy.volume.store import CHUNK
 
 SIZE: Vec3 = (11, 14, 9)  # three chunks of 6x5x5 along y, two along z and x; the last along each is not all used
 WHOLE = Box((0, 0, 0), SIZE)
@@ -51,7 +53,7 @@ class Calls:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(store_module, "CHUNK", 6)
-    monkeypatch.setattr(store_module, "THREAD_BYTES", 300)
+    monkeypatch.setattr(hdf5_store, "THREAD_BYTES", 300)
     return tmp_path / "out.h5"
 
 
@@ -178,7 +180,7 @@ def test_threads_write_at_once(store: Hdf5Store, path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("size", "threads"), [((4, 5, 5), 1), ((5, 5, 5), 2), (SIZE, 2)], ids=str)
 def test_small_boxes_are_for_few_threads(path: Path, monkeypatch: pytest.MonkeyPatch, size: Vec3, threads: int) -> None:
-    monkeypatch.setattr(store_module, "THREAD_BYTES", 3 * 4 * PLANE)
+    monkeypatch.setattr(hdf5_store, "THREAD_BYTES", 3 * 4 * PLANE)
     names: set[str] = set()
     pwrite = os.pwrite
 

@@ -18,9 +18,9 @@ from znnpy.planner.memory import READER_BYTES
 from znnpy.shapes import Vec3
 from znnpy.volume import open_volume
 from znnpy.volume import store as store_module
+from znnpy.volume.base import Volume
 from znnpy.volume.journal import JournalHeader
 from znnpy.volume.output import Mode, Output
-from znnpy.volume.volume import Volume
 
 zarr = pytest.importorskip("zarr")
 
@@ -199,7 +199,7 @@ from pathlib import Path
 sys.modules["zarr"] = None  # as if it were not installed
 from znnpy.errors import MissingExtraError
 from znnpy.volume import open_volume
-from znnpy.volume.store import store_for
+from znnpy.volume.registry import store_for
 for door in (lambda: open_volume(Path("a.zarr")), lambda: store_for(Path("a.zarr"))):
     try:
         door()

@@ -16,7 +16,7 @@ import pytest
 from znnpy.errors import VolumeError
 from znnpy.patches import Box
 from znnpy.volume import open_volume
-from znnpy.volume.volume import Absent, Chunks, Volume
+from znnpy.volume.base import Absent, Chunks, Volume
 
 zarr = pytest.importorskip("zarr")
 codecs = pytest.importorskip("zarr.codecs")

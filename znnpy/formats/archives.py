@@ -24,7 +24,7 @@ from znnpy.errors import MissingExtraError, NetworkFileError
 from znnpy.extras import install
 from znnpy.files import open_regular
 from znnpy.formats.npy import NpyHeader, read_npy_header
-from znnpy.wording import excerpt
+from znnpy.messages import excerpt
 
 PART_BYTES = 2**18  # of an array that are read at a time
 MOST_LISTED = 2**20  # bytes of the list of arrays in a file

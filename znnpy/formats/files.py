@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import Repr
 
 from znnpy.errors import NetworkFileError
-from znnpy.wording import excerpt, option
+from znnpy.messages import excerpt, option
 
 LARGEST = 10**6  # sizes and counts in a file, and the field of view that follows from them
 COUNT = f"a whole number from 1 to {LARGEST}"

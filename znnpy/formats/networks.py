@@ -12,9 +12,9 @@ from znnpy.errors import NetworkFileError, ShapeError
 from znnpy.files import read_regular
 from znnpy.formats import network_yaml, network_znni
 from znnpy.formats.files import LARGEST, cannot_read, require_file
+from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.shapes import text
-from znnpy.wording import excerpt
 
 DEFAULT = "fib25_boundary"
 SHIPPED = Path(__file__).parent.parent / "networks"  # numpy and safetensors want real files, so no importlib.resources

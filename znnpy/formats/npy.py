@@ -8,7 +8,7 @@ from typing import IO
 
 import numpy as np
 
-from znnpy.wording import excerpt
+from znnpy.messages import excerpt
 
 MOST_HEADER = 1024  # bytes, of which numpy writes about 120 for an array of numbers
 SHOWN = 60  # characters of a header in a message

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from znnpy.errors import NetworkFileError
 from znnpy.formats.archives import Archive, Stored, open_archive, undamaged
 from znnpy.formats.files import came, cannot_read, require_file
+from znnpy.messages import excerpt
 from znnpy.network import Conv, ConvWeights, Network
-from znnpy.wording import excerpt
 
 SUFFIXES = (".npz", ".safetensors")
 

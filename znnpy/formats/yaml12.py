@@ -27,7 +27,7 @@ from ruamel.yaml.events import (
 from ruamel.yaml.reader import ReaderError
 
 from znnpy.errors import NetworkFileError
-from znnpy.wording import excerpt
+from znnpy.messages import excerpt
 
 MOST_VALUES = 20_000  # in one file, keys and lists among them; an alias counts as what it stands for
 MOST_DEPTH = 16  # lists and mappings within each other

@@ -31,6 +31,7 @@ from znnpy.files import read_regular, replace_file
 from znnpy.kernels.primitive import Primitive, Unit, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
+from znnpy.messages import excerpt
 from znnpy.network import Conv, Layer, Network, Pool, extent, layer_shape
 from znnpy.planner.cost import Rate, Rates, assumed_rates, case, method
 from znnpy.planner.costs import Costs, Measurement
@@ -39,7 +40,6 @@ from znnpy.planner.plan import device_of
 from znnpy.run.clocks import LONG_SECONDS, REPEATS, measure
 from znnpy.run.wisdom import cache_folder
 from znnpy.shapes import ConvShape, LayerShape, Precision, Vec3, fused
-from znnpy.wording import excerpt
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device

@@ -13,9 +13,9 @@ import numpy as np
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError
 from znnpy.kernels.gpu.device import find_gpu
 from znnpy.machine import Limits, Machine, parse_bytes
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.planner.beside import moving_whole
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import (
     MARGIN_BYTES,
     DeviceKind,
@@ -30,9 +30,9 @@ from znnpy.planner.search import make_plan
 from znnpy.run.devices import Site
 from znnpy.run.modes import Task, names_on, processor_plans
 from znnpy.shapes import Vec3, text
+from znnpy.units import human_bytes
 from znnpy.volume.journal import JournalHeader, Settings
 from znnpy.volume.source import Source
-from znnpy.wording import excerpt, option
 
 COVERS = ("columns", "patches")
 OUTPUT_DTYPES = ("float32", "float16", "uint8")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError
 from znnpy.kernels.gpu.device import Device, find_gpu, find_gpus
 from znnpy.machine import Gpu, Limits, Machine, limits_of, process_bytes, this_machine
+from znnpy.messages import option
 from znnpy.planner.costs import Costs
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import CONTEXT_BYTES, context_bytes
 from znnpy.run.calibration import measured_rates
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import PRECISIONS, Precision
-from znnpy.wording import option
+from znnpy.units import human_bytes
 
 if TYPE_CHECKING:
     from znnpy.network import Network

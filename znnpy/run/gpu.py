@@ -27,6 +27,7 @@ import numpy.typing as npt
 from znnpy.errors import DeviceError, OutputError, ValuesOverflowError
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.kernels.gpu.moves import Moves
+from znnpy.messages import option
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import PINNED, STAGED
 from znnpy.planner.plan import Choice, Plan, Tensor
@@ -34,7 +35,6 @@ from znnpy.run.arena import Arena
 from znnpy.run.device_trace import DeviceTrace
 from znnpy.run.workshop import UNTRACED, Voxels, dtype_of, input_overflow, layer_of, output_overflow
 from znnpy.shapes import FLOAT32
-from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Footprint

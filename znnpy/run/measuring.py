@@ -21,9 +21,9 @@ from znnpy.errors import DeviceError, NoPlanError
 from znnpy.kernels.primitive import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
+from znnpy.messages import option
 from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates, method
 from znnpy.planner.costs import FORMAT, Costs, Measurement, UnitSpeed, versions
-from znnpy.planner.explain import human_bytes, human_seconds
 from znnpy.planner.fitting import Run, fitted
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan, device_of
@@ -32,7 +32,7 @@ from znnpy.run.clocks import touching_rate
 from znnpy.run.learning import Learner
 from znnpy.run.timing import Clock, Task, Timer, bytes_of
 from znnpy.shapes import LayerShape, Precision
-from znnpy.wording import option
+from znnpy.units import human_bytes, human_seconds
 
 SURVEY_SHARE = 0.5  # of the time, where the network of a machine is measured that was not
 MOST_RUN_SECONDS, MOST_LARGE_SECONDS = 0.4, 1.5  # of one run of a sample, as estimated

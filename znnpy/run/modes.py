@@ -9,6 +9,7 @@ from typing import Any
 
 from znnpy.errors import NoPlanError
 from znnpy.machine import Limits, Machine
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.beside import Makes, idle, plan_beside
 from znnpy.planner.cost import Rates
@@ -21,7 +22,6 @@ from znnpy.run.devices import Site
 from znnpy.run.learning import Known
 from znnpy.run.shelf import Shelf
 from znnpy.shapes import Vec3
-from znnpy.wording import option
 
 HOSTED = ("gpu-host", "cpu-to-gpu")  # of one GPU: the first layers have their tensors in the memory of the host
 MODES = ("auto", "cpu", "gpu", *HOSTED, "side-by-side")

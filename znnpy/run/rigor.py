@@ -13,8 +13,8 @@ from znnpy.errors import NoPlanError
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
+from znnpy.messages import option
 from znnpy.planner.cost import Rates, assumed_rates
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Plan
 from znnpy.planner.plan import Rigor as Word
@@ -23,7 +23,7 @@ from znnpy.run.clocks import clock_of
 from znnpy.run.devices import Site
 from znnpy.run.learning import Known, Learner, Making
 from znnpy.run.timing import Clock, Progress, Timer, Where, rooms_of
-from znnpy.wording import option
+from znnpy.units import human_bytes
 
 RIGORS: tuple[Word, ...] = ("estimate", "measure", "exhaustive")
 TIME_LIMIT = 60.0  # seconds that "measure" may take where nobody said how long

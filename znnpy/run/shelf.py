@@ -16,10 +16,10 @@ from znnpy.files import write_asked
 from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
+from znnpy.messages import option
 from znnpy.planner.costs import AGAIN, Costs
 from znnpy.planner.memory import DeviceKind
 from znnpy.run.wisdom import cache_folder
-from znnpy.wording import option
 
 
 class Shelf:

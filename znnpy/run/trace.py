@@ -23,7 +23,7 @@ from typing import Any, Self, cast
 
 from znnpy.errors import OutputError, ZnnpyError
 from znnpy.files import draft_beside, open_regular, remove, write_all
-from znnpy.wording import excerpt, option
+from znnpy.messages import excerpt, option
 
 BATCH = 1000  # events that are written at a time
 HEAD = b'{"displayTimeUnit": "ms", "otherData": {"made by": "znnpy"}, "traceEvents": [\n'

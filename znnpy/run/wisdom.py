@@ -26,7 +26,7 @@ from znnpy.files import read_regular, replace_file
 from znnpy.kernels.cpu.fft import Wisdom, signature
 from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.machine import Machine
-from znnpy.wording import excerpt, option
+from znnpy.messages import excerpt, option
 
 SHORT_SECONDS = 10.0
 LEARNING_PART = 0.02

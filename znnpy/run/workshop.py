@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.shapes import LayerShape, Vec3
-from znnpy.wording import option
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Footprint

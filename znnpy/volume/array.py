@@ -18,10 +18,10 @@ import numpy.typing as npt
 from znnpy.errors import VolumeError
 from znnpy.files import open_regular
 from znnpy.formats.npy import read_npy_header
+from znnpy.messages import excerpt
 from znnpy.patches import Box
-from znnpy.volume.paths_behind import paths_behind
-from znnpy.volume.volume import Volume
-from znnpy.wording import excerpt
+from znnpy.volume.base import Absent, Volume
+from znnpy.volume.storage_paths import storage_paths
 
 RUN_BYTES = 2**20  # read at once, where it lies together
 PAGE = 4096  # bytes
@@ -58,7 +58,7 @@ class ArrayVolume(Volume):
 
     @property
     def files(self) -> Collection[Path]:
-        return paths_behind(self._voxels)
+        return storage_paths(self._voxels)
 
     def close(self) -> None:
         """Nothing to let go of: the array is the caller's."""
@@ -137,8 +137,10 @@ class NpyVolume(Volume):
         return status.st_size, status.st_mtime_ns
 
 
-def open_volume(path: Path, dataset: str | None = None) -> NpyVolume:
-    """A .npy file; reads only its header. VolumeError when it is missing, pickled, cut short, or no volume."""
+def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> NpyVolume:
+    """Open a .npy file and read its header. VolumeError when it is missing, pickled, cut short, or not a volume."""
+    if absent:
+        absent.check_none(path)
     if dataset is not None:
         raise VolumeError(f"{path} is a .npy file and holds one array, so there is no dataset {dataset!r} to name")
     try:

@@ -18,8 +18,11 @@ import numpy.typing as npt
 from znnpy.errors import VolumeError, ZnnpyError
 from znnpy.extras import install
 from znnpy.files import open_regular
+from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
+from znnpy.volume.base import Absent, Chunks, Volume, pick
+from znnpy.volume.hdf5_compressed import CompressedChunks
 from znnpy.volume.hdf5_links import (
     HDF5_ERRORS,
     INDEX_BYTES,
@@ -29,12 +32,9 @@ from znnpy.volume.hdf5_links import (
     open_shared,
     shown,
 )
-from znnpy.volume.hdf5_packed import PackedChunks
 from znnpy.volume.hdf5_sources import Missing, Sources, Stored, fills
 from znnpy.volume.hdf5_space import space_of
 from znnpy.volume.regions import Region, pieces
-from znnpy.volume.volume import Absent, Chunks, Volume, pick
-from znnpy.wording import excerpt, option
 
 MIB = 2**20
 CACHE_BYTES = 8 * MIB  # unpacked chunks that HDF5 keeps, or one that is larger
@@ -64,7 +64,7 @@ class Hdf5Volume(Volume):
         made = dataset.get_create_plist()
         self._file, self._voxels, self._sources, self._absent = file, dataset, sources, absent
         self._own = None if made.get_layout() == h5py.h5d.VIRTUAL else Stored.of(dataset, made)
-        self._packed = PackedChunks(dataset, self._own, str(self)) if self._own else None
+        self._packed = CompressedChunks(dataset, self._own, str(self)) if self._own else None
         self._missing: list[Region] = []
         self._chunks = Chunks()
         self._never_written: list[Missing] = []  # of a virtual dataset

@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 
 from znnpy.errors import VolumeError
-from znnpy.wording import excerpt
+from znnpy.messages import excerpt
 
 INDEX_BYTES = 4 * 2**20  # the index of chunks, and other metadata, that HDF5 keeps of a file
 OTHER_DEGREE = "file close degree doesn't match"  # what HDF5 says where a file is open in another way

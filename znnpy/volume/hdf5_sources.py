@@ -16,6 +16,7 @@ from pathlib import Path
 import h5py
 
 from znnpy.errors import VolumeError
+from znnpy.messages import excerpt
 from znnpy.volume.hdf5_links import (
     HDF5_ERRORS,
     OTHER_DEGREE,
@@ -25,9 +26,8 @@ from znnpy.volume.hdf5_links import (
     regular_source,
 )
 from znnpy.volume.hdf5_mapping import Mapping
-from znnpy.volume.hdf5_written import unmapped, unwritten
+from znnpy.volume.hdf5_unwritten import unmapped, unwritten
 from znnpy.volume.regions import Region, run_of
-from znnpy.wording import excerpt
 
 MOST_NESTED = 16  # virtual datasets that are sources of each other
 MOST_MAPPINGS = 10**6  # of one virtual dataset to its sources

@@ -12,9 +12,9 @@ from math import isfinite
 import h5py
 import numpy as np
 
+from znnpy.messages import excerpt
 from znnpy.volume.hdf5_links import HDF5_ERRORS
 from znnpy.volume.space import AXES, LONGEST_NAME, Space
-from znnpy.wording import excerpt
 
 MOST = 1e300  # of a number that says a size or a place
 NO_UNIT = (None, None, None)

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from znnpy.errors import OutputError, ResumeError
 from znnpy.files import create_new, is_still, open_regular, reopen, sync_folder, write_all
-from znnpy.wording import excerpt, option
+from znnpy.messages import excerpt, option
 
 MAGIC = b"znnpy journal 2 "  # and 16 hexadecimal digits, the run's id, and NEW or REPLACES
 NEW, REPLACES = b" new\n", b" replaces\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from znnpy.errors import OutputError
 from znnpy.files import create_new, is_still, reopen
-from znnpy.wording import option
+from znnpy.messages import option
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of file systems that know no locks
 

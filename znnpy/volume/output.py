@@ -25,13 +25,14 @@ from pydantic_core import from_json
 
 from znnpy.errors import OutputError, ResumeError, ZnnpyError
 from znnpy.files import Inputs, give_name, remove, sync_folder
+from znnpy.messages import excerpt, option
 from znnpy.patches import Box
-from znnpy.planner.explain import human_bytes
+from znnpy.units import human_bytes
 from znnpy.volume.journal import ColumnSet, Journal, JournalHeader, header_digest
 from znnpy.volume.lock import OutputLock
-from znnpy.volume.names import FOLDER_SUFFIX, Names, check_place, check_replaced, new_run
-from znnpy.volume.store import JOURNAL_ATTRIBUTE, RUN_ATTRIBUTE, Store, store_for, stored_bytes, taken_over
-from znnpy.wording import excerpt, option
+from znnpy.volume.output_names import FOLDER_SUFFIX, Names, check_place, check_replaced, new_run
+from znnpy.volume.registry import store_for
+from znnpy.volume.store import JOURNAL_ATTRIBUTE, RUN_ATTRIBUTE, Store, stored_bytes, taken_over
 
 Mode = Literal["new", "overwrite", "resume"]
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from znnpy.patches import Box
+from znnpy.shapes import Vec3
 
 if TYPE_CHECKING:
     from znnpy.network import Network
-    from znnpy.volume.volume import Volume
 
 SIDE = 8  # voxels along each axis of a box
 PLACES = (0.0, 0.5, 1.0)  # of the boxes along each axis, from the first to the last
@@ -31,6 +31,17 @@ FAR = 5.0
 # They are doubted too where they differ, but by less than this share of the expected deviation, and their mean is more
 # than one deviation away: floats from 0 to 1 given to a network for bytes. Values that are all equal may be padding.
 FLAT = 0.05
+
+
+class Sampled(Protocol):
+    """What `sample_of` needs of a volume."""
+
+    channels: int
+    size: Vec3
+    dtype: np.dtype[Any]
+
+    def read(self, box: Box, out: npt.NDArray[Any]) -> None:
+        """Copy the voxels of `box` into `out`: (c, *box.size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ class Sample:
         )
 
 
-def sample_of(volume: Volume) -> Sample:
+def sample_of(volume: Sampled) -> Sample:
     """Read the boxes; VolumeError when the storage cannot deliver them."""
     digest = hashlib.sha256()
     boxes: list[npt.NDArray[np.float64]] = []
@@ -73,7 +84,7 @@ def sample_of(volume: Volume) -> Sample:
         return Sample(digest.hexdigest(), tuple(_greys(channel) for channel in np.stack(boxes, axis=1)))
 
 
-def _boxes(volume: Volume) -> Iterator[npt.NDArray[Any]]:
+def _boxes(volume: Sampled) -> Iterator[npt.NDArray[Any]]:
     spare = [max(0, n - SIDE) for n in volume.size]
     for at in sorted(set(product(*([round(share * part) for part in PLACES] for share in spare)))):
         lo = (at[0], at[1], at[2])

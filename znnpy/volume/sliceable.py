@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import OutputError, VolumeError
+from znnpy.messages import option
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
-from znnpy.volume import open_volume
 from znnpy.volume.array import ArrayVolume, why_unwritable
+from znnpy.volume.base import Absent, Volume
 from znnpy.volume.hdf5_sources import Sources
 from znnpy.volume.journal import JournalHeader
-from znnpy.volume.paths_behind import paths_behind
 from znnpy.volume.regions import pieces
-from znnpy.volume.volume import Absent, Volume
-from znnpy.wording import option
+from znnpy.volume.registry import open_volume
+from znnpy.volume.storage_paths import storage_paths
 
 PIECE_BYTES = 4 * 2**20  # of voxels that are asked for at once, unless one chunk is larger
 AT_ONCE = 64  # chunks of one piece
@@ -83,7 +83,7 @@ class SliceVolume(Volume):
     def files(self) -> Collection[Path]:
         """Return the files of the object, as far as it tells; VolumeError if a virtual source cannot be opened."""
         if not isinstance(self._thing, h5py.Dataset):
-            return paths_behind(self._thing)
+            return storage_paths(self._thing)
         sources = Sources()
         sources.missing(self._thing.id, Path(self._thing.file.filename))
         return sources.files

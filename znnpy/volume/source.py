@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ShapeError, VolumeError
+from znnpy.messages import excerpt, option
 from znnpy.network import Network
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
-from znnpy.volume.volume import Volume
-from znnpy.wording import excerpt, option
+from znnpy.volume.base import Volume
 
 SLAB_BYTES = 2 * 2**20  # of a patch that are put together, or looked at, at once
 

@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from znnpy.errors import MissingExtraError, ThreadError, VolumeError, ZnnpyError
 from znnpy.extras import install
+from znnpy.messages import excerpt
 from znnpy.patches import Box
 from znnpy.planner.memory import READER_BYTES
+from znnpy.volume.base import Absent, Chunks, Volume, pick, why_not
+from znnpy.volume.decompression import ChunkTooLargeError
 from znnpy.volume.regions import Region, pieces
 from znnpy.volume.space import Scales
-from znnpy.volume.unpacking import ChunkTooLargeError
-from znnpy.volume.volume import Absent, Chunks, Volume, pick, why_not
 from znnpy.volume.zarr_nodes import INDEX_ENTRY, Node, read_nodes
-from znnpy.wording import excerpt
 
 try:
     import zarr
@@ -141,6 +141,8 @@ def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = 
 
     VolumeError: missing, not Zarr, damaged metadata, no such array, several arrays, no volume.
     """
+    if absent:
+        absent.check_fill(path)
     if not path.is_dir():
         raise VolumeError(
             f"{path} is no folder; check the path" if path.exists() else f"there is no folder {path}; check the path"

@@ -20,7 +20,7 @@ from zarr.codecs import ShardingCodec
 from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer
 
-from znnpy.volume.unpacking import ChunkTooLargeError, blosc_bytes, check_declared, most_bytes, unpacked, zstd_bytes
+from znnpy.volume.decompression import ChunkTooLargeError, blosc_bytes, check_declared, most_bytes, unpacked, zstd_bytes
 
 Unpack = Callable[[memoryview, int], Any]  # packed bytes and the most that they may unpack to: what they unpack to
 

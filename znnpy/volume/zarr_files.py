@@ -19,10 +19,10 @@ from zarr.storage import LocalStore
 
 from znnpy.errors import VolumeError
 from znnpy.files import MOST_METADATA_BYTES, open_regular
+from znnpy.messages import option
+from znnpy.volume.base import Chunks, MissingChunks
 from znnpy.volume.regions import Region
-from znnpy.volume.volume import Chunks, MissingChunks
 from znnpy.volume.zarr_nodes import METADATA_FILES, Node, ShardIndex
-from znnpy.wording import option
 
 NOWHERE = 2**64 - 1  # both numbers of the index for a chunk of a shard that is not stored
 SLACK_BYTES = 2**20  # of a chunk as it is stored, beyond twice its size: headers of codecs

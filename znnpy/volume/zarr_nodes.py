@@ -16,7 +16,7 @@ import numpy as np
 
 from znnpy.errors import VolumeError
 from znnpy.files import MOST_METADATA_BYTES, open_regular
-from znnpy.wording import excerpt
+from znnpy.messages import excerpt
 
 MOST_NODES = 10_000  # arrays and groups that are looked at in one folder
 MOST_NESTED = 32  # groups in each other

@@ -18,8 +18,8 @@ import numpy as np
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.crew import least_share
 from znnpy.kernels.gpu.host_ram.division import Divided, Visit
+from znnpy.messages import option
 from znnpy.shapes import ACTIVATIONS, FLOAT32
-from znnpy.wording import option
 
 if TYPE_CHECKING:
     import numpy.typing as npt

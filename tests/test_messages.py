@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from znnpy.wording import LONGEST_EXCERPT, excerpt, one_line, option, speaking_to_command_line
+from znnpy.messages import LONGEST_EXCERPT, excerpt, one_line, option, speaking_to_command_line
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_an_excerpt_is_never_longer_than_the_limit(content: str) -> None:
     assert "..." in excerpt(content)
 
 
-NAMED_THERE = {"cli.py", "cli_drawings.py", "words.py", "doors.py", "wording.py"}  # rooms of the command line
+NAMED_THERE = {"cli.py", "plot_commands.py", "words.py", "doors.py", "messages.py"}  # rooms of the command line
 COMPILERS = {"modules.py"}  # options of CUDA's compiler
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def paths_behind(thing: object) -> tuple[Path, ...]:
+def storage_paths(thing: object) -> tuple[Path, ...]:
     """Paths of the file or folder that holds the elements of `thing`, as far as it tells: () for memory.
 
     Known are paths, memory maps and views of them, datasets of h5py, and arrays of Zarr in a local store.

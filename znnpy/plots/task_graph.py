@@ -1,4 +1,7 @@
-"""A picture of the tasks of a small task-parallel convolution, as Fig. 3 of the ZNNi paper: SVG, or Graphviz's DOT."""
+"""The tasks of a small task-parallel convolution as a plot, as in Fig. 3 of the ZNNi paper: SVG, or Graphviz's DOT.
+
+The SVG is written as text: a plain installation can do that, and tooltips name the tasks, which matplotlib cannot do.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from znnpy.errors import ShapeError
 from znnpy.kernels.cpu.task_graph import Kind, Task, TaskGraph, check, graph
-from znnpy.wording import option
+from znnpy.messages import option
 
 if TYPE_CHECKING:
     import networkx
 
-MOST_TASKS = 1000  # more are a black rectangle
+MOST_TASKS = 1000  # more tasks would be a black rectangle
 FORMATS = (".svg", ".dot")
-SPACING, LEVEL, RADIUS, MARGIN = 22, 90, 7, 40  # pixels: between tasks, between levels, of a task, around
+SPACING, LEVEL, RADIUS, MARGIN = 22, 90, 7, 40  # pixels: between tasks, between levels, of a task, around the plot
 
 COLOURS: dict[Kind, str] = {
     "sync": "#222222",
@@ -31,18 +34,18 @@ MEANINGS: dict[Kind, str] = {
 }
 
 
-def picture(maps: tuple[int, int], batch: int, form: str) -> str:
-    """The graph of a layer of `maps` (in, out) on `batch` images, a task for each map and image: checked, then drawn.
+def task_graph(maps: tuple[int, int], batch: int, form: str) -> str:
+    """Return the plot of a layer of `maps` (in, out) on `batch` images; the graph is checked before it is drawn.
 
     form  one of FORMATS.
 
-    ShapeError when there are more than MOST_TASKS.
+    There is a task for each map and image; ShapeError if there are more than MOST_TASKS.
     """
     tasks = TaskGraph(rows=maps[0], columns=maps[1], slabs=1, transforms=batch, products=batch)
     count = tasks.inputs + tasks.kernels + tasks.multiplies + tasks.outputs + 4
     if count > MOST_TASKS:
         raise ShapeError(
-            f"{batch} images of {maps[0]} maps in and {maps[1]} out make {count:,} tasks, and a picture has room for "
+            f"{batch} images of {maps[0]} maps in and {maps[1]} out make {count:,} tasks, and a plot has room for "
             f"{MOST_TASKS:,}; give fewer {option('maps')}, or a smaller {option('batch')}"
         )
     whole = graph(tasks)
@@ -51,7 +54,7 @@ def picture(maps: tuple[int, int], batch: int, form: str) -> str:
 
 
 def _svg(tasks: TaskGraph, whole: networkx.DiGraph) -> str:
-    """Levels from top to bottom: a task stands below all that it waits for."""
+    """Draw levels from top to bottom, each task below all tasks that it waits for."""
     import networkx
 
     levels = list(networkx.topological_generations(whole))
@@ -80,7 +83,7 @@ def _svg(tasks: TaskGraph, whole: networkx.DiGraph) -> str:
 
 
 def _legend() -> list[str]:
-    """What the colours mean."""
+    """Return SVG elements that explain the colours."""
     lines = []
     for place, (kind, colour) in enumerate(COLOURS.items()):
         x, y = MARGIN + 180 * (place % 3), 24 + 22 * (place // 3)

@@ -35,12 +35,12 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
 
     What cpu.conv.fft_tasks runs, a task for each map and image, and what each waits for; for small layers.
     """
-    from znnpy.graph import FORMATS, picture
+    from znnpy.plots.task_graph import FORMATS, task_graph
 
     if out.suffix.lower() not in FORMATS:
         raise OutputError(f"{out} ends in none of {' and '.join(FORMATS)}: give an --out that does")
     target = regular_file(out, overwrite)
-    drawn = picture(maps, batch, out.suffix.lower())
+    drawn = task_graph(maps, batch, out.suffix.lower())
     with working():
         write_asked(target, drawn, overwrite=overwrite)
 
@@ -67,13 +67,17 @@ def timeline(
         raise click.UsageError(f"--from {begin} is not before --to {end}")
     if out is not None and out.suffix.lower() != ".png":
         raise OutputError(f"{out} does not end in .png: give an --out that does")
-    from znnpy.timeline import draw, read_timeline
+    from znnpy.plots import timeline as plot
+    from znnpy.plots.figures import require_matplotlib
+    from znnpy.timeline import read_timeline
 
+    if out is not None:
+        require_matplotlib()
     target = None if out is None else regular_file(out, overwrite, inputs={"trace": trace})
     found = read_timeline(trace, begin, end)
     if target is not None:
         with working():
-            draw(target, trace.name, found, overwrite=overwrite)
+            plot.draw(target, trace.name, found, overwrite=overwrite)
     if as_json:
         print_json(found.as_json())
     else:

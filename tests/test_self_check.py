@@ -15,12 +15,12 @@ from znnpy.kernels.reference import convolve, fragments, max_filter, max_pool, m
 from znnpy.kernels.table import find
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
-from znnpy.paranoid import check_plan, positions, voxel
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run.devices import Site
 from znnpy.run.layer import HostLayer, Position, Values
 from znnpy.run.timing import Progress, bytes_of
+from znnpy.self_check import check_plan, positions, voxel
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 from znnpy.verify import Judged
 

@@ -14,7 +14,7 @@ import pytest
 import zarr
 
 from znnpy.errors import VolumeError
-from znnpy.volume.origin import Origin
+from znnpy.volume.provenance import Provenance
 
 VOLUME: dict[str, Any] = {"dataset": "raw", "shape": [1, 20, 23, 25], "dtype": "uint8", "samples_sha256": "a" * 64}
 VOLUME |= {"bytes": 100, "mtime_ns": 5}
@@ -47,7 +47,7 @@ def short(text: str) -> str:
 
 def refusal(path: Path) -> str:
     with pytest.raises(VolumeError) as caught:
-        Origin.of(path)
+        Provenance.of(path)
     sentence = str(caught.value)
     assert len(sentence) < 400 + len(str(path))
     assert sentence.isprintable()
@@ -56,10 +56,10 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 def test_what_znnpy_writes(tmp_path: Path, suffix: str) -> None:
-    found = Origin.of(written(tmp_path, suffix))
+    found = Provenance.of(written(tmp_path, suffix))
     assert (found.network, found.offset, found.precision) == ("net", (2, 3, 4), "tf32")
     assert (found.job.roi, found.job.border, found.job.volume.shape) == ("1:2,3:4,5:6", "valid", (1, 20, 23, 25))
-    assert Origin.of(written(tmp_path, suffix, precision=None)).precision == "fp32"
+    assert Provenance.of(written(tmp_path, suffix, precision=None)).precision == "fp32"
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr", ".npy"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from znnpy.wording import excerpt
+from znnpy.messages import excerpt
 
 Phase = Literal["opened", "planned", "preparing", "running", "finished"]
 

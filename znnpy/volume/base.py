@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VolumeError
+from znnpy.messages import excerpt, option
 from znnpy.patches import Box
 from znnpy.shapes import Vec3, text
 from znnpy.volume.regions import Region
 from znnpy.volume.sample import Sample, sample_of
 from znnpy.volume.space import Space
-from znnpy.wording import excerpt, option
 
 MOST_VOXELS = 10**7  # along an axis
 

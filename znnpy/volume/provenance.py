@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from znnpy.errors import VolumeError
+from znnpy.messages import excerpt
 from znnpy.shapes import PRECISIONS, Vec3
-from znnpy.volume.store import HDF5_SUFFIXES, store_for
-from znnpy.wording import excerpt
+from znnpy.volume.registry import WRITTEN_SUFFIXES, store_for
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(gt=0, lt=2**63)]
@@ -46,7 +46,7 @@ class JobClaim(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Provenance:
     """All that an output says of where it comes from."""
 
     job: JobClaim
@@ -61,7 +61,7 @@ class Origin:
         VolumeError when it has none, as files that znnpy did not write, and when an attribute is of another type or
         length than znnpy writes.
         """
-        said = {} if output.suffix not in (*HDF5_SUFFIXES, ".zarr") else store_for(output).attributes_of(output)
+        said = store_for(output).attributes_of(output) if output.suffix in WRITTEN_SUFFIXES else {}
         if not {"job", "network", "offset"} <= said.keys():
             raise VolumeError(f"{output} was not written by znnpy; give the file that `znnpy infer` wrote")
         precision = _text(output, "precision", said.get("precision", "fp32"))  # early versions did not write it

@@ -6,8 +6,8 @@ import logging
 
 from znnpy.kernels.cpu.native.library import why_not
 from znnpy.machine import Machine
-from znnpy.volume.volume import Chunks
-from znnpy.wording import option
+from znnpy.messages import option
+from znnpy.volume.base import Chunks
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
+from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
-from znnpy.planner.explain import human_bytes
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.devices import Site
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer, Position, Values
@@ -30,9 +30,9 @@ from znnpy.run.timing import Progress, Rooms, Where, lacking, layers_of, rooms_o
 from znnpy.run.wisdom import wisdom_kept
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 from znnpy.trained import TrainedNetwork
+from znnpy.units import human_bytes
 from znnpy.verify import TOLERANCES, Judged, by_definition, magnitude_of
-from znnpy.volume.volume import Volume
-from znnpy.wording import option
+from znnpy.volume.base import Volume
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -151,7 +151,7 @@ def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real
 
 
 @dataclass(frozen=True)
-class Watched:
+class CheckedOutput:
     """An output that holds every patch against the definition before it writes it; see `pipeline.Writes`."""
 
     output: Writes

@@ -15,10 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VolumeError
-from znnpy.volume.hdf5_links import HDF5_ERRORS
-from znnpy.volume.hdf5_sources import Stored
-from znnpy.volume.regions import Region
-from znnpy.volume.unpacking import (
+from znnpy.volume.decompression import (
     ChunkTooLargeError,
     blosc_bytes,
     check_declared,
@@ -27,6 +24,9 @@ from znnpy.volume.unpacking import (
     unpacked,
     zstd_bytes,
 )
+from znnpy.volume.hdf5_links import HDF5_ERRORS
+from znnpy.volume.hdf5_sources import Stored
+from znnpy.volume.regions import Region
 
 FLETCHER32, BITSHUFFLE = 3, 32008
 CHECKSUM_BYTES = 4
@@ -38,7 +38,7 @@ HARMLESS_BYTES = 2**20  # that any chunk may unpack to
 REMEMBERED = 4096  # chunks that were looked at and are not looked at again
 
 
-class PackedChunks:
+class CompressedChunks:
     """The chunks of one dataset whose size, unpacked, is looked at before they are read."""
 
     def __init__(self, dataset: h5py.h5d.DatasetID, stored: Stored, name: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from znnpy.files import Inputs
+from znnpy.messages import option
 from znnpy.volume.journal import default_output
 from znnpy.volume.output import Mode, Output
 from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable
-from znnpy.wording import option
 
 
 def mode_of(*, overwrite: bool, resume: bool) -> Mode:

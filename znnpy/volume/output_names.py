@@ -21,8 +21,8 @@ from pathlib import Path
 
 from znnpy.errors import OutputError
 from znnpy.files import Inputs, is_zarr_array, refuse_inputs, remove
+from znnpy.messages import option
 from znnpy.volume.journal import journal_path
-from znnpy.wording import option
 
 RUN = re.compile(r"[0-9a-f]{16}")
 FOLDER_SUFFIX = ".zarr"  # of outputs that are folders; all others are files

@@ -1,0 +1,1 @@
+"""Plots of plans and runs. PNG figures need matplotlib, which the extra `plots` installs."""
