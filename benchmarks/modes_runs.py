@@ -28,9 +28,9 @@ from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
 from znnpy.run.devices import Site
 from znnpy.run.hosted import HostedSession
-from znnpy.run.lane import Lane
 from znnpy.run.session import Session
-from znnpy.run.sessions import Sessions, lanes_of, sessions_of
+from znnpy.run.worker import Lane
+from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.shapes import Vec3
 
 DIAGONAL = tuple(range(4))  # voxels (i, i, i) of outputs that are kept, to be held against the definition
@@ -92,11 +92,11 @@ def ran(plan: Plan, corner: Corner, gpu: Site, most_seconds: float, rounds: int)
     assert gpu.free_bytes is not None
     with Taken() as taken, sessions_of(here, site, network, corner.weights) as sessions, Lowest(gpu.gpu) as lowest:
         warm: Any = {name: Warm(session) for name, session in sessions.items()}  # type: ignore[arg-type]
-        _prepare(lanes_of(here, warm, network), corner.source, target)
+        _prepare(workers_of(here, warm, network), corner.source, target)
         if here.seconds < WARM_SECONDS:
-            pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target)
+            pipeline.run_workers(workers_of(here, warm, network), corner.source, target)
         before = _busy(sessions)
-        timings = [pipeline.run_lanes(lanes_of(here, warm, network), corner.source, target) for _ in range(rounds)]
+        timings = [pipeline.run_workers(workers_of(here, warm, network), corner.source, target) for _ in range(rounds)]
         after = _busy(sessions)
     spent = [timing.seconds for timing in timings]
     busy = {side: (after[side] - before[side]) / len(spent) for side in after}

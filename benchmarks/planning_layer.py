@@ -35,8 +35,8 @@ from znnpy.kernels.table import find
 from znnpy.planner.layout import chain, place, reads_apart
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
-from znnpy.run.host import HostWorkshop
-from znnpy.run.workshop import dtype_of
+from znnpy.run.backend import dtype_of
+from znnpy.run.cpu_backend import CpuBackend
 from znnpy.shapes import ConvShape, LayerShape
 
 SEED = 20261121
@@ -73,7 +73,7 @@ class HostRoom:
 
     def __init__(self, plan: Plan, network: str, crew: Crew) -> None:
         self.hands, self.threads = crew, crew.threads
-        shop = HostWorkshop(plan, read_network(network).network, crew)
+        shop = CpuBackend(plan, read_network(network).network, crew)
         self.keep, self.room = shop.keep, shop.room
 
     def arena(self, nbytes: int, tensors: Any) -> Arena:

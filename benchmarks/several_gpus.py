@@ -41,9 +41,9 @@ from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.run import pipeline
 from znnpy.run.devices import Site, site_for
-from znnpy.run.lane import Lane
 from znnpy.run.session import Session
-from znnpy.run.shares import Shares
+from znnpy.run.work_queue import Shares
+from znnpy.run.worker import Lane
 from znnpy.shapes import PRECISIONS
 from znnpy.verify import TOLERANCES
 
@@ -73,7 +73,7 @@ def runs(site: Site, made: Plan, network: Network, source: Held, target: Kept, t
         for _ in range(1 + times):
             shares = Shares(columns)
             target.voxels[:] = np.nan
-            found.append(pipeline.run_lanes([Lane(*lane, shares) for lane in ready], source, target))
+            found.append(pipeline.run_workers([Lane(*lane, shares) for lane in ready], source, target))
             assert not np.isnan(target.voxels).any(), "voxels were not written"
     return found[1:]
 

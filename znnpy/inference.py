@@ -42,10 +42,10 @@ from znnpy.run.choice import (
 from znnpy.run.devices import Site, check_device_words, check_here, gpus_of, site_for
 from znnpy.run.modes import check_hosted, device_meant, names_of_gpu
 from znnpy.run.preparing import Preparing
-from znnpy.run.sessions import Sessions, lanes_of, sessions_of
 from znnpy.run.shelf import Shelf
 from znnpy.run.trace import Trace
 from znnpy.run.wisdom import wisdom_begun, wisdom_kept
+from znnpy.run.workers import Sessions, sessions_of, workers_of
 from znnpy.run_log import log_phase
 from znnpy.run_warnings import half_missing, slower_here
 from znnpy.self_check import CheckedOutput
@@ -322,9 +322,9 @@ class _Run:
                 settings, count = settings_of(self.wishes.only, site.machine), len(plan.parts_of(network))
                 header = JournalHeader(self.job, settings, plan.to_json(), site.machine.blas, count, wisdom=wisdom.used)
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
-            lanes = lanes_of(plan, sessions, network, self.output.done)
+            lanes = workers_of(plan, sessions, network, self.output.done)
             log_phase("running", f"{len(self.output.done)} of {plan.columns} columns done before")
-            timings = pipeline.run_lanes(lanes, self.source, self._writes(plan), self.progress, self.trace, before)
+            timings = pipeline.run_workers(lanes, self.source, self._writes(plan), self.progress, self.trace, before)
             lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
             late = [
                 f"{lane.name} was late at the end: a GPU computed {lane.given_up} of its cells"

@@ -16,7 +16,7 @@ from znnpy.shapes import Precision, text
 from znnpy.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from znnpy.run.pipeline import LaneTimings
+    from znnpy.run.pipeline import WorkerTimings
     from znnpy.values import Values
     from znnpy.volume.base import Chunks
 
@@ -47,7 +47,7 @@ class Report:
     gpu: str | None = None  # name of the one that the layers ran on; None: the CPU, or nothing was left to do
     vram_bytes: int | None = None  # that the process took of it in the end
     notes: tuple[str, ...] = ()  # why it is not another device or precision
-    lanes: tuple[LaneTimings, ...] = ()  # of every device that computed
+    lanes: tuple[WorkerTimings, ...] = ()  # of every device that computed
     chunks: Chunks | None = None  # of the volume that were looked for; None where nothing was left to do
     values: Values | None = None  # that this run wrote; None where nothing finite was
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, where a step goes through two

@@ -173,7 +173,7 @@ struct WarpgroupProducts {
     int count;
     WarpgroupProduct all[MOST_PRODUCTS];
 };
-inline WarpgroupProducts under_way[1024];  // by thread of the block
+inline WarpgroupProducts max_in_flight[1024];  // by thread of the block
 
 /* Row `row` of 8 values, `k` of two. */
 inline const half* row_of(unsigned long long factor, int k, int row) {
@@ -203,14 +203,14 @@ DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along
     return at / 16 | (unsigned long long)along_k << 16 | (unsigned long long)along_rows << 32;
 }
 template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds) {
-    twin::WarpgroupProducts& mine = twin::under_way[emulator::now->number];
+    twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
     if (mine.count == twin::MOST_PRODUCTS) emulator::fail("wgmma: too many products under way for the emulator");
     mine.all[mine.count++] = {d, a, b, N, adds};
 }
 template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&)[ROWS][COUNT]) {}
 DEVICE void wgmma_end() {}
 DEVICE void wgmma_wait() {
-    twin::WarpgroupProducts& mine = twin::under_way[emulator::now->number];
+    twin::WarpgroupProducts& mine = twin::max_in_flight[emulator::now->number];
     for (int i = 0; i < mine.count; ++i) twin::compute(mine.all[i]);
     mine.count = 0;
 }

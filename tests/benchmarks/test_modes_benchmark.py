@@ -19,7 +19,7 @@ from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import assumed_rates
 from znnpy.planner.search import make_plan
-from znnpy.run import devices, gpu
+from znnpy.run import devices, gpu_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,19 +148,19 @@ def test_what_moves_voxels_is_compiled_before_the_clock_starts(
 ) -> None:
     """Where no first run is left out."""
     modes, runs, seen = imported("modes"), imported("modes_runs"), []
-    real = runs.pipeline.run_lanes
+    real = runs.pipeline.run_workers
 
     class Compiled(Moves):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             seen.append("compiled")
 
-    def run_lanes(lanes: Any, *rest: Any) -> Any:
+    def run_workers(lanes: Any, *rest: Any) -> Any:
         seen.extend("begins" for lane in lanes if lane.name == "GPU")  # not the processor's, which makes the corner
         return real(lanes, *rest)
 
-    monkeypatch.setattr(gpu, "Moves", Compiled)
-    monkeypatch.setattr(runs.pipeline, "run_lanes", run_lanes)
+    monkeypatch.setattr(gpu_backend, "Moves", Compiled)
+    monkeypatch.setattr(runs.pipeline, "run_workers", run_workers)
     monkeypatch.setattr(runs, "WARM_SECONDS", 0.0)
     modes.main([*words, "--modes", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])
     assert seen == ["compiled", "begins"] * 4

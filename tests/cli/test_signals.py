@@ -187,7 +187,7 @@ def test_a_run_that_has_kept_nothing_says_nothing_of_going_on(place: Place, monk
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
-    monkeypatch.setattr("znnpy.run.host.touch", interrupt)
+    monkeypatch.setattr("znnpy.run.cpu_backend.touch", interrupt)
     result = place.infer()
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 

@@ -29,8 +29,8 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.plan_checks import check_beside
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
-from znnpy.run.sessions import _shares
-from znnpy.run.shares import Cells
+from znnpy.run.work_queue import BalancedQueue
+from znnpy.run.workers import _shares
 from znnpy.shapes import Vec3
 
 TABLE = (*on_gpu(FAST, POOL, FILTER, MAXOUT), FAST, POOL, FILTER, MAXOUT)
@@ -229,7 +229,7 @@ def test_the_queue_knows_what_each_takes() -> None:
     assert both.beside is not None
     sessions: Any = {"GPU": SimpleNamespace(plan=both), "CPU": SimpleNamespace(plan=both.beside)}
     queue = _shares(both, sessions, MIXED, frozenset())
-    assert isinstance(queue, Cells)
+    assert isinstance(queue, BalancedQueue)
     gpu, cpu = queue._hands["GPU"], queue._hands["CPU"]
     assert (gpu.begins, gpu.seconds) == of_a_gpu(both)
     assert gpu.begins > 0
@@ -245,7 +245,7 @@ def test_an_output_narrower_than_a_cell_counts_as_what_it_is() -> None:
     assert there.cells.patch != there.patch_out
     sessions: Any = {"GPU": SimpleNamespace(plan=there), "CPU": SimpleNamespace(plan=there.beside)}
     queue = _shares(there, sessions, MIXED, frozenset())
-    assert isinstance(queue, Cells)
+    assert isinstance(queue, BalancedQueue)
     assert set(queue._wide.values()) == {1.0}
     begins, each = of_a_gpu(there)
     assert begins + queue._free() * each == pytest.approx(there.seconds_for(1.0), rel=0.02)

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tests.support.simulated_queue import GRID, NamedLane, Played, joined, take_now
 from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
-from znnpy.run import shares
-from znnpy.run.shares import LOOK_SECONDS, Cells, Hand, Lease
+from znnpy.run import work_queue
+from znnpy.run.work_queue import LOOK_SECONDS, BalancedQueue, Lease, WorkerProfile
 
 
 @pytest.fixture
 def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor takes cells as if it were as fast as it seems."""
-    monkeypatch.setattr(shares, "DOUBT", 1.0)
+    monkeypatch.setattr(work_queue, "DOUBT", 1.0)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, pytest.param(3, id="one stack")])
@@ -73,8 +73,11 @@ def test_nobody_waits_long_for_a_late_processor(names: tuple[str, ...], late: fl
 
 def test_who_gives_up_takes_nothing_more() -> None:
     now = [0.0]
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 4.0, runs=False)}
-    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 4.0, runs=False),
+    }
+    cells = BalancedQueue(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     first = cells.take(gpu)
     assert first is not None
@@ -102,10 +105,10 @@ def test_what_is_left_to_a_late_processor_goes_too() -> None:
     """The GPU takes 11 seconds for one of the two cells, and so it waits for 22."""
     now = [0.0]
     hands = {
-        "GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0),
-        "CPU": Hand(lambda box: (), 5.0, runs=False, walks=True),
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0),
+        "CPU": WorkerProfile(lambda box: (), 5.0, runs=False, walks=True),
     }
-    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    cells = BalancedQueue(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     late = take_now(cells, cpu)
     assert late is not None
@@ -121,8 +124,11 @@ def test_what_is_left_to_a_late_processor_goes_too() -> None:
 def test_what_a_gpu_takes_for_late_cells_is_as_measured_and_less_at_an_edge() -> None:
     """It takes twice as long as predicted, and half of that for cells half as wide."""
     now = [0.0]
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1e3, runs=False)}
-    cells = Cells(Cover((10, 10, 25), (10, 10, 10)), 0, hands, step=(10, 10, 5), now=lambda: now[0])
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 1e3, runs=False),
+    }
+    cells = BalancedQueue(Cover((10, 10, 25), (10, 10, 10)), 0, hands, step=(10, 10, 5), now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     last = take_now(cells, gpu)
     assert last is not None
@@ -149,9 +155,9 @@ def test_what_a_gpu_takes_for_late_cells_is_as_measured_and_less_at_an_edge() ->
 def test_nobody_has_waited_for_what_a_lost_gpu_had() -> None:
     """The processor takes it, and is not late."""
     now = [0.0]
-    hands = {name: Hand(lambda box: (), 1.0, runs=True, begins=10.0) for name in ("GPU 0", "GPU 1")}
-    hands["CPU"] = Hand(lambda box: (), 4.0, runs=False)
-    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    hands = {name: WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0) for name in ("GPU 0", "GPU 1")}
+    hands["CPU"] = WorkerProfile(lambda box: (), 4.0, runs=False)
+    cells = BalancedQueue(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     first, second, cpu = joined(cells, "GPU 0", "GPU 1", "CPU")
     for stack in cells._stacks.values():
         stack.clear()
@@ -167,10 +173,10 @@ def test_nobody_has_waited_for_what_a_lost_gpu_had() -> None:
 def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
     """To begin takes a GPU 10 seconds, in which the processor is done with two cells."""
     hands = {
-        "GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0),
-        "CPU": Hand(lambda box: (), 5.0, runs=False, walks=True),
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0),
+        "CPU": WorkerProfile(lambda box: (), 5.0, runs=False, walks=True),
     }
-    cells = Cells(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: 0.0)
+    cells = BalancedQueue(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: 0.0)
     gpu, cpu = joined(cells, "GPU", "CPU")
     first = take_now(cells, gpu)
     assert first is not None
@@ -187,8 +193,10 @@ def test_a_gpu_leaves_to_the_processor_what_that_ends_sooner() -> None:
 def test_no_run_takes_longer_than_may_be_lost() -> None:
     """With what it takes to begin, as far as known, and where cells weigh less."""
     now = [0.0]
-    hands = {"GPU": Hand(lambda box: (), 100.0, runs=True, begins=80.0)}
-    cells = Cells(Cover((400, 20, 10), (10, 10, 10), later=(10, 5, 10)), 0, hands, step=(10, 5, 10), now=lambda: now[0])
+    hands = {"GPU": WorkerProfile(lambda box: (), 100.0, runs=True, begins=80.0)}
+    cells = BalancedQueue(
+        Cover((400, 20, 10), (10, 10, 10), later=(10, 5, 10)), 0, hands, step=(10, 5, 10), now=lambda: now[0]
+    )
     (gpu,) = joined(cells, "GPU")
     taken = []
     for _ in range(11):
@@ -199,7 +207,7 @@ def test_no_run_takes_longer_than_may_be_lost() -> None:
         cells.finish(lease)
     assert taken[:10] == [8] * 10, "half of 80 and 8 times half of 100 seconds are 440, of 480"
     assert taken[10] == 4
-    cells = Cells(Cover((400, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    cells = BalancedQueue(Cover((400, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     cells.join(gpu)
     first = take_now(cells, gpu)
     assert first is not None
@@ -212,10 +220,10 @@ def test_no_run_takes_longer_than_may_be_lost() -> None:
 
 
 def test_of_two_that_would_end_together_one_begins() -> None:
-    cells = Cells(
+    cells = BalancedQueue(
         Cover((10, 10, 10), (10, 10, 10)),
         0,
-        {name: Hand(lambda box: (), 0.3, name == "GPU", begins=0.1) for name in ("GPU", "CPU")},
+        {name: WorkerProfile(lambda box: (), 0.3, name == "GPU", begins=0.1) for name in ("GPU", "CPU")},
         now=lambda: 0.0,
     )
     gpu, cpu = joined(cells, "GPU", "CPU")
@@ -227,13 +235,13 @@ def test_what_lanes_are_likely_to_end() -> None:
     """A GPU from the end, where cells weigh less and take as much less; to the processor all take the same."""
     cells = Cover((40, 9, 4), (10, 4, 4))
     hands = {
-        "GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0),
-        "CPU": Hand(lambda box: (), 6.0, runs=False),
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=4.0),
+        "CPU": WorkerProfile(lambda box: (), 6.0, runs=False),
     }
-    shares = Cells(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
+    shares = BalancedQueue(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
     assert shares._within(NamedLane("GPU"), 2.0) == 1.0, "4 cells that weigh a quarter"
     narrow = frozenset(index for index in range(len(cells)) if cells[index].steps[0].write.size[1] > 1)
-    shares = Cells(cells, 0, hands, narrow, step=(10, 1, 4), now=lambda: 0.0)
+    shares = BalancedQueue(cells, 0, hands, narrow, step=(10, 1, 4), now=lambda: 0.0)
     assert shares._within(NamedLane("CPU"), 12.0) == 0.5, "2 cells"
 
 
@@ -241,22 +249,31 @@ def test_what_lanes_are_likely_to_end() -> None:
 def test_to_begin_counts() -> None:
     """Of each run of a GPU, and of the processor's columns but for the one that it goes on with."""
     one_stack = Cover((400, 10, 10), (10, 10, 10))
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=10.0), "CPU": Hand(lambda box: (), 3.0, runs=False)}
-    cells = Cells(one_stack, 0, hands, now=lambda: 0.0)
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=10.0),
+        "CPU": WorkerProfile(lambda box: (), 3.0, runs=False),
+    }
+    cells = BalancedQueue(one_stack, 0, hands, now=lambda: 0.0)
     gpu, cpu = joined(cells, "GPU", "CPU")
     lease = take_now(cells, gpu)
     assert lease is not None
     assert len(lease.indices) == 28 // 2, "28 cells in 38 seconds, in which the processor is done with 12"
 
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0), "CPU": Hand(lambda box: (), 30.0, runs=False)}
-    cells = Cells(GRID, 0, hands, now=lambda: 0.0)
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=4.0),
+        "CPU": WorkerProfile(lambda box: (), 30.0, runs=False),
+    }
+    cells = BalancedQueue(GRID, 0, hands, now=lambda: 0.0)
     for lane in (gpu, cpu):
         cells.join(lane)
     taken = [lease for _ in range(9) if (lease := take_now(cells, cpu)) is not None]
     assert len(taken) == 4, "120 of the 120 seconds that the GPU takes for 15 stacks of 4"
 
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1.0, False, True, 30.0)}
-    cells = Cells(one_stack, 0, hands, now=lambda: 0.0)
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 1.0, False, True, 30.0),
+    }
+    cells = BalancedQueue(one_stack, 0, hands, now=lambda: 0.0)
     for lane in (gpu, cpu):
         cells.join(lane)
     first = take_now(cells, cpu)
@@ -270,7 +287,11 @@ def test_to_begin_counts() -> None:
 @pytest.mark.usefixtures("no_doubt")
 def test_who_reads_ahead_has_to_compute_what_it_took() -> None:
     """A reader asks for the next cell before the last one is computed."""
-    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 20.0, runs=False)})
+    cells = BalancedQueue(
+        GRID,
+        2,
+        {"GPU": WorkerProfile(lambda box: (), 1.0, runs=True), "CPU": WorkerProfile(lambda box: (), 20.0, runs=False)},
+    )
     _, cpu = joined(cells, "GPU", "CPU")
     taken = [lease for _ in range(9) if (lease := take_now(cells, cpu)) is not None]
     assert len(taken) == 3, "60 of the 61 seconds that the GPU takes for the others"
@@ -285,10 +306,10 @@ def steps_within(box: Box) -> tuple[Column, ...]:
 def test_the_processor_goes_on_from_cell_to_cell() -> None:
     """With a column for each stack: its first cell has the steps before its output, all others their own."""
     hands = {
-        "GPU": Hand(steps_within, 1.0, runs=True),
-        "CPU": Hand(steps_within, 2.0, runs=False, walks=True, begins=3.0),
+        "GPU": WorkerProfile(steps_within, 1.0, runs=True),
+        "CPU": WorkerProfile(steps_within, 2.0, runs=False, walks=True, begins=3.0),
     }
-    cells = Cells(GRID, 0, hands, frozenset({32}), now=lambda: 0.0)
+    cells = BalancedQueue(GRID, 0, hands, frozenset({32}), now=lambda: 0.0)
     _, cpu = joined(cells, "GPU", "CPU")
     taken = [lease for _ in range(8) if (lease := take_now(cells, cpu)) is not None]
     assert [lease.indices for lease in taken] == [(0,), (16,), (48,), (1,), (17,), (33,), (49,), (2,)]
@@ -303,10 +324,10 @@ def test_to_begin_a_column_has_to_pay() -> None:
     """The GPU is done with all 64 sooner than the processor with a first one, or a second."""
     for begins, most in ((100.0, 0), (40.0, 1), (0.0, 3)):
         hands = {
-            "GPU": Hand(lambda box: (), 1.0, runs=True),
-            "CPU": Hand(lambda box: (), 20.0, runs=False, begins=begins),
+            "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
+            "CPU": WorkerProfile(lambda box: (), 20.0, runs=False, begins=begins),
         }
-        cells = Cells(GRID, 0, hands, now=lambda: 0.0)
+        cells = BalancedQueue(GRID, 0, hands, now=lambda: 0.0)
         _, cpu = joined(cells, "GPU", "CPU")
         assert len([1 for _ in range(9) if take_now(cells, cpu) is not None]) == most
 
@@ -314,8 +335,11 @@ def test_to_begin_a_column_has_to_pay() -> None:
 def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
     """Of 4, 4 and 1 steps across: what the GPU is predicted to take, and when the processor begins none more."""
     cells = Cover((40, 9, 4), (10, 4, 4))
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 6.0, runs=False)}
-    shares = Cells(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 6.0, runs=False),
+    }
+    shares = BalancedQueue(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
     gpu, cpu = joined(shares, "GPU", "CPU")
     taken = take_now(shares, gpu)
     assert taken is not None
@@ -329,9 +353,12 @@ def test_cells_at_an_edge_count_as_much_as_they_are() -> None:
 
 def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
     """Two cells of 60 planes, 0 and 1, and two of 6 behind: the processor, which reads ahead, takes no thin one."""
-    hands = {"GPU": Hand(lambda box: (), 60.0, runs=True), "CPU": Hand(lambda box: (), 65.0, runs=False)}
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 60.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 65.0, runs=False),
+    }
     now = [0.0]
-    cells = Cells(Cover((66, 10, 20), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
+    cells = BalancedQueue(Cover((66, 10, 20), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     first, taken = take_now(cells, cpu), []
     assert first is not None
@@ -347,8 +374,11 @@ def test_a_thin_last_cell_counts_as_much_as_it_is() -> None:
 
 def test_a_thick_cell_is_left_to_the_processor() -> None:
     """It ends it in 29 seconds, a GPU in 78, and in 13 the thin one behind it, of which it counts two at first."""
-    hands = {"GPU": Hand(lambda box: (), 78.0, runs=True), "CPU": Hand(lambda box: (), 29.0, runs=False)}
-    cells = Cells(Cover((280, 10, 10), (240, 10, 10)), 0, hands, step=(40, 10, 10), now=lambda: 0.0)
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 78.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 29.0, runs=False),
+    }
+    cells = BalancedQueue(Cover((280, 10, 10), (240, 10, 10)), 0, hands, step=(40, 10, 10), now=lambda: 0.0)
     gpu, cpu = joined(cells, "GPU", "CPU")
     thin, thick = take_now(cells, gpu), take_now(cells, cpu)
     assert thin is not None
@@ -358,8 +388,8 @@ def test_a_thick_cell_is_left_to_the_processor() -> None:
 
 def test_a_run_of_narrow_cells_begins_sooner() -> None:
     """4 cells of a quarter of the columns, behind each other: a quarter of the 8 seconds too."""
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=8.0)}
-    shares = Cells(Cover((40, 9, 4), (10, 4, 4)), 0, hands, step=(10, 1, 4), now=lambda: 0.0)
+    hands = {"GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=8.0)}
+    shares = BalancedQueue(Cover((40, 9, 4), (10, 4, 4)), 0, hands, step=(10, 1, 4), now=lambda: 0.0)
     (gpu,) = joined(shares, "GPU")
     taken = take_now(shares, gpu)
     assert taken is not None
@@ -368,8 +398,11 @@ def test_a_run_of_narrow_cells_begins_sooner() -> None:
 
 def test_a_gpu_computes_the_last_cell_first() -> None:
     """The thin one, in 6 of its 60 seconds: so the processor, which takes 25 for all others, leaves it that one."""
-    hands = {"GPU": Hand(lambda box: (), 60.0, runs=True), "CPU": Hand(lambda box: (), 10.0, runs=False)}
-    cells = Cells(Cover((126, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: 0.0)
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 60.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 10.0, runs=False),
+    }
+    cells = BalancedQueue(Cover((126, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: 0.0)
     gpu, cpu = joined(cells, "GPU", "CPU")
     first = take_now(cells, cpu)
     assert first is not None
@@ -380,9 +413,12 @@ def test_a_gpu_computes_the_last_cell_first() -> None:
 
 
 def test_a_gpu_waits_no_longer_for_a_thin_cell_than_it_takes_for_it() -> None:
-    hands = {"GPU": Hand(lambda box: (), 60.0, runs=True, begins=2.0), "CPU": Hand(lambda box: (), 65.0, runs=False)}
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 60.0, runs=True, begins=2.0),
+        "CPU": WorkerProfile(lambda box: (), 65.0, runs=False),
+    }
     now = [0.0]
-    cells = Cells(Cover((66, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
+    cells = BalancedQueue(Cover((66, 10, 10), (60, 10, 10)), 0, hands, step=(3, 10, 10), now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     late = Lease((1,), (), cpu, "cell", seconds=65.0)
     cells._held.append(late)
@@ -432,7 +468,7 @@ def test_a_run_is_no_longer_than_what_may_be_lost() -> None:
 
 
 def test_who_still_computes_when_a_run_has_ended_is_stopped() -> None:
-    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True)})
+    cells = BalancedQueue(GRID, 2, {"GPU": WorkerProfile(lambda box: (), 1.0, runs=True)})
     (gpu,) = joined(cells, "GPU")
     lease = cells.take(gpu)
     assert lease is not None
@@ -443,7 +479,11 @@ def test_who_still_computes_when_a_run_has_ended_is_stopped() -> None:
 
 
 def test_what_a_lost_gpu_had_is_taken_anew() -> None:
-    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 5.0, runs=False)})
+    cells = BalancedQueue(
+        GRID,
+        2,
+        {"GPU": WorkerProfile(lambda box: (), 1.0, runs=True), "CPU": WorkerProfile(lambda box: (), 5.0, runs=False)},
+    )
     gpu, cpu = joined(cells, "GPU", "CPU")
     lost = cells.take(gpu)
     assert lost is not None

@@ -33,7 +33,7 @@ from znnpy.errors import DeviceError, Stopped, ValuesOverflowError, VramError
 from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.planner.candidates import splits
 from znnpy.planner.plan import Plan
-from znnpy.run import gpu, lane
+from znnpy.run import gpu_backend, worker
 from znnpy.shapes import Precision, Vec3, turned, turned_back
 from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
@@ -52,9 +52,9 @@ def ids(value: object) -> str:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """All its memory is given back when a test is over. As much is queued as a session may queue."""
-    monkeypatch.setattr(gpu, "QUEUED_SECONDS", np.inf)
-    monkeypatch.setattr(gpu, "LOOK_SECONDS", 0)
-    monkeypatch.setattr(lane, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", np.inf)
+    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(worker, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
         yield device
         assert device.allocated == 0
@@ -189,7 +189,7 @@ def test_two_steps_are_under_way_and_no_third(device: EmulatedDevice) -> None:
         alone = [None if out is None else out.copy() for _, out, _ in every]
         for (raw, _, begins), out in zip(every, alone, strict=True):
             session.run(raw, out, begins=begins)
-        assert session.under_way == 1
+        assert session.max_in_flight == 1
         tickets = []
         for raw, out, begins in every:
             tickets.append((session.submit(raw, out, begins=begins), out))
@@ -288,7 +288,7 @@ def test_peaks_are_those_of_a_column(device: EmulatedDevice, monkeypatch: pytest
     volume[0, :, 1, 0] = [1, 5, 2, 1, 0, 0, 3, 0, 0]
     plan = on_gpu(network, volume, (2, 2, 2), column=4, in_one=False)
     seen: list[tuple[float, ...]] = []
-    monkeypatch.setattr(gpu.GpuWorkshop, "_check", lambda self, ticket, *peaks: seen.append(peaks))
+    monkeypatch.setattr(gpu_backend.GpuBackend, "_check", lambda self, ticket, *peaks: seen.append(peaks))
     ran(plan, net, volume, table=STAND_INS, device=device)
     assert [peaks[:3] for peaks in seen] == [
         (1, 0, 0),  # a step before the output: plane 0 comes in, and no layer runs
@@ -359,10 +359,10 @@ def test_ctrl_c_is_noticed_while_the_device_computes(device: EmulatedDevice, mon
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=55)
     plan = on_gpu(network, volume, (4, 6, 8))
-    gone, mark = threading.Event(), gpu.GpuWorkshop._mark
-    monkeypatch.setattr(gpu, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(gpu, "QUEUED_SECONDS", 0.2)
-    monkeypatch.setattr(gpu.GpuWorkshop, "_mark", lambda shop, stream: _Endless(mark(shop, stream), gone))
+    gone, mark = threading.Event(), gpu_backend.GpuBackend._mark
+    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", 0.2)
+    monkeypatch.setattr(gpu_backend.GpuBackend, "_mark", lambda shop, stream: _Endless(mark(shop, stream), gone))
     monkeypatch.setattr(type(device.stream), "wait_event", lambda stream, event: None)
 
     def interrupt() -> None:
@@ -404,16 +404,16 @@ def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monk
     plan = on_gpu(network, volume, (4, 8, 4), in_one=False)
     plan = plan.with_choices(lambda choice: replace(choice, seconds=2.0))
     queued: list[int] = []
-    run = gpu.GpuWorkshop.run
+    run = gpu_backend.GpuBackend.run
 
-    def counting(shop: gpu.GpuWorkshop, *layer: Any) -> None:
+    def counting(shop: gpu_backend.GpuBackend, *layer: Any) -> None:
         run(shop, *layer)
         queued.append(sum(not event.mark[0].finished >= event.mark[1] for event, _ in shop._queued))
 
-    monkeypatch.setattr(gpu.GpuWorkshop, "run", counting)
+    monkeypatch.setattr(gpu_backend.GpuBackend, "run", counting)
     most = {}
     for seconds in (np.inf, 5.0, 0.1):
-        monkeypatch.setattr(gpu, "QUEUED_SECONDS", seconds)
+        monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", seconds)
         queued.clear()
         assert_dense(ran(plan, net, volume, table=STAND_INS, device=device), definition(net, volume))
         most[seconds] = max(queued)

@@ -26,7 +26,7 @@ from znnpy.network import Conv, Network, Pool
 from znnpy.planner.offload import OffloadMode
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.search import make_plan
-from znnpy.run import host, pipeline
+from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import turned, turned_back
 from znnpy.trained import TrainedNetwork
@@ -158,7 +158,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
         blocks: list[int] = []
         taken.clear()
         with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
-            patch.setattr(host, "aligned_bytes", held)
+            patch.setattr(cpu_backend, "aligned_bytes", held)
             with Session(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory
                 words = 4 * (2 + sum(choice.shape.kind == "conv" for choice in plan.choices[plan.offloaded :]))

@@ -19,7 +19,7 @@ from tests.support.odd_networks import Poisoned, assert_dense, definition, some_
 from znnpy.errors import DeviceError, Stopped
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
-from znnpy.run import gpu, pipeline
+from znnpy.run import gpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
@@ -83,7 +83,7 @@ def test_the_next_front_runs_while_the_back_does(device: EmulatedDevice) -> None
     every = steps_of(plan, volume, SMALL)
     with session_for(plan, net, device) as session:
         stages(session, hook)
-        assert session.under_way == 1
+        assert session.max_in_flight == 1
         tickets = []
         for _ in range(2):
             raw, out, begins = next(every)
@@ -212,7 +212,7 @@ def test_the_stop_is_noticed_while_the_device_hangs(
     plan, net, volume = a_plan(overlaps=where == "wait")
     hangs = threading.Event()
     hangs.set()
-    awaits = gpu.GpuWorkshop._await
+    awaits = gpu_backend.GpuBackend._await
 
     def never(shop: Any, event: Any, crew: Any = None) -> None:
         while crew is not None and hangs.is_set():
@@ -220,8 +220,8 @@ def test_the_stop_is_noticed_while_the_device_hangs(
             time.sleep(0.001)
         awaits(shop, event, crew)
 
-    monkeypatch.setattr(gpu.GpuWorkshop, "_await", never)
-    monkeypatch.setattr(gpu, "QUEUED_SECONDS", 0.0)  # every layer is waited for before the next is queued
+    monkeypatch.setattr(gpu_backend.GpuBackend, "_await", never)
+    monkeypatch.setattr(gpu_backend, "QUEUED_SECONDS", 0.0)  # every layer is waited for before the next is queued
     raw, out, begins = next(steps_of(plan, volume, SMALL))
     main = threading.main_thread().ident
     assert main is not None
@@ -251,7 +251,7 @@ def test_a_lost_device_is_asked_nothing_any_more(device: EmulatedDevice, monkeyp
     raw, out, begins = next(steps_of(plan, volume, SMALL))
     with session_for(plan, net, device) as session:
         with monkeypatch.context() as broken:
-            broken.setattr(gpu.GpuWorkshop, "fetch", refused)
+            broken.setattr(gpu_backend.GpuBackend, "fetch", refused)
             ticket = session.submit(raw, out, begins=begins)
             with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
                 session.wait(ticket)

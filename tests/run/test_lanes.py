@@ -35,8 +35,8 @@ from znnpy.kernels.crew import Crew
 from znnpy.network import Network
 from znnpy.patches import Column, Cover, cover
 from znnpy.run import pipeline
-from znnpy.run.lane import Lane
-from znnpy.run.shares import Shares
+from znnpy.run.work_queue import ColumnQueue
+from znnpy.run.worker import Worker
 
 COLUMNS = cover(SIZE, PATCH)
 DELAYS = (0.0, 0.0, 0.0001, 0.0003)  # seconds at most: a stage of a step takes about 0.1 ms
@@ -45,7 +45,7 @@ DELAYS = (0.0, 0.0, 0.0001, 0.0003)  # seconds at most: a stage of a step takes 
 class Under(Session):
     """Two steps at a time, as on a GPU."""
 
-    under_way = 1
+    max_in_flight = 1
 
 
 class Lenient(Output):
@@ -77,13 +77,13 @@ def any_columns(seed: int, rng: random.Random) -> tuple[Cover, Network]:
     return cover(SIZE, patch), NETWORK
 
 
-def lanes_of(
+def workers_of(
     hooks: Sequence[Hook], crew: Crew, network: Network, columns: Sequence[Column], done: frozenset[int] = frozenset()
-) -> list[Lane]:
+) -> list[Worker]:
     """One a hook, of the same shares; every other one with a step under way."""
-    shares = Shares(columns, done=done)
+    shares = ColumnQueue(columns, done=done)
     return [
-        Lane(f"device {number}", (Under if number % 2 else Session)(hook, crew, network, columns), crew, shares)
+        Worker(f"device {number}", (Under if number % 2 else Session)(hook, crew, network, columns), crew, shares)
         for number, hook in enumerate(hooks)
     ]
 
@@ -99,8 +99,8 @@ def went(
 ) -> tuple[Output, pipeline.Timings]:
     with Crew(1) as crew:
         output = output or Lenient(hook, done)
-        lanes = lanes_of(hooks, crew, network, columns, done)
-        timings = pipeline.run_lanes(lanes, Source(volume(network), hook), output, progress)
+        lanes = workers_of(hooks, crew, network, columns, done)
+        timings = pipeline.run_workers(lanes, Source(volume(network), hook), output, progress)
     for lane, timed in zip(lanes, timings.lanes, strict=True):
         assert isinstance(lane.session, Session)
         assert lane.session.abandoned == bool(timed.lost)

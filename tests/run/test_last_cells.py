@@ -6,13 +6,16 @@ import pytest
 
 from tests.support.simulated_queue import GRID, joined, take_now
 from znnpy.patches import Cover
-from znnpy.run.shares import Cells, Hand, Lease
+from znnpy.run.work_queue import BalancedQueue, Lease, WorkerProfile
 
 
 def test_of_the_last_cells_none_is_taken_before_the_one_before_is_done() -> None:
     """Until then nobody knows whether the processor is half as fast as it seems."""
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 5.0, runs=False)}
-    cells = Cells(GRID, 2, hands, now=lambda: 0.0)
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 5.0, runs=False),
+    }
+    cells = BalancedQueue(GRID, 2, hands, now=lambda: 0.0)
     _, cpu = joined(cells, "GPU", "CPU")
     taken = [lease for _ in range(9) if (lease := take_now(cells, cpu)) is not None]
     assert len(taken) == 5, "with the sixth it might take 60 seconds, in which the GPU does the 59 others"
@@ -24,8 +27,11 @@ def test_of_the_last_cells_none_is_taken_before_the_one_before_is_done() -> None
 def test_a_gpu_leaves_what_a_processor_is_about_to_take(seconds: float, asks: bool) -> None:
     """Which has ended its cell, and has not asked again yet. If it takes it: in 5 seconds a GPU ends it, too."""
     now = [0.0]
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0), "CPU": Hand(lambda box: (), seconds, runs=False)}
-    cells = Cells(Cover((30, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=4.0),
+        "CPU": WorkerProfile(lambda box: (), seconds, runs=False),
+    }
+    cells = BalancedQueue(Cover((30, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     last, first = take_now(cells, gpu), take_now(cells, cpu)
     assert last is not None
@@ -45,8 +51,11 @@ def test_a_gpu_leaves_what_a_processor_is_about_to_take(seconds: float, asks: bo
 def test_who_is_about_to_ask_is_not_late() -> None:
     """A GPU has waited for 30 seconds when the processor ends its cell, as soon as predicted; to begin takes it 4."""
     now = [0.0]
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True, begins=4.0), "CPU": Hand(lambda box: (), 4.9, runs=False)}
-    cells = Cells(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True, begins=4.0),
+        "CPU": WorkerProfile(lambda box: (), 4.9, runs=False),
+    }
+    cells = BalancedQueue(Cover((20, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     now[0] = 30.0
     first = take_now(cells, cpu)
@@ -62,8 +71,11 @@ def test_who_is_about_to_ask_is_not_late() -> None:
 def test_what_the_processor_ends_sooner_is_not_taken_back() -> None:
     """A GPU has waited for 10 seconds, as long as it takes for the cell; the processor began it 5 seconds ago."""
     now = [0.0]
-    hands = {"GPU": Hand(lambda box: (), 10.0, runs=True), "CPU": Hand(lambda box: (), 12.0, runs=False)}
-    cells = Cells(Cover((10, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 10.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 12.0, runs=False),
+    }
+    cells = BalancedQueue(Cover((10, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     now[0] = 5.0
     cells._held.append(Lease((0,), (), cpu, "cell", seconds=12.0))
@@ -80,8 +92,11 @@ def test_what_the_processor_ends_sooner_is_not_taken_back() -> None:
 def test_of_two_cells_each_takes_one() -> None:
     """The processor is done with one half a second after the GPU with the other."""
     now = [0.0]
-    hands = {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1.0, runs=False)}
-    cells = Cells(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
+    hands = {
+        "GPU": WorkerProfile(lambda box: (), 1.0, runs=True),
+        "CPU": WorkerProfile(lambda box: (), 1.0, runs=False),
+    }
+    cells = BalancedQueue(Cover((40, 10, 10), (10, 10, 10)), 0, hands, now=lambda: now[0])
     gpu, cpu = joined(cells, "GPU", "CPU")
     first = take_now(cells, gpu)
     assert first is not None

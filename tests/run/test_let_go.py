@@ -22,8 +22,8 @@ from tests.support.odd_networks import Poisoned
 from znnpy.errors import DeviceError, OutputError, Stopped
 from znnpy.kernels.crew import Crew
 from znnpy.run import pipeline
-from znnpy.run.lane import Lane
-from znnpy.run.shares import Shares
+from znnpy.run.work_queue import ColumnQueue
+from znnpy.run.worker import Worker
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
@@ -43,9 +43,9 @@ def test_sessions_sources_and_outputs(at: str, lanes: int) -> None:
         with Crew(1) as crew:
             output, source = Output(hook), Voxels(volume(), hook)
             sessions = [Session(hook, crew) for _ in range(lanes)]
-            shares = Shares(COLUMNS)
+            shares = ColumnQueue(COLUMNS)
             with suppress(OutputError):
-                pipeline.run_lanes([Lane("CPU", session, crew, shares) for session in sessions], source, output)
+                pipeline.run_workers([Worker("CPU", session, crew, shares) for session in sessions], source, output)
                 assert at == "nowhere"
         return refs(output, source, *sessions)
 
@@ -98,11 +98,11 @@ def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
 
     def go() -> list[weakref.ref[Any]]:
         with Crew(1) as crew:
-            output, source, shares = Output(quiet), Voxels(volume(), quiet), Shares(COLUMNS)
+            output, source, shares = Output(quiet), Voxels(volume(), quiet), ColumnQueue(COLUMNS)
             sessions = [Session(quiet, crew) for _ in range(lanes - 1)]
             sessions.append(Refuses(late, quiet, crew))
             with suppress(DeviceError):
-                pipeline.run_lanes([Lane("CPU", session, crew, shares) for session in sessions], source, output)
+                pipeline.run_workers([Worker("CPU", session, crew, shares) for session in sessions], source, output)
                 assert late
                 assert lanes == 2
             return refs(output, source, *sessions)
@@ -203,11 +203,11 @@ def test_ctrl_c_while_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:
         begun.append(thread)
         begin(thread)
 
-    shares = Shares(COLUMNS)
+    shares = ColumnQueue(COLUMNS)
     with Crew(1) as crew:
-        lanes = [Lane("CPU", Session(quiet, crew), crew, shares) for _ in range(2)]
+        lanes = [Worker("CPU", Session(quiet, crew), crew, shares) for _ in range(2)]
         monkeypatch.setattr(threading.Thread, "start", third_is_interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.run_lanes(lanes, Voxels(volume(), quiet), Output(quiet))
+            pipeline.run_workers(lanes, Voxels(volume(), quiet), Output(quiet))
     assert len(begun) == 2
     assert no_thread_is_left()

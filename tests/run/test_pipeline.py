@@ -32,7 +32,7 @@ from tests.support.fake_pipeline import (
 from znnpy.errors import Stopped, ValuesOverflowError, VolumeError
 from znnpy.kernels.crew import Crew
 from znnpy.patches import Column, cover
-from znnpy.run import pipeline, unseen
+from znnpy.run import nan_mask, pipeline
 from znnpy.shapes import Vec3
 from znnpy.volume.journal import ColumnSet
 
@@ -109,17 +109,17 @@ def test_seen(fov: Vec3) -> None:
     bad = np.random.default_rng(2).random((11, 9, 10)) < 0.02
     windows = np.lib.stride_tricks.sliding_window_view(bad, fov)
     expected = windows.any(axis=(3, 4, 5))
-    np.testing.assert_array_equal(unseen.seen(bad, fov), expected)
+    np.testing.assert_array_equal(nan_mask.seen(bad, fov), expected)
 
 
 @pytest.mark.parametrize("shape", [(60, 50, 70), (1, 300, 700), (1, 2, 100_000)], ids=str)
 def test_seen_needs_no_second_mask(shape: Vec3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unseen, "SEEN_BYTES", 2**12)
+    monkeypatch.setattr(nan_mask, "SEEN_BYTES", 2**12)
     bad = np.zeros(shape, np.bool_)
     bad[0, -1, -1] = True
     tracemalloc.start()
     try:
-        seen = unseen.seen(bad, (1, 2, 33))
+        seen = nan_mask.seen(bad, (1, 2, 33))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -35,8 +35,8 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.crew import Crew
 from znnpy.patches import Box, Column, Cover
 from znnpy.run import pipeline
-from znnpy.run.lane import Lane
-from znnpy.run.shares import Cells, Hand, Lease
+from znnpy.run.work_queue import BalancedQueue, Lease, WorkerProfile
+from znnpy.run.worker import Worker
 from znnpy.shapes import Vec3
 
 MARGINS: Vec3 = (2, 3, 5)  # of WALKER
@@ -51,7 +51,7 @@ def columns_within(box: Box, patch: Vec3, axis: int) -> tuple[Column, ...]:
 class Late(Session):
     """One step is under way, as on a GPU."""
 
-    under_way = 1
+    max_in_flight = 1
 
 
 class Lenient(Output):
@@ -104,12 +104,14 @@ def went(
             crew, other = (gpus, hooks[name]) if gpu else (cpu, until_stopped(hooks[name], cpu, hangs, late, deaf))
             patch, along = patches[name[:3]], axis if gpu or walks else (axis + 1) % 3
             columns, seconds = partial(columns_within, patch=patch, axis=along), 0.01 if gpu else 0.03
-            hands[name] = Hand(columns, seconds, runs=gpu, walks=walks and not gpu, begins=0.0 if gpu else 0.02)
+            hands[name] = WorkerProfile(
+                columns, seconds, runs=gpu, walks=walks and not gpu, begins=0.0 if gpu else 0.02
+            )
             whole = Cover(SIZE, patch, along, 3 * patch[along], MARGINS[along])
             sessions[name] = (Late if gpu else Session)(other, crew, WALKER, whole)
-        shares = Cells(cells, axis, hands, done)
-        lanes = [Lane(name, sessions[name], gpus if name.startswith("GPU") else cpu, shares) for name in hooks]
-        timings = pipeline.run_lanes(lanes, Source(volume(WALKER), hook), output, progress)
+        shares = BalancedQueue(cells, axis, hands, done)
+        lanes = [Worker(name, sessions[name], gpus if name.startswith("GPU") else cpu, shares) for name in hooks]
+        timings = pipeline.run_workers(lanes, Source(volume(WALKER), hook), output, progress)
         cpu.check()  # another run may have it
     return output, timings
 
@@ -145,7 +147,7 @@ def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
 
 @pytest.mark.usefixtures("collects_nothing")
 def test_a_processor_that_gave_up_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.005)
+    monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
 
     def go() -> weakref.ref[Any]:
         output, timings = went({"GPU": quiet, "CPU": quiet}, 0, (2, 4, 4), hangs=0)
@@ -158,7 +160,7 @@ def test_a_processor_that_gave_up_keeps_nothing(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_processor_that_never_ends(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """GPUs compute what it had begun, and what they and the writer had of it is not counted."""
-    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.005)
+    monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
     rng, events = random.Random(seed), list[pipeline.Event]()
     axis, cell = rng.randrange(3), (rng.choice([1, 2, 4]), rng.choice([2, 3, 4]), rng.choice([2, 5, 6]))
     names, slow = ["GPU 0", "GPU 1", "CPU"][rng.randrange(2) :], rng.choice([0.0, 0.0005])
@@ -184,7 +186,7 @@ def test_a_processor_that_never_ends(monkeypatch: pytest.MonkeyPatch, seed: int)
 @pytest.mark.parametrize("seed", range(100))
 def test_a_late_processor_and_lost_gpus(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A GPU that fails when the processor has given up ends the run; what is finished is right in any case."""
-    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.002)
+    monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.002)
     rng = random.Random(seed)
     axis, cell = rng.randrange(3), (rng.choice([2, 4]), rng.choice([2, 4]), rng.choice([5, 6]))
     names, output = ["GPU 0", "GPU 1", "CPU"][rng.randrange(2) :], Lenient(quiet)
@@ -217,7 +219,7 @@ def test_a_late_processor_and_lost_gpus(monkeypatch: pytest.MonkeyPatch, seed: i
 @pytest.mark.parametrize("seed", range(20))
 def test_what_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Also while the processor is at a step that it cannot leave: nothing is ever more than all of it."""
-    monkeypatch.setattr("znnpy.run.shares.LOOK_SECONDS", 0.005)
+    monkeypatch.setattr("znnpy.run.work_queue.LOOK_SECONDS", 0.005)
     monkeypatch.setattr("znnpy.run.pipeline.REPORT_SECONDS", 0.01)
     rng, events = random.Random(seed), list[pipeline.Event]()
     hooks: dict[str, Hook] = {"GPU": lambda *_: time.sleep(0.0005), "CPU": quiet}
@@ -301,7 +303,11 @@ def test_whatever_fails_stops_all(seed: int) -> None:
 
 def test_who_waits_is_woken() -> None:
     """The processor begins nothing while the GPU is faster with all that is left, and takes over when it is lost."""
-    cells = Cells(GRID, 2, {"GPU": Hand(lambda box: (), 1.0, runs=True), "CPU": Hand(lambda box: (), 1e9, runs=False)})
+    cells = BalancedQueue(
+        GRID,
+        2,
+        {"GPU": WorkerProfile(lambda box: (), 1.0, runs=True), "CPU": WorkerProfile(lambda box: (), 1e9, runs=False)},
+    )
     gpu, cpu = NamedLane("GPU"), NamedLane("CPU")
     for lane in (gpu, cpu):
         cells.join(lane)
@@ -329,12 +335,12 @@ def test_nothing_is_taken_before_it_can_be_read() -> None:
         return tuple(column.shifted(box.lo) for column in Cover(box.size, (1, 5, 9)))
 
     cells = whole = Cover(SIZE, (1, 5, 9))
-    hands = {"CPU": Hand(patches, 1.0, runs=False)}
-    shares, output = Cells(cells, 0, hands), Lenient(quiet)
+    hands = {"CPU": WorkerProfile(patches, 1.0, runs=False)}
+    shares, output = BalancedQueue(cells, 0, hands), Lenient(quiet)
     with Crew(1) as crew:
-        lane = Lane("CPU", Session(hook, crew, WALKER, whole), crew, shares)
+        lane = Worker("CPU", Session(hook, crew, WALKER, whole), crew, shares)
         words = ((lane,), Source(volume(WALKER), quiet), output)
-        thread = threading.Thread(target=pipeline.run_lanes, args=words)
+        thread = threading.Thread(target=pipeline.run_workers, args=words)
         thread.start()
         assert computing.wait(10)
         time.sleep(0.1)

@@ -39,7 +39,7 @@ Voxels = npt.NDArray[Any]
 class UnderWay(Session):
     """Computes when it is waited for; the two steps that it may have are looked at."""
 
-    under_way = 1
+    max_in_flight = 1
     slow: Callable[[], bool] = staticmethod(lambda: False)  # a step is not done yet
 
     def __init__(self, *words: Any) -> None:

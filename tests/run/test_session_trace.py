@@ -35,8 +35,8 @@ from znnpy.kernels.table import TABLE
 from znnpy.network import Network
 from znnpy.planner.candidates import splits
 from znnpy.planner.plan import Plan
-from znnpy.run import gpu
-from znnpy.run.device_trace import ANCHOR_SECONDS, DeviceTrace
+from znnpy.run import gpu_backend
+from znnpy.run.gpu_trace import ANCHOR_SECONDS, GpuTrace
 from znnpy.run.session import Session
 from znnpy.run.trace import Span, Trace, read_spans
 from znnpy.trained import TrainedNetwork
@@ -116,7 +116,7 @@ class Case:
 
             for raw, out, begins, step in self.steps():
                 tickets.append((session.submit(raw, out, begins=begins), out, step))
-                if len(tickets) > session.under_way:
+                if len(tickets) > session.max_in_flight:
                     land()
             while tickets:
                 land()
@@ -127,7 +127,7 @@ class Case:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
-    monkeypatch.setattr(gpu, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
         yield device
         assert device.allocated == 0
@@ -311,7 +311,7 @@ def test_a_stream_that_is_busy_has_no_clock(tmp_path: Path) -> None:
     marks, path = Marks(), tmp_path / "trace.json"
     with Trace(path) as trace:
         begun = time.perf_counter() - trace._zero
-        told = DeviceTrace(trace, marks)
+        told = GpuTrace(trace, marks)
         ended = time.perf_counter() - trace._zero
         marks.happens = False
         told.begin()

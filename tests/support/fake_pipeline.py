@@ -41,7 +41,7 @@ class Session:
     In columns it keeps what it has read; planes that it has not are NaN.
     """
 
-    under_way = 0
+    max_in_flight = 0
     abandoned = False
 
     def __init__(self, hook: Hook, crew: Crew, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS) -> None:
@@ -64,14 +64,14 @@ class Session:
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[list[Any], list[Any]]:
-        count = 2 + self.under_way
+        count = 2 + self.max_in_flight
         raws = [np.empty((2, *self.plan.patch_in), raw) for _ in range(min(reads, count))]
         return raws, [np.empty((3, *self.plan.patch_out), out) for _ in range(min(writes, count))]
 
     def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
         """Computes at once, or, where steps may be under way, when it is waited for."""
         work = partial(self.run, raw, out, begins=begins)
-        return work if self.under_way else work()
+        return work if self.max_in_flight else work()
 
     def done(self, ticket: Any) -> bool:
         return True

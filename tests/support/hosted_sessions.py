@@ -15,7 +15,7 @@ from tests.support.odd_networks import _nan_bytes, small, some_volume, trained
 from znnpy.kernels.crew import Crew
 from znnpy.network import Conv, Pool
 from znnpy.planner.plan import Plan
-from znnpy.run import gpu, host, lane
+from znnpy.run import cpu_backend, gpu_backend, worker
 from znnpy.run.session import Session
 from znnpy.trained import TrainedNetwork
 
@@ -25,8 +25,8 @@ SMALL = small("delays", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 1)), Conv((2,
 @contextmanager
 def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """All its memory is given back when a test is over."""
-    monkeypatch.setattr(gpu, "LOOK_SECONDS", 0)
-    monkeypatch.setattr(lane, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(gpu_backend, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(worker, "LOOK_SECONDS", 0)
     with EmulatedDevice() as device:
         yield device
         assert device.allocated == 0
@@ -36,7 +36,7 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]
 def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[Session]:
     """Of arenas that hold NaN."""
     with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
-        patch.setattr(host, "aligned_bytes", _nan_bytes)
+        patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
         with Session(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
             yield session
 

@@ -27,7 +27,7 @@ from znnpy.planner.layout import place
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, Stage, patch_in
 from znnpy.planner.stages import last_stage
-from znnpy.run import host, pipeline
+from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
 from znnpy.trained import TrainedNetwork
@@ -248,7 +248,7 @@ def poisoned_session(
 ) -> Iterator[Session]:
     """A session whose arena holds NaN before it is first written to; on a GPU that is up to `device`."""
     with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
-        patch.setattr(host, "aligned_bytes", _nan_bytes)
+        patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
         with Session(plan, trained.network, trained.weights, crew, table, device=device) as session:
             yield session
 

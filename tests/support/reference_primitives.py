@@ -13,7 +13,7 @@ import numpy.typing as npt
 from znnpy.kernels import reference
 from znnpy.kernels.primitive import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work
 from znnpy.machine import Machine
-from znnpy.run.workshop import dtype_of
+from znnpy.run.backend import dtype_of
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 
 SCRATCH = 100  # bytes

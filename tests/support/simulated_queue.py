@@ -9,7 +9,7 @@ from typing import Any
 
 from znnpy.errors import Stopped
 from znnpy.patches import Cover
-from znnpy.run.shares import LOOK_SECONDS, Cells, Hand, Lease
+from znnpy.run.work_queue import LOOK_SECONDS, BalancedQueue, Lease, WorkerProfile
 
 GRID = Cover((40, 40, 40), (10, 10, 10))  # 64 cells
 
@@ -27,14 +27,14 @@ class NamedLane:
         self.given_up = leases
 
 
-def joined(cells: Cells, *names: str) -> list[NamedLane]:
+def joined(cells: BalancedQueue, *names: str) -> list[NamedLane]:
     lanes = [NamedLane(name) for name in names]
     for lane in lanes:
         cells.join(lane)
     return lanes
 
 
-def take_now(cells: Cells, lane: Any) -> Lease | None:
+def take_now(cells: BalancedQueue, lane: Any) -> Lease | None:
     """What `take` gives without waiting."""
     found: list[Lease | None] = []
 
@@ -64,7 +64,7 @@ class Played:
         self.now, self.true = 0.0, true
         self.begins = dict.fromkeys(true, 0.0) | (begins or {})
         hands = {
-            name: Hand(
+            name: WorkerProfile(
                 lambda box: (),
                 (predicted or true)[name],
                 runs=name.startswith("GPU"),
@@ -73,14 +73,14 @@ class Played:
             )
             for name in true
         }
-        self.cells = Cells(cells, axis, hands, now=lambda: self.now)
+        self.cells = BalancedQueue(cells, axis, hands, now=lambda: self.now)
         self.taken: dict[str, list[int]] = {name: [] for name in true}
         self.runs: list[tuple[int, ...]] = []
 
     def ends(self) -> dict[str, float]:
         """When each lane ended its last lease."""
         lanes = dict(zip(self.true, joined(self.cells, *self.true), strict=True))
-        under_way: list[tuple[float, int, str, Lease]] = []
+        max_in_flight: list[tuple[float, int, str, Lease]] = []
         ended, order = dict.fromkeys(self.true, 0.0), count()
         idle = list(self.true)
         while True:
@@ -95,15 +95,15 @@ class Played:
                     self.taken[name] += lease.indices
                     self.runs.append(lease.indices)
                     spent = len(lease.indices) * self.true[name] + (0 if lease.goes_on else self.begins[name])
-                    heapq.heappush(under_way, (self.now + spent, next(order), name, lease))
-            under_way = [entry for entry in under_way if not entry[3].void]
-            heapq.heapify(under_way)
-            if not under_way:
+                    heapq.heappush(max_in_flight, (self.now + spent, next(order), name, lease))
+            max_in_flight = [entry for entry in max_in_flight if not entry[3].void]
+            heapq.heapify(max_in_flight)
+            if not max_in_flight:
                 return ended
-            if idle and under_way[0][0] > self.now + LOOK_SECONDS:
+            if idle and max_in_flight[0][0] > self.now + LOOK_SECONDS:
                 self.now += LOOK_SECONDS
                 continue
-            self.now, _, name, lease = heapq.heappop(under_way)
+            self.now, _, name, lease = heapq.heappop(max_in_flight)
             self.cells.finish(lease)
             ended[name] = self.now
             idle.append(name)

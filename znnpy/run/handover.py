@@ -29,13 +29,13 @@ from znnpy.errors import Stopped
 from znnpy.kernels.crew import Crew
 from znnpy.planner.plan import Plan
 from znnpy.planner.stages import handover_buffers
-from znnpy.run.host import HostWorkshop
+from znnpy.run.backend import Voxels
+from znnpy.run.cpu_backend import CpuBackend
 from znnpy.run.stage_runner import StageRunner
-from znnpy.run.threads import Thread
-from znnpy.run.workshop import Voxels
+from znnpy.run.stoppable_thread import Thread
 
 if TYPE_CHECKING:
-    from znnpy.run.gpu import GpuWorkshop
+    from znnpy.run.gpu_backend import GpuBackend
 
 LOOK_SECONDS = 0.05  # between looks at the stop flag
 
@@ -88,11 +88,11 @@ class Handover:
     """Runs the steps of a plan of two stages; `open` it when both stages are bound, and `close` it before they go."""
 
     def __init__(
-        self, plan: Plan, stops: StopFlag, host: HostWorkshop, gpu: GpuWorkshop, front: StageRunner, back: StageRunner
+        self, plan: Plan, stops: StopFlag, host: CpuBackend, gpu: GpuBackend, front: StageRunner, back: StageRunner
     ) -> None:
         self._overlap, self._shape = plan.overlap, plan.stages[0].choices[-1].shape.out_shape
         self._stops, self._host, self._gpu, self._front, self._back = stops, host, gpu, front, back
-        self.under_way = 1 if plan.overlap else 0  # steps that may be submitted and not waited for when the next is
+        self.max_in_flight = 1 if plan.overlap else 0  # steps that may be submitted and not waited for when the next is
         self._forget()
 
     def _forget(self) -> None:
@@ -145,7 +145,7 @@ class Handover:
 
     def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> HandedStep:
         """Run the first stage of a step and queue the second, whose failure is raised by `wait`."""
-        if (count := len(self._submitted)) > self.under_way:
+        if (count := len(self._submitted)) > self.max_in_flight:
             raise RuntimeError(f"{count} steps are under way: wait for the first before another is submitted")
         self._stops.check()
         began = time.perf_counter()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
-from znnpy.run.workshop import dtype_of
+from znnpy.run.backend import dtype_of
 from znnpy.shapes import ConvShape, LayerShape
 
 if TYPE_CHECKING:

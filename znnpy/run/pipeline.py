@@ -20,9 +20,22 @@ import numpy as np
 
 from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError
 from znnpy.patches import Box, Column
-from znnpy.run.lane import END, Computes, Computing, Landed, Lane, Reads, Stops, Traces, Turn, Voxels, beside, drain
-from znnpy.run.shares import Lease, Queue, Shares
-from znnpy.run.threads import Thread
+from znnpy.run.stoppable_thread import Thread
+from znnpy.run.work_queue import ColumnQueue, Lease, WorkQueue
+from znnpy.run.worker import (
+    END,
+    CompletedStep,
+    Computes,
+    Reads,
+    RunningWorker,
+    StepTask,
+    Stops,
+    Traces,
+    Voxels,
+    Worker,
+    beside,
+    drain,
+)
 from znnpy.shapes import subtract
 
 REPORT_SECONDS = 0.2  # between reports while only other threads are at work
@@ -83,7 +96,7 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneTimings:
+class WorkerTimings:
     """What one lane did. While it neither computes nor waits it hands on what came out."""
 
     name: str
@@ -101,7 +114,7 @@ class Timings:
     columns: int
     seconds: float  # since it began to compute
     stage_seconds: Mapping[str, float]  # planning and preparing, if it did; then those of all lanes: reading to waiting
-    lanes: tuple[LaneTimings, ...]
+    lanes: tuple[WorkerTimings, ...]
 
 
 def run(
@@ -113,13 +126,13 @@ def run(
     progress: Callable[[Event], None] | None = None,
     trace: Traces | None = None,
 ) -> Timings:
-    """Read, compute and write every column that `output.done` does not hold; `run_lanes` with one lane."""
-    lane = Lane(session.plan.device.upper(), session, crew, Shares(columns, done=output.done))
-    return run_lanes((lane,), source, output, progress, trace)
+    """Read, compute and write every column that `output.done` does not hold; `run_workers` with one lane."""
+    lane = Worker(session.plan.device.upper(), session, crew, ColumnQueue(columns, done=output.done))
+    return run_workers((lane,), source, output, progress, trace)
 
 
-def run_lanes(
-    lanes: Sequence[Lane],
+def run_workers(
+    lanes: Sequence[Worker],
     source: Reads,
     output: Writes,
     progress: Callable[[Event], None] | None = None,
@@ -155,7 +168,7 @@ class _Tally:
 class _Run:
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        lanes: Sequence[Worker],
         source: Reads,
         output: Writes,
         progress: Callable[[Event], None] | None,
@@ -163,7 +176,7 @@ class _Run:
         before: Before | None,
     ) -> None:
         self._before = before
-        self._given, self._lanes = lanes, list[Computing]()
+        self._given, self._lanes = lanes, list[RunningWorker]()
         self._source, self._output, self._progress, self._trace = source, output, progress, trace
         self._landed: SimpleQueue[Any] = SimpleQueue()
         self._stopping = threading.Event()
@@ -176,7 +189,7 @@ class _Run:
         self._writing = 0.0  # seconds
         self._began = time.perf_counter()
 
-    def _count(self, shares: Queue) -> None:
+    def _count(self, shares: WorkQueue) -> None:
         for index, column in enumerate(shares.columns):
             for tally in (self._all, self._early) if index in shares.done else (self._all,):
                 tally.columns += 1
@@ -196,7 +209,7 @@ class _Run:
 
     def _all_done(self) -> Timings:
         for lane in self._given:
-            self._lanes.append(Computing(lane, self._source, self._output.dtype, self._land, self._trace))
+            self._lanes.append(RunningWorker(lane, self._source, self._output.dtype, self._land, self._trace))
         writer = self._thread("writer", self._write)
         threads = [self._thread(f"reader-{number}", lane.read) for number, lane in enumerate(self._lanes)]
         threads += [self._thread(f"lane-{lane.name}", partial(self._attend, lane)) for lane in self._lanes[1:]]
@@ -221,7 +234,7 @@ class _Run:
         self._report()
         now = self._now
         timed = tuple(
-            LaneTimings(lane.name, lane.voxels, dict(lane.seconds), lane.lost, _cells_of(lane.given_up))
+            WorkerTimings(lane.name, lane.voxels, dict(lane.seconds), lane.lost, _cells_of(lane.given_up))
             for lane in self._lanes
         )
         return Timings(now.voxels, now.columns, time.perf_counter() - self._began, self._stage_seconds(), timed)
@@ -231,7 +244,7 @@ class _Run:
         while not thread.wait(REPORT_SECONDS):
             self._report()
 
-    def _attend(self, lane: Computing) -> None:
+    def _attend(self, lane: RunningWorker) -> None:
         """Have a lane compute; it may be lost where others have its shares, or give up to them."""
         try:
             lane.compute()
@@ -251,7 +264,7 @@ class _Run:
                     raise
                 self._forget(lane, begun)
 
-    def _forget(self, lane: Computing, leases: Sequence[Lease]) -> None:
+    def _forget(self, lane: RunningWorker, leases: Sequence[Lease]) -> None:
         """Others compute these anew: they no longer count."""
         for lease in leases:
             self._now.steps -= lease.steps
@@ -260,11 +273,11 @@ class _Run:
             lane.voxels -= lease.voxels
             lease.steps, lease.work, lease.voxels = 0, 0.0, 0
 
-    def _alike(self, lane: Computing) -> bool:
+    def _alike(self, lane: RunningWorker) -> bool:
         """Others with the same plan are left."""
         return any(other.plan is lane.plan and not other.lost for other in self._lanes if other is not lane)
 
-    def _land(self, turn: Turn, landed: Landed | None) -> None:
+    def _land(self, turn: StepTask, landed: CompletedStep | None) -> None:
         """A step was computed."""
         if landed is not None:
             self._landed.put(landed)
@@ -273,7 +286,7 @@ class _Run:
         if threading.current_thread() is self._caller:
             self._report()
 
-    def _add(self, turn: Turn, voxels: int, lane: Computing | None = None) -> bool:
+    def _add(self, turn: StepTask, voxels: int, lane: RunningWorker | None = None) -> bool:
         """Count a step, and what a lane wrote of it; False where its column goes to another lane."""
         lease = turn.lease
         with self._turn:
@@ -297,7 +310,7 @@ class _Run:
             self._write_one(item)
             del item  # its mask too
 
-    def _write_one(self, landed: Landed) -> None:
+    def _write_one(self, landed: CompletedStep) -> None:
         lane, turn, patch = landed.lane, landed.turn, landed.turn.patch
         if not turn.lease.void:
             began = time.perf_counter()

@@ -17,10 +17,10 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.memory import PINNED
 from znnpy.planner.plan import Plan
+from znnpy.run.backend import Backend
+from znnpy.run.cpu_backend import CpuBackend
 from znnpy.run.handover import Handover, StopFlag
-from znnpy.run.host import HostWorkshop
 from znnpy.run.stage_runner import StageRunner
-from znnpy.run.workshop import Workshop
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
@@ -61,13 +61,13 @@ class Session:
         self._handover: Handover | None = None
         lane = lane or plan.device.upper()
         if plan.device == "cpu":
-            shops: list[Workshop] = [HostWorkshop(plan, network, crew, trace, lane, prepared)]
+            shops: list[Backend] = [CpuBackend(plan, network, crew, trace, lane, prepared)]
         else:
-            from znnpy.run.gpu import GpuWorkshop  # here: runs on the CPU need none of it
+            from znnpy.run.gpu_backend import GpuBackend  # here: runs on the CPU need none of it
 
             stops = StopFlag(crew)
-            gpu = GpuWorkshop(plan, network, stops if plan.offloaded else crew, device, trace, lane)
-            host = HostWorkshop(plan, network, crew, trace, lent=gpu)
+            gpu = GpuBackend(plan, network, stops if plan.offloaded else crew, device, trace, lane)
+            host = CpuBackend(plan, network, crew, trace, lent=gpu)
             shops = [host, gpu] if plan.offloaded else [gpu]
         self._shops = shops
         self._runners = tuple(
@@ -92,9 +92,9 @@ class Session:
         return {} if self._handover is None else self._handover.idle_seconds
 
     @property
-    def under_way(self) -> int:
+    def max_in_flight(self) -> int:
         """Steps that may be submitted and not waited for when the next is; 0: `submit` computes."""
-        return self._shops[-1].under_way if self._handover is None else self._handover.under_way
+        return self._shops[-1].max_in_flight if self._handover is None else self._handover.max_in_flight
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -145,7 +145,7 @@ class Session:
                 first steps of a column that walks: they give no output (`Cover.ahead`).
         begins  the first step of a column; every patch is one.
 
-        No more than `under_way` steps may be without their wait. Until it, `raw` and `out` belong to the session.
+        No more than `max_in_flight` steps may be without their wait. Until it, `raw` and `out` belong to the session.
         ValuesOverflowError, here or in `wait`, names the layer whose result is not finite.
         """
         if self._handover is not None:

@@ -14,7 +14,7 @@ from znnpy.kernels.table import find
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.layout import carried_planes, reads_apart
 from znnpy.planner.plan import Choice, Plan
-from znnpy.run.workshop import Workshop, dtype_of
+from znnpy.run.backend import Backend, dtype_of
 from znnpy.shapes import turn
 
 
@@ -48,7 +48,7 @@ class StageRunner:
         plan: Plan,
         network: Network,
         weights: Sequence[ConvWeights],
-        shop: Workshop,
+        shop: Backend,
         table: Sequence[Primitive],
         number: int = 0,
     ) -> None:
@@ -82,14 +82,14 @@ class StageRunner:
         primitives = [find(choice.primitive, self._table) for choice in choices]
         steps = []
         for primitive, choice in zip(primitives, choices, strict=True):
-            weights, hands = self._weights.get(choice.layers[0]), shop.hands_for(choice)
+            weights, hands = self._weights.get(choice.layers[0]), shop.executor_for(choice)
             resident = primitive.prepare(_turned(weights, plan.axis), choice.variant, hands)
             steps.append(primitive.bind(resident, choice.shape, choice.variant, hands))
         footprints = [
             primitive.footprint(choice.shape, choice.variant, plan.compute_threads)
             for primitive, choice in zip(primitives, choices, strict=True)
         ]
-        shop.lay_out(self._memory.arena, self._stage.tensors, footprints)
+        shop.allocate_arena(self._memory.arena, self._stage.tensors, footprints)
         shapes = [choice.shape for choice in choices]
         new = plan.choices[part.start - 1].shape.out[0] if part.start else plan.patch_in[plan.axis]
         carried = carried_planes(shapes, new)

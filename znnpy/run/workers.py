@@ -12,9 +12,9 @@ from znnpy.network import ConvWeights, Network
 from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
 from znnpy.run.devices import Site
-from znnpy.run.lane import Lane
 from znnpy.run.session import Session
-from znnpy.run.shares import Cells, Hand, Queue, Shares
+from znnpy.run.work_queue import BalancedQueue, ColumnQueue, WorkerProfile, WorkQueue
+from znnpy.run.worker import Worker
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
@@ -54,19 +54,19 @@ def sessions_of(
         yield sessions
 
 
-def lanes_of(plan: Plan, sessions: Sessions, network: Network, done: Set[int] = frozenset()) -> list[Lane]:
+def workers_of(plan: Plan, sessions: Sessions, network: Network, done: Set[int] = frozenset()) -> list[Worker]:
     """All that compute, with one queue of what is not done: columns for devices that are alike, else cells."""
     shares = _shares(plan, sessions, network, done)
-    return [Lane(name, session, session.crew, shares) for name, session in sessions.items()]
+    return [Worker(name, session, session.crew, shares) for name, session in sessions.items()]
 
 
-def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) -> Queue:
+def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) -> WorkQueue:
     if plan.beside is None:
-        return Shares(plan.cover(network), done)
+        return ColumnQueue(plan.cover(network), done)
     beside = plan.beside
     begins, each = of_a_gpu(plan)
     hands = {
-        name: Hand(
+        name: WorkerProfile(
             partial(session.plan.within, network=network),
             beside.seconds_per_step if session.plan is beside else each,
             runs=session.plan is not beside,
@@ -75,4 +75,4 @@ def _shares(plan: Plan, sessions: Sessions, network: Network, done: Set[int]) ->
         )
         for name, session in sessions.items()
     }
-    return Cells(plan.cells, plan.axis, hands, done, step=plan.patch_out)
+    return BalancedQueue(plan.cells, plan.axis, hands, done, step=plan.patch_out)

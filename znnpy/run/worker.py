@@ -24,8 +24,8 @@ from znnpy.errors import DeviceError, DeviceLostError, Stopped, VramError, Znnpy
 from znnpy.network import Network
 from znnpy.patches import Box, Column, Patch
 from znnpy.planner.plan import Plan
-from znnpy.run.shares import Lease, Queue
-from znnpy.run.unseen import Mask, Unseen
+from znnpy.run.nan_mask import Mask, NanMask
+from znnpy.run.work_queue import Lease, WorkQueue
 from znnpy.shapes import Vec3
 
 LOOK_SECONDS = 0.0001  # between looks at what is under way
@@ -45,7 +45,7 @@ class Computes(Protocol):
     def network(self) -> Network: ...
 
     @property
-    def under_way(self) -> int:
+    def max_in_flight(self) -> int:
         """How many steps may be submitted and not waited for when the next is; 0: each is waited for at once."""
 
     def buffers(
@@ -91,17 +91,17 @@ class Traces(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Worker:
     """Who computes what. All lanes of a run have the same shares."""
 
     name: str  # of the device
     session: Computes
     crew: Stops
-    shares: Queue
+    shares: WorkQueue
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StepTask:
     """A patch on its way."""
 
     lease: Lease
@@ -142,36 +142,36 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class CompletedStep:
     """A step that was computed; its output is in a buffer of its lane."""
 
-    turn: Turn
-    lane: Computing
+    turn: StepTask
+    lane: RunningWorker
     buffer: int
     hidden: Mask | None  # where its output is unknown
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadStep:
     """A patch that was read, in a buffer."""
 
-    turn: Turn
+    turn: StepTask
     buffer: int
     bad: Mask | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlight:
     """A step that was submitted, and its buffers."""
 
-    turn: Turn
+    turn: StepTask
     ticket: Any  # of the session
     raw: int
     out: int | None
     hidden: Mask | None
 
 
-class Effort:
+class StepWork:
     """What the steps of columns cost, as a plan has it: the voxels that come out, less where few layers run."""
 
     def __init__(self, plan: Plan, network: Network) -> None:
@@ -188,7 +188,7 @@ class Effort:
         return [self.of(first + number) for number in range(len(column.steps))]
 
 
-class Computing:
+class RunningWorker:
     """A lane at work: `read` and `compute` run in threads of their own.
 
     land  is told of every step that is done: of its output, where it has one, which is the lane's until `free`.
@@ -196,10 +196,10 @@ class Computing:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: Worker,
         source: Reads,
         dtype: np.dtype[Any],
-        land: Callable[[Turn, Landed | None], None],
+        land: Callable[[StepTask, CompletedStep | None], None],
         trace: Traces | None = None,
     ) -> None:
         session = lane.session
@@ -210,14 +210,14 @@ class Computing:
         self.lost: str | None = None  # why it ended before the run did
         self.given_up: Sequence[Lease] = ()  # what others compute in its stead
         self._session, self._source, self._land_step, self._trace = session, source, land, trace
-        self._effort = Effort(session.plan, session.network)
+        self._effort = StepWork(session.plan, session.network)
         self._raw: list[Voxels] = []  # buffers for patches that are made
         self._raw_free: SimpleQueue[int | None] = SimpleQueue()
         self._raw_full: SimpleQueue[Any] = SimpleQueue()
         self._out_free: SimpleQueue[int | None] = SimpleQueue()
         self._stopping = threading.Event()
-        self._flights: deque[_Flight] = deque()
-        self._unseen = Unseen(session.plan, session.network.field_of_view)
+        self._flights: deque[_InFlight] = deque()
+        self._unseen = NanMask(session.plan, session.network.field_of_view)
         reads, writes = self.shares.moves()
         self._raws, outs = session.buffers(source.dtype, dtype, reads=reads, writes=writes)
         self._outs = iter(outs)
@@ -280,7 +280,7 @@ class Computing:
                 buffer = self._raw_buffer(unmade) if buffer is None else buffer
                 with self._timed("reading", turn), beside(turn):
                     bad = self._source.read(turn.patch.read, self._raw[buffer])
-                self._raw_full.put(_Read(turn, buffer, bad))
+                self._raw_full.put(_ReadStep(turn, buffer, bad))
                 del bad  # masks go where their buffers go, so that there are no more of them
                 buffer = None
             buffer = self._raw_buffer(unmade)  # no lease before it can be read: later more is known of who is fast
@@ -309,14 +309,14 @@ class Computing:
                     voxels = None if out is None else self.out[out]
                     ticket = self._session.submit(self._raw[read.buffer], voxels, begins=turn.begins)
                 hidden = self._unseen.after(read.bad, writes=turn.writes)
-            self._flights.append(_Flight(turn, ticket, read.buffer, out, hidden))
+            self._flights.append(_InFlight(turn, ticket, read.buffer, out, hidden))
             del read, hidden
-            while len(self._flights) > self._session.under_way:
+            while len(self._flights) > self._session.max_in_flight:
                 self._land(self._flights.popleft())
         while self._flights:
             self._land(self._flights.popleft())
 
-    def _next(self, queue: SimpleQueue[Any], turn: Turn | None = None) -> Any:
+    def _next(self, queue: SimpleQueue[Any], turn: StepTask | None = None) -> Any:
         """What comes from `queue`; while nothing does, what is under way is let go of as soon as it is done."""
         while self._flights and queue.empty():
             if self._session.done(self._flights[0].ticket):
@@ -327,7 +327,7 @@ class Computing:
         with self._timed("waiting", turn):
             return self._take(queue)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: _InFlight) -> None:
         """Wait for the step that was submitted first, and let its buffers go."""
         turn = flight.turn
         with self._timed("computing", turn), within(turn):
@@ -335,18 +335,18 @@ class Computing:
         self._raw_free.put(flight.raw)
         if turn.ends:
             self.shares.finish(turn.lease)
-        landed = None if flight.out is None else Landed(turn, self, flight.out, flight.hidden)
+        landed = None if flight.out is None else CompletedStep(turn, self, flight.out, flight.hidden)
         del flight  # its mask too
         self._land_step(turn, landed)
 
-    def _turns(self, lease: Lease) -> Iterator[Turn]:
+    def _turns(self, lease: Lease) -> Iterator[StepTask]:
         efforts = [self._effort.of_steps(lease, column) for column in lease.columns]
         share = sum(column.voxels for column in lease.columns) / sum(map(sum, efforts))
         for index, (column, effort) in enumerate(zip(lease.columns, efforts, strict=True)):
             first = next(step.write for step in column.steps if step.write.voxels)
             for number, patch in enumerate(column.steps):
                 output = patch.write if patch.write.voxels else first
-                yield Turn(lease, index, number, output, share * effort[number])
+                yield StepTask(lease, index, number, output, share * effort[number])
 
     def _take(self, queue: SimpleQueue[T | None]) -> T:
         item = queue.get()
@@ -355,7 +355,7 @@ class Computing:
         return item
 
     @contextmanager
-    def _timed(self, stage: str, turn: Turn | None) -> Iterator[None]:
+    def _timed(self, stage: str, turn: StepTask | None) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
@@ -374,7 +374,7 @@ def drain(queue: SimpleQueue[Any]) -> None:
 
 
 @contextmanager
-def within(turn: Turn) -> Iterator[None]:
+def within(turn: StepTask) -> Iterator[None]:
     """What fails in a step names it first, and the output voxels that it is for; what is no ZnnpyError in a note."""
     try:
         yield
@@ -386,7 +386,7 @@ def within(turn: Turn) -> Iterator[None]:
 
 
 @contextmanager
-def beside(turn: Turn) -> Iterator[None]:
+def beside(turn: StepTask) -> Iterator[None]:
     """What fails beside a step, a disk for one, names it last."""
     try:
         yield
@@ -397,5 +397,5 @@ def beside(turn: Turn) -> Iterator[None]:
         raise
 
 
-def _place(turn: Turn) -> str:
+def _place(turn: StepTask) -> str:
     return f"output voxels (z, y, x) = {turn.output.lo} to {turn.output.hi}, {turn}"

@@ -32,8 +32,8 @@ from znnpy.network import Network, Pool
 from znnpy.planner.memory import PINNED, STAGED
 from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.run.arena import Arena
-from znnpy.run.device_trace import DeviceTrace
-from znnpy.run.workshop import UNTRACED, Voxels, dtype_of, input_overflow, layer_of, output_overflow
+from znnpy.run.backend import UNTRACED, Voxels, dtype_of, input_overflow, layer_of, output_overflow
+from znnpy.run.gpu_trace import GpuTrace
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class Checks(Protocol):
     def check(self) -> None: ...
 
 
-class GpuWorkshop:
-    """See `Workshop`. It opens a device of its own where it is given none.
+class GpuBackend:
+    """See `Backend`. It opens a device of its own where it is given none.
 
     Of a plan of two stages it runs the second. One thread may `take`, `give` and what is between while another
     waits.
@@ -91,7 +91,7 @@ class GpuWorkshop:
     VramError where the device has less memory than the plan says.
     """
 
-    under_way = 1
+    max_in_flight = 1
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class GpuWorkshop:
         self._step: _Ticket | None = None  # that was begun and is not yet queued to its end
         self._queued: deque[tuple[Any, float]] = deque()  # layers: event of the end, predicted seconds
         self._queued_seconds = 0.0
-        self._traced: DeviceTrace | None = None
+        self._traced: GpuTrace | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -150,7 +150,7 @@ class GpuWorkshop:
             with self._open:
                 self._release()
 
-    def hands_for(self, choice: Choice) -> Any:
+    def executor_for(self, choice: Choice) -> Any:
         del choice
         return self.hands
 
@@ -161,11 +161,11 @@ class GpuWorkshop:
         except DeviceError:
             self.hands.abandon()
 
-    def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
+    def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         device, plan, network = self.hands, self._plan, self._network
         block = device.allocate(nbytes, "the arena")
         if self._trace is not None:
-            self._traced = DeviceTrace(self._trace, device)
+            self._traced = GpuTrace(self._trace, device)
 
         def view(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
             return device.view(block, shape, dtype, offset=offset)
@@ -241,7 +241,7 @@ class GpuWorkshop:
 
     def _lend(self, raw: Voxels | None, out: Voxels | None) -> tuple[Any, _Lent]:
         """What one more step has of the device, and the words of the step before."""
-        if len(self._lent) > self.under_way:
+        if len(self._lent) > self.max_in_flight:
             raise RuntimeError(f"{len(self._lent)} steps are under way: wait for the first before another is submitted")
         raw_slot = None if raw is None else self._slot(self._raw_slots, raw.nbytes, "patches on their way in")
         out_slot = None if out is None else self._slot(self._out_slots, out.nbytes, "patches on their way out")

@@ -22,17 +22,17 @@ Voxels = npt.NDArray[Any]
 UNTRACED = nullcontext()  # enters nothing, as often as one likes
 
 
-class Workshop(Protocol):
+class Backend(Protocol):
     """A context manager; its arrays are numpy's on the host, and those of its Device on a GPU.
 
     On a GPU everything but `wait` and `buffers` is queued: a call returns before the work is done.
     """
 
-    def hands_for(self, choice: Choice) -> Any:
+    def executor_for(self, choice: Choice) -> Any:
         """Whom its primitive prepares and binds for: a Crew, or a Device."""
 
     @property
-    def under_way(self) -> int:
+    def max_in_flight(self) -> int:
         """Steps that may be submitted and not waited for when the next is."""
 
     def __enter__(self) -> Self: ...
@@ -42,7 +42,7 @@ class Workshop(Protocol):
     def abandon(self) -> None:
         """The device failed: nothing is asked of it any more."""
 
-    def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
+    def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         """Take the arena; the footprints are those of the steps that will `run`.
 
         After weights are prepared: that needs room which the arena takes only when written to.

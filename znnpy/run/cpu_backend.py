@@ -17,20 +17,20 @@ from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.run.arena import host_arena
-from znnpy.run.workshop import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
+from znnpy.run.backend import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Bytes, Footprint
-    from znnpy.run.gpu import GpuWorkshop
+    from znnpy.run.gpu_backend import GpuBackend
     from znnpy.run.trace import Trace
 
 NOTHING = host_arena(aligned_bytes(0), ())
 
 
-class HostWorkshop:
-    """See `Workshop`."""
+class CpuBackend:
+    """See `Backend`."""
 
-    under_way = 0
+    max_in_flight = 0
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class HostWorkshop:
         trace: Trace | None = None,
         lane: str = "CPU",
         prepared: Callable[[int], None] | None = None,
-        lent: GpuWorkshop | None = None,
+        lent: GpuBackend | None = None,
     ) -> None:
         self.hands = crew
         self._lent = lent  # computes those layers of a host stage that run on the GPU, and has their scratch
@@ -59,7 +59,7 @@ class HostWorkshop:
     def __exit__(self, *cause: Any) -> None:
         self._arena = NOTHING
 
-    def hands_for(self, choice: Choice) -> Any:
+    def executor_for(self, choice: Choice) -> Any:
         return self.hands if choice.device == "cpu" or self._lent is None else self._lent.hands
 
     def _on_gpu(self, index: int) -> bool:
@@ -68,7 +68,7 @@ class HostWorkshop:
     def abandon(self) -> None:
         """Processors do not fail alone."""
 
-    def lay_out(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
+    def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         del footprints
         self._arena = host_arena(self._block(nbytes), tensors)
 

@@ -13,7 +13,7 @@ SEEN_BYTES = 2**20  # of a mask that are copied at once
 Mask = npt.NDArray[np.bool_]
 
 
-class Unseen:
+class NanMask:
     """Which outputs depend on a voxel that is not finite, from what each step of a column reads."""
 
     def __init__(self, plan: Plan, field_of_view: Vec3) -> None:

@@ -38,7 +38,7 @@ class _Step:
     work: list[_Work] = field(default_factory=list)
 
 
-class DeviceTrace:
+class GpuTrace:
     """What a session queues on `device`, step by step, told to `trace` when a step is over."""
 
     def __init__(self, trace: Trace, device: Any) -> None:

@@ -1,6 +1,6 @@
 """Parts of the output that nobody has begun, and the lanes that take them: columns one by one, or cells as they suit.
 
-Columns  Lanes with equal plans (`Shares`): a lane takes a column whole, since it carries planes from step to step.
+Columns  Lanes with equal plans (`ColumnQueue`): a lane takes a column whole, since it carries planes from step to step.
 Cells    Lanes with plans of their own (`Cells`), a GPU and the processor side by side: each covers what it has taken
          with its own columns or patches. Cells behind each other along the axis are a stack. A GPU takes runs of cells
          from the end of the last stack, the processor one cell at a time from the beginning of the first: where it has
@@ -41,7 +41,7 @@ LOST_SECONDS = 480.0
 DOUBT = 2.0  # times as long as predicted: what a processor at work may take for that and the next cell
 
 
-class Takes(Protocol):
+class QueueUser(Protocol):
     """A lane, as far as it matters here. Hashable."""
 
     @property
@@ -57,7 +57,7 @@ class Lease:
 
     indices: tuple[int, ...]  # in the run's output
     columns: Sequence[Column]  # that the lane computes for it
-    lane: Takes
+    lane: QueueUser
     what: str  # "column", or "cell"
     goes_on: bool = False  # its first column goes on from the lane's lease before
     seconds: float = 0.0  # as predicted
@@ -75,21 +75,21 @@ class Lease:
         return f"{self.what}{'s' * (len(self.indices) > 1)} {', '.join(map(str, self.indices))}"
 
 
-class Queue(ABC):
-    """What `Shares` and `Cells` have in common: who has what, and who waits."""
+class WorkQueue(ABC):
+    """What `ColumnQueue` and `Cells` have in common: who has what, and who waits."""
 
     def __init__(self, columns: Sequence[Column], done: Set[int]) -> None:
         self.columns, self.done = columns, done  # of the run's output, and those that earlier runs finished
-        self._lanes: set[Takes] = set()
+        self._lanes: set[QueueUser] = set()
         self._held: list[Lease] = []
         self._turn = threading.Condition()
         self._stopped = False
 
-    def join(self, lane: Takes) -> None:
+    def join(self, lane: QueueUser) -> None:
         """Before anybody takes: `lane` will."""
         self._lanes.add(lane)
 
-    def take(self, lane: Takes) -> Lease | None:
+    def take(self, lane: QueueUser) -> Lease | None:
         """The next lease; None where there is none for `lane`, nor will be. Stopped once `stop` was called."""
         with self._turn:
             while True:
@@ -113,7 +113,7 @@ class Queue(ABC):
             self._finished(lease)
             self._turn.notify_all()
 
-    def lose(self, lane: Takes) -> list[Lease] | None:
+    def lose(self, lane: QueueUser) -> list[Lease] | None:
         """`lane` computes nothing any more: what it had begun, which is void now; None where no lane is left for it."""
         with self._turn:
             others = any(other != lane for other in self._lanes)
@@ -122,7 +122,7 @@ class Queue(ABC):
                 return None
             return self._void(lane)
 
-    def _void(self, lane: Takes) -> list[Lease]:
+    def _void(self, lane: QueueUser) -> list[Lease]:
         """What a lane has, which goes to others: it takes nothing any more."""
         self._lanes.discard(lane)
         found = [lease for lease in self._held if lease.lane == lane]
@@ -156,7 +156,7 @@ class Queue(ABC):
         """Somebody has yet to begin some."""
 
     @abstractmethod
-    def _next(self, lane: Takes) -> Lease | None:
+    def _next(self, lane: QueueUser) -> Lease | None:
         """What `lane` is to begin; None where that is nothing now."""
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Queue(ABC):
         del lease  # of no interest here
 
 
-class Shares(Queue):
+class ColumnQueue(WorkQueue):
     """Columns of one cover, for every lane whose plan they are of."""
 
     def __init__(self, columns: Sequence[Column], done: Set[int] = frozenset()) -> None:
@@ -189,7 +189,7 @@ class Shares(Queue):
             self._begun += 1
         return bool(self._returned) or self._begun < len(self.columns)
 
-    def _next(self, lane: Takes) -> Lease | None:
+    def _next(self, lane: QueueUser) -> Lease | None:
         if not self._left():
             return None
         if self._returned:
@@ -203,7 +203,7 @@ class Shares(Queue):
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
+class WorkerProfile:
     """How a lane takes cells. Seconds are as predicted, of one who takes runs for cells of weight 1."""
 
     columns: Callable[[Box], Sequence[Column]]  # of its plan, that cover a box of the output
@@ -213,7 +213,7 @@ class Hand:
     begins: float = 0.0  # more for the first of a run, or of such a column
 
 
-class Cells(Queue):
+class BalancedQueue(WorkQueue):
     """Cells of an output for lanes with plans of their own.
 
     cells  patches that write without overlap, as `Cover` makes them where no column walks
@@ -227,7 +227,7 @@ class Cells(Queue):
         self,
         cells: Cover,
         axis: int,
-        hands: Mapping[str, Hand],
+        hands: Mapping[str, WorkerProfile],
         done: Set[int] = frozenset(),
         *,
         step: Vec3 = (1, 1, 1),
@@ -263,7 +263,7 @@ class Cells(Queue):
     def _left(self) -> bool:
         return any(self._stacks.values())
 
-    def _next(self, lane: Takes) -> Lease | None:
+    def _next(self, lane: QueueUser) -> Lease | None:
         hand = self._hands[lane.name]
         lease = self._run(lane, hand) if hand.runs else self._one(lane, hand)
         if lease is None and hand.runs and self._takes_back(lane, hand):
@@ -282,11 +282,11 @@ class Cells(Queue):
         """Of these cells together."""
         return fsum(map(self._weights.__getitem__, indices))
 
-    def _of_run(self, hand: Hand, indices: Sequence[int]) -> float:
+    def _of_run(self, hand: WorkerProfile, indices: Sequence[int]) -> float:
         """Seconds, as predicted, of one who takes these, which lie behind each other."""
         return self._wide[self._place(indices[0])] * hand.begins + hand.seconds * self._weight(indices)
 
-    def _run(self, lane: Takes, hand: Hand) -> Lease | None:
+    def _run(self, lane: QueueUser, hand: WorkerProfile) -> Lease | None:
         """The last cells of the last stack, which lie behind each other.
 
         None where one that takes cells singly, and is at work or about to ask, ends all before this lane ends one.
@@ -307,7 +307,7 @@ class Cells(Queue):
         del stack[-count:]
         return Lease(taken, hand.columns(self._box(taken)), lane, "cell", seconds=self._of_run(hand, taken))
 
-    def _one(self, lane: Takes, hand: Hand) -> Lease | None:
+    def _one(self, lane: QueueUser, hand: WorkerProfile) -> Lease | None:
         """The first cell of the first stack; None where others are done with all before it is.
 
         A lane at work does not take it yet where that may be so, were it slower than it seems.
@@ -330,7 +330,7 @@ class Cells(Queue):
             columns = [Column(tuple(step for step in column.steps if step.write.voxels)) for column in columns]
         return Lease((index,), columns, lane, "cell", goes_on, seconds)
 
-    def _takes_back(self, lane: Takes, hand: Hand) -> bool:
+    def _takes_back(self, lane: QueueUser, hand: WorkerProfile) -> bool:
         """Whether `lane`, which takes runs, is to compute what is left to those who take cells singly.
 
         Once it has waited for as long as it takes for all of that, cell by cell, and does not see it end sooner.
@@ -349,7 +349,7 @@ class Cells(Queue):
             other.give_up(self._void(other))
         return True
 
-    def _goes_on(self, lane: Takes, index: int) -> bool:
+    def _goes_on(self, lane: QueueUser, index: int) -> bool:
         """With the column of the cell that it took before."""
         behind = index // self._stride % self._long > 0 and self._last.get(lane.name) == index - self._stride
         return self._hands[lane.name].walks and behind
@@ -367,7 +367,7 @@ class Cells(Queue):
         spent, predicted = self._spent[name]
         return spent / predicted if spent and predicted else 1.0  # a coarse clock may have seen nothing
 
-    def _fair(self, lane: Takes, free: float, cells: Sequence[int], times: int) -> int:
+    def _fair(self, lane: QueueUser, free: float, cells: Sequence[int], times: int) -> int:
         """How many of the last of some cells: so that `times` as many end about when the others have done the rest.
 
         One at least. The next lease makes up for too few, nothing for too many.
@@ -385,17 +385,17 @@ class Cells(Queue):
         as_soon = times == 1 and done(enough) - self._weights[cells[-enough]] >= free  # if the others end it
         return enough - 1 if nearer or as_soon else enough
 
-    def _others(self, lane: Takes, seconds: float) -> float:
-        """Cells, by their weights, that the other lanes are likely to begin and end within `seconds`."""
+    def _others(self, lane: QueueUser, seconds: float) -> float:
+        """BalancedQueue, by their weights, that the other lanes are likely to begin and end within `seconds`."""
         return sum(self._within(other, seconds) for other in self._lanes if other != lane)
 
-    def _singly(self, *, asking: bool = False) -> set[Takes]:
+    def _singly(self, *, asking: bool = False) -> set[QueueUser]:
         """Lanes that take cells singly, and are at work: each of them will ask for another, or is about to."""
         later = {lane for lane in self._lanes if asking and lane.name in self._later}
         return later | {held.lane for held in self._held if not self._hands[held.lane.name].runs}
 
-    def _within(self, lane: Takes, seconds: float) -> float:
-        """Cells, by their weights, that a lane is likely to begin and end, from now on, if no other does."""
+    def _within(self, lane: QueueUser, seconds: float) -> float:
+        """BalancedQueue, by their weights, that a lane is likely to begin and end, from now on, if no other does."""
         hand, ended = self._hands[lane.name], list[float]()
         left = (seconds - self._busy(lane)) / self._pace(lane.name)
         for stack in reversed(self._stacks.values()) if hand.runs else self._stacks.values():
@@ -413,7 +413,7 @@ class Cells(Queue):
                 ended.append(weight)
         return fsum(ended)  # all of them are what is free, in whatever order
 
-    def _busy(self, lane: Takes) -> float:
+    def _busy(self, lane: QueueUser) -> float:
         """Seconds, about, until a lane is done with what it has."""
         held = [lease.seconds for lease in self._held if lease.lane == lane]
         return max(0.0, sum(held) * self._pace(lane.name) - (self._now() - self._since[lane.name])) if held else 0.0
