@@ -322,14 +322,15 @@ class _Run:
                 settings, count = settings_of(self.wishes.only, site.machine), len(plan.parts_of(network))
                 header = JournalHeader(self.job, settings, plan.to_json(), site.machine.blas, count, wisdom=wisdom.used)
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
-            lanes = workers_of(plan, sessions, network, self.output.done)
+            workers = workers_of(plan, sessions, network, self.output.done)
             log_phase("running", f"{len(self.output.done)} of {plan.columns} columns done before")
-            timings = pipeline.run_workers(lanes, self.source, self._writes(plan), self.progress, self.trace, before)
-            lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
+            timings = pipeline.run_workers(workers, self.source, self._writes(plan), self.progress, self.trace, before)
+            gone = [worker for worker in timings.workers if worker.lost]
+            lost = [f"{worker.name} was lost, and the others went on: {worker.lost}" for worker in gone]
             late = [
-                f"{lane.name} was late at the end: a GPU computed {lane.given_up} of its cells"
-                for lane in timings.lanes
-                if lane.given_up
+                f"{worker.name} was late at the end: a GPU computed {worker.given_up} of its cells"
+                for worker in timings.workers
+                if worker.given_up
             ]
             idle = {device: spent for session in sessions.values() for device, spent in session.idle_seconds.items()}
             return _Done(plan, timings, site.taken_bytes(), (*lost, *late, *wisdom.sentences), idle, self.tally.values)
@@ -427,7 +428,7 @@ def _report(
         gpu=machine.gpu.name if machine.gpu else None,
         vram_bytes=done.vram_bytes if done else None,
         notes=notes,
-        lanes=timings.lanes if timings else (),
+        workers=timings.workers if timings else (),
         idle_seconds=done.idle_seconds if done else {},
         values=done.values if done else None,
         chunks=chunks,

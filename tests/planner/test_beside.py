@@ -29,7 +29,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.plan_checks import check_beside
 from znnpy.planner.search import make_plan
 from znnpy.planner.several import plan_for
-from znnpy.run.work_queue import BalancedQueue
+from znnpy.run.balanced_queue import BalancedQueue
 from znnpy.run.workers import _shares
 from znnpy.shapes import Vec3
 
@@ -230,7 +230,7 @@ def test_the_queue_knows_what_each_takes() -> None:
     sessions: Any = {"GPU": SimpleNamespace(plan=both), "CPU": SimpleNamespace(plan=both.beside)}
     queue = _shares(both, sessions, MIXED, frozenset())
     assert isinstance(queue, BalancedQueue)
-    gpu, cpu = queue._hands["GPU"], queue._hands["CPU"]
+    gpu, cpu = queue._profiles["GPU"], queue._profiles["CPU"]
     assert (gpu.begins, gpu.seconds) == of_a_gpu(both)
     assert gpu.begins > 0
     assert (cpu.begins, cpu.seconds) == (both.beside.seconds_to_begin, both.beside.seconds_per_step)

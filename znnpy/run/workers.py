@@ -11,9 +11,10 @@ from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
+from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.devices import Site
 from znnpy.run.session import Session
-from znnpy.run.work_queue import BalancedQueue, ColumnQueue, WorkerProfile, WorkQueue
+from znnpy.run.work_queue import ColumnQueue, WorkQueue
 from znnpy.run.worker import Worker
 
 if TYPE_CHECKING:
