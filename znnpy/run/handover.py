@@ -72,7 +72,7 @@ class HandedStep:
     handed: npt.NDArray[np.float32] | None  # None: in the first steps of a column nothing is handed over
     out: Voxels | None
     begins: bool
-    ticket: Any = None  # of the workshop
+    ticket: Any = None  # of the backend
     error: BaseException | None = None
     marks: tuple[Any, Any] | None = None  # events of the device, at its begin and its end
     queued: threading.Event = field(default_factory=threading.Event)  # all of it is queued, or it failed
@@ -122,7 +122,7 @@ class Handover:
     def open(self) -> None:
         """Take the buffers, and start the feeder."""
         for _ in range(handover_buffers(overlap=self._overlap)):
-            self._buffers.append(self._gpu.hands.pinned(self._shape, np.float32))
+            self._buffers.append(self._gpu.executor.pinned(self._shape, np.float32))
         if self._overlap:
             feeder = Thread("feeder", self._feed_all)
             feeder.start()
@@ -188,18 +188,18 @@ class Handover:
         self._gpu.wait(step.ticket)
         self._ended = time.perf_counter()
         assert step.marks is not None, "it was queued"
-        self._busy[1] += self._gpu.hands.seconds_between(*step.marks)
+        self._busy[1] += self._gpu.executor.seconds_between(*step.marks)
 
     def _run_front(self, raw: Voxels, handed: npt.NDArray[np.float32], *, begins: bool) -> bool:
         """Run the first stage; return whether anything was handed over."""
-        source, _ = self._host.take(raw, None, begins=begins)
+        source, _ = self._host.begin_step(raw, None, begins=begins)
         return self._front.step(source, handed, begins=begins)
 
     def _run_back(self, step: HandedStep) -> None:
         """Queue the second stage."""
         back, gpu = self._back, self._gpu
-        device = gpu.hands
-        _, target = gpu.take(None, step.out, begins=step.begins)
+        device = gpu.executor
+        _, target = gpu.begin_step(None, step.out, begins=step.begins)
         marks = device.event(timing=True), device.event(timing=True)
         with device.calling("cudaEventRecord"):
             device.stream.record(marks[0])
@@ -213,7 +213,7 @@ class Handover:
         back.end()
         with device.calling("cudaEventRecord"):
             device.stream.record(marks[1])
-        step.ticket, step.marks = gpu.give(), marks
+        step.ticket, step.marks = gpu.end_step(), marks
 
     def _feed_all(self) -> None:
         """Queue second stages, in the feeder thread."""

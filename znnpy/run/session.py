@@ -61,17 +61,17 @@ class Session:
         self._handover: Handover | None = None
         lane = lane or plan.device.upper()
         if plan.device == "cpu":
-            shops: list[Backend] = [CpuBackend(plan, network, crew, trace, lane, prepared)]
+            backends: list[Backend] = [CpuBackend(plan, network, crew, trace, lane, prepared)]
         else:
-            from znnpy.run.gpu_backend import GpuBackend  # here: runs on the CPU need none of it
+            from znnpy.run.gpu_backend import GpuBackend  # here, since runs on the CPU need none of it
 
             stops = StopFlag(crew)
             gpu = GpuBackend(plan, network, stops if plan.offloaded else crew, device, trace, lane)
             host = CpuBackend(plan, network, crew, trace, lent=gpu)
-            shops = [host, gpu] if plan.offloaded else [gpu]
-        self._shops = shops
+            backends = [host, gpu] if plan.offloaded else [gpu]
+        self._backends = backends
         self._runners = tuple(
-            StageRunner(plan, network, weights, shop, table, number) for number, shop in enumerate(shops)
+            StageRunner(plan, network, weights, backend, table, number) for number, backend in enumerate(backends)
         )
         if plan.offloaded:
             self._handover = Handover(plan, stops, host, gpu, *self._runners)
@@ -83,25 +83,25 @@ class Session:
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """How long each of two overlapping stages computed, by device; empty for other plans."""
+        """Seconds in which each of two overlapping stages computed, by device; empty for other plans."""
         return {} if self._handover is None else self._handover.busy_seconds
 
     @property
     def idle_seconds(self) -> dict[str, float]:
-        """How long each of two overlapping stages stood still, by device; empty for other plans."""
+        """Seconds in which each of two overlapping stages stood still, by device; empty for other plans."""
         return {} if self._handover is None else self._handover.idle_seconds
 
     @property
     def max_in_flight(self) -> int:
         """Steps that may be submitted and not waited for when the next is; 0: `submit` computes."""
-        return self._shops[-1].max_in_flight if self._handover is None else self._handover.max_in_flight
+        return self._backends[-1].max_in_flight if self._handover is None else self._handover.max_in_flight
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for runner in self._runners:
                 stack.callback(runner.forget)
-            for shop in reversed(self._shops):
-                stack.enter_context(shop)
+            for backend in reversed(self._backends):
+                stack.enter_context(backend)
             try:
                 for runner in reversed(self._runners):
                     runner.bind()
@@ -120,7 +120,7 @@ class Session:
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[npt.NDArray[Any]], Iterable[npt.NDArray[Any]]]:
-        """Arrays for `submit` of these types: as many as keep a run going, and the plan counts.
+        """Return arrays for `submit` of these dtypes: as many as keep a run going, and the plan counts.
 
         reads, writes  steps of the run, and those with output
 
@@ -128,9 +128,9 @@ class Session:
         computation. That takes seconds for gigabytes, so each is made when it is asked for, from any thread.
         """
         if self._handover is None:
-            return self._shops[-1].buffers(raw, out, reads=reads, writes=writes)
+            return self._backends[-1].buffers(raw, out, reads=reads, writes=writes)
         native, size = raw.newbyteorder("="), (self.network.input_channels, *self.plan.patch_in)
-        _, outs = self._shops[-1].buffers(np.dtype(np.float32), out, reads=0, writes=writes)
+        _, outs = self._backends[-1].buffers(np.dtype(np.float32), out, reads=0, writes=writes)
         return (np.empty(size, native) for _ in range(min(PINNED, reads))), outs
 
     def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
@@ -138,7 +138,7 @@ class Session:
         self.wait(self.submit(raw, out, begins=begins))
 
     def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
-        """Begin to compute one step of a column, or one patch; a ticket to `wait` with, in the order of submission.
+        """Begin to compute one step of a column, or one patch; return a ticket for `wait`, in the order of submission.
 
         raw     (c, *patch_in), any real dtype, as the volume stores it; read only.
         out     (maps, *patch_out) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`); overwritten. None in the
@@ -150,24 +150,24 @@ class Session:
         """
         if self._handover is not None:
             return self._handover.submit(raw, out, begins=begins)
-        shop, runner = self._shops[0], self._runners[0]
-        source, target = shop.take(raw, out, begins=begins)
+        backend, runner = self._backends[0], self._runners[0]
+        source, target = backend.begin_step(raw, out, begins=begins)
         runner.step(source, None if target is None else target.transpose(runner.axes), begins=begins)
-        return shop.give()
+        return backend.end_step()
 
     def abandon(self) -> None:
         """Ask nothing of a device that failed any more; leaving then waits for nothing."""
         if self._handover is not None:
             self._handover.stop()
-        self._shops[-1].abandon()
+        self._backends[-1].abandon()
 
     def done(self, ticket: Any) -> bool:
         """Return whether `wait` would return at once."""
-        return self._shops[-1].done(ticket) if self._handover is None else self._handover.done(ticket)
+        return self._backends[-1].done(ticket) if self._handover is None else self._handover.done(ticket)
 
     def wait(self, ticket: Any) -> None:
         """Wait until the output of a step is there."""
         if self._handover is None:
-            self._shops[-1].wait(ticket)
+            self._backends[-1].wait(ticket)
         else:
             self._handover.wait(ticket)
