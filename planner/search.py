@@ -23,7 +23,7 @@ from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes, context_bytes
 from znnpy.planner.nearest_miss import no_plan
-from znnpy.planner.offload import OffloadMode, OffloadSearch
+from znnpy.planner.offload_search import OffloadMode, OffloadSearch
 from znnpy.planner.options import Options
 from znnpy.planner.plan import Kind, Plan, Stage, device_of
 from znnpy.planner.schemes import Scheme, SchemeSearch

@@ -23,7 +23,7 @@ from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
-from znnpy.planner.offload import OffloadMode
+from znnpy.planner.offload_search import OffloadMode
 from znnpy.planner.plan import Plan, Stage
 from znnpy.planner.search import make_plan
 from znnpy.run import cpu_backend, pipeline
