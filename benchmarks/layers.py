@@ -1,373 +1,425 @@
-"""One convolution layer, every way to compute it, and PyTorch's conv3d (oneDNN) beside them.
+"""One layer at a time, by every method, beside PyTorch: convolutions, poolings, threads, preparation of weights.
 
-    python benchmarks/layers.py [--sets main first ...] [--kernels 3 5] [--threads 2] [--quick] [--out RESULT.json]
-
-Rounds are interleaved: each runs every competitor once, in an order that alternates, after one warm run; bias and ReLU
-count on both sides. PyTorch runs in float32 and bfloat16, contiguous and channels last: the best of each precision is
-what ratios are against. Variants of a primitive (tile and group of the tiled FFT) are measured, not predicted: the
-fastest takes part. Kernel spectra and weights in PyTorch's formats are made before, as in a run over many patches.
-
-What would take longer than `--slow-seconds` a run, as the cost model has it, runs on a smaller volume; `measured` says
-which, and a star in the table. Per voxel a direct convolution costs the same there; a whole-image FFT, which transforms
-its kernels for every image, costs more.
-
-With `--device gpu` everything is another: see layers_gpu.py, and `--device gpu --help` for its words.
+Rounds are interleaved in an order that alternates, after a warm run; figures are medians. On a GPU work is timed by
+events of the device, and inputs that its cache could hold take turns. The variant of each method is the one that ran
+fastest on a smaller volume; a method that would take longer than `--slow-seconds` stays on that volume, since time
+per voxel hardly depends on it. Weights are prepared before, as in a run over many patches; bias and ReLU count on all
+sides. A method whose output is further from the definition in float64 than its precision allows has no figure.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import date
-from importlib.util import find_spec
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import bars
+import click
 import numpy as np
-from header import machine_header, taken_device, without_forced_blas_kernels
-from layer_cases import QUICK, SETS, Case, smaller
-from pen import Colour
 
-from znnpy.errors import MissingExtraError
-from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
+import znnpy
+from benchmarks.harness import against, markdown, options, plots
+from benchmarks.harness.layer_runner import Place, Problem, Shape, fastest, place_of
+from benchmarks.harness.machine import copy_rate, header, machine_name, product_rates, torch_sees_a_gpu
+from benchmarks.harness.peers import compute_in, dtype_of, in_layout, largest, placed
+from benchmarks.harness.results import Program, Result, Results, Row, device_of, ratio_of
+from benchmarks.harness.timing import Budget, Clock, Entry, TorchClock, WallClock, interleave
 from znnpy.kernels.table import of_kind
-from znnpy.machine import this_machine
-from znnpy.planner.cost import assumed_rates, seconds
-from znnpy.shapes import ConvShape, Vec3, text
 
-if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive, Variant
-
-MAX_ERROR = {"fp32": 1e-4, "bf16": 3e-2}  # of the largest output, between any two competitors: else a figure is void
-SLOW = 4.0  # seconds: what takes longer runs in `--slow-rounds` of the rounds
-HOPELESS = 1.5  # times the best variant's time: no second try
-TORCH_FLOPS = {"fp32": 200e9, "bf16": 400e9}  # per second and thread, to tell beforehand what is slow
-PAUSE = 0.02  # seconds before a run: OpenMP's threads spin for a while when their work is done
+MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3, "bf16": 2e-2}  # rms; beyond, a figure is void
+ROUNDS = 6
+VARIANTS = 8  # of a method, that are tried
+SLOW_SECONDS = {"cpu": 4.0, "gpu": 0.2}
+KERNELS = (2, 3, 5, 7, 9)
+GPU_OUT = {2: 160, 3: 160, 5: 168, 7: 156, 9: 160}  # output voxels along an axis: whole tiles of FFTs of 16 and 32
+GROUPS = ("layers", "first", "few-maps", "pools", "pooled", "preparing", "threads")
 
 
-@dataclass(slots=True)
-class Entry:
-    """A competitor with buffers of its own. `run` computes the layer, `dense` gives what it computed.
+@dataclass(frozen=True)
+class Case:
+    """One layer. `why` says what it is there to show."""
 
-    dense  (S, z, y, x, f) float32.
-    """
-
+    group: str
     name: str
-    precision: str
-    variant: str
-    measured: ConvShape
-    run: Callable[[], Any]
-    dense: Callable[[Any], Array]
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One competitor in one case."""
-
-    set: str
-    shape: str
+    shape: Shape
     why: str
-    threads: int
-    name: str
-    precision: str
-    variant: str
-    measured: str  # volume it ran on: that of `shape`, or a smaller one
-    is_smaller: bool
-    seconds: tuple[float, ...]  # every run
-    voxels: int  # of output, of the measured volume
-    cores_used: float  # processor time over time
-    error: float  # largest difference from the first competitor, of its largest output
-
-    @property
-    def ns(self) -> tuple[float, ...]:
-        """Nanoseconds per output voxel of every run."""
-        return tuple(1e9 * s / self.voxels for s in self.seconds)
+    threads: int | None = None  # None: all
 
 
-def part(x: Array, size: Vec3) -> Array:
-    """The corner of a batch: an array of its own."""
-    return np.ascontiguousarray(x[:, : size[0], : size[1], : size[2]])
+def convolution(fin: int, fout: int, out: int, k: int, batch: int = 1, **more: Any) -> Any:
+    """Return a cubic convolution with ReLU."""
+    return znnpy.ConvShape(batch, fin, fout, (out + k - 1,) * 3, (k, k, k), "relu", **more)
 
 
-def entry(
-    primitive: Primitive, variant: Variant, shape: ConvShape, x: Array, weights: ConvWeights, crew: Crew
-) -> Entry:
-    """A primitive, prepared and bound."""
-    step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
-    scratch = {s.name: aligned_bytes(s.nbytes) for s in primitive.footprint(shape, variant, crew.threads).scratch}
-    out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)  # as in the arena of a run
-    out.fill(np.nan)
-
-    def run() -> Array:
-        step.run(x, out, scratch)
-        return out
-
-    return Entry(primitive.name, "fp32", str(variant), shape, run, lambda out: out)
-
-
-def fastest(
-    primitive: Primitive, shape: ConvShape, x: Array, weights: ConvWeights, crew: Crew, options: argparse.Namespace
-) -> Entry:
-    """The primitive with the variant that ran fastest, of those that the cost model likes best."""
-    rates = assumed_rates(this_machine(), crew.threads)
-
-    def predicted(variant: Variant) -> float:
-        return seconds(primitive.work(shape, variant), rates)
-
-    variants = sorted(primitive.variants(shape, this_machine()), key=predicted)[: options.variants]
-    measured = smaller(shape, predicted(variants[0]), options.slow_seconds)
-    x = part(x, measured.n)
-    times: dict[Variant, float] = {}
-    for variant in variants if len(variants) > 1 else ():
-        run = entry(primitive, variant, measured, x, weights, crew).run
-        times[variant] = timed(run)[0]
-        if times[variant] <= HOPELESS * min(times.values()):
-            times[variant] = min(times[variant], timed(run)[0])
-    return entry(primitive, min(times, key=times.__getitem__, default=variants[0]), measured, x, weights, crew)
-
-
-def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Seconds, processor seconds, and what came out."""
-    begin, used = time.perf_counter(), time.process_time()
-    out = run()
-    return time.perf_counter() - begin, time.process_time() - used, out
-
-
-def torch_entries(shape: ConvShape, x: Array, weights: ConvWeights, threads: int, limit: float) -> Iterator[Entry]:
-    """conv3d with bias, and ReLU in place: both precisions, both memory formats."""
-    import torch
-    from dense_torch import LAYOUTS, ON_THE_CPU, activated, as_tensor, placed
-
-    torch.set_num_threads(threads)  # within the crew, which keeps the libraries of znnpy at one thread
-    for precision in ON_THE_CPU:
-        flops = 2 * prod(shape.out_shape) * shape.fin * prod(shape.k)
-        measured = smaller(shape, flops / (threads * TORCH_FLOPS[precision]), limit)
-        maps_first = part(x, measured.n).transpose(0, 4, 1, 2, 3)
-        bias = as_tensor(weights.bias, precision)
-        for layout in LAYOUTS:
-            image, weight = (placed(array, precision, layout) for array in (maps_first, weights.weight))
-
-            def run(image: Any = image, weight: Any = weight, bias: Any = bias) -> Any:
-                with torch.inference_mode():
-                    return activated(torch.nn.functional.conv3d(image, weight, bias), shape.activation)
-
-            def dense(out: Any) -> Array:
-                return np.asarray(out.float().permute(0, 2, 3, 4, 1).numpy())
-
-            yield Entry(f"torch conv3d {precision}, {layout}", precision, "", measured, run, dense)
-
-
-def measure(case: Case, threads: int, options: argparse.Namespace) -> list[Row]:
-    """All competitors of one case."""
-    shape = case.shape
-    rng = np.random.default_rng(20261120)
-    x = rng.standard_normal(shape.in_shape, np.float32)
-    scale = np.float32(np.sqrt(2 / (shape.fin * prod(shape.k))))
-    weights = ConvWeights(
-        rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale,
-        rng.standard_normal(shape.fout, np.float32),
-    )
-    with Crew(threads) as crew:
-        entries = []
-        for primitive in of_kind("conv"):
-            if options.only and primitive.name not in options.only:
-                continue
-            if reason := primitive.why_not(shape, this_machine()):
-                print(f"{primitive.name} does not apply to {shape}: {reason}")
-                continue
-            entries.append(fastest(primitive, shape, x, weights, crew, options))
-        if options.torch:
-            entries += torch_entries(shape, x, weights, threads, options.slow_seconds)
-        return compete(case, threads, entries, options)
-
-
-def compete(case: Case, threads: int, entries: Sequence[Entry], options: argparse.Namespace) -> list[Row]:
-    """Warm runs, compared with each other; then the rounds."""
-    entries = sorted(entries, key=lambda e: (e.precision != "fp32", -prod(e.measured.out)))  # the exact and whole first
-    expected, errors, rounds = None, [], []
-    for e in entries:
-        warm, _, out = timed(e.run)
-        rounds.append(options.slow_rounds if warm > SLOW else options.rounds)
-        out = e.dense(out)
-        expected = out.copy() if expected is None else expected
-        both = tuple(slice(min(a, b)) for a, b in zip(out.shape, expected.shape, strict=True))  # volumes begin together
-        errors.append(float(np.abs(out[both] - expected[both]).max() / np.abs(expected).max()))
-        if not errors[-1] <= MAX_ERROR[e.precision]:
-            raise SystemExit(f"{e.name} is {errors[-1]:.1e} of the largest output away from {entries[0].name}")
-    for index in range(max(rounds)):
-        turn = list(zip(entries, rounds, strict=True))
-        for e, its_rounds in turn if index % 2 == 0 else reversed(turn):
-            if index < its_rounds:
-                time.sleep(PAUSE)
-                spent, used, _ = timed(e.run)
-                e.seconds.append(spent)
-                e.cpu_seconds.append(used)
-    return [
-        Row(
-            set=case.set,
-            shape=str(case.shape),
-            why=case.why,
-            threads=threads,
-            name=e.name,
-            precision=e.precision,
-            variant=e.variant,
-            measured=text(e.measured.n),
-            is_smaller=e.measured != case.shape,
-            seconds=tuple(e.seconds),
-            voxels=prod(e.measured.out_shape[:4]),
-            cores_used=sum(e.cpu_seconds) / sum(e.seconds),
-            error=error,
+def cases(device: str, precision: Any, cores: int, *, quick: bool = False) -> list[Case]:
+    """Return all cases for a device, those of the main question first."""
+    if quick:
+        conv = replace(convolution(4, 5, 8, 3), precision=precision)
+        pool = znnpy.PoolShape(1, 4, (7, 7, 7), (2, 2, 2), precision=precision)
+        return [Case("layers", "4 -> 5 maps, k = 3", conv, "trial"), Case("pools", "4 maps, fragments", pool, "trial")]
+    found = []
+    for k in KERNELS:
+        out = GPU_OUT[k] if device == "gpu" else 60
+        found.append(Case("layers", f"80 -> 80 maps, k = {k}", convolution(80, 80, out, k), "most of a network's work"))
+    for k in KERNELS[:-1]:
+        out = 160 if device == "gpu" else 64
+        found.append(
+            Case("first", f"1 -> 80 maps, k = {k}", convolution(1, 80, out, k), "a first layer: mostly writing")
         )
-        for e, error in zip(entries, errors, strict=True)
-    ]
-
-
-def ratio(row: Row, other: Row) -> tuple[float, float, float]:
-    """How many times faster `row` is than `other`: of the medians, and the least and most of single rounds."""
-    single = [b / a for a, b in zip(row.ns, other.ns, strict=False)]
-    return median(other.ns) / median(row.ns), min(single), max(single)
-
-
-def best(rows: Sequence[Row], precision: str, *, torch: bool) -> Row | None:
-    """The fastest of PyTorch, or of the primitives."""
-    of_kind = [row for row in rows if row.precision == precision and row.name.startswith("torch") == torch]
-    return min(of_kind, key=lambda row: median(row.ns), default=None)
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of one case: the fastest primitive, and how many times PyTorch's best it is."""
-    ours = best(rows, "fp32", torch=False)
-    found: dict[str, Any] = {"set": rows[0].set, "shape": rows[0].shape, "threads": rows[0].threads}
-    if ours is None:
-        return found
-    found |= {"fastest": f"{ours.name} {ours.variant}".strip(), "ns_per_voxel": median(ours.ns)}
-    for precision in ("fp32", "bf16"):
-        if peer := best(rows, precision, torch=True):
-            times, least, most = ratio(ours, peer)
-            found[f"torch_{precision}"] = {"name": peer.name, "ns_per_voxel": median(peer.ns)}
-            found[f"times_torch_{precision}"] = {"median": times, "least": least, "most": most}
+    for f, k in ((16, 3), (24, 3), (16, 5)):
+        out = GPU_OUT[k] if device == "gpu" else 60
+        found.append(Case("few-maps", f"{f} -> {f} maps, k = {k}", convolution(f, f, out, k), "as in small networks"))
+    n = 159 if device == "gpu" else 79
+    pools = {"fragments": znnpy.PoolShape(1, 80, (n,) * 3, (2, 2, 2)),
+             "of 8 fragments": znnpy.PoolShape(8, 80, (n // 2,) * 3, (2, 2, 2)),
+             "max-filter": znnpy.FilterShape(1, 80, (n,) * 3, (2, 2, 2))}  # fmt: skip
+    found += [Case("pools", f"80 maps, {name}", shape, "bound by memory") for name, shape in pools.items()]
+    if device == "gpu":
+        for k in (3, 5):
+            shape = convolution(80, 80, GPU_OUT[k] - 1, k, pool=(2, 2, 2))
+            found.append(Case("pooled", f"80 -> 80 maps, k = {k}, pool 2", shape, "a layer and the pooling behind it"))
+    found = [replace(case, shape=replace(case.shape, precision=precision)) for case in found]
+    if device == "cpu":
+        shape = convolution(80, 80, 40, 5)
+        found += [Case("preparing", f"80 -> 80 maps, k = {k}", convolution(80, 80, 8, k), "done once, for all patches")
+                  for k in (3, 5, 9)]  # fmt: skip
+        found += [Case("threads", f"80 -> 80 maps, k = 5, {t} threads", shape, "how methods share the work", t)
+                  for t in sorted({1, 2, 4, 8, 16, cores}) if t <= cores]  # fmt: skip
     return found
 
 
-def show(rows: Sequence[Row]) -> None:
-    """A table of one case on stdout."""
-    peers = [best(rows, precision, torch=True) for precision in ("fp32", "bf16")]
-    print(f"\n{rows[0].shape}, {rows[0].threads} threads: {rows[0].why}")
-    print(f"{'':60}{'ns/voxel':>10}{'min':>9}{'cores':>7}{'x fp32':>8}{'x bf16':>8}  runs")
-    for row in sorted(rows, key=lambda row: median(row.ns)):
-        star = f" * {row.measured}" if row.is_smaller else ""
-        times = "".join(f"{ratio(row, peer)[0]:8.2f}" if peer else f"{'':8}" for peer in peers)
-        figures = f"{median(row.ns):10.0f}{min(row.ns):9.0f}{row.cores_used:7.2f}"
-        print(f"{f'{row.name} {row.variant}{star}':60}{figures}{times}  {len(row.seconds)}", flush=True)
+class Bench:
+    """Measures cases on one device and keeps what it found in a result."""
 
+    def __init__(
+        self, result: Result, place: Place, budget: Budget, only: Sequence[str], limits: dict[str, Any]
+    ) -> None:
+        self._result, self._place, self._budget, self._only = result, place, budget, only
+        self._limits = limits  # of the machine: bytes and operations per second
 
-def picture(path: Path, cases: Sequence[Sequence[Row]], header: dict[str, Any]) -> None:
-    groups = []
-    for rows in cases:
-        ours = best(rows, "fp32", torch=False)
-        group = [
-            bars.Bar(
-                f"{row.name} {row.variant}{' *' * row.is_smaller}",
-                median(row.ns),
-                f"{median(row.ns):,.0f} ns" + (f" ({ratio(ours, row)[0]:.1f}x)" if ours and ours is not row else ""),
-                colour_of(row, ours),
-            )
-            for row in sorted(rows, key=lambda row: median(row.ns))
-        ]
-        groups.append(bars.Group(f"{rows[0].shape}, {rows[0].threads} threads", group))
-    machine = f"{header['processor']}, {header['cores']} cores, BLAS {header['blas']}, {header['date'][:10]}"
-    notes = [machine, "less is better; in brackets: how many times the fastest primitive's time"]
-    if any(row.is_smaller for rows in cases for row in rows):
-        notes.append("* per voxel of a smaller volume")
-    bars.draw(path, "Nanoseconds per output voxel of one convolution layer", notes, groups)
-
-
-def write(out: Path, cases: Sequence[Sequence[Row]]) -> None:
-    """Everything so far, as JSON and as a picture."""
-    header = machine_header()
-    figures = [asdict(r) | {"median_ns": median(r.ns), "min_ns": min(r.ns)} for rows in cases for r in rows]
-    result = {"header": header, "summary": [summary(rows) for rows in cases], "rows": figures}
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    picture(out.with_suffix(".png"), cases, header)
-
-
-def colour_of(row: Row, ours: Row | None) -> Colour:
-    if row.name.startswith("torch"):
-        return bars.PEER if row.precision == "fp32" else bars.PEER_LESS_EXACT
-    return bars.OURS if row is ours else bars.OURS_TOO
-
-
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", choices=[*SETS, "all"], default=["main"])
-    parser.add_argument("--kernels", type=int, nargs="*", help="only cases whose largest kernel axis is one of these")
-    parser.add_argument("--size", type=int, help="volumes of this many voxels along every axis, instead of the set's")
-    parser.add_argument("--only", nargs="*", help="only these primitives")
-    parser.add_argument("--threads", type=int, nargs="+", default=[this_machine().cores])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--slow-rounds", type=int, default=2, help=f"of what takes longer than {SLOW:.0f} s")
-    parser.add_argument("--slow-seconds", type=float, default=40, help="of one run; longer ones get a smaller volume")
-    parser.add_argument("--variants", type=int, default=8, help="of a primitive, that are measured")
-    parser.add_argument("--no-torch", dest="torch", action="store_false")
-    parser.add_argument("--quick", action="store_true", help="a tiny case, to see that everything works")
-    parser.add_argument("--out", type=Path, help="default: results/layers-MACHINE-DATE.json; none with --quick")
-    options = parser.parse_args(arguments)
-    if options.torch:
-        require_torch()
-    return options
-
-
-def require_torch() -> None:
-    if find_spec("torch") is None:
-        raise MissingExtraError("the comparison needs PyTorch; pip install 'znnpy[bench]', or give --no-torch")
-
-
-def chosen(options: argparse.Namespace) -> list[Case]:
-    """The cases of the words that were given."""
-    sets = list(SETS) if "all" in options.sets else options.sets
-    cases = [QUICK] if options.quick else [case for name in sets for case in SETS[name]]
-    if options.kernels:
-        cases = [case for case in cases if max(case.shape.k) in options.kernels]
-    if options.size:
-        size = (options.size,) * 3
-        cases = [replace(case, shape=replace(case.shape, n=size)) for case in cases]
-    return cases
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parsed(arguments)
-    name = "-".join(this_machine().processor.lower().split()[:3])
-    out = options.out or Path(__file__).parent / "results" / f"layers-{name}-{date.today()}.json"
-    done: list[list[Row]] = []
-    for case in chosen(options):
-        for threads in options.threads:
-            done.append(measure(case, threads, options))
-            show(done[-1])
-            if options.quick and not options.out:
+    def measure(self, case: Case) -> list[Row]:
+        """Measure every method on a case."""
+        if case.group == "preparing":
+            return self._preparing(case)
+        slow = SLOW_SECONDS[self._place.device]
+        problem, small = Problem.of(case.shape, self._place), Problem.of(smaller(case.shape), self._place)
+        rows: list[Row] = []
+        entries: list[Entry] = []
+        about: dict[str, tuple[Problem, dict[str, Any]]] = {}
+        for primitive in self._methods(case.shape):
+            row = partial(Row, case.group, case.name, primitive.name, "ns/voxel")
+            if not self._budget.left:
+                break
+            try:
+                variants = primitive.variants(small.shape, self._place.machine)[:VARIANTS]
+                spent, variant = fastest(small, primitive, variants)
+                where = problem if spent * ratio(problem.shape, small.shape) <= slow else small
+                if variant not in primitive.variants(where.shape, self._place.machine):
+                    where = small
+                run = where.bound(primitive, variant)
+                run()
+                error = where.own_error()
+            except (RuntimeError, MemoryError, znnpy.ZnnpyError) as failure:
+                rows.append(row(failure=f"{type(failure).__name__}: {failure}"[:300]))
                 continue
-            write(out, done)
-    print()
-    for rows in done:
-        print(json.dumps(summary(rows)))
+            if not error <= MOST_ERROR[case.shape.precision]:
+                rows.append(row(failure=f"void: rms error {error:.1e}"))
+                continue
+            entries.append(Entry(primitive.name, run, self._place.clock))
+            work = primitive.work(where.shape, variant)
+            about[primitive.name] = where, {"variant": str(variant), "error": error, "work": work}
+        for entry, error, measured in peers(problem, small, slow):
+            entries.append(entry)
+            about[entry.name] = measured, {"error": error} if error == error else {}
+        interleave(entries, ROUNDS, self._budget)
+        return rows + [self._row(case, entry, *about[entry.name]) for entry in entries]
+
+    def _methods(self, shape: Shape) -> Iterator[Any]:
+        for primitive in of_kind(shape.kind):
+            if not primitive.name.startswith(f"{self._place.device}.") or (
+                self._only and primitive.name not in self._only
+            ):
+                continue
+            if primitive.why_not(shape, self._place.machine) is None and "naive" not in primitive.name:
+                yield primitive
+
+    def _row(self, case: Case, entry: Entry, problem: Problem, facts: dict[str, Any]) -> Row:
+        shape, spent = problem.shape, median(entry.seconds)
+        work = facts.pop("work", ())
+        voxels = prod((shape.out_shape if shape.kind == "conv" else shape.in_shape)[:4])
+        facts |= {"measured": shape.n, "is_smaller": shape != case.shape, "precision": shape.precision, "why": case.why}
+        facts["threads"] = self._place.threads
+        facts["of_copy"] = (shape.in_bytes + shape.out_bytes) / spent / self._limits["copy"]
+        if work and self._limits.get("fp32"):
+            facts["of_memory"] = sum(stage.nbytes for stage in work) / self._limits["copy"] / spent
+            facts["stages"] = [[stage.unit, stage.flops, stage.nbytes] for stage in work]
+        values = tuple(1e9 * s / voxels for s in entry.seconds)
+        return Row(case.group, case.name, entry.name, "ns/voxel", values, facts=facts)
+
+    def _preparing(self, case: Case) -> list[Row]:
+        """Time how long weights take, beside numpy's transforms of the padded kernels."""
+        shape, clock = case.shape, WallClock()
+        problem = Problem.of(shape, self._place)
+        padded = np.zeros((80, 32, 32, 32), np.float32)
+        entries = []
+        for primitive in self._methods(shape):
+            variant = primitive.variants(shape, self._place.machine)[0]
+            run = partial(self._place.bind, primitive, shape, variant, problem.weights)
+            entries.append(Entry(primitive.name, run, clock))
+        entries.append(Entry("numpy rfftn of 80 kernels in 32^3", lambda: np.fft.rfftn(padded, axes=(1, 2, 3)), clock))
+        for entry in entries:
+            entry.run()
+        interleave(entries, 3, self._budget)
+        return [Row(case.group, case.name, e.name, "s", tuple(e.seconds), facts={"why": case.why}) for e in entries]
 
 
-if __name__ == "__main__":
-    without_forced_blas_kernels()
-    device, words = taken_device()
-    if device == "gpu":
-        import layers_gpu
+def smaller(shape: Shape) -> Shape:
+    """Return the same layer on about an eighth of the volume."""
+    if shape.kind == "conv":
+        step = shape.pool
+        out = tuple(max(p, (n - k + 1) // 2 // p * p) for n, k, p in zip(shape.n, shape.k, step, strict=True))
+        less = 1 if shape.pools else 0
+        n = tuple(o + k - 1 + (p - 1) * less for o, k, p in zip(out, shape.k, step, strict=True))
+        return replace(shape, n=n)
+    return replace(shape, n=tuple(max(p, n // 2 // p * p) + p - 1 for n, p in zip(shape.n, shape.p, strict=True)))
 
-        layers_gpu.main(words)
-    else:
-        main(words)
+
+def ratio(shape: Shape, other: Shape) -> float:
+    """Return how many times the output voxels of another a shape has."""
+    return float(prod(shape.out_shape[:4]) / prod(other.out_shape[:4]))
+
+
+def peers(problem: Problem, small: Problem, slow: float) -> Iterator[tuple[Entry, float, Problem]]:
+    """Yield PyTorch's conv3d with bias and ReLU in each precision and memory format, or a copy beside poolings."""
+    shape, on_gpu = problem.shape, problem.place.device == "gpu"
+    if shape.kind != "conv":
+        if not on_gpu:
+            source, target = (np.full(prod(shape.in_shape), 0.5, np.float32) for _ in range(2))
+            yield Entry("numpy copy of the input", lambda: np.copyto(target, source), WallClock()), 0.0, problem
+        return
+    try:
+        import torch
+    except ImportError:
+        return
+    if not on_gpu:
+        torch.set_num_threads(problem.place.threads)
+    elif not torch_sees_a_gpu():
+        return
+    where = "cuda" if on_gpu else "cpu"
+    asked = (shape.precision, "bf16") if shape.precision == "fp16" or not on_gpu else (shape.precision,)
+    for precision in asked:
+        rate = {"cpu": 4e10 * problem.place.threads, "cuda": 1.5e13 if precision == "fp32" else 1e14}[where]
+        flops = 2 * prod(shape.out_shape) * shape.fin * prod(shape.k)
+        given = problem if flops / rate <= slow else small
+        for layout in ("contiguous", "channels_last_3d") if precision == "fp32" else ("channels_last_3d",):
+            found = _torch_entry(given, precision, layout, where, TorchClock() if on_gpu else WallClock())
+            if found is not None:
+                yield *found, given
+
+
+def _torch_entry(given: Problem, precision: str, layout: str, where: str, clock: Clock) -> tuple[Entry, float] | None:
+    import torch
+
+    shape = given.shape
+    kept: list[Any] = [None]
+    try:
+        image = torch.from_numpy(given.values).to(where).permute(0, 4, 1, 2, 3).to(dtype_of(precision))
+        image = in_layout(image, layout)
+        weight = placed(given.weights.weight, precision, layout, where)
+        bias = placed(given.weights.bias, precision, None, where)
+
+        def run() -> None:
+            if where == "cuda":
+                compute_in(precision)
+            with torch.inference_mode():
+                kept[0] = None  # the memory of the run before is free for this one
+                out = torch.relu_(torch.nn.functional.conv3d(image, weight, bias))
+                for axis, extent in enumerate(shape.pool, start=2):
+                    out = largest(out, axis, extent, 1)
+                kept[0] = out
+
+        clock.seconds(run)
+        if shape.pools:  # it leaves its maxima where they are, so there are no fragments to compare
+            return Entry(f"PyTorch {precision}, {layout}", run, clock), float("nan")
+        error = given.error(lambda box: np.asarray(kept[0].permute(0, 2, 3, 4, 1)[box].float().cpu().numpy()))
+    except RuntimeError as failure:
+        click.echo(f"  PyTorch {precision}, {layout}: {failure}"[:300])
+        return None
+    return Entry(f"PyTorch {precision}, {layout}", run, clock), error
+
+
+def limits_of(place: Place, device: Any) -> dict[str, Any]:
+    """Return what the machine can do at most: bytes per second of a copy, operations per second of products."""
+    if device is not None:
+        found = {"copy": copy_rate(device, min(2**30, device.gpu.memory_bytes // 16))}
+        return found | (product_rates() if torch_sees_a_gpu() else {})
+    source, target = (np.full(2**25, 0.5, np.float32) for _ in range(2))
+    a = np.full((1024, 1024), 0.5, np.float32)
+    copied = median(place.clock.seconds(lambda: np.copyto(target, source)) for _ in range(3))
+    multiplied = median(place.clock.seconds(lambda: a @ a) for _ in range(3))
+    return {"copy": 2 * source.nbytes / copied, "fp32": 2 * 1024**3 / multiplied}
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows of one case, the fastest first."""
+    click.echo(f"\n{rows[0].group}: {rows[0].case}")
+    for row in sorted((row for row in rows if row.values), key=lambda row: row.median):
+        star = " (smaller volume)" if row.facts.get("is_smaller") else ""
+        click.echo(
+            f"  {row.subject:38}{row.median:12.4g} {row.unit} +- {row.spread:.0%}  {row.facts.get('variant', '')}{star}"
+        )
+    for row in rows:
+        if row.failure:
+            click.echo(f"  {row.subject:38}{row.failure}")
+
+
+def fastest_of(rows: Sequence[Row], *, peer: bool) -> Row | None:
+    """Return the fastest method of znnpy, or of others."""
+    found = [row for row in rows if row.values and row.subject.startswith(("cpu.", "gpu.")) != peer]
+    return min(found, key=lambda row: row.median, default=None)
+
+
+def of_device(results: Results, device: str) -> list[Result]:
+    """Return the results of a device."""
+    return [result for result in results.get("layers", ()) if device_of(result) == device]
+
+
+def layers_table(device: str, results: Results) -> str:
+    """Return a table for each machine: the fastest method of each layer, beside PyTorch's."""
+    found, parts = of_device(results, device), []
+    for result in found:
+        rows = []
+        for group in ("layers", "first", "few-maps", "pools", "pooled"):
+            for case, of_case in result.cases(group):
+                ours, peer = fastest_of(of_case, peer=False), fastest_of(of_case, peer=True)
+                if ours is None:
+                    continue
+                beside = "-" if peer is None else f"{markdown.number(peer.median)} ({peer.subject})"
+                compared = ratio_of(peer.values, ours.values) if peer else None
+                bold = "**" if compared and compared.is_clear and compared.median > 1 else ""
+                times = f"{bold}{markdown.times(compared.median)}{bold}" if compared else "-"
+                rows.append((case, f"`{ours.subject}`", markdown.number(ours.median), beside, times))
+        head = ("layer", "fastest method", "ns/voxel", "fastest peer", "times as fast")
+        parts.append(markdown.table(head, rows, left=2))
+    return markdown.sections(found, parts, f"layers --device {device}")
+
+
+def headline(result: Result) -> str:
+    """Return time per voxel of a wide layer, and how many times as fast as PyTorch it is."""
+    for case, rows in result.cases("layers"):
+        ours, peer = fastest_of(rows, peer=False), fastest_of(rows, peer=True)
+        if ours and ("k = 5" in case or "k = 3" in case):
+            times = f", {markdown.times(peer.median / ours.median)} as fast as {peer.subject}" if peer else ""
+            return f"{case}: {markdown.number(ours.median)} ns/voxel by `{ours.subject}`{times}"
+    return "-"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw the wide layers of all machines as bars."""
+    groups = []
+    for result in results.get("layers", ()):
+        for case, rows in result.cases("layers"):
+            shown = sorted((row for row in rows if row.values), key=lambda row: row.median)
+            bars = [
+                plots.Bar(row.subject, row.median, markdown.number(row.median), row.subject[1:3] == "pu")
+                for row in shown
+            ]
+            groups.append((f"{result.machine}: {case}", bars))
+    plots.bars(path, "Nanoseconds per output voxel of one layer", groups)
+
+
+PROGRAM = Program(
+    "layers",
+    "How fast is one layer?",
+    "layers [--device gpu]",
+    {"layers-cpu": partial(layers_table, "cpu"), "layers-gpu": partial(layers_table, "gpu")},
+    headline,
+    {"layers": draw},
+)
+
+
+def run_against(other: Path, device: str, budget: Budget, rounds: int) -> list[Row]:
+    """Compare single layers with another source tree."""
+    with tempfile.TemporaryDirectory() as name:
+        side = 256 if device == "gpu" else 48
+        asked = [(f"80 -> 80 maps, k = {k}", against.session_request(Path(name), f"layer{k}", side, device=device))
+                 for k in (3, 5, 7, 2, 9)]  # fmt: skip
+        return [row for rows in against.compare(asked, other, rounds, budget, alone=False) for row in rows]
+
+
+@click.command()
+@options.shared
+@options.AGAINST
+@click.option("--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Only these groups of cases.")
+@click.option("--only", multiple=True, help="Only these methods.")
+@click.option("--precision", type=click.Choice(["fp32", "tf32", "fp16"]), multiple=True, help="On a GPU; default: all.")
+@click.option("--rounds", default=4, show_default=True, help="Of --against.")
+def command(
+    device: str,
+    minutes: float,
+    quick: bool,
+    out: Path | None,
+    against: Path | None,
+    groups: tuple[str, ...],
+    only: tuple[str, ...],
+    precision: tuple[str, ...],
+    rounds: int,
+) -> None:
+    """How fast is one layer, by every method and in PyTorch?"""
+    budget = Budget(minutes)
+    if against is not None:
+        compare_trees(against, device, budget, rounds, out)
+        return
+    with place_of(device) as place:
+        measure_all(place, budget, groups, only, precision, out, quick=quick)
+
+
+def compare_trees(other: Path, device: str, budget: Budget, rounds: int, out: Path | None) -> None:
+    """Run `--against`, and fail where ours is slower."""
+    rows = run_against(other, device, budget, rounds)
+    if out is not None:
+        Result("layers", machine_name(), header(), rows).write(out)
+    against.report(rows)
+
+
+def measure_all(
+    place: Place,
+    budget: Budget,
+    groups: Sequence[str],
+    only: Sequence[str],
+    precision: Sequence[str],
+    out: Path | None,
+    *,
+    quick: bool,
+) -> Result:
+    """Measure all cases on an open device, and write after each."""
+    gpu = place.machine.gpu
+    result = Result("layers", machine_name(gpu), header(gpu))
+    limits = limits_of(place, place.opened)
+    result.header = {**result.header, "limits": limits}
+    precisions = (precision or ("tf32", "fp16", "fp32")) if gpu is not None else ("fp32",)
+    wanted = [(case, p) for p in precisions for case in cases(place.device, p, place.threads, quick=quick)]
+    wanted = [(case, p) for case, p in wanted if not groups or case.group in groups]
+    result.left_out = [f"{case.name}, {p}" for case, p in wanted]
+    for case, kept in wanted:
+        if not budget.left:
+            break
+        named = replace(case, name=f"{case.name}, {kept}") if gpu is not None else case
+        if case.threads is not None and case.threads != place.threads:
+            with place_of("cpu", case.threads) as fewer:
+                rows = Bench(result, fewer, budget, only, limits).measure(named)
+        else:
+            rows = Bench(result, place, budget, only, limits).measure(named)
+        result.left_out.pop(0)
+        if rows:
+            show(rows)
+            result.add(rows)
+        if out is not None or not quick:
+            result.write(out)
+    if result.left_out:
+        click.echo(f"no time left for {'; '.join(result.left_out)}")
+    return result

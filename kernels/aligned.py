@@ -1,4 +1,4 @@
-"""Memory as steps ask for it: on the boundary of a cache line, and lines that do not meet in the cache."""
+"""Buffers for steps: aligned to cache lines, touched in parallel, with rows that do not collide in the cache."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.primitive import Bytes
 
-PAGE = 4096  # bytes, or a divisor of what a system takes for one
-TOUCHED = 2**28  # bytes, a multiple of it: a quarter of a second on a slow virtual machine
+PAGE = 4096  # bytes; equal to the system's page size or a divisor of it
+TOUCHED = 2**28  # bytes, a multiple of PAGE; takes a quarter of a second on a slow virtual machine
 
 
 def aligned_bytes(nbytes: int) -> Bytes:
-    """(nbytes,) uint8 that starts at a multiple of ALIGNMENT; its pages are touched when first written."""
+    """Return (nbytes,) uint8 aligned to ALIGNMENT; its pages are touched when first written."""
     room = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + nbytes]
 
 
 def touch(block: Bytes, hands: Crew, told: Callable[[int], None] | None = None) -> None:
-    """Write to every page of a block, which keeps its values: the system gives memory when it is first written to.
+    """Write to every page of a block without changing its values, so that the system commits the memory.
 
-    By all threads: that is slow, most of all on a virtual machine, which has to ask its host for the memory. Ctrl-C is
-    answered after each TOUCHED bytes.
+    All threads share the work: committing is slow, most of all on a virtual machine, which has to ask its host for the
+    memory. Ctrl-C is handled after each TOUCHED bytes.
 
-    told  called with the bytes that were written to since the last call, as often.
+    told  called after each TOUCHED bytes with the number of bytes touched since the last call.
     """
     for start in range(0, block.size, TOUCHED):
         part = block[start : start + TOUCHED]
@@ -47,5 +47,5 @@ def _write(pages: Bytes, lo: int, hi: int, worker: int) -> None:
 
 
 def odd_lines(count: int) -> int:
-    """At least `count` complex64 that fill an odd number of cache lines: rows so far apart spread over a cache."""
+    """Round `count` complex64 up to an odd number of cache lines, so that rows spread over the sets of a cache."""
     return 8 * (-(-count // 8) | 1)

@@ -1,4 +1,4 @@
-"""One primitive on one array, without a plan: for pipelines that need a layer, and for trying a method out."""
+"""Run one primitive on one array without a plan: for pipelines that need a single layer, and for experiments."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Primitive, Unit, Work
     from znnpy.shapes import LayerShape
 
-# Time of a floating-point operation and of a byte, in those of a product's: roughly, on any CPU or GPU. To choose a
-# tile it does; the planner knows more.
+# Rough time of a floating-point operation and of a byte, relative to a flop of a matrix product, on any CPU or GPU.
+# This is precise enough to choose a tile; the planner knows more.
 _FLOP: dict[Unit, float] = {
     "product": 1.0,
     "fft": 5.0,
@@ -46,19 +46,19 @@ def apply(
     variant: Variant | None = None,
     threads: int | None = None,
 ) -> Array:
-    """The layer `shape` of `x`, computed by the primitive called `name`.
+    """Compute the layer `shape` of `x` with the primitive called `name`.
 
-    name     of the primitive, for example "cpu.conv.fft_tiled"; `znnpy primitives` lists them.
+    name     name of the primitive, for example "cpu.conv.fft_tiled"; `znnpy primitives` lists them.
     shape    sizes, kernel and activation of the layer; for a convolution a ConvShape.
     x        `shape.in_shape`, (S, z, y, x, f) float32, C order; read only.
-    weights  of a convolution: kernels (f', f, kz, ky, kx), cross-correlation, and biases (f',); else None.
+    weights  for a convolution: kernels (f', f, kz, ky, kx), cross-correlation, and biases (f',); else None.
     variant  tile size, blocking and the like; default: the one with the least work.
-    threads  on the CPU; default: every core this process may use.
+    threads  threads on the CPU; default: every core this process may use.
 
-    Returns `shape.out_shape` float32. ShapeError when `x` or the weights do not fit the shape or the primitive does not
-    apply, with its reason; KeyError for an unknown name; DeviceError where one for a GPU finds none, and when that
-    refuses memory; ValuesOverflowError when a convolution's result is not finite. Each call prepares weights and
-    scratch anew: a session keeps them.
+    Returns `shape.out_shape` float32. Raises ShapeError if `x` or the weights do not fit the shape or the primitive
+    does not apply (with the reason); KeyError for an unknown name; DeviceError if a GPU primitive finds no GPU or the
+    GPU refuses memory; ValuesOverflowError if a convolution's result is not finite. Each call prepares weights and
+    scratch again: a session keeps them.
     """
     machine, primitive = this_machine(), find(name)
     _check(shape, x, weights)
@@ -70,9 +70,7 @@ def apply(
     offered = primitive.variants(shape, machine)
     if variant is not None and variant not in offered:
         names = "; ".join(map(str, offered))
-        raise ShapeError(
-            f"{name} has no variant {variant or '(none)'} for {shape}; leave it out, or take one of: {names}"
-        )
+        raise ShapeError(f"{name} has no variant {variant or '(none)'} for {shape}; omit it, or pass one of: {names}")
     chosen = variant or min(offered, key=lambda v: _effort(primitive.work(shape, v)))
     if machine.gpu is not None:
         with Device(machine.gpu) as device:
@@ -92,7 +90,7 @@ def _on_gpu(
     kept = np.float16 if shape.precision == "fp16" else np.float32
     largest = np.abs(x).max()
     if largest > np.finfo(kept).max:
-        raise ValuesOverflowError(f"{shape} is given values up to {largest:.6g}, beyond float16; choose fp32 or tf32")
+        raise ValuesOverflowError(f"{shape} received values up to {largest:.6g}, beyond float16; choose fp32 or tf32")
     step = primitive.bind(primitive.prepare(weights, variant, device), shape, variant, device)
     source = device.put(x.astype(kept), "a layer's input")
     target = device.view(device.allocate(shape.out_bytes, "a layer's output"), shape.out_shape, kept)
@@ -108,7 +106,7 @@ def _on_gpu(
     )
     out: Array = device.get(target).astype(np.float32)
     if isinstance(shape, ConvShape) and not np.isfinite(out).all():
-        raise ValuesOverflowError(f"{primitive.name} gives values of {shape} that are not finite in {shape.precision}")
+        raise ValuesOverflowError(f"{primitive.name} computed non-finite values for {shape} in {shape.precision}")
     return out
 
 
@@ -132,5 +130,5 @@ def _check(shape: LayerShape, x: Array, weights: ConvWeights | None) -> None:
 
 
 def _effort(work: Sequence[Work]) -> float:
-    """A number that grows with the time of all stages."""
+    """Return a number that grows with the time of all stages."""
     return sum(max(_FLOP.get(stage.unit, 1.0) * stage.flops, _BYTE * stage.nbytes) for stage in work)

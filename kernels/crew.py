@@ -1,11 +1,13 @@
-"""The threads of the process: one pool for all runs, BLAS and FFTW single-threaded inside it, a stop flag for each run.
+"""The threads of the process: shared by all runs, with single-threaded BLAS and FFTW, and a stop flag per run.
 
-One pool   Crews that are open at the same time (several calls of infer or of a network, from threads of the caller's)
-           share the pool's threads and take turns, share by share. The pool has as many as the largest crew asks for,
-           so that two crews of 8 on 8 cores keep 8 threads busy, not 16. A crew of one works in the thread that calls
-           it: that thread is the caller's, and so is how many of them there are.
-N means N  No more than a crew's `threads` work for it at a time. What reads and writes a volume waits for disks, beside
-           them. FFTW is planned for one thread (`cpu/fft.py`); BLAS is told to run one while any crew is open.
+Sharing  Thread pools that are open at the same time (several calls of infer or of a network, from threads of the
+         caller) share the process's worker threads, which serve them in turn, chunk by chunk. There are as many worker
+         threads as the largest pool asks for, so that two pools of 8 on 8 cores keep 8 threads busy, not 16. A pool of
+         one thread works in the calling thread, which belongs to the caller: the number of those is the caller's
+         choice.
+Limit    No more than a pool's `threads` work for it at a time. Threads that read and write volumes come on top, since
+         they wait for disks. FFTW is planned for one thread (`cpu/fft.py`); BLAS is limited to one while any pool is
+         open.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ from threadpoolctl import threadpool_limits
 
 from znnpy.errors import Stopped, ThreadError
 
-SHARES = 4  # per worker: a worker that the system holds up leaves the others at most a quarter of its part to wait for
-# With 16 threads 64 shares took 2.3 ms to hand out, however small (`host_ram_runs-nvidia-h200-2026-11-22.json`).
+SHARES = 4  # per thread: while one thread is held up by the system, the others wait for at most a quarter of its part
+# With 16 threads 64 chunks took 2.3 ms to hand out, however small (`host_ram_runs-nvidia-h200-2026-11-22.json`).
 SHARE_BYTES = 2**21
-LOOK_SECONDS = 0.1  # how often who waits for a share looks at the stop flag
+LOOK_SECONDS = 0.1  # interval at which a waiting thread checks the stop flag
 
 Piece = Callable[[int, int, int], None]
 
 
 class _OneBlasThread:
-    """While any crew of the process is open, BLAS runs one thread a call; after the last, what it ran before the first.
+    """Limit BLAS to one thread per call while any pool of the process is open; restore the old limit after the last.
 
-    The setting belongs to the process, so crews that overlap must not each restore what they found. OpenMP is left
-    alone: its setting belongs to the thread that makes it, and the last crew may close in another than the first
-    opened in, which would stay with one thread for ever.
+    The setting belongs to the process, so overlapping pools must not each restore what they found. OpenMP is left
+    alone: its setting belongs to the thread that makes it, and the last pool may close in another thread than the one
+    that opened the first, which would then stay limited for ever.
     """
 
     def __init__(self) -> None:
@@ -61,35 +63,35 @@ class _OneBlasThread:
 
 @dataclass(slots=True)
 class _Job:
-    """One `Crew.each`: shares that nobody has begun, and who may."""
+    """One call of `ThreadPool.each`: the chunks that have not started and the worker numbers that are free."""
 
     piece: Piece
     todo: deque[tuple[int, int]]
-    workers: list[int]  # numbers that nobody uses now, a heap
-    left: int  # shares that have not ended
+    workers: list[int]  # unused worker numbers, a heap
+    left: int  # chunks that have not ended
     ended: threading.Event = field(default_factory=threading.Event)
-    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # by first index of the share
+    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # with the first index of the chunk
 
 
 class _Pool:
-    """Threads that take the shares of all jobs in turn."""
+    """Worker threads that take chunks from all jobs in turn."""
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._crews: list[int] = []  # threads that each open crew asks for
+        self._crews: list[int] = []  # number of threads that each open pool asks for
         self._threads: list[threading.Thread] = []
-        self._jobs: deque[_Job] = deque()  # that have shares left to begin
+        self._jobs: deque[_Job] = deque()  # jobs with chunks left to start
 
     def join(self, threads: int) -> None:
-        """Have at least `threads` threads until `leave`. ThreadError when the system refuses one: then it has left."""
+        """Keep at least `threads` threads until `leave`. If the system refuses one, undo this and raise ThreadError."""
         with self._turn:
             self._crews.append(threads)
             try:
                 while len(self._threads) < threads:
                     name = f"znnpy-crew-{len(self._threads)}"
-                    # A daemon: a crew that was never closed must not keep a process from ending.
+                    # A daemon thread: a pool that was never closed must not keep the process alive.
                     thread = threading.Thread(target=self._work, name=name, daemon=True)
-                    thread.start()  # it waits for its turn, and then is in the list
+                    thread.start()  # it blocks on the lock until it is in the list
                     self._threads.append(thread)
                 return
             except RuntimeError as error:
@@ -99,14 +101,14 @@ class _Pool:
         raise ThreadError.refused()
 
     def leave(self, threads: int) -> None:
-        """Let go of those that no other crew asks for."""
+        """End the threads that no other pool asks for."""
         with self._turn:
             self._crews.remove(threads)
             wanted = max(self._crews, default=0)
             leaving = self._threads[wanted:]
             del self._threads[wanted:]
             self._turn.notify_all()
-        if wanted == 0:  # else they may be at work for another crew, and end after their share
+        if wanted == 0:  # otherwise they may be at work for another pool, and end after their chunk
             for thread in leaving:
                 thread.join()
 
@@ -116,7 +118,7 @@ class _Pool:
             self._turn.notify(min(len(job.workers), len(job.todo)))
 
     def drop(self, job: _Job) -> None:
-        """Shares of `job` that have not begun never will: they are stopped."""
+        """Cancel the chunks of `job` that have not started."""
         with self._turn:
             if not job.todo:
                 return
@@ -132,28 +134,28 @@ class _Pool:
             job, worker, (lo, hi) = taken
             try:
                 job.piece(lo, hi, worker)
-            except BaseException as error:  # whatever it is, `Crew.each` raises it in the thread that waits
+            except BaseException as error:  # whatever it is, `ThreadPool.each` raises it in the waiting thread
                 job.errors.append((lo, error))
             with self._turn:
                 heappush(job.workers, worker)
                 job.left -= 1
                 if job.left == 0:
                     job.ended.set()
-            del job, taken  # what a job refers to, arrays and all, must not wait here for the next
+            del job, taken  # objects that a job refers to, such as arrays, must not stay alive until the next job
 
     def _take(self) -> tuple[_Job, int, tuple[int, int]] | None:
-        """The next share, and a worker for it; None when this thread is no longer wanted."""
+        """Return the next chunk and a worker number for it; None when this thread is no longer wanted."""
         with self._turn:
             while True:
                 if threading.current_thread() not in self._threads:
-                    self._turn.notify()  # somebody else may take what this one was woken for
+                    self._turn.notify()  # pass the wake-up on to another thread
                     return None
                 for job in self._jobs:
                     if job.workers:
                         self._jobs.remove(job)
                         share, worker = job.todo.popleft(), heappop(job.workers)
                         if job.todo:
-                            self._jobs.append(job)  # behind the others: crews take turns
+                            self._jobs.append(job)  # at the back of the queue: pools take turns
                         return job, worker, share
                 self._turn.wait()
 
@@ -163,7 +165,7 @@ _pool = _Pool()
 
 
 def _after_fork() -> None:
-    """A child of fork has none of its parent's threads, and locks as they happened to be."""
+    """Replace the state in a child of fork, which has none of its parent's threads and locks in an arbitrary state."""
     global _one_blas_thread, _pool
     _one_blas_thread, _pool = _OneBlasThread(), _Pool()
 
@@ -173,15 +175,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class Crew:
-    """`threads` workers for every step of a run. A context manager: inside it BLAS runs one thread per call.
+    """The `threads` workers for every step of a run. A context manager: inside it BLAS runs one thread per call.
 
-    The division of work depends on `threads` and on what `each` is given, so results repeat byte by byte; which worker
-    takes which share is left to chance.
+    The division of work depends only on `threads` and the arguments of `each`, so results repeat byte for byte; which
+    worker runs which chunk is left to chance.
     """
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
-            raise ValueError(f"a crew needs at least one thread, not {threads}")
+            raise ValueError(f"a thread pool needs at least one thread, not {threads}")
         self.threads = threads
         self._stop = threading.Event()
         self._open = ExitStack()
@@ -197,27 +199,27 @@ class Crew:
         self._open.close()
 
     def stop(self) -> None:
-        """Ask every piece of work that has not begun to give up; from any thread, more than once."""
+        """Ask all work that has not started to give up. May be called from any thread, more than once."""
         self._stop.set()
 
     def resume(self) -> None:
-        """Work on, once all that was stopped has ended."""
+        """Accept work again, once everything that was stopped has ended."""
         self._stop.clear()
 
     def check(self) -> None:
-        """Raise Stopped once `stop` was called, until `resume`."""
+        """Raise Stopped after a call of `stop`, until `resume`."""
         if self._stop.is_set():
             raise Stopped
 
     def each(self, piece: Piece, count: int, *, least: int = 1) -> None:
-        """Call `piece(lo, hi, worker)` for shares of `range(count)` and wait for all of them.
+        """Call `piece(lo, hi, worker)` for chunks of `range(count)` and wait for all of them.
 
-        least  of `count` in a share: fewer take less time than handing them out (`least_share`).
+        least  smallest chunk worth handing out (`least_share`).
 
-        Calls with the same `worker`, 0 <= worker < threads and < count, never overlap in time: what a worker has is its
-        own.
-        The exception of the first share that has one is raised, after every share has ended; so is an interrupt of the
-        caller. A share must not wait for one that may not have begun: fewer than `threads` may run at a time.
+        Calls with the same `worker`, 0 <= worker < threads and < count, never overlap in time, so data per worker needs
+        no lock. If chunks raise, the exception of the one with the lowest index is raised after all chunks have ended;
+        so is an interrupt of the caller. A chunk must not wait for another that may not have started: fewer than
+        `threads` may run at a time.
         """
         self.check()
         parts = min(SHARES * self.threads, count // least)
@@ -241,26 +243,26 @@ class Crew:
             raise
         if job.errors:
             error = min(job.errors, key=lambda found: found[0])[1]
-            job.errors.clear()  # errors refer to this frame: else arrays would wait for the garbage collector
+            job.errors.clear()  # errors refer to this frame; without this, arrays would wait for the garbage collector
             try:
                 raise error
             finally:
                 del error
 
     def _wait(self, pool: _Pool, job: _Job) -> None:
-        """Until every share has ended, or those that had begun when the crew was stopped."""
+        """Wait until every chunk has ended, or after `stop` those that had started."""
         while not job.ended.wait(LOOK_SECONDS):
             if self._stop.is_set():
                 pool.drop(job)
 
 
 def least_share(nbytes: int, count: int) -> int:
-    """How many of `count` things, of so many bytes together, a share has at least where they are but copied."""
+    """Return how many of `count` items, `nbytes` in total, to put at least in one chunk if they are only copied."""
     return max(1, -(-SHARE_BYTES * count // max(1, nbytes)))
 
 
 def shares(count: int, parts: int) -> Sequence[tuple[int, int]]:
-    """`range(count)` in at most `parts` near-equal, non-empty pieces (lo, hi)."""
+    """Split `range(count)` into at most `parts` near-equal, non-empty ranges (lo, hi)."""
     parts = max(1, min(parts, count))
     bounds = [count * i // parts for i in range(parts + 1)]
     return list(pairwise(bounds))

@@ -1,10 +1,10 @@
-"""Definitions, in float64 numpy, plain and slow: what every primitive is measured against.
+"""Definitions of all layers in plain, slow float64 numpy: the reference for every primitive.
 
-Two ways to the dense result that share only the definitions of a layer: `dense_by_fragments` runs the layers on the
-whole input with max-pooling fragments and puts the fragments back in place; `dense_by_sliding` crops the field of view
-at each position and runs the plain, strided network on it, which is what "dense" means.
+There are two ways to the dense result that share only the definitions of a layer: `dense_by_fragments` runs the layers
+on the whole input with max-pooling fragments and puts the fragments back in place; `dense_by_sliding` crops the field
+of view at each position and runs the plain, strided network on it, which is the definition of "dense".
 
-Arrays are (S, z, y, x, f), channels last; the input enters normalised.
+Arrays are (S, z, y, x, f), channels last; the input is already normalised.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ VALID = Sliding()
 
 
 def convolve(x: AnyReal, weight: AnyReal, bias: AnyReal, activation: Activation = "none") -> Real:
-    """out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * weight[g, f, d]).
+    """Return out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * weight[g, f, d]).
 
-    x (S, nz, ny, nx, f), weight (f', f, kz, ky, kx), bias (f',); gives (S, n - k + 1, f') float64.
+    x (S, nz, ny, nx, f), weight (f', f, kz, ky, kx), bias (f',); returns (S, n - k + 1, f') float64.
     """
     kernel: Vec3 = weight.shape[2], weight.shape[3], weight.shape[4]
-    windows = sliding_window_view(x.astype(np.float64), kernel, axis=(1, 2, 3))  # (S, m, f, k), nothing copied
+    windows = sliding_window_view(x.astype(np.float64), kernel, axis=(1, 2, 3))  # (S, m, f, k), a view
     matrix = weight.reshape(len(bias), -1).T.astype(np.float64)
     out = np.empty((*windows.shape[:4], len(bias)))
     for row in np.ndindex(out.shape[:3]):
@@ -49,18 +49,19 @@ def convolve_sliding(
     sliding: Sliding = VALID,
     mode: Mode = "correlation",
 ) -> Real:
-    """out[s, p, g] = activation(bias[g] + sum over d, f of x0[s, p * stride + c(d) - padding, f] * weight[g, f, d]).
+    """Return the strided, padded convolution of `x` in float64.
 
+    out[s, p, g] = activation(bias[g] + sum over d, f of x0[s, p * stride + c(d) - padding, f] * weight[g, f, d]), where
     x0 is x with zeros around it; c(d) is d for a correlation and k - 1 - d for a convolution (Chetlur et al., cuDNN,
     2014, 3, which states the second).
     """
-    turned = weight if mode == "correlation" else weight[:, :, ::-1, ::-1, ::-1]
+    flipped = weight if mode == "correlation" else weight[:, :, ::-1, ::-1, ::-1]
     sz, sy, sx = sliding.stride
-    return convolve(_padded(x, sliding.padding, 0.0), turned, bias, activation)[:, ::sz, ::sy, ::sx]
+    return convolve(_padded(x, sliding.padding, 0.0), flipped, bias, activation)[:, ::sz, ::sy, ::sx]
 
 
 def activate(x: Real, activation: Activation) -> Real:
-    """The activation, over maps (the last axis) for softmax."""
+    """Apply the activation; softmax is over maps (the last axis)."""
     match activation:
         case "none":
             return x
@@ -76,27 +77,27 @@ def activate(x: Real, activation: Activation) -> Real:
 
 
 def max_filter(x: AnyReal, p: Vec3) -> Real:
-    """The maximum over a window at every position: (S, n - p + 1, f)."""
+    """Return the maximum over a window at every position: (S, n - p + 1, f)."""
     m = valid(_size(x), p)
     return np.asarray(np.max([_window(x, d, m) for d in product(*map(range, p))], axis=0), np.float64)
 
 
 def max_pool(x: AnyReal, p: Vec3) -> Real:
-    """The maximum over windows that do not overlap: (S, n / p, f); what is left over at the end is not looked at."""
+    """Return the maximum over disjoint windows: (S, n / p, f); a remainder at the end is ignored."""
     return max_filter(x, p)[:, :: p[0], :: p[1], :: p[2]]
 
 
 def softmax_of_images(x: AnyReal) -> Real:
-    """Softmax over all values of an image."""
+    """Return the softmax over all values of an image."""
     return activate(x.astype(np.float64).reshape(len(x), -1), "softmax").reshape(x.shape)
 
 
 def pool_sliding(
     x: AnyReal, window: Vec3, sliding: Sliding, how: Literal["max", "average"], *, counts_padding: bool = False
 ) -> Real:
-    """The maximum or the mean of what a window has of the image, at every position: (S, positions, f).
+    """Return the maximum or mean over the part of each window inside the image, at every position: (S, positions, f).
 
-    counts_padding  the mean is over the whole window, zeros around the image included.
+    counts_padding  True: the mean is over the whole window, including zeros around the image.
     """
     sz, sy, sx = sliding.stride
     start, counted = (-np.inf, 1.0) if how == "max" else (0.0, 1.0 if counts_padding else 0.0)
@@ -110,7 +111,7 @@ def pool_sliding(
 
 
 def fragments(x: AnyReal, p: Vec3) -> Real:
-    """Max-pooling once per offset: (S * P, n / p, f), fragment (oz * py + oy) * px + ox of image s at s * P + it."""
+    """Max-pool once per offset: (S * P, n / p, f), fragment (oz * py + oy) * px + ox of image s at s * P + fragment."""
     m: Vec3 = x.shape[1] // p[0], x.shape[2] // p[1], x.shape[3] // p[2]
     pooled = [
         max_pool(image[None, oz:, oy:, ox:], p)[0, : m[0], : m[1], : m[2]]
@@ -131,12 +132,12 @@ def recombine(fragments: AnyReal, windows: Sequence[Vec3]) -> Real:
 
 
 def maxout(x: AnyReal, of: int) -> Real:
-    """The maximum over groups of `of` neighbouring maps: (S, n, f / of)."""
+    """Return the maximum over groups of `of` neighbouring maps: (S, n, f / of)."""
     return np.asarray(x.reshape(*x.shape[:-1], -1, of).max(axis=-1), np.float64)
 
 
 def dense_by_fragments(network: Network, weights: Sequence[ConvWeights], x: AnyReal) -> Real:
-    """The dense output of a whole input (S, n, f), poolings as fragments: (S, n - field of view + 1, f')."""
+    """Return the dense output of a whole input (S, n, f), poolings as fragments: (S, n - field of view + 1, f')."""
     windows = [layer.window for layer in network.layers if isinstance(layer, Pool)]
     return recombine(_run(network, weights, x, dense=True), windows)
 
@@ -144,9 +145,9 @@ def dense_by_fragments(network: Network, weights: Sequence[ConvWeights], x: AnyR
 def dense_by_sliding(
     network: Network, weights: Sequence[ConvWeights], x: AnyReal, positions: Sequence[Vec3] | None = None
 ) -> Real:
-    """The plain network run on the field of view cropped at each position, and nothing else.
+    """Run the plain network on the field of view cropped at each position.
 
-    x (S, n, f). Without `positions` gives the dense (S, n - field of view + 1, f'); with them (S, positions, f').
+    x (S, n, f). Without `positions` returns the dense (S, n - field of view + 1, f'); with them (S, positions, f').
     """
     fov = network.field_of_view
     m = valid(_size(x), fov)
@@ -180,7 +181,7 @@ def _size(x: AnyReal) -> Vec3:
 
 
 def _padded(x: AnyReal, padding: Vec3, value: float) -> Real:
-    """float64 of x with so many planes of `value` before and behind it along z, y and x."""
+    """Return x as float64 with `padding` planes of `value` before and after it along z, y and x."""
     around = ((0, 0), *((pad, pad) for pad in padding), (0, 0))
     return np.pad(x.astype(np.float64), around, constant_values=value)
 

@@ -21,7 +21,7 @@ from znnpy.kernels.gpu.conv_first import ConvFirst as GpuConvFirst
 from znnpy.kernels.gpu.cuconv.primitive import CuConv
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled as GpuConvFftTiled
 from znnpy.kernels.gpu.host_ram.primitive import ConvHostRam
-from znnpy.kernels.gpu.host_ram.timeline import Speeds as Speeds  # of the link, which planners tell it
+from znnpy.kernels.gpu.host_ram.timeline import Speeds as Speeds  # speeds of the link, which the planner passes in
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
 from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
@@ -60,7 +60,7 @@ TABLE: tuple[Primitive, ...] = (
     GpuMaxoutDirect(),
 )
 
-# Computed on a GPU, of tensors in the memory of the host: steps of their own (HostStep), for plans of mode gpu-host.
+# Primitives that compute on a GPU with tensors in host memory: HostStep, for plans of mode gpu-host.
 IN_HOST_RAM: tuple[ConvHostRam, ...] = (
     ConvHostRam(
         (
@@ -76,10 +76,10 @@ IN_HOST_RAM: tuple[ConvHostRam, ...] = (
 
 
 def find(name: str, table: tuple[Primitive, ...] | None = None) -> Primitive:
-    """The primitive called `name`, for example "cpu.conv.direct"; KeyError lists the near names.
+    """Return the primitive called `name`, for example "cpu.conv.direct"; KeyError lists similar names.
 
-    name   as `znnpy primitives` lists it.
-    table  where to look for it; None: among all primitives that a plan may choose.
+    name   a name that `znnpy primitives` lists.
+    table  table to search; None: all primitives that a plan may choose.
     """
     known = TABLE if table is None else table
     for primitive in known:
@@ -91,5 +91,5 @@ def find(name: str, table: tuple[Primitive, ...] | None = None) -> Primitive:
 
 
 def of_kind(kind: Kind, table: tuple[Primitive, ...] = TABLE) -> tuple[Primitive, ...]:
-    """All primitives for one kind of layer."""
+    """Return all primitives for one kind of layer."""
     return tuple(p for p in table if p.kind == kind)

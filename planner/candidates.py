@@ -39,10 +39,30 @@ class Space:
     walks: bool = False
     precision: Precision = "fp32"
     apart: frozenset[int] = frozenset()  # spans that read planes carried from step to step where they are kept
+    stage: tuple[int, int] | None = None  # begin and end of the layers of one stage; None: all layers are one stage
+
+    @property
+    def begin(self) -> int:
+        """Index of the first layer of the stage in the network."""
+        return 0 if self.stage is None else self.stage[0]
+
+    @property
+    def hands_over(self) -> bool:
+        """Another stage follows."""
+        return self.stage is not None and self.stage[1] < len(self.network.layers)
+
+    @cached_property
+    def part(self) -> Network:
+        """The layers of the stage as a network of their own."""
+        if self.stage is None:
+            return self.network
+        begin, end = self.stage
+        return Network(self.network.name, self.network.maps[begin], self.network.layers[begin:end])
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        return spans(self.network)
+        """The spans of the stage, counted from its first layer."""
+        return spans(self.part)
 
     @cached_property
     def alike(self) -> bool:
@@ -52,7 +72,8 @@ class Space:
     @cached_property
     def ahead(self) -> tuple[int, ...]:
         """Of every layer, the planes that it computes before the output begins."""
-        return tuple(margin[0] for margin in self.network.margins[1:])
+        margins = self.network.margins[self.begin + 1 : self.begin + 1 + len(self.part.layers)]
+        return tuple(margin[0] for margin in margins)
 
 
 def all_spaces(
@@ -76,13 +97,14 @@ def all_spaces(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One patch or column shape, and what its size alone says of the work and the memory."""
+    """One patch or column shape of the layers of a stage, and what its size alone says of work and memory."""
 
     space: Space
     patch: Vec3  # dense output voxels of a step
     column: int  # output planes that a column writes; 0: patches
     shapes: tuple[LayerShape, ...]  # of every layer in a step
     parts: tuple[int, ...]  # how often every layer runs in a step: more than once where it takes a part of the images
+    fed: Vec3 | None = None  # new voxels of each image that the stage before hands over in a step; None: there is none
 
     @property
     def images(self) -> int:
@@ -92,6 +114,11 @@ class Candidate:
     @property
     def new(self) -> Vec3:
         """What a step reads of each image: of a column that walks, only what no step before it has read."""
+        return self.fed or self.read
+
+    @property
+    def read(self) -> Vec3:
+        """What a step of the run reads of each image of the volume: the input of the first stage."""
         return patch_in(self.space.network, self.patch, 0, walks=self.space.walks)
 
     @cached_property
@@ -144,7 +171,9 @@ class Candidate:
             new = whole - kept if index in self.space.apart else whole
             nbytes.append(aligned(images // self.shapes[first].batch * new))
             images = self.shapes[last].out_shape[0]
-        return *nbytes, aligned(self.shapes[-1].out_bytes)
+        return *nbytes, 0 if self.space.hands_over else aligned(
+            self.shapes[-1].out_bytes
+        )  # handed over: not in the arena
 
     def joined(self, span: int) -> int:
         """Bytes that its input is larger by for a primitive that does not read carried planes where they are kept."""
@@ -198,7 +227,7 @@ class Candidate:
         """The same with so many images at a time behind each pooling; 0: all there are."""
         wanted, images, before, shapes, parts = iter(at_once), 1, 1, [], []
         some = 0
-        for layer, shape in zip(self.space.network.layers, self.shapes, strict=True):
+        for layer, shape in zip(self.space.part.layers, self.shapes, strict=True):
             batch = min(some or images, images)
             before *= images // batch
             shapes.append(shape if shape.batch == batch else _of_batch(shape, batch))
@@ -304,7 +333,7 @@ def all_sizes(space: Space, room: int | None = None) -> Sizes:
     """Every size per axis; with `room`, less those whose largest activation exceeds it whatever the other axes are."""
     sizes = [axis_sizes(length, period) for length, period in zip(space.output, space.network.period, strict=True)]
     thinnest = space.network.period
-    ways = splits(space.network)  # parts hold what they are parts of: the smallest are not always the leanest
+    ways = splits(space.part)  # parts hold what they are parts of: the smallest are not always the leanest
 
     def fitting(axis: int) -> list[int]:
         shapes = [candidate(space, changed(thinnest, axis, size)) for size in sizes[axis]]

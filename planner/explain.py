@@ -84,7 +84,7 @@ def _cover(plan: Plan, network: Network) -> str:
         f"{output} {columns} in steps of {plan.patch_out[axis]:,} planes, each {text(plan.patch_in)} in and "
         f"{text(plan.patch_out)} out ({seen}); a column reads {planes:,} planes before its output begins, in "
         f"{plan.cover(network).ahead:,} of its steps, and every layer keeps the last planes of its input for the next "
-        f"step, {human_bytes(plan.memory.carries)} in all{beyond}"
+        f"step, {human_bytes(plan.memory.last.carries)} in all{beyond}"
     )
 
 
@@ -167,13 +167,14 @@ def _memory(plan: Plan) -> Table:
         (f"{what} on their way out", every * memory.writing),
         *((("prepared weights that the GPU has no room for", every * memory.pinned),) if memory.pinned else ()),
         *((("all that the processor computes with beside it", memory.beside),) if memory.beside else ()),
-        *(_hosted_memory(plan) if plan.offloaded else ()),
+        *(_offloaded_memory(plan) if plan.offloaded else ()),
     ]
+    last = memory.last
     layers = [
-        ("arena: activations and scratch", memory.arena),
-        *((("planes kept from step to step", memory.carries),) if memory.carries else ()),
-        ("prepared weights", memory.residents),
-        ("allowance for libraries", memory.allowance),
+        ("arena: activations and scratch", last.arena),
+        *((("planes kept from step to step", last.carries),) if last.carries else ()),
+        ("prepared weights", last.residents),
+        ("allowance for libraries", last.allowance),
     ]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("memory")
@@ -187,7 +188,7 @@ def _memory(plan: Plan) -> Table:
         rows = (
             *layers[:-1],
             (f"{what} on their way in and out", memory.staging),
-            ("CUDA and its libraries", memory.context + memory.allowance),
+            ("CUDA and its libraries", memory.context + last.allowance),
         )
         for row, nbytes in rows:
             table.add_row(f"GPU: {row}", human_bytes(nbytes))
@@ -199,15 +200,15 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _hosted_memory(plan: Plan) -> list[tuple[str, int]]:
-    """What hosted layers take of the process."""
-    memory = plan.memory
+def _offloaded_memory(plan: Plan) -> list[tuple[str, int]]:
+    """Return what offloaded layers take of the process."""
+    stage = plan.memory.stages[0]
     rows = [
-        ("hosted layers: arena, activations and scratch", memory.host_arena),
-        ("hosted layers: planes kept from step to step", memory.host_carries),
-        ("hosted layers: prepared weights", memory.host_residents),
-        ("hosted layers: allowance for libraries", memory.host_allowance),
-        (f"what is handed over{', twice' if plan.overlap else ''}", memory.handover),
+        ("offloaded layers: arena, activations and scratch", stage.arena),
+        ("offloaded layers: planes kept from step to step", stage.carries),
+        ("offloaded layers: prepared weights", stage.residents),
+        ("offloaded layers: allowance for libraries", stage.allowance),
+        (f"what is handed over{', twice' if plan.overlap else ''}", plan.memory.handover),
     ]
     return [(row, nbytes) for row, nbytes in rows if nbytes]
 
@@ -223,19 +224,18 @@ def predicted(plan: Plan) -> str:
 
 
 def offloaded_layers(plan: Plan) -> str:
-    """How many layers have their tensors with the host, in words."""
-    count = 1 + plan.choices[plan.offloaded - 1].layers[1]
+    """Say how many layers have their tensors in the memory of the host."""
+    count = 1 + plan.stages[0].choices[-1].layers[1]
     return f"{count} layer{'s' if count > 1 else ''} in the memory of the host"
 
 
-def _sides(plan: Plan) -> str:
-    """What hosted layers take beside the others, and which of them waits."""
-    front, back = plan.seconds_of_sides
-    last = plan.choices[plan.offloaded - 1].layers[1]
+def _two_stages(plan: Plan) -> str:
+    """Say what each of two stages takes, and which of them waits."""
+    front, back = plan.stage_seconds
+    last = plan.stages[0].choices[-1].layers[1]
     layers = f"layers 0 to {last} run" if last else "layer 0 runs"
-    handed = (
-        f"{human_bytes(plan.handover_bytes)} are handed over, for which it waits {human_seconds(plan.handover_seconds)}"
-    )
+    waits = human_seconds(plan.stages[1].wait_seconds)
+    handed = f"{human_bytes(plan.handover_bytes)} are handed over, for which it waits {waits}"
     times = f"{human_seconds(front)} and {human_seconds(back)}; {handed}"
     if not plan.overlap:
         return f"{layers} with tensors in RAM before the GPU runs the others: {times}"
@@ -273,7 +273,7 @@ def _prediction(plan: Plan, machine: Machine | None) -> list[str]:
             f"{plan.devices}, each with borders of its own"
         )
     if plan.offloaded:
-        lines.append(_sides(plan))
+        lines.append(_two_stages(plan))
     if plan.preparing_seconds:
         prepared = human_bytes(plan.prepared_bytes)
         rate = "a rate measured there" if plan.elsewhere else "a measured rate"

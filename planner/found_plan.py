@@ -1,8 +1,6 @@
-"""What a search found, as a plan that knows no other."""
+"""Makes a plan without alternatives from what a search found."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import znnpy
 from znnpy.machine import Limits, Machine
@@ -10,15 +8,14 @@ from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.candidates import Candidate
 from znnpy.planner.cost import Rates
-from znnpy.planner.layout import Tensor
 from znnpy.planner.memory import Memory
-from znnpy.planner.plan import FORMAT, Choice, Plan, device_of
+from znnpy.planner.plan import FORMAT, Choice, Plan, Stage, device_of
 from znnpy.planner.trade import Way
 from znnpy.shapes import turned_back
 
 
 def choice_of(layers: tuple[int, int], way: Way, rates: Rates) -> Choice:
-    """Of the first and the last layer, both counted, and how `rates` know its seconds."""
+    """Return the choice for the first to the last of `layers`, and how `rates` know its seconds."""
     known = way.primitive, way.shape, way.variant
     return Choice(
         layers=layers,
@@ -41,16 +38,17 @@ def plan_of(
     machine: Machine,
     limits: Limits,
     shape: Candidate,
-    choices: Iterable[Choice],
-    tensors: tuple[Tensor, ...],
+    stages: tuple[Stage, ...],
     memory: Memory,
     *,
     itemsize_in: int,
     itemsize_out: int,
+    overlap: bool = False,
+    feed_threads: int = 0,
     preparing_seconds: float = 0.0,
     preparing_measured: bool = False,
 ) -> Plan:
-    """Patches or columns of one shape."""
+    """Return the plan of patches or columns of one shape."""
     space, axis = shape.space, shape.space.axis
     return Plan(
         format=FORMAT,
@@ -64,8 +62,7 @@ def plan_of(
         patch_in=turned_back(shape.new, axis),
         axis=axis,
         column=shape.column,
-        choices=tuple(choices),
-        tensors=tensors,
+        stages=stages,
         memory=memory,
         itemsize_in=itemsize_in,
         itemsize_out=itemsize_out,
@@ -73,6 +70,8 @@ def plan_of(
         rigor="estimate",
         other=None,
         runners_up=(),
+        overlap=overlap,
+        feed_threads=feed_threads,
         preparing_seconds=preparing_seconds,
         preparing_measured=preparing_measured,
     )

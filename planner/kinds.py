@@ -64,9 +64,9 @@ def why_lost(network: Network, best: Plan, other: Plan) -> str:
 
 
 def _two_memories(plan: Plan) -> str:
-    """What hosted layers take of a step."""
-    front, back = plan.seconds_of_sides
-    handed = plan.handover_seconds
+    """Say what each of two stages takes of a step."""
+    front, back = plan.stage_seconds
+    handed = plan.stages[1].wait_seconds
     return (
         f"of a step its first layers take {human_seconds(front)}, handing over {human_seconds(handed)}, and all others "
         f"{human_seconds(back - handed)}"

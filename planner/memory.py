@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from znnpy.machine import Limits, process_bytes
 from znnpy.network import Network
@@ -28,53 +30,69 @@ _GPU_GRAIN = 32 * MIB  # and so is what CUDA takes
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes as promised: of the whole process, and of all it takes on a GPU where layers run there."""
+class StageMemory:
+    """Bytes that the layers of one stage take."""
 
-    device: DeviceKind  # where the layers run: there lie arena, carried planes, weights and what libraries allocate
-    baseline: Count  # interpreter and libraries, measured
-    arena: Count
-    carries: Count  # planes that a column keeps from step to step
-    residents: Count  # prepared weights
-    reading: Count  # patches on their way in: queue and reader
-    writing: Count  # patches on their way out
-    allowance: Count  # what the libraries allocate themselves while a layer runs or its weights are prepared
-    staging: Count  # of a GPU: patches on their way in and out
-    context: Count  # of a GPU: what CUDA and its libraries take whatever runs
-    pinned: Count = 0  # of the process: prepared weights that a GPU has no room for
-    devices: Positive = 1  # equal GPUs that run the plan: each takes all of that but for the baseline
-    beside: Count = 0  # of the process: what the processor takes that computes beside GPUs
-    # Of the process, where the first choices run with tensors there and the others on a GPU; all of that is apart.
-    host_arena: Count = 0
-    host_carries: Count = 0
-    host_residents: Count = 0
-    host_allowance: Count = 0
-    handover: Count = 0  # page-locked: what they give to the GPU
+    device: DeviceKind  # in whose memory the tensors of the stage lie
+    arena: Count = 0
+    carries: Count = 0  # planes that a column keeps from step to step
+    residents: Count = 0  # prepared weights
+    allowance: Count = 0  # what libraries allocate themselves while a layer runs or its weights are prepared
+    pinned: Count = 0  # page-locked memory of the process: prepared weights for which the GPU has no room
 
     @property
-    def layers(self) -> int:
-        """Where the layers run, what the layers take."""
+    def total(self) -> int:
+        """Bytes in the memory of the stage's device."""
         return self.arena + self.carries + self.residents + self.allowance
 
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Promised bytes: of the whole process, and of everything that it takes on a GPU."""
+
+    stages: Annotated[tuple[StageMemory, ...], Field(min_length=1)]
+    baseline: Count  # interpreter and libraries, measured
+    reading: Count  # patches on their way in: queue and reader
+    writing: Count  # patches on their way out
+    staging: Count = 0  # of a GPU: patches on their way in and out
+    context: Count = 0  # of a GPU: what CUDA and its libraries take whatever runs
+    handover: Count = 0  # page-locked memory of the process: what the first stage hands over to the second
+    devices: Positive = 1  # equal GPUs that run the plan: each takes all of that but the baseline
+    beside: Count = 0  # of the process: what the processor takes that computes beside GPUs
+
     @property
-    def hosted(self) -> int:
-        """Of the process, what hosted choices take."""
-        return self.host_arena + self.host_carries + self.host_residents + self.host_allowance + self.handover
+    def device(self) -> DeviceKind:
+        """The device of the last stage, which gives the output."""
+        return self.stages[-1].device
+
+    @property
+    def last(self) -> StageMemory:
+        """The bytes of the last stage."""
+        return self.stages[-1]
+
+    @property
+    def pinned(self) -> int:
+        """Page-locked bytes of the process for prepared weights."""
+        return sum(stage.pinned for stage in self.stages)
+
+    def layers(self, device: DeviceKind) -> int:
+        """Return the bytes that layers take in the memory of one kind of device."""
+        return sum(stage.total for stage in self.stages if stage.device == device)
 
     @property
     def peak(self) -> int:
-        """Of the whole process."""
-        around = self.baseline + self.beside + self.devices * (self.reading + self.writing + self.pinned) + self.hosted
-        return around + self.layers if self.device == "cpu" else around
+        """Bytes of the whole process."""
+        moving = self.devices * (self.reading + self.writing + self.pinned)
+        return self.baseline + self.beside + moving + self.handover + self.layers("cpu")
 
     @property
     def vram(self) -> int:
-        """Of each GPU; 0 where none is used."""
-        return self.layers + self.staging + self.context if self.device == "gpu" else 0
+        """Bytes of each GPU; 0 where none is used."""
+        return self.layers("gpu") + self.staging + self.context if self.device == "gpu" else 0
 
     @property
     def held(self) -> int:
-        """Where the layers run: of the process, or of the GPU."""
+        """Bytes in the memory of the last stage: of the process, or of the GPU."""
         return self.peak if self.device == "cpu" else self.vram
 
     def over(self, limits: Limits) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Steps that a search for plans of two devices looks at: some to begin with, and those next to the best one."""
+"""Step sizes that the search for two stages looks at: some to begin with, and the neighbours of the best one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMBINED = 100  # combinations of sizes that are all looked at
 
 
 def first_steps(space: Space) -> list[Vec3]:
-    """Sizes of the steps that a search looks at first, with the axis of the space in front."""
+    """Return the sizes of the steps that a search looks at first, with the axis of the space in front."""
     z, y, x = all_sizes(space)
     if len(z) * len(y) * len(x) <= COMBINED:
         return [(a, b, c) for a in z for b in y for c in x]
@@ -25,12 +25,12 @@ def first_steps(space: Space) -> list[Vec3]:
 
 
 def _nth(sizes: Sequence[int], index: int, of: int) -> int:
-    """The size that is as far down its axis as `index` is of `of`."""
+    """Return the size that is as far down its axis as `index` is of `of`."""
     return sizes[min(len(sizes) - 1, index * len(sizes) // of)]
 
 
 def next_to(whole: Candidate) -> Iterator[Vec3]:
-    """Sizes of steps that are one size larger or smaller along one axis, or along all axes but that of columns."""
+    """Yield the sizes that are one larger or smaller along one axis, or along all axes but that of columns."""
     sizes = all_sizes(whole.space)
     here = [
         min(range(len(along)), key=lambda i, own=own, along=along: abs(along[i] - own))  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
@@ -17,13 +17,13 @@ from znnpy.machine import Limits
 from znnpy.messages import excerpt
 from znnpy.option_values import Mode, RigorLevel
 from znnpy.patches import Box, Column, Cover
-from znnpy.planner.both_sides import both_sides
 from znnpy.planner.cost import edge_seconds
 from znnpy.planner.documents import Document
 from znnpy.planner.layout import Count, Positive, loops
 from znnpy.planner.layout import Tensor as Tensor
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.memory import Memory as Memory
+from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.network import Network
 
-FORMAT = 8  # version of plan.json
+FORMAT = 9  # version of plan.json
 MOST_THREADS = 2**12  # that a plan may ask for: a run begins so many
 AGAIN = "make it again with `znnpy plan NETWORK --out plan.json`"
 
@@ -70,6 +70,16 @@ class Choice:
         """Its layers in words."""
         first, last = self.layers
         return f"layer {first}" if first == last else f"layers {first} and {last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers whose tensors lie in one memory: the host's, or a GPU's."""
+
+    device: DeviceKind  # in whose memory the tensors lie
+    choices: Annotated[tuple[Choice, ...], Field(min_length=1)]
+    tensors: tuple[Tensor, ...]  # in the arena of the stage
+    wait_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # in each step, for what the stage before hands over
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +125,7 @@ class Plan:
     patch_in: Size  # what a step reads: in a column that walks, only planes that no step before it has read
     axis: Axis  # along which columns walk; shapes of choices have it first
     column: Count  # output planes of a column along it; 0: patches, each computed for itself
-    choices: Annotated[tuple[Choice, ...], Field(min_length=1)]
-    tensors: tuple[Tensor, ...]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=2)]
     memory: Memory
     itemsize_in: Positive  # bytes per voxel of the volume as stored
     itemsize_out: Positive
@@ -128,11 +137,8 @@ class Plan:
     elsewhere: str | None = None  # name of the machine it was made for, where it was made on another
     alone: Seconds | None = None  # of several devices: that of one GPU, or of all GPUs without the processor
     beside: Plan | None = None  # the processor's, for cells of one step that lie behind each other along the axis
-    hosted: Count = 0  # leading choices with tensors in the memory of the host; all others run on the GPU
-    overlaps: bool = False  # the hosted choices of a step run while the GPU is at the step before
-    host_tensors: tuple[Tensor, ...] = ()  # in the host's arena
-    feeders: Annotated[int, Field(ge=0)] = 0  # of the threads allowed: they feed GPUs while hosted choices run
-    handover_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # of a step: the GPU waits for what they give
+    overlap: bool = False  # the first stage computes a step while the second is at the step before
+    feed_threads: Annotated[int, Field(ge=0)] = 0  # of the threads allowed: they feed the GPU and compute nothing
     preparing_seconds: Annotated[float, Field(ge=0, lt=1e12)] = 0.0  # before the first step, to touch memory
     preparing_measured: bool = False  # the rate of it, on the machine; else it is assumed
 
@@ -143,12 +149,13 @@ class Plan:
             raise ValueError("memory is promised for a plan beside it exactly where there is one")
         if self.beside is not None and (self.device, self.beside.device) != ("gpu", "cpu"):
             raise ValueError("beside a plan is one for the processor, and it is for the GPU")
-        if self.feeders >= self.limits.threads:
-            raise ValueError(f"{self.feeders} of {self.limits.threads} threads feed GPUs, and none computes")
-        if self.hosted or self.overlaps:
-            if self.beside is not None:
-                raise ValueError("layers are hosted, and another plan is beside them: one of both")
-            check_hosted(self)
+        if self.feed_threads >= self.limits.threads:
+            raise ValueError(f"{self.feed_threads} of {self.limits.threads} threads feed the GPU, and none computes")
+        devices, promised = ([stage.device for stage in stages] for stages in (self.stages, self.memory.stages))
+        if devices != promised:
+            raise ValueError(f"its stages run on {devices}, and memory is promised for stages on {promised}")
+        if len(self.stages) > 1 or self.overlap:
+            check_stages(self)
 
     def __repr__(self) -> str:
         """One line; `explain` gives the whole plan as text."""
@@ -160,8 +167,18 @@ class Plan:
 
     @property
     def device(self) -> DeviceKind:
-        """Where all layers run."""
+        """The device of the last stage, which gives the output."""
         return self.memory.device
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The choices of all stages, in the order of the layers."""
+        return tuple(choice for stage in self.stages for choice in stage.choices)
+
+    @property
+    def offloaded(self) -> int:
+        """Number of leading choices that are a stage of their own, with tensors in the memory of the host."""
+        return len(self.stages[0].choices) if len(self.stages) > 1 else 0
 
     @property
     def fitted(self) -> bool:
@@ -175,8 +192,8 @@ class Plan:
 
     @property
     def handover_bytes(self) -> int:
-        """What hosted choices give to the GPU in a step."""
-        return self.choices[self.hosted - 1].shape.out_bytes if self.hosted else 0
+        """Bytes that the first of two stages hands over in a step."""
+        return self.stages[0].choices[-1].shape.out_bytes if len(self.stages) > 1 else 0
 
     @property
     def walks(self) -> bool:
@@ -189,21 +206,24 @@ class Plan:
         return loops([choice.shape for choice in self.choices])
 
     @property
-    def crew(self) -> int:
-        """Threads that compute on the processor."""
-        return self.limits.threads - self.feeders
+    def compute_threads(self) -> int:
+        """Number of threads that compute on the processor."""
+        return self.limits.threads - self.feed_threads
 
     @property
     def seconds_per_step(self) -> float:
-        """Predicted for one step in which every layer runs: for one patch where no column walks."""
-        front, back = self.seconds_of_sides
-        return max(front, back) if self.overlaps else front + back
+        """Predicted seconds of one step in which every layer runs: of one patch where nothing is carried."""
+        return max(self.stage_seconds) if self.overlap else sum(self.stage_seconds)
 
     @property
-    def seconds_of_sides(self) -> tuple[float, float]:
-        """The same of hosted choices, and of the others with their wait for what is handed over."""
-        spent = [times * choice.seconds for times, choice in zip(self.parts, self.choices, strict=True)]
-        return sum(spent[: self.hosted]), self.handover_seconds + sum(spent[self.hosted :])
+    def stage_seconds(self) -> tuple[float, ...]:
+        """Predicted seconds of each stage in such a step, with its wait for what is handed over."""
+        parts = iter(self.parts)
+        return tuple(
+            stage.wait_seconds
+            + sum(times * choice.seconds for choice, times in zip(stage.choices, parts, strict=False))
+            for stage in self.stages
+        )
 
     def work_ahead(self, network: Network) -> tuple[float, ...]:
         """Of each step of a column before its output begins: its seconds over those of a step in which all layers run.
@@ -226,8 +246,9 @@ class Plan:
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes of weights and tensors that are written to before the first step; layers on two devices not counted."""
-        return self.memory.arena + self.memory.carries + self.memory.residents
+        """Bytes of weights and tensors of the last stage that are written to before the first step."""
+        stage = self.memory.last
+        return stage.arena + stage.carries + stage.residents
 
     @property
     def devices(self) -> int:
@@ -237,8 +258,8 @@ class Plan:
     @property
     def mode(self) -> Mode:
         """On which devices layers run, and how."""
-        if self.hosted:
-            return "cpu-to-gpu" if self.overlaps else "gpu-host"
+        if len(self.stages) > 1:
+            return "cpu-to-gpu" if self.overlap else "gpu-host"
         return self.device if self.beside is None else "side-by-side"
 
     @property
@@ -290,12 +311,11 @@ class Plan:
         images = self.choices[0].shape.batch
         last = min(self.devices, self.columns) * self.itemsize_out * maps_out * voxels_out  # one thread writes them all
         edges = images * (self.itemsize_in * maps_in * voxels_in + last)
-        if not self.hosted:
+        if len(self.stages) == 1:
             return share * sum(c.runs * c.seconds for c in self.choices) + edge_seconds(self.device, edges)
         ran = [(c.runs // times, times * c.seconds) for times, c in zip(self.parts, self.choices, strict=True)]
-        front, back = ran[: self.hosted], ran[self.hosted :]
-        both = both_sides(front, back, self.handover_seconds, self.columns, overlaps=self.overlaps)
-        return both + edge_seconds("gpu", edges)
+        front, back, wait = ran[: self.offloaded], ran[self.offloaded :], self.stages[1].wait_seconds
+        return two_stage_seconds(front, back, wait, self.columns, overlap=self.overlap) + edge_seconds("gpu", edges)
 
     @property
     def waste(self) -> float:
@@ -306,11 +326,17 @@ class Plan:
         """The same for an output of another size, in a process that takes other memory."""
         here = replace(self, output=output, memory=replace(memory, beside=self.memory.beside), alone=None)
         cover, ahead = here.cover(network), [margin[self.axis] for margin in network.margins]
-        choices = tuple(
-            replace(choice, runs=parts * cover.steps(ahead[choice.layers[1] + 1]))
-            for choice, parts in zip(self.choices, self.parts, strict=True)
-        )
-        return replace(here, choices=choices, columns=len(cover))
+        parts = iter(self.parts)
+
+        def covering(choice: Choice) -> Choice:
+            return replace(choice, runs=next(parts) * cover.steps(ahead[choice.layers[1] + 1]))
+
+        return replace(here.with_choices(covering), columns=len(cover))
+
+    def with_choices(self, change: Callable[[Choice], Choice]) -> Plan:
+        """Return the same plan with every choice changed, in order."""
+        stages = (replace(stage, choices=tuple(map(change, stage.choices))) for stage in self.stages)
+        return replace(self, stages=tuple(stages))
 
     def cover(self, network: Network) -> Cover:
         """The columns of a run."""
@@ -390,23 +416,23 @@ class Plan:
         plan_checks.check_limits(self, machine, ram_bytes, vram_bytes)
 
 
-def handovers(*, overlaps: bool) -> int:
-    """Buffers for what hosted choices give: one is filled while the other is on its way."""
-    return 2 if overlaps else 1
-
-
-def check_hosted(plan: Plan) -> None:
-    """ValueError for hosted choices that no session runs."""
-    if not 0 < plan.offloaded < len(plan.choices) or plan.device != "gpu" or plan.devices > 1:
+def check_stages(plan: Plan) -> None:
+    """Raise ValueError for two stages that no session runs."""
+    if plan.beside is not None:
         raise ValueError(
-            f"{plan.offloaded} of {len(plan.choices)} choices are hosted, with the others on {plan.devices} "
-            f"{plan.device.upper()}: one GPU runs at least one choice behind one that is hosted"
+            "layers are offloaded to the host, and the processor has a plan of its own: choose one of both"
         )
-    front = plan.choices[: plan.offloaded]
+    if tuple(stage.device for stage in plan.stages) != ("cpu", "gpu") or plan.devices > 1:
+        devices = " and ".join(stage.device.upper() for stage in plan.stages)
+        raise ValueError(
+            f"{len(plan.stages)} stages are in the memory of {devices}, on {plan.devices} GPUs: two stages are one in "
+            "the memory of the host and one on one GPU"
+        )
+    front = plan.stages[0].choices
     if plan.overlap and any(choice.device != "cpu" for choice in front):
-        raise ValueError("hosted choices that a GPU computes leave it no time to be at the step before")
-    if any(parts > 1 for parts in plan.parts[: plan.offloaded]):
-        raise ValueError("hosted choices take all images at a time")
+        raise ValueError("the GPU computes layers of the first stage, so it cannot be at the step before meanwhile")
+    if any(parts > 1 for parts in plan.parts[: len(front)]):
+        raise ValueError("layers of the first stage take all images at a time")
     if plan.precision == "fp16":
         raise ValueError("what is handed over is in float32, and the plan is in fp16: choose tf32")
 

@@ -12,8 +12,8 @@ from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network
 from znnpy.planner.layout import ALIGNMENT, Tensor, aligned
-from znnpy.planner.plan import AGAIN, Plan, device_of, handovers, patch_in
-from znnpy.planner.sides import lives_with_host, sides
+from znnpy.planner.plan import AGAIN, Plan, device_of, patch_in
+from znnpy.planner.stages import handover_buffers, in_host_ram, stage_needs
 from znnpy.shapes import LayerShape, fused, text, turned
 
 
@@ -97,21 +97,24 @@ def check_shapes(plan: Plan, network: Network) -> None:
 def check_memory(plan: Plan, footprints: Sequence[Footprint]) -> None:
     """The tensors of each arena are those the primitives need; alive together they lie apart and inside it."""
     steps = [(c.shape, f) for c, f in zip(plan.choices, footprints, strict=True)]
-    wanted, memory = sides(steps, plan.offloaded, plan.patch_in[plan.axis]), plan.memory
-    _check_tensors(plan.tensors, wanted.device.tensors, memory.arena, "arena")
-    _check_tensors(plan.host_tensors, wanted.host.tensors, memory.host_arena, "arena in the memory of the host")
-    for what, promised, needed in (
-        ("of weights", memory.residents, wanted.device.residents),
-        ("of weights in page-locked memory", memory.pinned, wanted.device.pinned),
-        ("for the libraries", memory.allowance, wanted.device.allowance),
-        ("for carried planes", memory.carries, wanted.device.carries),
-        ("of weights of hosted layers", memory.host_residents, wanted.host.residents),
-        ("for the libraries of hosted layers", memory.host_allowance, wanted.host.allowance),
-        ("for carried planes of hosted layers", memory.host_carries, wanted.host.carries),
-        ("for what is handed over", memory.handover, handovers(overlaps=plan.overlap) * wanted.handover),
-    ):
-        if promised != needed:
-            raise PlanFileError(f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}")
+    wanted = stage_needs(steps, plan.offloaded, plan.patch_in[plan.axis], plan.device)
+    for stage, memory, needs in zip(plan.stages, plan.memory.stages, wanted, strict=True):
+        where = "" if stage is plan.stages[-1] else " of the stage in the memory of the host"
+        _check_tensors(stage.tensors, needs.tensors, memory.arena, f"arena{where}")
+        for what, promised, needed in (
+            ("of weights", memory.residents, needs.memory.residents),
+            ("of weights in page-locked memory", memory.pinned, needs.memory.pinned),
+            ("for the libraries", memory.allowance, needs.memory.allowance),
+            ("for carried planes", memory.carries, needs.memory.carries),
+        ):
+            _check_promise(promised, needed, f"{what}{where}")
+    buffers = handover_buffers(overlap=plan.overlap) if plan.offloaded else 0
+    _check_promise(plan.memory.handover, buffers * plan.handover_bytes, "for what is handed over")
+
+
+def _check_promise(promised: int, needed: int, what: str) -> None:
+    if promised != needed:
+        raise PlanFileError(f"the plan promises {promised:,} bytes {what}, and its steps need {needed:,}; {AGAIN}")
 
 
 def _check_tensors(tensors: Sequence[Tensor], needed: Sequence[Tensor], nbytes: int, arena: str) -> None:
@@ -181,9 +184,9 @@ def footprint_of(index: int, plan: Plan, machine: Machine, table: Sequence[Primi
         footprint = None
     if footprint is None:
         raise PlanFileError(f"{where}: {name} has no variant {excerpt(choice.variant or '(none)')}; {AGAIN}")
-    if lives_with_host(footprint) != with_host:
+    if in_host_ram(footprint) != with_host:
         raise PlanFileError(
             f"{where} runs {name}, whose tensors live with the "
-            f"{'host' if lives_with_host(footprint) else 'GPU'}, and those of the plan do not; {AGAIN}"
+            f"{'host' if in_host_ram(footprint) else 'GPU'}, and those of the plan do not; {AGAIN}"
         )
     return footprint

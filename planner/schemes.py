@@ -77,7 +77,7 @@ def repeats(network: Network, scheme: Scheme) -> int:
 class Schemed(Candidate):
     """Patches of one shape by a scheme, which are never divided."""
 
-    scheme: Scheme
+    scheme: Scheme = Scheme(1, ())
 
     @property
     def new(self) -> Vec3:
@@ -120,7 +120,7 @@ class SchemeSearch(SpaceSearch):
         space = self.space
         z, y, x = (size // period for size, period in zip(patch, space.network.period, strict=True))
         shapes = shapes_of(space.network, (z, y, x), self.scheme, space.precision)
-        return Schemed(space, patch, 0, shapes, (1,) * len(shapes), self.scheme)
+        return Schemed(space, patch, 0, shapes, (1,) * len(shapes), scheme=self.scheme)
 
     def _sizes(self, room: int | None) -> Sizes:
         """Return all sizes there are: what does not fit as fragments may fit plain."""

@@ -20,7 +20,7 @@ from znnpy.planner.kinds import kind_of
 from znnpy.planner.memory import context_bytes
 from znnpy.planner.nearest_miss import no_plan
 from znnpy.planner.options import Options
-from znnpy.planner.plan import Kind, Plan, device_of
+from znnpy.planner.plan import Kind, Plan, Stage, device_of
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
@@ -70,7 +70,7 @@ def _searches(request: PlanRequest, options: Options) -> Sequence[SpaceSearch]:
             baseline=request.baseline,
             context=context_bytes(target.context_bytes) if target.device == "gpu" else 0,
             masks=request.masks,
-            splits=splits(space.network) if wanted.depth_first else splits(space.network)[:1],
+            splits=splits(space.part) if wanted.depth_first else splits(space.part)[:1],
             patch=None if wanted.patch is None else turned(wanted.patch, space.axis),
         )
         for space in allowed_spaces(request)
@@ -213,13 +213,13 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
 
 def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Found) -> Plan:
     """Return what was found as a plan without runners-up."""
+    choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.ways)
     return plan_of(
         network,
         machine,
         search.limits,
         best.candidate,
-        [choice_of(layers, way, search.options.rates) for layers, way in best.ways],
-        best.tensors,
+        (Stage(search.device, choices, best.tensors),),
         best.memory,
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,

@@ -16,10 +16,11 @@ from znnpy.machine import Limits
 from znnpy.planner.bounds import NOTHING, Bounds, Needs, Paces, Reached, least_priced, least_seconds, needs_of, reached
 from znnpy.planner.candidates import Candidate, Space, Span, candidate
 from znnpy.planner.cost import edge_seconds
-from znnpy.planner.layout import Tensor, carried_bytes, chain, place
-from znnpy.planner.memory import DeviceKind, Memory, reading_bytes, staging_bytes, writing_bytes
+from znnpy.planner.layout import Tensor, place
+from znnpy.planner.memory import DeviceKind, Memory, StageMemory, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.options import Options, Place
 from znnpy.planner.plan import waste
+from znnpy.planner.stages import last_stage
 from znnpy.planner.trade import (
     Front,
     Option,
@@ -97,7 +98,8 @@ class ShapeSearch:
 
     def __post_init__(self) -> None:
         if self.space.walks:
-            shapes = candidate(self.space, self.space.network.period).shapes
+            part = replace(self.space, network=self.space.part, stage=None)
+            shapes = candidate(part, part.network.period).shapes
             apart = (i for i, (first, _) in enumerate(self.space.spans) if self.options.reads_carried(shapes[first]))
             self.space = replace(self.space, apart=frozenset(apart))
         self.bounds = Bounds(self.space)
@@ -238,7 +240,7 @@ class ShapeSearch:
             if most_pinned and over[0]:  # the process has no room for so much
                 fronts = [tuple(option for option in front if option.pinned < most_pinned) for front in fronts]
             elif lossy:
-                room -= max(found.memory.arena - max(option.live for option in options), *over)
+                room -= max(found.memory.last.arena - max(option.live for option in options), *over)
             else:
                 room = total_bytes(options) - 1
 
@@ -267,17 +269,11 @@ class ShapeSearch:
     def laid_out(self, shape: Candidate, options: tuple[Option, ...]) -> Found:
         """With the arena as it will be."""
         steps = [(way.shape, way.footprint) for option in options for way in option.ways]
-        new = shape.new[0]
-        tensors, arena = place(chain(steps, new))
-        memory = replace(
-            self.around(shape),
-            arena=arena,
-            carries=carried_bytes([shape for shape, _ in steps], new),
-            residents=sum(footprint.resident for _, footprint in steps),
-            pinned=sum(footprint.host for _, footprint in steps),
-            allowance=max(option.allowance for option in options),
-        )
-        prepared = memory.arena + memory.carries + memory.residents
+        needs = last_stage(steps, 0, shape.new[0], self.device)
+        tensors, arena = place(needs.tensors)
+        stage = replace(needs.memory, arena=arena)
+        memory = replace(self.around(shape), stages=(stage,))
+        prepared = stage.arena + stage.carries + stage.residents
         return Found(shape, options, tensors, memory, self.edges(shape), self.price * prepared)
 
     def least_memory(self, best: Found, most: float) -> Found:
@@ -315,14 +311,10 @@ class ShapeSearch:
         seen = network.patch_in(shape.patch) if self.masks else None
         staging = staging_bytes(*self._patch_bytes(shape), reads=reads, writes=writes) if self.device == "gpu" else 0
         return Memory(
-            device=self.device,
+            stages=(StageMemory(self.device),),
             baseline=self.baseline,
-            arena=0,
-            carries=0,
-            residents=0,
             reading=reading_bytes(maps_in, new, self.itemsize_in, steps=reads, seen=seen, device=self.device),
             writing=writing_bytes(maps_out, shape.patch, self.itemsize_out, steps=writes, device=self.device),
-            allowance=0,
             staging=staging,
             context=self.context,
         )

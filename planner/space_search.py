@@ -183,7 +183,7 @@ class SpaceSearch(ShapeSearch):
 
     def _need(self, memory: Memory, more: int = 0) -> tuple[int, int]:
         """Bytes above the limits, and bytes held, if its layers took `more` bytes more: the least first."""
-        grown = replace(memory, arena=memory.arena + more)
+        grown = replace(memory, stages=(replace(memory.last, arena=memory.last.arena + more),))
         return sum(grown.over(self.limits)), grown.held
 
     def least(self) -> Found | int | None:

@@ -1,8 +1,9 @@
-"""Convolutions whose tensors live with the host, which a GPU computes in sub-layers, as options of a plan.
+"""Offloaded convolutions that a GPU computes in sub-layers, as options of a plan.
 
-How they are divided is for the primitive to find; that takes long, so each shape is asked for once, and none whose way
-over the link alone takes longer than something else does. One that was measured takes what it took then, with all
-that goes up and down; any other what the primitive makes of its sub-layers and of the link.
+Their tensors lie in the memory of the host. The primitive finds how to divide such a convolution. That takes long, so
+each shape is asked for once, and a shape whose transfers alone take longer than another option is not asked for. A
+division that was measured takes the measured time, with all transfers; any other takes what the primitive predicts from
+its sub-layers and the link.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Seconds = Callable[[Primitive, ConvShape, Variant], float]
 
 
 class DividedPrimitive(Primitive, Protocol):
-    """What is asked of a primitive for tensors of the host, beside what is asked of all."""
+    """What a primitive for tensors in the memory of the host offers beside what all primitives do."""
 
     def fastest(
         self,
@@ -45,18 +46,19 @@ class DividedPrimitive(Primitive, Protocol):
         within: float,
         few: bool,
     ) -> Any:
-        """`variant` and `found`, of which `seconds`, in so many bytes of the GPU; None where nothing fits."""
+        """Return `variant` and `found.seconds` within so many bytes of the GPU; None where nothing fits."""
 
     def largest(self, shape: LayerShape, variant: Variant) -> tuple[Primitive, ConvShape, Variant]:
-        """Of the sub-layers of a variant, and what computes it."""
+        """Return what computes the largest of the sub-layers of a variant, its shape and its variant."""
 
 
 @dataclass
 class Sublayers:
-    """What a GPU may compute of hosted layers.
+    """The offloaded layers that a GPU may compute.
 
-    vram_bytes  of the GPU that one such layer may take
-    host        rates of the processor, which copies; gpu: of sub-layers and of the link
+    vram_bytes  bytes of the GPU that one such layer may take
+    host        rates of the processor, which copies
+    gpu         rates of the sub-layers and of the link
     """
 
     table: Sequence[DividedPrimitive]
@@ -66,23 +68,23 @@ class Sublayers:
     host: Rates
     gpu: Rates
     precision: Precision
-    asked: bool = False  # by name: where one of the table applies to a layer nothing else is considered
+    asked: bool = False  # by name: where a primitive of the table applies to a layer nothing else is considered
     _known: dict[tuple[str, ConvShape], tuple[Variant, float] | None] = field(default_factory=dict)
 
     @property
     def speeds(self) -> Speeds:
-        """As if the link waited for each copy of the host, whose threads make those up and those down in turn."""
+        """Speeds as if the link waited for each copy of the host, whose threads copy up and down in turn."""
         link = 1 / (1 / self.gpu.of("gpu_link").nbytes + COPIED / self.host.of("copy").nbytes)
         return Speeds(upload=link, download=link, memory=self.gpu.carrying)
 
     def least(self, shape: LayerShape) -> float:
-        """Seconds of one run that the link takes; inf for what is no convolution."""
+        """Return the seconds of one run that the link takes; inf for what is no convolution."""
         if shape.kind != "conv" or not self.table:
             return inf
         return max(shape.in_bytes / self.speeds.upload, shape.out_bytes / self.speeds.download)
 
     def options(self, shape: LayerShape, place: Place, below: float = inf) -> Iterator[Option]:
-        """Of one layer at a place, its steps the first of the place's; none whose link takes `below` seconds in all."""
+        """Yield the options of one layer at a place, unless the link alone takes `below` seconds in all."""
         steps = place.steps[0]
         if shape.kind != "conv" or self.least(shape) * steps * place.parts >= below:
             return
@@ -115,13 +117,13 @@ class Sublayers:
         return self._known[key]
 
     def _whole(self, primitive: DividedPrimitive, shape: ConvShape, chosen: Any) -> float:
-        """Seconds of one run: as measured of this very division, be it at another size; else as predicted."""
+        """Return the seconds of one run: measured, if this division was measured at any size, else predicted."""
         known = self.gpu.knows(primitive, shape, chosen.variant)
         spent: float = self.gpu.seconds(primitive, shape, chosen.variant) if known else chosen.found.seconds
         return spent
 
     def _seconds(self, primitive: Primitive, shape: ConvShape, variant: Variant) -> float:
-        """Of a sub-layer, with what the host does for it; inf where the GPU refused it when it was measured."""
+        """Return the seconds of a sub-layer with the host's work for it; inf where the GPU refused it when measured."""
         if self.gpu.why_not(primitive, shape) is not None:
             return inf
         return self.gpu.seconds(primitive, shape, variant) + SUBLAYER_SECONDS

@@ -18,9 +18,10 @@ from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates
-from znnpy.planner.layout import carried_bytes, chain, place
+from znnpy.planner.layout import place
 from znnpy.planner.options import JOINING, KEEPING
 from znnpy.planner.plan import Choice, Memory, Plan, device_of
+from znnpy.planner.stages import last_stage
 from znnpy.planner.widths import WideOrNarrow, columns_for, indented
 from znnpy.shapes import LayerShape, fused, turned
 from znnpy.units import human_bytes, human_seconds
@@ -158,15 +159,8 @@ class _Plan:
                 assert both is not None
                 steps.append((both, self._footprint(primitive, both, variant)))
         new = self.plan.patch_in[self.plan.axis]
-        footprints = [footprint for _, footprint in steps]
-        return replace(
-            self.plan.memory,
-            arena=place(chain(steps, new))[1],
-            carries=carried_bytes([shape for shape, _ in steps], new),
-            residents=sum(footprint.resident for footprint in footprints),
-            pinned=sum(footprint.host for footprint in footprints),
-            allowance=max(footprint.allowance for footprint in footprints),
-        )
+        needs = last_stage(steps, 0, new, self.plan.device)
+        return replace(self.plan.memory, stages=(replace(needs.memory, arena=place(needs.tensors)[1]),))
 
     def _footprint(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> Footprint:
         return primitive.footprint(shape, variant, self.plan.compute_threads)

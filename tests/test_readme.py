@@ -1,4 +1,4 @@
-"""Every example of the README runs as it stands there, one after the other, in a folder with a small volume."""
+"""The examples in README.md and docs/: commands and code run as they stand there, one after the other."""
 
 from __future__ import annotations
 
@@ -6,79 +6,108 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import h5py
 import numpy as np
 import pytest
 
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-BLOCKS = [(match[1], match[2]) for match in BLOCK.finditer(README)]
-SMALL = {  # the same commands on less
-    "znnpy demo": "znnpy demo --size 48",
-    "znnpy plan --shape 120,120,120 --rigor measure --time-limit 30 --paranoid --out timed.json": (
-        "znnpy plan --shape 40,41,42 --rigor measure --time-limit 3 --paranoid --out timed.json"
-    ),
-    "znnpy plan --shape 150,150,150 --plot curves.png": "znnpy plan --shape 50,51,52 --plot curves.png",
-}
+from znnpy.cli import main
+from znnpy.formats.networks import read_network
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
+RUN_AS_A_WHOLE = ("README.md", "docs/tutorial.md", "docs/arrays.md")  # in a folder of their own, from top to bottom
+SMALLER = {"znnpy demo": "znnpy demo --size 48"}  # the same command on a smaller volume
+FENCE = re.compile(r"^```([\w{}-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module", params=["weights at hand", pytest.param("torch", marks=pytest.mark.torch)])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a volume and the weights of the network shown: as .npz, or as PyTorch saves them ."""
-    folder = tmp_path_factory.mktemp("reader")
-    with h5py.File(folder / "volume.h5", "w") as file:
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    kind: str
+    code: str
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of znnpy in a shell block. Installation commands are left to .ci/run."""
+        parts = [part.strip() for line in self.code.splitlines() for part in line.split("&&")]
+        return [shlex.join(shlex.split(part, comments=True)) for part in parts if part.startswith("znnpy ")]
+
+    @property
+    def needs_torch(self) -> bool:
+        return self.kind == "python" and "import torch" in self.code
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(match[1], match[2]) for match in FENCE.finditer(page.read_text())]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a small volume, and the weights of the network that README.md describes."""
+    with h5py.File(tmp_path / "volume.h5", "w") as file:
         file["raw"] = np.random.default_rng(0).integers(0, 256, (40, 41, 42), np.uint8)
     rng = np.random.default_rng(1)
-    kernels = [(8, 1, 3, 3, 3), (8, 8, 1, 5, 5), (1, 8, 1, 1, 1)]
-    weights = [rng.uniform(-0.2, 0.2, kernel).astype(np.float32) for kernel in kernels]
     arrays: dict[str, np.ndarray] = {}
-    for index, weight in enumerate(weights):
-        arrays |= {f"conv{index}_weight": weight, f"conv{index}_bias": np.zeros(len(weight), np.float32)}
-    with (folder / "my_network.npz").open("wb") as file:
+    for index, kernel in enumerate([(8, 1, 3, 3, 3), (8, 8, 1, 5, 5), (1, 8, 1, 1, 1)]):
+        arrays[f"conv{index}_weight"] = rng.uniform(-0.2, 0.2, kernel).astype(np.float32)
+        arrays[f"conv{index}_bias"] = np.zeros(kernel[0], np.float32)
+    with (tmp_path / "my_network.npz").open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
-    if request.param == "torch":
-        import torch
-
-        layers = {0: 0, 1: 3, 2: 5}  # conv, relu, pool, conv, relu, conv, sigmoid
-        state = {
-            f"{layers[int(name[4])]}.{name.partition('_')[2]}": torch.from_numpy(array)
-            for name, array in arrays.items()
-        }
-        torch.save(state, folder / "my_network.pt")
-        (folder / "my_network.npz").unlink()  # the README's lines make it
-    return folder
+    return tmp_path
 
 
-def test_readme_has_every_kind_of_example() -> None:
-    assert {kind for kind, _ in BLOCKS} == {"bash", "yaml", "python"}
-    assert {"pip install . && znnpy demo\n", "pip install -e '.[test]' && pytest -n auto\n"} <= {
-        code for _, code in BLOCKS
-    }
+def test_readme_is_short_and_holds_both_set_up_commands() -> None:
+    readme = REPOSITORY / "README.md"
+    assert len(readme.read_text().splitlines()) <= 150
+    codes = {block.code for block in blocks_of(readme)}
+    assert {"pip install . && znnpy demo\n", "pip install -e '.[test]' && pytest -n auto\n"} <= codes
 
 
-def test_examples_run_one_after_the_other(folder: Path) -> None:
-    """One reads what another wrote."""
-    assert set(SMALL) <= {command for _, code in BLOCKS for command in _commands(code)}
-    for kind, code in BLOCKS:
-        if kind == "yaml":
-            name = code.partition("\n")[0].removeprefix("# ")
-            (folder / name).write_text(code)
+@pytest.mark.parametrize("page", RUN_AS_A_WHOLE)
+def test_examples_of_a_page_run_one_after_the_other(page: str, folder: Path) -> None:
+    for block in blocks_of(REPOSITORY / page):
+        if block.kind == "yaml":
+            name = block.code.partition("\n")[0].removeprefix("# ")
             assert name == "my_network.yaml"
-        elif kind == "python":
-            if "import torch" not in code or (folder / "my_network.pt").exists():
-                _succeeds([sys.executable, "-W", "error", "-c", code], folder)
+            (folder / name).write_text(block.code)
+        elif block.kind == "python":
+            _succeeds([sys.executable, "-W", "error", "-c", block.code], folder)
         else:
-            for command in _commands(code):
-                words = shlex.split(SMALL.get(command, command))
+            assert block.kind == "bash", f"{page} has a block of kind {block.kind!r}, which no test runs"
+            for command in block.commands:
+                words = shlex.split(SMALLER.get(command, command))
                 _succeeds([str(Path(sys.executable).with_name(words[0])), *words[1:]], folder)
 
 
-def _commands(code: str) -> list[str]:
-    """znnpy's commands in a shell block; what installs is .ci/run's to run."""
-    parts = [part.strip() for line in code.splitlines() for part in line.split("&&")]
-    return [shlex.join(shlex.split(part, comments=True)) for part in parts if part.startswith("znnpy ")]
+@pytest.mark.parametrize("page", [str(page.relative_to(REPOSITORY)) for page in DOCS])
+def test_commands_and_networks_of_a_page_are_valid(page: str, tmp_path: Path) -> None:
+    """Pages that are not run as a whole: their options exist and have valid values, and their networks can be read."""
+    for block in blocks_of(REPOSITORY / page):
+        for command in block.commands if block.kind == "bash" else ():
+            _parses(shlex.split(command)[1:])
+        if block.kind == "yaml":
+            (tmp_path / "network.yaml").write_text(block.code)
+            read_network(tmp_path / "network.yaml")
+        assert block.kind != "python" or block.needs_torch or page in RUN_AS_A_WHOLE, "no test runs this block"
+
+
+def _parses(words: list[str]) -> None:
+    """Let click read a command line without running the command; it raises UsageError for what it does not know."""
+    command = main.commands[words[0]]
+    with command.make_context(words[0], words[1:], parent=click.Context(main)):
+        pass
+
+
+def test_an_unknown_option_would_be_found() -> None:
+    with pytest.raises(click.UsageError, match="--rma"):
+        _parses(["infer", "volume.h5", "--rma", "2G"])
+    with pytest.raises(click.BadParameter, match="12Q"):
+        _parses(["infer", "volume.h5", "--ram", "12Q"])
 
 
 def _succeeds(words: list[str], folder: Path) -> None:
@@ -86,42 +115,76 @@ def _succeeds(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"{words}: {done.stderr}"
 
 
-def test_picture_is_small_and_there(repository: Path) -> None:
-    (path,) = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
-    assert 10_000 < (repository / path).stat().st_size < 300_000
+def test_picture_is_small_and_there() -> None:
+    (path,) = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (REPOSITORY / "README.md").read_text())
+    assert 10_000 < (REPOSITORY / path).stat().st_size < 300_000
+
+
+@pytest.fixture(scope="module")
+def export() -> str:
+    """The script that writes a network file and weights from a PyTorch model."""
+    (block,) = (block for block in blocks_of(REPOSITORY / "docs" / "network_format.md") if block.needs_torch)
+    return block.code
 
 
 @pytest.mark.torch
-def test_lines_for_pytorch_take_no_batch_norm_for_a_convolution(tmp_path: Path) -> None:
-    """Its weight is an array too, of one axis: the reader is told to fold it, and no wrong file is written."""
+def test_export_from_pytorch_folds_batch_norm(export: str, tmp_path: Path) -> None:
+    """The script itself compares znnpy with PyTorch; here the files are looked at."""
     import torch
+    from torch import nn
 
-    (code,) = (code for _, code in BLOCKS if "import torch" in code)
-    layers = [torch.nn.Conv3d(1, 8, 3), torch.nn.BatchNorm3d(8), torch.nn.ReLU(), torch.nn.Conv3d(8, 1, 1)]
-    torch.save(torch.nn.Sequential(*layers).state_dict(), tmp_path / "my_network.pt")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "AssertionError: only convolutions with bias have parameters; fold batch-norm" in done.stderr
-    assert not (tmp_path / "my_network.npz").exists()
-    fused = torch.nn.utils.fusion.fuse_conv_bn_eval(layers[0].eval(), layers[1].eval())
-    torch.save(torch.nn.Sequential(fused, *layers[2:]).state_dict(), tmp_path / "my_network.pt")
-    _succeeds([sys.executable, "-c", code], tmp_path)
+    norm = nn.BatchNorm3d(8)
+    norm.running_mean, norm.running_var = torch.linspace(-0.5, 0.5, 8), torch.linspace(0.5, 2, 8)
+    layers = [
+        nn.Conv3d(1, 8, (3, 5, 5), bias=False),
+        norm,
+        nn.ReLU(),
+        nn.MaxPool3d(2),
+        nn.Dropout3d(),
+        nn.Conv3d(8, 2, 3),
+    ]
+    torch.save(nn.Sequential(*layers, nn.Sigmoid()), tmp_path / "my_network.pt")
+    _succeeds([sys.executable, "-c", export], tmp_path)
+    network = read_network(tmp_path / "my_network.yaml").network
+    assert network.field_of_view == (8, 10, 10)
     with np.load(tmp_path / "my_network.npz") as arrays:
         shapes = {name: arrays[name].shape for name in arrays}
     assert shapes == {
-        "conv0_weight": (8, 1, 3, 3, 3),
+        "conv0_weight": (8, 1, 3, 5, 5),
         "conv0_bias": (8,),
-        "conv1_weight": (1, 8, 1, 1, 1),
-        "conv1_bias": (1,),
+        "conv1_weight": (2, 8, 3, 3, 3),
+        "conv1_bias": (2,),
     }
 
 
-def test_wrong_words_are_value_errors() -> None:
-    """As the README says, and no ZnnpyError."""
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("layers", "error"),
+    [
+        ("nn.Conv3d(1, 8, 3, padding=1)", "no stride, padding, dilation or groups"),
+        ("nn.Conv3d(1, 8, 3, dilation=2)", "no stride, padding, dilation or groups"),
+        ("nn.Conv3d(1, 8, 3), nn.MaxPool3d(3, stride=2)", "stride must be the window"),
+        ("nn.Conv3d(1, 8, 3), nn.LeakyReLU()", "znnpy cannot run this layer here: LeakyReLU"),
+        ("nn.Conv3d(1, 8, 3), nn.ReLU(), nn.BatchNorm3d(8)", "batch-norm must follow a convolution directly"),
+    ],
+)
+def test_export_from_pytorch_refuses(layers: str, error: str, export: str, tmp_path: Path) -> None:
+    from torch import nn, save
+
+    save(nn.Sequential(*eval(f"[{layers}]", {"nn": nn})), tmp_path / "my_network.pt")
+    done = subprocess.run([sys.executable, "-c", export], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"AssertionError: {error}" in done.stderr
+    assert not (tmp_path / "my_network.npz").exists()
+
+
+def test_invalid_arguments_are_value_errors() -> None:
+    """Arguments that docs/arrays.md calls invalid raise a plain ValueError, which is no ZnnpyError."""
     import znnpy
 
+    page = (REPOSITORY / "docs" / "arrays.md").read_text()
     for words in ({"threads": 0}, {"ram": "12Q"}, {"border": "x"}):
         for word, value in words.items():
-            assert f"{word}={value!r}".replace("'", '"') in README
+            assert f"{word}={value!r}".replace("'", '"') in page
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - any sentence
             znnpy.plan("fib25_boundary", shape=(60, 60, 60), **words)
         assert not isinstance(caught.value, znnpy.ZnnpyError)

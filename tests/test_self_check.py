@@ -125,7 +125,8 @@ def test_layers_that_do_not_fit_are_checked_on_fewer_images_or_said(
     monkeypatch.setattr(HostLayer, "__init__", init)
     many = next(c for c in plan.choices if c.shape.batch > 1)
     one = bytes_of(find(many.primitive), replace(many.shape, batch=1), many.variant, 1)
-    only = replace(plan, choices=(many,), limits=replace(plan.limits, threads=1))
+    stage = replace(plan.stages[0], choices=(many,))
+    only = replace(plan, stages=(stage,), limits=replace(plan.limits, threads=1))
     monkeypatch.setattr(OpenTarget, "room", lambda self, limits: one)
     check_plan(only, MIXED, site(), lambda progress: None)
     assert [shape.batch for shape in seen] == [1]

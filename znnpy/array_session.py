@@ -195,12 +195,12 @@ class ArraySession:
             session.crew.resume()
         self._ended = plan.device == "gpu"  # until the run has ended well
         timings = pipeline.run_workers(workers_of(plan, self._sessions, self._network), source, result, progress)
-        self._ended = any(lane.lost for lane in timings.lanes)
+        self._ended = any(worker.lost for worker in timings.workers)
 
     def _prepare(self, target: OpenTarget, plan: Plan) -> None:
         """Prepare all that a plan needs on a target."""
         log_phase("planned", predicted(plan))
-        log_phase("preparing", f"{human_bytes(plan.memory.arena + plan.memory.residents)}")
+        log_phase("preparing", f"{human_bytes(plan.prepared_bytes)}")
         with wisdom_kept(target.machine, plan.seconds) as wisdom:
             sessions = self._prepared.enter_context(sessions_of(plan, target, self._network, self._weights))
         for sentence in wisdom.sentences:

@@ -152,7 +152,6 @@ def _files_of_volume(asked: PlanOptions) -> Collection[Path]:
     """Return every file that the voxels lie in; VolumeError where the volume cannot be read."""
     if asked.volume is None:
         return ()
-    from znnpy.volume import open_volume
     from znnpy.volume.base import Absent
     from znnpy.volume.registry import open_volume
 

@@ -33,7 +33,6 @@ from znnpy.report import Report
 from znnpy.run import pipeline
 from znnpy.run.asked import devices_asked
 from znnpy.run.choice import Work, choose, given_plan, leaner_options
-from znnpy.run.hosted import HostedSession
 from znnpy.run.preparing import Preparing
 from znnpy.run.resume import check_options, device_begun, limits_taken, plan_begun, plan_finished
 from znnpy.run.shelf import Shelf
@@ -258,17 +257,17 @@ class _Run:
                     self.job, settings, plan.to_json(), target.machine.blas, count, wisdom=wisdom.used
                 )
                 self.output.begin(header, attributes_of(network, self.source, self.job, plan))
-            lanes = workers_of(plan, sessions, network, self.output.done)
+            workers = workers_of(plan, sessions, network, self.output.done)
             log_phase("running", f"{len(self.output.done)} of {plan.columns} columns done before")
-            timings = pipeline.run_workers(lanes, self.source, self._writes(plan), self.progress, self.trace, before)
-            lost = [f"{lane.name} was lost, and the others went on: {lane.lost}" for lane in timings.lanes if lane.lost]
+            timings = pipeline.run_workers(workers, self.source, self._writes(plan), self.progress, self.trace, before)
+            gone = [worker for worker in timings.workers if worker.lost]
+            lost = [f"{worker.name} was lost, and the others went on: {worker.lost}" for worker in gone]
             late = [
-                f"{lane.name} was late at the end: a GPU computed {lane.given_up} of its cells"
-                for lane in timings.lanes
-                if lane.given_up
+                f"{worker.name} was late at the end: a GPU computed {worker.given_up} of its cells"
+                for worker in timings.workers
+                if worker.given_up
             ]
-            hosted = (session for session in sessions.values() if isinstance(session, HostedSession))
-            idle = {side: seconds for session in hosted for side, seconds in session.idle_seconds.items()}
+            idle = {device: spent for session in sessions.values() for device, spent in session.idle_seconds.items()}
             return _Done(
                 plan, timings, target.taken_bytes(), (*lost, *late, *wisdom.sentences), idle, self.tally.values
             )
@@ -350,7 +349,7 @@ def _report(
         gpu=machine.gpu.name if machine.gpu else None,
         vram_bytes=done.vram_bytes if done else None,
         notes=notes,
-        lanes=timings.lanes if timings else (),
+        workers=timings.workers if timings else (),
         idle_seconds=done.idle_seconds if done else {},
         values=done.values if done else None,
         chunks=chunks,

@@ -48,6 +48,7 @@ class Report:
     vram_bytes: int | None = None  # that the process took of it in the end
     notes: tuple[str, ...] = ()  # why it is not another device or precision
     lanes: tuple[WorkerTimings, ...] = ()  # of every device that computed
+    workers: tuple[WorkerTimings, ...] = ()  # of every device that computed
     chunks: Chunks | None = None  # of the volume that were looked for; None where nothing was left to do
     values: Values | None = None  # that this run wrote; None where nothing finite was
     idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, where a step goes through two
@@ -93,7 +94,7 @@ class Report:
         if not self.computed:
             return [f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels, complete already: nothing to do"]
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
-        threads = (self.plan.beside or self.plan).crew
+        threads = (self.plan.beside or self.plan).compute_threads
         return [
             f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels{resumed}",
             f"speed      {self.voxels_per_second:,.0f} voxels/s (plan: {self.predicted_speed:,.0f})",
@@ -105,7 +106,7 @@ class Report:
             *self._values(),
             *self._chunks(),
             f"stages     {self._stages()}",
-            *self._lanes(),
+            *self._workers(),
             *self._mode(),
             f"{self._cover()}, computed by {threads} thread{'s' if threads != 1 else ''}",
             f"methods    {self._methods()}; `znnpy primitives` explains them",
@@ -169,14 +170,14 @@ class Report:
         first = [f"{name} {spent.pop(name)}" for name in ("planning", "preparing") if name in spent]
         return "; ".join([*first, f"{', '.join(f'{name} {time}' for name, time in spent.items())} (side by side)"])
 
-    def _lanes(self) -> list[str]:
+    def _workers(self) -> list[str]:
         """What each of several devices did."""
-        if len(self.lanes) < 2 or not self.computed:
+        if len(self.workers) < 2 or not self.computed:
             return []
         shares = (
-            f"{lane.name} {lane.voxels / self.computed:.1%} of the voxels, waiting "
-            f"{human_seconds(lane.seconds['waiting'])}"
-            for lane in self.lanes
+            f"{worker.name} {worker.voxels / self.computed:.1%} of the voxels, waiting "
+            f"{human_seconds(worker.seconds['waiting'])}"
+            for worker in self.workers
         )
         return [f"devices    {'; '.join(shares)}"]
 
@@ -234,7 +235,7 @@ class Report:
                 "vram_bytes": self.plan.memory.vram,
             },
             "ram_bytes": self.plan.limits.ram_bytes,
-            "threads": (self.plan.beside or self.plan).crew,
+            "threads": (self.plan.beside or self.plan).compute_threads,
             "patch": list(self.plan.patch_out),
             "columns": self.plan.columns,
             "axis": self.plan.axis,
@@ -244,8 +245,8 @@ class Report:
             "mode": self.plan.mode,
             "idle_seconds": dict(self.idle_seconds),
             "devices": [
-                {"name": lane.name, "voxels": lane.voxels, "seconds": dict(lane.seconds), "lost": lane.lost}
-                for lane in self.lanes
+                {"name": worker.name, "voxels": worker.voxels, "seconds": dict(worker.seconds), "lost": worker.lost}
+                for worker in self.workers
             ],
             "gpu": self.gpu,
             "notes": list(self.notes),

@@ -1,1 +1,1 @@
-"""Primitives on the CPU."""
+"""Primitives for the CPU."""

@@ -1,10 +1,9 @@
-"""Direct convolution as one matrix product per block of output: all taps are accumulated inside BLAS.
+"""Direct convolution as one matrix product per block of output: BLAS accumulates all taps.
 
-Method   A block of output voxels that fits the cache: the k^3 * fin inputs of each are gathered as a row of a matrix
-         [voxels x taps], multiplied by the kernels [taps x fout] straight into the output, then finished in place.
-         With few input maps the runs along a row would be short, so taps become rows: [taps x voxels], which BLAS
-         reads transposed.
-         A 1x1x1 kernel multiplies the input where it stands.
+Method   For a block of output voxels that fits the cache, the k^3 * fin inputs of each voxel are gathered as a row of a
+         matrix [voxels x taps], which is multiplied by the kernels [taps x fout] straight into the output; bias and
+         activation follow in place. With few input maps the runs along a row would be short, so taps become rows: [taps
+         x voxels], which BLAS reads transposed. A 1x1x1 kernel multiplies the input in place.
 Memory   One block of columns per thread.
 Bound    Compute: sgemm at 2 k^3 fin fout flops a voxel, plus the gather (k^3 fin floats a voxel, in cache).
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1 (direct); lowering: Chellapilla, Puri, Simard 2006.
@@ -30,19 +29,19 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-BLOCK_BYTES = 1024 * 1024  # of a worker's columns: they stay in L2 until BLAS has packed them
-CACHED = 3  # times faster is a copy within the cache than one that misses it
-APART = 1.8  # times slower is a copy that takes every second, third, ... float
-RUN_FLOATS = 10  # that are copied in the time it takes to begin a run
-MIN_VOXELS = 32  # fewer rows and the product is bound by reading the kernels
-SHORT_RUN = 16  # floats: below it a copy of runs is slower than one of single floats along x
+BLOCK_BYTES = 1024 * 1024  # of a worker's columns, which stay in L2 until BLAS has packed them
+CACHED = 3  # a copy within the cache is this many times faster than one that misses it
+APART = 1.8  # a copy of every second, third, ... float is this many times slower
+RUN_FLOATS = 10  # floats copied in the time it takes to start a run
+MIN_VOXELS = 32  # with fewer rows the product is bound by reading the kernels
+SHORT_RUN = 16  # floats; below this, copying runs is slower than copying single floats along x
 
 
 class _Blocks(NamedTuple):
-    size: Vec3  # output voxels of a block: whole lines but in the narrowest, whole planes but in the next
+    size: Vec3  # output voxels of a block: whole lines and planes unless these alone exceed a block
     taps: int  # k^3 * fin
-    by_tap: bool  # taps are rows of the gathered matrix
-    gathered: bool  # else the input is used where it stands
+    by_tap: bool  # taps are the rows of the gathered matrix
+    gathered: bool  # False: the input is used in place
     counts: Vec3  # blocks along each axis of an image
     worker_bytes: int
 
@@ -71,12 +70,12 @@ class _Resident(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConvDirect:
-    """Direct convolution through sgemm: first layers, last layers, small kernels."""
+    """Direct convolution through sgemm: for first layers, last layers and small kernels."""
 
     name: str = "cpu.conv.direct"
     kind: Kind = "conv"
     version: int = 2
-    summary: str = "few maps or small kernels: one matrix product per block, least memory of all"
+    summary: str = "few maps or small kernels: one matrix product per block, very little memory"
     source: str = "ZNNi IV-A.1; lowering after Chellapilla, Puri, Simard 2006"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -93,7 +92,7 @@ class ConvDirect:
         b = _blocks(shape)
         workers = min(threads, shape.batch * prod(b.counts))
         columns = workers * b.worker_bytes
-        sums = FLOAT32 * prod(b.size) if shape.activation == "softmax" else 0  # of the maps of a voxel
+        sums = FLOAT32 * prod(b.size) if shape.activation == "softmax" else 0  # over the maps of a voxel
         return Footprint(
             resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, b.size[2]),
             scratch=(Scratch("columns", columns),) if columns else (),
@@ -156,7 +155,7 @@ class _Step:
         crew.each(piece, self._shape.batch * prod(counts))
 
     def _windows(self, x: Array) -> Array:
-        """(S, mz, my, mx, kz, ky, kx, f): what every output voxel sees; a view."""
+        """Return a view (S, mz, my, mx, kz, ky, kx, f) of the inputs of every output voxel."""
         s, z, y, voxel, f = x.strides
         shape = self._shape
         return np.lib.stride_tricks.as_strided(
@@ -164,7 +163,7 @@ class _Step:
         )
 
     def _rows(self, windows: Array, voxels: int, store: Bytes | None) -> Array:
-        """[voxels x taps]: gathered, or for a 1x1x1 kernel a view of the input."""
+        """Return [voxels x taps]: gathered, or for a 1x1x1 kernel a view of the input."""
         taps = self._blocks.taps
         if store is None:
             return windows.reshape(voxels, taps, copy=False)

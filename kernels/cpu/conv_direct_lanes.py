@@ -1,15 +1,16 @@
-"""Direct convolution in compiled code: sums in registers, output channels in the lanes of vectors; first layers too.
+"""Direct convolution in compiled code: sums in registers, output channels in SIMD lanes; also for first layers.
 
 Method   A block of neighbouring outputs of a line times a panel of one to three blocks of LANES channels is summed in
-         registers over all taps, which are one list of offsets: per tap the panel's kernels are loaded, and the input
-         of each voxel is spread over a vector. Bias and ReLU follow in registers; large outputs are written past the
-         caches, so that memory is not read before it is overwritten.
-         Where pooling into fragments follows, a worker takes some lines and columns of windows and follows them along
-         z: lines of outputs, their maxima over x and y, and from the p_z-th plane on over z, each into its fragment.
+         registers over all taps, given as a list of offsets: per tap the panel's kernels are loaded, and the input of
+         each voxel is broadcast to a vector. Bias and ReLU follow in registers; large outputs are written past the
+         caches (streaming stores), so that memory is not read before it is overwritten.
+         If pooling into fragments is fused, a worker takes some lines and columns of windows and follows them along z:
+         it computes lines of outputs, their maxima over x and y, and from plane p_z on the maxima over z, each into its
+         fragment.
 Memory   The kernels, in the order they are read. Scratch only for pooling: those lines and planes, in L2.
-Bound    Compute: 500 to 540 GFLOP/s, what the registers allow, from 100 taps (k^3 * fin) on; with fewer, memory:
-         44 GB/s written at k = 2, 1 -> 80 maps (2 Zen 5 cores, AVX-512, 2026-11-21). 1.4 to 2.5 times as fast as the
-         products of BLAS in conv_direct.py, k = 2 and 3, 16 to 80 maps; with k = 3 and many maps the FFT is faster.
+Bound    Compute: 500 to 540 GFLOP/s, the limit of the registers, from 100 taps (k^3 * fin) on; with fewer, memory: 44
+         GB/s written at k = 2, 1 -> 80 maps (2 Zen 5 cores, AVX-512, 2026-11-21). 1.4 to 2.5 times as fast as the BLAS
+         products in conv_direct.py for k = 2 and 3, 16 to 80 maps; with k = 3 and many maps the FFT is faster.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1 (direct); register blocking as in Goto, van de Geijn 2008.
 Tested   tests/kernels/cpu/test_conv.py, tests/kernels/cpu/test_conv_pool.py, tests/kernels/cpu/test_native.py
 """
@@ -39,23 +40,23 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-FEW = 4  # input maps of a first layer
-MOST_BLOCKS = 3  # of channels, a panel: direct.cpp
-SUMS = 24  # registers that sums are kept in
-LEAST_SUMS = 8  # fewer wait for each other
-ENDING_TAPS = 8  # that take as long as to begin and to end a block of outputs
-THROUGH_CACHES = 3  # times as long is a large output written that is not written past them
-RUN = 48  # windows of a row that are computed together, at most
-ROWS = 16  # rows of windows
-PLANES_BYTES = 384 * 1024  # of the maxima of a worker: they stay in L2
-MAXIMA_FLOPS = 40.0  # what pooling takes of a value beside moving it
-OFFSET = 8  # bytes of the offset of a tap
-CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
-CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
+FEW = 4  # most input maps of a first layer
+MOST_BLOCKS = 3  # blocks of channels in a panel, as in direct.cpp
+SUMS = 24  # registers that hold sums
+LEAST_SUMS = 8  # with fewer, each product waits for the one before
+ENDING_TAPS = 8  # taps that take as long as starting and ending a block of outputs
+THROUGH_CACHES = 3  # time to write a large output through the caches, relative to streaming stores
+RUN = 48  # most windows of a row that are computed together
+ROWS = 16  # most rows of windows
+PLANES_BYTES = 384 * 1024  # of a worker's maxima, which stay in L2
+MAXIMA_FLOPS = 40.0  # cost of pooling per value, besides moving it
+OFFSET = 8  # bytes of a tap's offset
+CALL_BYTES = 2**14  # Python memory that calls into the library take, per worker
+CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
 
 
 class _Direct(ctypes.Structure):
-    """direct.hpp"""
+    """The arguments of a call: struct Direct in direct.hpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p")),
@@ -67,11 +68,11 @@ class _Direct(ctypes.Structure):
 
 class _Resident(NamedTuple):
     kernels: Array  # panel by panel (z, y, x, fin, block, lane)
-    bias: Array  # in whole blocks
+    bias: Array  # padded to whole blocks
 
 
 def _panels(count: int) -> Iterator[tuple[int, int]]:
-    """The panels of `count` blocks of channels: (first block, blocks); direct.cpp, panel()."""
+    """Yield the panels of `count` blocks of channels: (first block, blocks); as panel() in direct.cpp."""
     first = 0
     while first < count:
         left = count - first
@@ -81,7 +82,7 @@ def _panels(count: int) -> Iterator[tuple[int, int]]:
 
 
 class _DirectLanes:
-    """What the two primitives share; they differ in the layers they are for."""
+    """The common part of the two primitives, which differ in the layers they take."""
 
     __slots__ = ()
 
@@ -93,7 +94,7 @@ class _DirectLanes:
         del variant
         shape = as_conv(shape)
         taps, lanes = shape.fin * prod(shape.k), LANES * blocks(shape.fout)
-        sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # of the maps of a voxel
+        sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # over the maps of a voxel
         windows = _windows(shape)
         workers = min(threads, windows.units)
         return Footprint(
@@ -107,7 +108,7 @@ class _DirectLanes:
         shape = as_conv(shape)
         windows = _windows(shape)
         mx = windows.line  # outputs
-        sums = 0  # registers of a line, summed over its blocks; those that wait for others count as well
+        sums = 0  # registers of a line, summed over its blocks, including registers idle because of latency
         for _, width in _panels(blocks(shape.fout)):
             parts = -(-mx // _voxels(width))
             sums += parts * max(LEAST_SUMS, -(-mx // parts) * width)
@@ -140,12 +141,12 @@ class _DirectLanes:
 
 @dataclass(frozen=True, slots=True)
 class ConvFirst(_DirectLanes):
-    """First layers: one to four input maps, any number of output maps."""
+    """Direct convolution for first layers: one to four input maps, any number of output maps."""
 
     name: str = "cpu.conv.first"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "one to four input maps in compiled code, where it is installed: kernels up to about 5"
+    summary: str = "one to four input maps, kernels up to about 5 (needs the compiled kernels)"
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -159,12 +160,12 @@ class ConvFirst(_DirectLanes):
 
 @dataclass(frozen=True, slots=True)
 class ConvDirectLanes(_DirectLanes):
-    """Direct convolution of more maps: small kernels, small images."""
+    """Direct convolution of more than four maps: for small kernels and small images."""
 
     name: str = "cpu.conv.direct_lanes"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "direct convolution in compiled code, where it is installed: kernels of 1 and 2, or few maps"
+    summary: str = "kernels of 1 and 2, or few maps (needs the compiled kernels)"
     source: str = "ZNNi IV-A.1; register blocking after Goto, van de Geijn 2008"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -180,19 +181,19 @@ def _why_neither(shape: LayerShape) -> str | None:
     if not isinstance(shape, ConvShape):
         return f"computes convolutions, not {shape.kind}"
     if shape.pools and shape.activation == "softmax":
-        return "softmax looks at all maps of a voxel and cannot wait for the maxima of their windows"
+        return "softmax needs all maps of a voxel before the maxima of the windows are taken"
     return why_not_fp32(shape)
 
 
 class _Windows(NamedTuple):
-    """What a worker takes at a time: one line of outputs, or where they are pooled rows and columns of windows."""
+    """The work unit of a worker: one line of outputs, or with pooling some rows and columns of windows."""
 
     units: int
-    rows: int  # of windows
+    rows: int  # rows of windows
     run: int  # windows of a row
-    line: int  # outputs that are computed in a row
-    lines: int  # that are computed in all
-    room_bytes: int  # of a worker
+    line: int  # outputs computed in a row
+    lines: int  # lines computed in total
+    room_bytes: int  # scratch of a worker
 
 
 def _windows(shape: ConvShape) -> _Windows:
@@ -204,19 +205,19 @@ def _windows(shape: ConvShape) -> _Windows:
     along_y, along_x = my - py + 1, mx - px + 1
     run = min(along_x, RUN)
     rows = max(1, min(along_y, ROWS, PLANES_BYTES // (pz * run * voxel)))
-    run, rows = -(-along_x // -(-along_x // run)), -(-along_y // -(-along_y // rows))  # nearly equal ones
+    run, rows = -(-along_x // -(-along_x // run)), -(-along_y // -(-along_y // rows))  # of nearly equal size
     units = shape.batch * -(-along_y // rows) * -(-along_x // run)
     room = (py * (run + px - 1) + pz * rows * run) * voxel
     return _Windows(units, rows, run, run + px - 1, units * mz * (rows + py - 1), room)
 
 
 def _voxels(width: int) -> int:
-    """The most outputs that are summed at once with a panel of `width` blocks: direct.cpp, voxels_with()."""
+    """Return the most outputs summed at once with a panel of `width` blocks, as voxels_with() in direct.cpp."""
     return SUMS // max(2, width)
 
 
 def _offsets(shape: ConvShape) -> npt.NDArray[np.int64]:
-    """Floats from an output's first input to that of each tap, (z, y, x, fin)."""
+    """Return the floats from an output's first input to the input of each tap, (z, y, x, fin)."""
     (_, ny, nx), fin = shape.n, shape.fin
     taps = product(*map(range, (*shape.k, fin)))
     return np.fromiter((((z * ny + y) * nx + x) * fin + f for z, y, x, f in taps), np.int64)
@@ -245,7 +246,7 @@ class _Step:
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, crew, lib, w = self._shape, self._crew, self._library, self._windows
         rooms = scratch["windows"].reshape(-1, w.room_bytes) if shape.pools else None
-        d = _Direct.from_buffer_copy(self._direct)  # steps may run at the same time
+        d = _Direct.from_buffer_copy(self._direct)  # a copy, since steps may run at the same time
         d.x, d.out = x.ctypes.data, out.ctypes.data
         d.x_image, d.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
         d.stream = streams(shape.fout, shape.out_bytes) and (d.out | out.strides[0]) % ALIGNMENT == 0
@@ -264,5 +265,5 @@ class _Step:
         crew.each(piece, w.units)
         if sum(bad):
             raise overflow(sum(bad), w.lines * w.line * shape.fout)
-        # tanh and sigmoid grow with their argument: they may follow the maximum of a pooling
+        # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
         squash_whole(shape.activation, out, crew)

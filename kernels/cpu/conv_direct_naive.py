@@ -1,8 +1,8 @@
-"""Direct convolution by its definition (ZNNi algorithm 1): one output map of one image after the other.
+"""Direct convolution by its definition (ZNNi algorithm 1), one output map of one image after the other.
 
-Method   Workers take output maps of the batch. For each plane of one: tap by tap the weighted sum over input
-         maps, added. At the end bias and activation, over whole voxels.
-Memory   Least of all: two planes of one map for each worker.
+Method   Workers take output maps of the batch. For each plane of a map they add up, tap by tap, the weighted sum over
+         input maps. Bias and activation follow at the end, over whole voxels.
+Memory   The least of all primitives: two planes of one map for each worker.
 Bound    Reading the input k^3 fout times, from the cache at best.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), IV-A.1, algorithm 1.
 Tested   tests/kernels/cpu/test_conv.py
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-# Costs as bytes of traffic, fitted to 1 to 80 maps, k = 3 and 5, on 2 Zen 5 cores (2026-11-21): of a sum over input
-# maps, of each of the maps, of a line of sums, of a plane of them.
+# Costs as bytes of traffic, fitted to 1 to 80 maps, k = 3 and 5, on 2 Zen 5 cores (2026-11-21): per sum over input
+# maps, per input map, per line of sums and per plane of sums.
 SUM_BYTES, MAP_BYTES, LINE_BYTES, PLANE_BYTES = 20.0, 2.5, 500.0, 25_000.0
 
 
@@ -39,12 +39,12 @@ class _Resident(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConvDirectNaive:
-    """Direct convolution, parallel over the batch and the output maps: the plain one, to compare the others with."""
+    """Direct convolution, parallel over the batch and the output maps: the baseline for the others."""
 
     name: str = "cpu.conv.direct_naive"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "to compare the others with: the definition, tap by tap"
+    summary: str = "baseline for comparisons: the definition, tap by tap"
     source: str = "ZNNi IV-A.1 (algorithm 1)"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:

@@ -1,14 +1,15 @@
-"""Whole-image FFT convolution, data parallel (ZNNi algorithm 2): every worker has a part of each transform.
+"""Whole-image FFT convolution, data parallel (ZNNi algorithm 2): all workers share each transform.
 
-Method   1  Transforms of all input maps, padded to a size FFTW likes, pruned: lines of padding are never transformed.
+Method   1  All input maps are padded to a size FFTW likes and transformed; lines of padding are skipped (pruning).
          2  For each output map, each worker takes some lines y of frequencies and holds all z of them in its cache:
-            over input maps, the pruned transform of the kernel there (`pruned.py`), multiply, add; then along z back.
-         3  Planes z that are wanted: y back; lines that are wanted: x back, into the output.
-         After the last output map: bias and activation.
-Layout   Planar inside, (maps, z, y, x) complex64; channels last outside. What a transform strides over is an odd number
-         of cache lines, or its values would meet in a few sets of the cache: 2.4 ns a value against 11 to 20.
-Memory   Table II of the paper: input + spectra of the input maps, then spectra + one output map's + output. No spectrum
-         of a kernel is ever whole, nor kept.
+            over the input maps it computes the pruned transform of the kernel there (`pruned.py`), multiplies and adds;
+            then it transforms back along z.
+         3  Only the planes z of the output are transformed back along y, and only its lines along x, into the output.
+         Bias and activation follow after the last output map.
+Layout   Planar inside, (maps, z, y, x) complex64; channels last outside. The stride of every transform is an odd number
+         of cache lines, because other values would collide in a few sets of the cache: 2.4 ns a value against 11 to 20.
+Memory   Table II of the paper: input + spectra of the input maps, then spectra + one output map's + output. No kernel's
+         spectrum is ever complete in memory, nor kept.
 Bound    Memory: the spectra of all input maps are read once per output map.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), III and IV-A.2; znn/host/v1/dp_fft_conv.hpp.
 Tested   tests/kernels/cpu/test_conv.py
@@ -40,20 +41,20 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-LINES_BYTES = 256 * 1024  # of a worker's lines in step 1: they stay in L2
-COLUMNS_BYTES = 64 * 1024  # of its columns along z: FFTW may copy them aside, and as fast as 256 KiB
+LINES_BYTES = 256 * 1024  # of a worker's lines in step 1, which stay in L2
+COLUMNS_BYTES = 64 * 1024  # of a worker's columns along z, which FFTW may copy to a buffer; as fast as 256 KiB
 PRODUCT_BYTES = 768 * 1024  # of a worker's frequencies in step 2: kernel, product and sum
-# Costs fitted to 1 to 80 maps in and out, k = 3 to 9, on 2 Zen 5 cores (2026-11-20):
-CACHED = 4  # times faster is a copy within the cache than one that misses it
-PLANAR = 4  # times slower is a transform here than one of 80 maps innermost, what moves its values included
+# Costs fitted to 1 to 80 maps in and out, k = 3 to 9, on 2 Zen 5 cores (2026-11-20).
+CACHED = 4  # a copy within the cache is this many times faster than one that misses it
+PLANAR = 4  # a transform here is this many times slower than one of 80 maps innermost, data movement included
 THIN = 8  # a product over k values takes the time of k + 8 at full rate
 SCATTERED_BYTES = 32  # of traffic for a float written among other maps
-COPIED_BYTES = 5 * 2**18  # by FFTW at most, of a thread's lines, where their strides are inconvenient to it
-HEAP_BYTES = 5 * 2**16  # of one of several threads: its heap keeps what FFTW freed (42 shapes, 2026-11-21)
+COPIED_BYTES = 5 * 2**18  # copied by FFTW at most, of a thread's lines with inconvenient strides
+HEAP_BYTES = 5 * 2**16  # of each of several threads: its heap keeps what FFTW freed (42 shapes, 2026-11-21)
 
 
 class _Sizes(NamedTuple):
-    """Of spectra and of what a worker holds at a time."""
+    """Sizes of the spectra and of a worker's share."""
 
     padded: Vec3  # the transform's size
     half: int  # frequencies along x
@@ -98,12 +99,12 @@ def _sizes(shape: ConvShape) -> _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class ConvFftData:
-    """Whole-image FFT convolution: small images with many of them, or when kernel spectra do not fit."""
+    """Whole-image FFT convolution: for many small images, or if kernel spectra do not fit."""
 
     name: str = "cpu.conv.fft_data"
     kind: Kind = "conv"
     version: int = 3
-    summary: str = "large kernels when spectra of all kernels do not fit in memory: none is kept"
+    summary: str = "large kernels if the spectra of all kernels do not fit in memory: none is kept"
     source: str = "ZNNi IV-A.2 (algorithm 2) with the pruned transforms of III"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -134,8 +135,8 @@ class ConvFftData:
         copied = min(
             COPIED_BYTES, 2**19 + 4 * COMPLEX64 * max(t.padded[0] * t.columns, t.padded[1] * t.pitch) + t.worker_before
         )
-        kernels = COMPLEX64 * shape.fin * kz * ky * kx  # of an output map, as complex numbers
-        return Footprint(  # the weights are those of the caller: no copy is kept
+        kernels = COMPLEX64 * shape.fin * kz * ky * kx  # kernels of one output map, as complex numbers
+        return Footprint(  # the weights belong to the caller: no copy is kept
             resident=Finish.nbytes(shape.fout, shape.activation, shape.out[2])
             + COMPLEX64 * (t.padded[0] * kz + t.padded[1] * ky + t.pitch * kx),  # twiddles
             input_until=0,
@@ -159,9 +160,9 @@ class ConvFftData:
         pairs = shape.fin * shape.fout
         kz, ky, _ = shape.k
         pruned = t.image * (kz + THIN) + t.plane * kz * (ky + THIN)
-        # multiply and add: two operands and a result each, in the cache, at half a copy's speed
+        # Each multiply-add has two operands and a result in the cache, and runs at half a copy's speed.
         summed = 12.0 * COMPLEX64 * t.image * pairs * shape.batch / CACHED
-        # one map at a time goes to its place among the others: a cache line of them is read and written for one value
+        # One map at a time is written between the others: a cache line is read and written for one value.
         scattered = min(SCATTERED_BYTES, 2 * FLOAT32 * shape.fout) * prod(shape.out_shape)
         return (
             Work("fft", PLANAR * 2.5 * prod(t.padded) * log2(prod(t.padded)) * images, 0.0),
@@ -180,7 +181,7 @@ class ConvFftData:
 
 
 class _Plans:
-    """One worker's transforms."""
+    """The transforms of one worker."""
 
     def __init__(self, shape: ConvShape, t: _Sizes) -> None:
         gz, gy, gx = t.padded
@@ -230,7 +231,7 @@ class _Step:
         shape, t, crew = self._shape, self._sizes, self._crew
         gz, gy, _ = t.padded
         planes = scratch["spectra"].view(np.complex64).reshape(shape.batch, shape.fin, gz, t.plane)
-        # Not by `reshape`, which gives axes of size 1 other strides than the transforms were planned for.
+        # `reshape` would give axes of size 1 other strides than the transforms were planned for.
         strides = *planes.strides[:3], COMPLEX64 * t.pitch, COMPLEX64
         spectra = np.ndarray((shape.batch, shape.fin, gz, gy, t.pitch), np.complex64, scratch["spectra"], 0, strides)
         total = scratch["sum"].view(np.complex64).reshape(shape.batch, shape.out[0], gy, t.pitch)
@@ -243,7 +244,7 @@ class _Step:
         finish_whole(self._finish, out, crew)
 
     def _transform_lines(self, x: Array, spectra: Complex, blocks: npt.NDArray[np.uint8]) -> None:
-        """Along x, from channels last to planar."""
+        """Transform along x, from channels last to planar."""
         shape, t, crew = self._shape, self._sizes, self._crew
         (nz, ny, nx), gx = shape.n, t.padded[2]
         parts = -(-ny // t.lines)
@@ -265,7 +266,7 @@ class _Step:
         crew.each(piece, shape.batch * nz * parts)
 
     def _transform_maps(self, planes: Complex) -> None:
-        """Along y where a plane (S, f, z) is not zero, then along z."""
+        """Transform along y where a plane (S, f, z) is not zero, then along z."""
         shape, t, crew = self._shape, self._sizes, self._crew
         (nz, ny, _), (gz, gy, _) = shape.n, t.padded
         images = planes.reshape(-1, gz, t.plane)[..., : gy * t.pitch]
@@ -286,7 +287,7 @@ class _Step:
         crew.each(piece, len(images))
 
     def _accumulate(self, spectra: Complex, j: int, total: Complex, blocks: npt.NDArray[np.uint8]) -> None:
-        """total[s] = the transform back along z of the sum over maps of spectra[s, i] * kernel[j, i]."""
+        """Set total[s] to the inverse transform along z of the sum over maps of spectra[s, i] * kernel[j, i]."""
         shape, t, crew = self._shape, self._sizes, self._crew
         gz, gy, _ = t.padded
         (kz, ky, _), mz = shape.k, shape.out[0]
@@ -321,7 +322,7 @@ class _Step:
         crew.each(piece, -(-gy // t.rows))
 
     def _invert(self, total: Complex, j: int, out: Array, blocks: npt.NDArray[np.uint8]) -> None:
-        """Along y and x back: planes and lines that are wanted."""
+        """Transform back along y and x, restricted to the planes and lines of the output."""
         shape, t, crew = self._shape, self._sizes, self._crew
         mz, my, mx = shape.out
 
@@ -341,12 +342,12 @@ class _Step:
 
 
 def _rows(store: Bytes, nbytes: int) -> npt.NDArray[np.uint8]:
-    """As many rows of `nbytes` as there are: one for each worker that finds work."""
+    """Split `store` into rows of `nbytes`, one for each worker that finds work."""
     count = len(store) // nbytes
     return store[: count * nbytes].reshape(count, nbytes)
 
 
 def _take(store: Complex, shape: tuple[int, ...]) -> tuple[Complex, Complex]:
-    """An array of `shape` from the front of `store`, and the rest."""
+    """Take an array of `shape` from the front of `store`; return it and the rest."""
     size = prod(shape)
     return store[:size].reshape(shape), store[size:]

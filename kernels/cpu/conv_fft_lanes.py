@@ -1,15 +1,16 @@
-"""Tiled FFT convolution (overlap-save) in compiled code: 16 channels in the lanes of a vector, from gather to scatter.
+"""Tiled FFT convolution (overlap-save) in compiled code: SIMD lanes hold 16 channels in all stages.
 
-Method   Tiles of 4 to 32 a side that overlap by k - 1, each axis its own. For a group of tiles:
+Method   Tiles of 4 to 32 a side, chosen per axis, overlap by k - 1. For a group of tiles:
          forward   per plane of a tile, in L1 or L2: real transforms along x, then y, straight-line code;
-         multiply  per column of frequencies (fixed x, y), in L2: the kernels' spectra, unless they are kept; along z of
-                   a chunk of tiles, per frequency a product [tiles x fin] @ [fin x fout] in registers, along z back;
-         inverse   per plane: y back (the n - k + 1 wanted lines), x back, bias, activation, scatter;
-         pool      instead, where pooling into fragments follows: per tile and block of channels the same into L2, the
-                   maxima of the windows, each into its fragment. Such tiles overlap by k - 1 + p - 1.
-Kernels  kept=0: resident are the kernels transformed along x; the rest is done again for every group, a few per cent
-         of the product from 64 tiles on, and within 10 % of reading them from memory either way.
-         kept=1: resident are the whole spectra, for images of few tiles.
+         multiply  per column of frequencies (fixed x, y), in L2: the kernels' spectra, unless they are kept; for each
+                   chunk of tiles a transform along z, per frequency a product [tiles x fin] @ [fin x fout] in
+                   registers, and the inverse along z;
+         inverse   per plane: inverse along y (the n - k + 1 lines of the output), along x, bias, activation, scatter;
+         pool      replaces inverse if pooling into fragments is fused: per tile and block of channels the same into L2,
+                   then the maxima of the windows, each into its fragment. Such tiles overlap by k - 1 + p - 1.
+Kernels  kept=0: the kernels transformed along x are resident; the rest is computed again for every group, which costs a
+         few per cent of the product from 64 tiles on, and within 10 % of reading them from memory either way.
+         kept=1: the whole spectra are resident, for images of few tiles.
 Memory   The spectra of one group, a block of LANES channels at a time, in place from forward to inverse; caches of each
          worker; resident kernels.
 Bound    The product: 89 % of the registers' peak in cache (benchmarks/results/stages-*), then memory: the spectra are
@@ -44,22 +45,22 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # tiled.cpp has straight-line code for them, and for 1
+SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # lengths for which tiled.cpp has straight-line code, besides 1
 GROUPS = ((32, 0), (128, 0), (512, 0), (8, 1), (64, 1))  # (tiles that share one pass over the kernels, kept)
-FEW_TILES = 16  # with more of them groups of 8 wait for kept spectra, which are read anew for each
-CHUNK = 512  # points along z, of all tiles, multiplied at once: they and the kernels of a column stay in L2
+FEW_TILES = 16  # above this, groups of 8 would wait for kept spectra, which are read again for each group
+CHUNK = 512  # points along z, over all tiles, multiplied at once: they and the kernels of a column stay in L2
 BLOCK = 2 * LANES * FLOAT32  # bytes of a block of complex numbers
-STREAM_BYTES = 2**23  # spectra larger than that are written past the caches
-TOGETHER = 64  # groups whose units the workers take with no more than a counter between them
-PARTS = 16  # of a stage that each worker takes, one after the other
-STAGE_BYTES = 64  # tiled.hpp
-CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
-MAXIMA_FLOPS = 16.0  # what pooling takes of a result beside moving it, in flops of a transform
-CALL_FLOPS = 10e9  # of one call into the library: the stop flag is looked at between them
+STREAM_BYTES = 2**23  # larger spectra are written past the caches
+TOGETHER = 64  # groups whose units the workers take from shared counters, without further synchronisation
+PARTS = 16  # parts of a stage that each worker takes, one after the other
+STAGE_BYTES = 64  # size of Stage in tiled.hpp
+CALL_BYTES = 2**14  # Python memory that calls into the library take, per worker
+MAXIMA_FLOPS = 16.0  # cost of pooling per result besides moving it, in flops of a transform
+CALL_FLOPS = 10e9  # per call into the library; the stop flag is checked between calls
 
 
 class _Tiling(ctypes.Structure):
-    """tiled.hpp"""
+    """The arguments of a call: struct Tiling in tiled.hpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "k", "p", "tile", "step", "counts")),
@@ -70,16 +71,16 @@ class _Tiling(ctypes.Structure):
     )
 
 
-GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # of a run: what its workers are told of a group, and count
+GROUP_BYTES = ctypes.sizeof(_Tiling) + 3 * STAGE_BYTES  # of a run: a group's arguments and counters
 
 
 def _panels(count: int) -> int:
-    """Panels that `count` blocks of output channels are multiplied in: tiled.cpp, panel()."""
+    """Return the number of panels for `count` blocks of output channels, as panel() in tiled.cpp."""
     return 2 if count == 4 else -(-count // 3)
 
 
 class _Sizes(NamedTuple):
-    """Where the tiles of one shape lie, and what they take in groups of any size."""
+    """Positions of the tiles of one shape, and their cost, whatever the size of groups."""
 
     tile: Vec3
     span: Vec3  # results of a whole tile: tile - k + 1
@@ -89,20 +90,20 @@ class _Sizes(NamedTuple):
     columns: int  # frequencies (x, y)
     kernel_bytes: int  # of the spectra of one column
     tile_pitch: int  # bytes from tile to tile of a column
-    point_blocks: int  # of a worker that multiplies a point of a column: of its input, and of a panel of results
-    plane_bytes: int  # of a worker, forward and inverse
-    pool_bytes: int  # of a worker, pooling
+    point_blocks: int  # blocks of a worker per point of a column: its input and a panel of results
+    plane_bytes: int  # per worker, forward and inverse
+    pool_bytes: int  # per worker, pooling
     bias_bytes: int
-    along_x_bytes: int  # of kernels that are transformed along x alone
+    along_x_bytes: int  # of kernels transformed along x alone
     forward: Work
     inverse: Work
     along_z: float  # operations, maxima included
     kernels: float  # operations for a group whose kernels are not kept
     products: float  # operations
-    moved: float  # bytes of spectra, for the products
+    moved: float  # bytes of spectra moved for the products
 
 
-@lru_cache(maxsize=1)  # groups of several sizes are asked for one after the other
+@lru_cache(maxsize=1)  # groups of several sizes are requested one after the other
 def _sizes(shape: ConvShape, tile: Vec3) -> _Sizes:
     tz, ty, tx = tile
     span = valid(tile, shape.k)
@@ -144,18 +145,18 @@ def _sizes(shape: ConvShape, tile: Vec3) -> _Sizes:
 
 
 class _Groups(NamedTuple):
-    """Groups of the tiles of one shape, and what their spectra take."""
+    """Groups of the tiles of one shape, and the size of their spectra."""
 
     sizes: _Sizes
-    kept: bool  # the spectra of all kernels
-    group: int  # tiles of the largest
+    kept: bool  # whether the spectra of all kernels are kept
+    group: int  # tiles of the largest group
     groups: int
     chunk: int  # tiles whose columns are multiplied at once
     column_pitch: int  # bytes
-    column_bytes: int  # of a worker, multiplying
+    column_bytes: int  # per worker, multiplying
 
 
-@lru_cache(maxsize=1)  # footprint and work of a variant are asked for one after the other
+@lru_cache(maxsize=1)  # footprint and work of a variant are requested one after the other
 def _grouped(shape: ConvShape, variant: Variant) -> _Groups:
     s = _sizes(shape, variant.size("tile"))
     kept, tz = variant.count("kept") > 0, s.tile[0]
@@ -175,19 +176,17 @@ def _grouped(shape: ConvShape, variant: Variant) -> _Groups:
 
 class _Resident(NamedTuple):
     kernels: Array
-    bias: Array  # in whole blocks
+    bias: Array  # padded to whole blocks
 
 
 @dataclass(frozen=True, slots=True)
 class ConvFftLanes:
-    """Tiled FFT convolution in compiled code: kernels from 2 on, and the fewer maps the better the others."""
+    """Tiled FFT convolution in compiled code: for kernels from 2 on; with few maps other methods are faster."""
 
     name: str = "cpu.conv.fft_lanes"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = (
-        "the tiled FFT in compiled code, channels in vector lanes: kernels of 2 or more, where it is installed"
-    )
+    summary: str = "kernels of 2 or more: the tiled FFT with channels in SIMD lanes (needs the compiled kernels)"
     source: str = "overlap-save; per-frequency products after Mathieu, Henaff, LeCun 2014; pruning after ZNNi III"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -198,7 +197,7 @@ class ConvFftLanes:
         if max(shape.k) > SIDES[-1]:
             return f"a kernel of {max(shape.k)} is larger than the largest tile of {SIDES[-1]}: see cpu.conv.fft_data"
         if shape.pools and shape.activation == "softmax":
-            return "softmax looks at all maps of a voxel and cannot wait for the maxima of their windows"
+            return "softmax needs all maps of a voxel before the maxima of the windows are taken"
         if max(_reach(shape)) > SIDES[-1]:
             return f"kernel and window reach {max(_reach(shape))}, beyond the largest tile of {SIDES[-1]}"
         return why_not_fp32(shape) or why_not(machine)
@@ -218,7 +217,7 @@ class ConvFftLanes:
         shape = as_conv(shape)
         g = _grouped(shape, variant)
         s = g.sizes
-        sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # of the maps of a voxel
+        sums = 2 * FLOAT32 * shape.out[2] if shape.activation == "softmax" else 0  # over the maps of a voxel
         preparing = s.along_x_bytes if g.kept else 0
         return Footprint(
             resident=(s.columns * s.kernel_bytes if g.kept else s.along_x_bytes) + s.bias_bytes,
@@ -246,7 +245,7 @@ class ConvFftLanes:
         assert weights is not None
         fout, fin, kz, ky, kx = weights.weight.shape
         tile = variant.size("tile")
-        # An image of one tile: the kernels know nothing of the images.
+        # An image of one tile: the kernels do not depend on the images.
         sizes = _sizes(ConvShape(1, fin, fout, tile, (kz, ky, kx)), tile)
         weight = np.ascontiguousarray(weights.weight)
         lib = library(this_machine().simd)
@@ -295,12 +294,12 @@ def _variant(tile: Vec3, group: int, kept: int) -> Variant:
 
 
 def _reach(shape: ConvShape) -> Vec3:
-    """Inputs that one output looks at along each axis."""
+    """Return the extent of inputs that one output depends on along each axis."""
     return subtract(add(shape.k, shape.pool), (1, 1, 1))
 
 
 def _along_x_bytes(fin: int, fout: int, k: Vec3, tile: Vec3) -> int:
-    """Of the kernels transformed along x: (x, block, fin, kz, ky) blocks."""
+    """Return the bytes of the kernels transformed along x: (x, block, fin, kz, ky) blocks."""
     return (tile[2] // 2 + 1) * blocks(fout) * fin * k[0] * k[1] * BLOCK
 
 
@@ -345,7 +344,7 @@ class _Step:
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
         s, shape, crew, run = self._sizes, self._shape, self._crew, self._library.znnpy_tiled_run
-        t = _Tiling.from_buffer_copy(self._tiling)  # steps may run at the same time
+        t = _Tiling.from_buffer_copy(self._tiling)  # a copy, since steps may run at the same time
         t.x, t.out, t.spectra = x.ctypes.data, out.ctypes.data, scratch["spectra"].ctypes.data
         t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
         if before is not None:
@@ -371,5 +370,5 @@ class _Step:
             crew.each(piece, crew.threads)
             if any(bad):
                 raise overflow(sum(bad), s.tiles * prod(s.span) * shape.fout)
-        # tanh and sigmoid grow with their argument: they may follow the maximum of a pooling
+        # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
         squash_whole(shape.activation, out, crew)

@@ -1,16 +1,17 @@
-"""Whole-image FFT convolution, task parallel (ZNNi algorithm 3): every worker has transforms of its own.
+"""Whole-image FFT convolution, task parallel (ZNNi algorithm 3): each transform is one worker's task.
 
-Method   Tasks of five kinds (`task_graph.py`), the most distant from the end first (`scheduler.py`):
+Method   There are five kinds of tasks (`task_graph.py`); the most distant from the end go first (`scheduler.py`):
          input     transforms of a block of input maps: x and z of some lines y, then y; lines of padding are skipped;
          kernel    pruned transforms (`pruned.py`) of the kernels from a block of input to a block of output maps, for a
                    slab of frequencies (some x, some y, all z), into a primary worker's buffer;
-         multiply  there, for some images: per frequency a product [images x in] @ [in x out], added to the output's;
-         output    back along y, z and x, bias, activation, into the output;
-         sync      between the stages: the only tasks that allocate and free, in what the arena gave to the layer.
-         Blocks are of 16 maps or more: FFTW's vector loop runs over them, and the products are BLAS's. The paper's
+         multiply  for such a slab and some images: per frequency a product [images x in] @ [in x out], added to the
+                   output's;
+         output    inverse transforms along y, z and x, bias, activation, into the output;
+         sync      between the stages: the only tasks that allocate and free, within the layer's part of the arena.
+         Blocks have 16 maps or more: FFTW's vector loop runs over them, and BLAS computes the products. The paper's
          tasks are of one map and all frequencies: here kernel and product stay in the caches of the chip.
 Layout   A block's spectra are (x, y, z, maps) complex64, so that slabs are nearly contiguous. Lines y and images are an
-         odd number of cache lines apart, or values would meet in a few sets of the cache.
+         odd number of cache lines apart, otherwise values would collide in a few sets of the cache.
 Memory   Table II of the paper: input + its spectra, then both spectra + a buffer for each primary worker, then spectra
          of the output + output.
 Bound    S = 1: transforms of kernels; large S: products.
@@ -46,22 +47,23 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-# What libraries take, fitted to random shapes of 20 to 80 MiB with 1 to 3 threads (2026-11-21); measured, not derived:
-LIBRARY_BYTES = 15 * 2**16  # of a thread: what BLAS packs, and FFTW copies aside
-COPIED_BYTES = 3 * 2**18  # of a thread: by FFTW besides, of columns along y that are longer than
+# Memory of the libraries, fitted to random shapes of 20 to 80 MiB with 1 to 3 threads (2026-11-21); measured, not
+# derived.
+LIBRARY_BYTES = 15 * 2**16  # per thread: packed by BLAS and copied by FFTW
+COPIED_BYTES = 3 * 2**18  # per thread: copied by FFTW in addition, if columns along y are longer than LONG_COLUMN
 LONG_COLUMN = 96
-INPUT_BYTES = 2**16  # of a task that transforms input maps
+INPUT_BYTES = 2**16  # per task that transforms input maps
 CHAIN_BYTES = 8  # of a run's counters, for each chain of multiply-adds
-# Costs fitted to 32 and 80 maps, k = 5, S = 1 and 8, on 2 Zen 5 cores (2026-11-21):
+# Costs fitted to 32 and 80 maps, k = 5, S = 1 and 8, on 2 Zen 5 cores (2026-11-21).
 THIN = 10  # a product over k values takes the time of k + 10 at full rate
-NARROW = {16: (4.0, 2.3), 32: (2.1, 1.5)}  # times as long as at full rate takes a product: by image, and by product
-SLOW = 2.0  # times as long as one of 80 maps innermost takes a transform here, on average over sizes
+NARROW = {16: (4.0, 2.3), 32: (2.1, 1.5)}  # time of a product relative to full rate: per image, and per product
+SLOW = 2.0  # average time of a transform here relative to one of 80 maps innermost
 
 _log = logging.getLogger(__name__)
 
 
 class _Spectra(NamedTuple):
-    """Of a block of maps of all images: one memory, two views."""
+    """Two views of the spectra of a block of maps, for all images."""
 
     columns: Complex  # (S, x, y, z * maps)
     voxels: Complex  # (S, x, y, z, maps)
@@ -74,13 +76,13 @@ class _Resident(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConvFftTasks:
-    """Whole-image FFT convolution as a graph of tasks: many maps in and out, or many images."""
+    """Whole-image FFT convolution as a graph of tasks: for many maps in and out, or many images."""
 
     name: str = "cpu.conv.fft_tasks"
     kind: Kind = "conv"
     version: int = 1
     summary: str = (
-        "many maps and large kernels when spectra of all kernels do not fit: faster than fft_data, more memory"
+        "many maps and large kernels if the spectra of all kernels do not fit: faster than fft_data, more memory"
     )
     source: str = "ZNNi IV-A.3 (algorithm 3) with the pruned transforms of III"
 
@@ -90,19 +92,19 @@ class ConvFftTasks:
         shape = as_conv(shape)
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see cpu.conv.direct"
-        for maps, way in ((shape.fin, "in"), (shape.fout, "out")):
+        for maps, where in ((shape.fin, "input"), (shape.fout, "output")):
             if maps < WIDTHS[0]:
-                return f"a task is {WIDTHS[0]} maps wide, and {maps} come {way}: see cpu.conv.fft_data"
+                return f"a task is {WIDTHS[0]} maps wide, and there are {maps} {where} maps: see cpu.conv.fft_data"
             if shape.batch * maps < machine.cores:
                 return (
-                    f"{shape.batch} images of {maps} maps that come {way} are too few tasks for {machine.cores} cores: "
+                    f"{shape.batch} images of {maps} {where} maps are too few tasks for {machine.cores} cores: "
                     "see cpu.conv.fft_data"
                 )
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         shape = as_conv(shape)
-        # Wider blocks only where transforms still keep every core busy
+        # Use wider blocks only if the transforms still keep every core busy.
         least = min(shape.fin, shape.fout)
         wide = [width for width in WIDTHS if shape.batch * (least // width) >= machine.cores] or WIDTHS[:1]
         return tuple(Variant.of(width=width) for width in wide)
@@ -166,14 +168,14 @@ class ConvFftTasks:
 
 
 def _primaries(shape: ConvShape, t: Sizes, threads: int) -> int:
-    """Workers that transform kernels: as many as output maps, the paper says, and no more than there are kernels."""
+    """Return how many workers transform kernels: one per output map, as in the paper, and no more than kernels."""
     return min(threads, shape.fout, t.tasks.kernels)
 
 
 def _pair(kernels: Array, fout: int, size: tuple[int, ...], lo: int, first: int) -> Array:
-    """Of all kernels those from the block of input maps that begins with `lo` to that of output maps with `first`.
+    """Return the kernels from the block of input maps starting at `lo` to the block of output maps starting at `first`.
 
-    size  (kx, ky, kz, maps in, maps out), also of what is returned: a view.
+    size  (kx, ky, kz, maps in, maps out), also of the result, which is a view.
     """
     *taps, wide_in, _ = size
     start = prod(taps) * (lo * fout + wide_in * first)
@@ -181,7 +183,7 @@ def _pair(kernels: Array, fout: int, size: tuple[int, ...], lo: int, first: int)
 
 
 class _Plans:
-    """One worker's transforms, by the width of a block and the lines at once."""
+    """The transforms of one worker, by the width of a block and the lines at once."""
 
     def __init__(self, shape: ConvShape, t: Sizes) -> None:
         (gz, gy, gx), half = t.padded, t.half
@@ -193,17 +195,17 @@ class _Plans:
         self.along_y_back: dict[int, Transform] = {}
 
         def planes(block: Block, count: int, depth: int) -> npt.NDArray[Any]:
-            """(x, y, z, maps)"""
+            """Return a layout (x, y, z, maps)."""
             strides = (COMPLEX64 * size for size in (gy * block.row, block.row, block.width, 1))
             return like((half, count, depth, block.width), tuple(strides), np.complex64)
 
         def real(block: Block, count: int, depth: int) -> npt.NDArray[Any]:
-            """(y, z, x, maps)"""
+            """Return a layout (y, z, x, maps)."""
             strides = (FLOAT32 * size for size in (depth * gx * block.width, gx * block.width, block.width, 1))
             return like((count, depth, gx, block.width), tuple(strides), np.float32, place=1)
 
         def columns(block: Block) -> npt.NDArray[Any]:
-            """(y, z and maps) of one x"""
+            """Return a layout (y, z and maps) of one x."""
             return like((gy, gz * block.width), (COMPLEX64 * block.row, COMPLEX64), np.complex64)
 
         for block in t.inputs:
@@ -226,8 +228,8 @@ class _Plans:
 class _Step:
     """The convolution of one shape, planned.
 
-    observe  if set, is told of every task's begin and end and of what synchronisations allocate, one event at a time.
-    seating  where the workers sit, and why they are not pinned if they are not.
+    observe  if set, is called with every task's begin and end and every allocation of synchronisations, one at a time.
+    seating  the cores of the workers, or the reason why they are not pinned.
     """
 
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
@@ -241,7 +243,7 @@ class _Step:
             self.plans = [_Plans(shape, t) for _ in range(crew.threads)]
         gz, gy, gx = t.padded
         self.along_z, self.along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
-        # Real and imaginary part apart: kernels are real, and this way their first transform is a real product
+        # Real and imaginary parts are separate: kernels are real, so their first transform is a real product.
         self.along_x = (
             twiddles(gx, shape.k[2], t.half).view(np.float32).reshape(t.half, -1, 2).transpose(0, 2, 1).copy()
         )
@@ -258,7 +260,7 @@ class _Step:
 
         @quiet()
         def sit(lo: int, hi: int, worker: int) -> None:
-            del worker  # a thread of the pool; the seat says who it is
+            del worker  # a thread of the pool; the seat holds the worker's number
             for seat in self.seating.seats[lo:hi]:
                 with pinned(seat.core):
                     run.scheduler.work(seat)
@@ -269,12 +271,12 @@ class _Step:
 
 
 class _Run:
-    """One run: what every task does, in buffers that synchronisations hand out."""
+    """One run: the work of every task, in buffers that synchronisations hand out."""
 
     def __init__(self, step: _Step, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         self._step, self._shape, self._sizes = step, step.shape, step.sizes
-        self._given: dict[str, Any] = {"input": x, "output": out, **scratch}  # only synchronisations look at it
-        self._held: dict[str, Any] = {}  # what tasks may use now
+        self._given: dict[str, Any] = {"input": x, "output": out, **scratch}  # used by synchronisations only
+        self._held: dict[str, Any] = {}  # buffers that tasks may use now
         t = step.sizes
         self.scheduler = Scheduler(t.tasks, step.seating.seats, self._execute, step.crew.check, step.observe)
 
@@ -292,7 +294,7 @@ class _Run:
                 self._synchronise(task, worker)
 
     def _synchronise(self, task: Task, worker: int) -> None:
-        """Free what the last stage used and the next does not, and allocate what it does."""
+        """Free the buffers that the next stage does not use, and allocate those it needs."""
         stages = (
             ("input", "input spectra", "lines"),
             ("input spectra", "output spectra", "kernels", "products"),
@@ -312,7 +314,7 @@ class _Run:
             self._step.observe(Event(what, worker, task, name, worker))
 
     def _shaped(self, name: str) -> Any:
-        """A buffer as tasks use it."""
+        """Return a buffer in the form that tasks use."""
         t, given = self._sizes, self._given[name]
         match name:
             case "input spectra":
@@ -341,13 +343,13 @@ class _Run:
         )
 
     def _buffer(self, name: str, worker: int, number: int) -> Bytes:
-        """The worker's; where there are fewer tasks than workers, and buffers, that of the task of this number."""
+        """Return the worker's buffer, or that of task `number` if there are fewer tasks (and buffers) than workers."""
         buffers = self._held[name]
         found: Bytes = buffers[worker if len(buffers) == self._step.crew.threads else number]
         return found
 
     def _input(self, task: Task, worker: int) -> None:
-        """Transforms of a block of maps, of some images."""
+        """Transform a block of maps of some images."""
         shape, t, plans = self._shape, self._sizes, self._step.plans[worker]
         block, (nz, ny, nx), gx = t.inputs[task.row], shape.n, t.padded[2]
         width = block.width
@@ -370,7 +372,7 @@ class _Run:
                 plans.along_y[width](columns, columns)
 
     def _kernel(self, task: Task, owner: int) -> None:
-        """Pruned transforms along x, y, z of a pair of blocks, of a slab, into the owner's buffer."""
+        """Compute pruned transforms along x, y, z of a pair of blocks, for a slab, in the owner's buffer."""
         shape, t, step = self._shape, self._sizes, self._step
         (kz, ky, kx), gz = shape.k, t.padded[0]
         into, out_of = t.outputs[task.column], t.inputs[task.row]
@@ -393,14 +395,14 @@ class _Run:
             np.matmul(step.along_z, plane, out=target.reshape(lines, gz, pairs))
 
     def _slab_kernels(self, task: Task, owner: int) -> Complex:
-        """(x, y, z, maps in, maps out): the kernels that the owner holds for `task`."""
+        """Return the kernels that the owner holds for `task`: (x, y, z, maps in, maps out)."""
         t = self._sizes
         xs, ys = t.slab(task)
         size = xs.stop - xs.start, ys.stop - ys.start, t.padded[0], t.inputs[task.row].width
         return np.ndarray((*size, t.outputs[task.column].width), np.complex64, self._held["kernels"][owner])
 
     def _multiply(self, task: Task, worker: int, owner: int) -> None:
-        """Products of a slab of some images with a pair of blocks, added to what earlier rows gave."""
+        """Multiply a slab of some images with a pair of blocks and add the product to the sum of earlier rows."""
         t = self._sizes
         (xs, ys), images = t.slab(task), t.images(task)
         part = slice(images.start, images.stop)
@@ -415,7 +417,7 @@ class _Run:
             np.add(sums, target.reshape(sums.shape), out=sums)
 
     def _output(self, task: Task, worker: int) -> None:
-        """Transforms back of a block of maps, of some images: what is wanted of them, finished, into the output."""
+        """Transform a block of maps of some images back, apply bias and activation, and write it to the output."""
         shape, t, plans = self._shape, self._sizes, self._step.plans[worker]
         block, (mz, my, mx), gx = t.outputs[task.column], shape.out, t.padded[2]
         width = block.width
@@ -442,5 +444,5 @@ class _Run:
 
 
 def _by_frequency(spectra: Complex) -> Complex:
-    """(S, x, y, z, maps) as (x, y, z, S, maps): a view."""
+    """Return (S, x, y, z, maps) as a view (x, y, z, S, maps)."""
     return spectra.transpose(1, 2, 3, 0, 4)

@@ -1,11 +1,12 @@
 """Tiled FFT convolution (overlap-save): small overlapping tiles of the image share one set of kernel spectra.
 
-Method   Tiles of 8 to 32 a side that overlap by k - 1. For a group of T tiles:
+Method   Tiles of 8 to 32 a side overlap by k - 1. For a group of T tiles:
          forward   per few planes of a tile, in L2: gather, real transforms along x, then y;
-         product   per few columns of frequencies (fixed y, x), in L2: along z of all T tiles, per frequency a product
-                   [T x fin] @ [fin x fout], along z back;
-         inverse   per few planes: y back, x back (only the n - k + 1 wanted lines), bias, activation, scatter.
-         Channels are innermost throughout: FFTW's vector loop runs over them, and BLAS finds them contiguous.
+         product   per few columns of frequencies (fixed y, x), in L2: transform all T tiles along z, per frequency a
+                   product [T x fin] @ [fin x fout], inverse along z;
+         inverse   per few planes: inverse along y and x (only the n - k + 1 lines of the output), bias, activation,
+                   scatter.
+         Channels are innermost throughout: FFTW's vector loop runs over them, and they are contiguous for BLAS.
 Kernels  Transformed once per run, pruned (`pruned.py`), conjugated, scaled: (columns, z, fin, fout) complex64.
 Memory   Scratch is the spectra of one group, and caches of each worker; kernels: 8 bytes x half the tile x fin x fout.
 Bound    The product (compute: T >= 27 or so), then FFTW's real transforms along x, which have no vector codelets.
@@ -51,17 +52,17 @@ if TYPE_CHECKING:
 
     Complex = npt.NDArray[np.complex64]
 
-SIDES = (8, 12, 16, 20, 32)  # FFTW has straight-line vector codelets for them; 24 and 40 run at a third of the rate
+SIDES = (8, 12, 16, 20, 32)  # lengths with straight-line vector codelets in FFTW; 24 and 40 run at a third of the rate
 GROUPS = (8, 24, 64)  # tiles that share one pass over the kernel spectra
 PLANES_BYTES = 192 * 1024  # of a worker's planes in the forward and inverse pass: they and their spectra stay in L2
 COLUMNS_BYTES = 512 * 1024  # of a worker's columns in the product, before and after it
-COPIED_BYTES = 704 * 1024  # by FFTW, of a thread, at most: lines, and columns it sets aside (60 shapes, 2026-11-21)
+COPIED_BYTES = 704 * 1024  # copied by FFTW per thread, at most: lines, and columns it buffers (60 shapes, 2026-11-21)
 PREPARE_BYTES = 2**20  # of a worker's half-transformed kernels
 PACKING_TILES = 11  # the product of T tiles takes the time of T + 11 at full rate (2026-11-20, 80 x 80, T = 8..128)
 
 
 class _Tiling(NamedTuple):
-    """Where the tiles of one shape lie, and how their spectra are stored."""
+    """Positions of the tiles of one shape, and the layout of their spectra."""
 
     tile: Vec3
     step: Vec3  # outputs of a whole tile: tile - k + 1
@@ -79,8 +80,10 @@ class _Tiling(NamedTuple):
 
 
 def _pitch(count: int) -> int:
-    """Complex numbers from one plane to the next: whole cache lines, an odd number of them, so that planes spread over
-    the sets of a cache."""
+    """Return the complex numbers from one plane to the next.
+
+    They fill an odd number of cache lines, so that planes spread over the sets of a cache.
+    """
     return 8 * (-(-count // 8) | 1)
 
 
@@ -88,7 +91,7 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@lru_cache(maxsize=1)  # footprint and work of a variant are asked for one after the other
+@lru_cache(maxsize=1)  # footprint and work of a variant are requested one after the other
 def _tiling(shape: ConvShape, tile: Vec3, tiles_per_group: int) -> _Tiling:
     (tz, ty, tx), (kz, ky, kx), (nz, ny, nx) = tile, shape.k, shape.n
     fin, fout = shape.fin, shape.fout
@@ -127,7 +130,7 @@ class _Resident(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConvFftTiled:
-    """Tiled FFT convolution: many maps in and out, kernels from 3 on; kernel spectra are kept between patches."""
+    """Tiled FFT convolution: for many maps in and out, kernels from 3 on; kernel spectra are kept between patches."""
 
     name: str = "cpu.conv.fft_tiled"
     kind: Kind = "conv"
@@ -173,7 +176,7 @@ class ConvFftTiled:
             + FLOAT32 * shape.fout
             + Finish.nbytes(shape.fout, shape.activation, t.step[2]),
             scratch=tuple(scratch),
-            # Kernels are transformed before the arena is touched: its room is theirs.
+            # Kernels are transformed before the arena is touched, so its memory serves as theirs.
             allowance=max(workers * running, preparing - arena),
         )
 
@@ -183,11 +186,11 @@ class ConvFftTiled:
         tz, ty, tx = t.tile
         frequencies = tz * t.columns
         maps = shape.fin + shape.fout
-        # 5/2 n log n flops for a real transform; along x they count twice, for want of vector codelets
+        # A real transform takes 5/2 n log n flops; along x they count twice, for want of vector codelets.
         transforms = 2.5 * prod(t.tile) * (2 * log2(tx) + log2(ty) + log2(tz)) * maps * t.tiles
         products = 8.0 * frequencies * shape.fin * shape.fout * (t.tiles + PACKING_TILES * -(-t.tiles // t.group))
         moved = FLOAT32 * (prod(t.tile) * shape.fin + prod(t.step) * shape.fout) * t.tiles
-        # Spectra are written, read and written in place, and read: as much as three passes that miss the cache
+        # Spectra are written, read and written in place, and read: as much as three passes that miss the cache.
         moved += 3 * COMPLEX64 * frequencies * maps * t.tiles
         return Work("fft", transforms, 0.0), Work("product", products, 0.0), Work("copy", 0.0, float(moved))
 
@@ -218,13 +221,13 @@ def _variant(tile: Vec3, group: int) -> Variant:
 
 
 def _half_transformed_bytes(fout: int, k: Vec3, tile: Vec3) -> int:
-    """Bytes of temporaries in `_transform_kernels`, per input map."""
+    """Return the bytes of temporaries in `_transform_kernels`, per input map."""
     kz, ky, kx = k
     return fout * (FLOAT32 * kz * ky * kx + COMPLEX64 * kz * (3 * ky + tile[1]))
 
 
 def _transform_kernels(weight: Array, tile: Vec3, lo: int, hi: int, spectra: Complex) -> None:
-    """Pruned transforms of the kernels of input maps [lo, hi), into `spectra` (columns, tz, fin, fout)."""
+    """Write pruned transforms of the kernels of input maps [lo, hi) to `spectra` (columns, tz, fin, fout)."""
     tz, ty, tx = tile
     fout, fin, kz, ky, kx = weight.shape
     half, pairs = tx // 2 + 1, (hi - lo) * fout
@@ -239,7 +242,7 @@ def _transform_kernels(weight: Array, tile: Vec3, lo: int, hi: int, spectra: Com
 
 
 class _Plans:
-    """One worker's transforms."""
+    """The transforms of one worker."""
 
     def __init__(self, shape: ConvShape, t: _Tiling, groups: Sequence[int]) -> None:
         (tz, ty, tx), half = t.tile, t.half
@@ -302,7 +305,7 @@ class _Step:
             self._inverse(after, rows, blocks, first, tiles)
 
     def _origin(self, index: int) -> tuple[int, int, int, int]:
-        """Image and first voxel (of input and output alike) of a tile."""
+        """Return the image and the first voxel (of input and output alike) of a tile."""
         (cz, cy, cx), (sz, sy, sx) = self._tiling.counts, self._tiling.step
         index, ix = divmod(index, cx)
         index, iy = divmod(index, cy)
@@ -310,7 +313,7 @@ class _Step:
         return s, iz * sz, iy * sy, ix * sx
 
     def _spectra(self, store: Bytes, tiles: int, maps: int, pitch: int) -> tuple[Complex, Complex]:
-        """A group's spectra as (tiles, z, y, x, maps) and as (tiles, z, columns, maps)."""
+        """Return a group's spectra as (tiles, z, y, x, maps) and as (tiles, z, columns, maps)."""
         t = self._tiling
         one, two = COMPLEX64 * t.tile[0] * pitch, COMPLEX64 * pitch
         column, voxel = COMPLEX64 * maps, COMPLEX64
@@ -360,7 +363,7 @@ class _Step:
                 right = np.ndarray((*stack, shape.fout), np.complex64, blocks[worker], _round_up(left.nbytes))
                 key = tiles, stop - start
                 plans.into_z[key](sources[:, :, start:stop], left.transpose(2, 1, 0, 3))
-                # With one input map a product is an outer one, for which BLAS takes three times as long as numpy.
+                # With one input map a product is an outer product, for which BLAS takes three times as long as numpy.
                 (np.multiply if shape.fin == 1 else np.matmul)(left, self._kernels[start:stop], out=right)
                 plans.out_of_z[key](right.transpose(2, 1, 0, 3), targets[:, :, start:stop])
 
@@ -395,7 +398,7 @@ class _Step:
 
 
 def _gather(inside: Array, buffer: Array) -> None:
-    """Copy a part of the input, with zeros where a tile reaches beyond it."""
+    """Copy a part of the input; where a tile extends beyond it, fill with zeros."""
     planes, lines, voxels = inside.shape[:3]
     buffer[:planes, :lines, :voxels] = inside
     buffer[planes:] = 0

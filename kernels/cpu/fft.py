@@ -1,20 +1,20 @@
-"""FFTW's plans, and the only import of pyFFTW.
+"""FFTW plans; the only module that imports pyFFTW.
 
-Every transform here is one-threaded and planned for fixed shapes and strides; workers run it on arrays given at run
+Every transform here is single-threaded and planned for fixed shapes and strides; workers run it on arrays given at run
 time (FFTW's new-array execution). Planning is serialised, because FFTW's planner is not thread-safe.
 
-Rigor    FFTW_ESTIMATE where every line is one of FFTW's straight-line codelets (`CODELETS`; all tiles are): there is
-         nothing to search. Other lengths may be measured, once for a machine: `Wisdom` holds what was found, and how
-         many seconds may still be spent. FFTW_PATIENT takes ten times as long as FFTW_MEASURE and gains little more.
+Rigor    FFTW_ESTIMATE is used where every line is one of FFTW's straight-line codelets (`CODELETS`; all tiles are):
+         there is nothing to search. Other lengths may be measured, once per machine: `Wisdom` holds the results and the
+         seconds that may still be spent. FFTW_PATIENT takes ten times as long as FFTW_MEASURE and gains little more.
 Measured 2 Zen 5 cores, one thread, ns a value, ESTIMATE / MEASURE / PATIENT, FFTW 3.3.5 (2026-11-21).
          80 maps innermost: x and y of 8, 12, 16, 20, 32: 0.52 0.61 0.66 0.77 0.80, all three alike within 1 %.
-         One map, along y or z: 16 0.34, 20 0.36, 32 0.37, 64 0.41, all three alike; 48 1.39/0.90/0.66,
-         96 2.15/0.87/0.66, 108 1.55/1.05/0.80. Along x back: 48 1.84/1.26/1.06, 64 1.48/1.19/0.86, 96 2.12/0.98/0.84.
-         Of a whole-image convolution that is 6 % (8 x 80 -> 80 maps of 30^3) to 28 % (1 -> 16 of 96^3) of the time.
-         To plan one transform: 0.1 / 20 to 80 / 80 to 800 ms; a layer has 7 or so.
-Bytes    A plan follows from the sizes and the wisdom of that very transform alone: what else the process has gathered
-         is set aside while we plan, and a transform that was just measured is planned again from what was found, as a
-         run that goes on elsewhere would. Other wisdom rounds differently; no wisdom makes a transform wrong.
+         One map, along y or z: 16 0.34, 20 0.36, 32 0.37, 64 0.41, all three alike; 48 1.39/0.90/0.66, 96
+         2.15/0.87/0.66, 108 1.55/1.05/0.80. Along x back: 48 1.84/1.26/1.06, 64 1.48/1.19/0.86, 96 2.12/0.98/0.84.
+         The gain is 6 % (8 x 80 -> 80 maps of 30^3) to 28 % (1 -> 16 of 96^3) of a whole-image convolution's time.
+         Planning one transform takes 0.1 / 20 to 80 / 80 to 800 ms; a layer has 7 or so.
+Bytes    A plan follows from the sizes and the wisdom of that very transform alone: other wisdom of the process is set
+         aside while we plan, and a transform that was just measured is planned again from the result, as a run resumed
+         elsewhere would do. Different wisdom rounds differently; no wisdom makes a transform wrong.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from znnpy.kernels.primitive import ALIGNMENT
 
 Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
 
-CODELETS = frozenset((*range(1, 17), 20, 25, 32))  # lengths that FFTW has straight-line code for
-TRANSFORM_SECONDS = 0.4  # to measure one transform at most: nobody looks at a stop flag meanwhile
+CODELETS = frozenset((*range(1, 17), 20, 25, 32))  # lengths for which FFTW has straight-line code
+TRANSFORM_SECONDS = 0.4  # at most, to measure one transform: the stop flag is not checked meanwhile
 
 _planner = threading.RLock()
 _set_aside: list[tuple[bytes, bytes, bytes]] = []  # the process's wisdom while we plan; guarded by _planner
@@ -45,10 +45,10 @@ _set_aside: list[tuple[bytes, bytes, bytes]] = []  # the process's wisdom while 
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Inside, plans follow from sizes and from our `Wisdom`: what FFTW has learned in this process waits outside.
+    """Make plans depend on sizes and our `Wisdom` alone: other wisdom of the process is set aside.
 
-    Taking it out and back costs 1.5 to 2 ms, so make the transforms of a layer within one. Only one thread plans at a
-    time; the process must not plan transforms of its own meanwhile (pyFFTW's lock cannot be had).
+    Setting it aside and restoring it costs 1.5 to 2 ms, so make the transforms of a layer within one block. Only one
+    thread plans at a time; the process must not plan transforms of its own meanwhile (pyFFTW's lock is inaccessible).
     """
     with _planner:
         if _set_aside:
@@ -64,22 +64,24 @@ def planning() -> Iterator[None]:
 
 
 class Wisdom:
-    """What FFTW found by measuring: for each transform, in words, the text that FFTW plans it from again.
+    """The results of FFTW's measurements: for each transform, by description, the text from which FFTW plans it again.
 
-    `with wisdom:` makes it that of the transforms planned inside, by this thread.
+    `with wisdom:` applies it to the transforms that this thread plans inside.
     """
 
     def __init__(self, known: Mapping[str, str] | None = None, seconds: float = 0.0) -> None:
-        """known    found by earlier runs.
-        seconds  that may be spent to measure transforms that are not known, all together.
+        """Start from the wisdom of earlier runs and a time budget.
+
+        known    wisdom found by earlier runs.
+        seconds  total time that may be spent to measure unknown transforms.
         """
         self.known = dict(known or {})
         self.seconds = seconds
-        self.used: dict[str, str] = {}  # by transforms that were planned inside
-        self.learned: dict[str, str] = {}  # of those, what was not known
-        self.refused: set[str] = set()  # of those that were known, what this FFTW makes nothing of
-        self.sentences: list[str] = []  # that whoever keeps it has to say
-        self._in_vain: set[str] = set()  # what was measured without a result
+        self.used: dict[str, str] = {}  # by transforms planned inside
+        self.learned: dict[str, str] = {}  # the part of `used` that was not known
+        self.refused: set[str] = set()  # names of known entries that this FFTW rejects
+        self.sentences: list[str] = []  # warnings that the owner has to report
+        self._in_vain: set[str] = set()  # names of transforms measured without a result
 
     def __enter__(self) -> Self:
         self._before = _wisdom.set(self)
@@ -89,7 +91,7 @@ class Wisdom:
         _wisdom.reset(self._before)
 
     def give(self, problem: _Problem) -> None:
-        """Let FFTW know what there is on `problem`, and nothing else. Call it within `planning`."""
+        """Load the wisdom for `problem` into FFTW, and nothing else. Call it within `planning`."""
         pyfftw.forget_wisdom()
         name = str(problem)
         for text in filter(None, (self.used.get(name), self.known.get(name))):
@@ -110,7 +112,7 @@ class Wisdom:
         text = pyfftw.export_wisdom()[1].decode()
         if spent < limit and _given(text):
             self.used[name] = self.learned[name] = text
-        else:  # cut short, it found no more than an estimate; all workers shall have the same
+        else:  # cut short, it is no better than an estimate; all workers must plan alike
             self._in_vain.add(name)
             pyfftw.forget_wisdom()
 
@@ -119,13 +121,13 @@ _wisdom: ContextVar[Wisdom | None] = ContextVar("wisdom of this thread's transfo
 
 
 def _given(text: str) -> bool:
-    """Whether FFTW takes `text`; all it knew before is forgotten."""
+    """Return whether FFTW accepts `text`, which replaces all its wisdom."""
     pyfftw.forget_wisdom()
     return bool(pyfftw.import_wisdom((b"", text.encode(), b""))[1])  # double, single and long double precision
 
 
 def signature() -> str:
-    """FFTW's version and the code it chose for this processor: wisdom belongs to them."""
+    """Return FFTW's version and the code it chose for this processor; wisdom is valid for these only."""
     with planning():
         pyfftw.forget_wisdom()
         return str(pyfftw.export_wisdom()[1].decode().strip(" ()\n"))
@@ -163,9 +165,9 @@ class _Problem:
         )
 
     def measure(self, limit: float) -> None:
-        """Leave what FFTW finds in `limit` seconds in its wisdom.
+        """Measure for at most `limit` seconds and leave the result in FFTW's wisdom.
 
-        The memory for it, no more than the scratch of the layer, goes back to the system at once.
+        The memory for it, no more than the scratch of the layer, is returned to the system at once.
         """
         source = _mapped(self._source)
         target = source if self._in_place else _mapped(self._target)
@@ -173,18 +175,18 @@ class _Problem:
 
 
 def _layout(array: npt.NDArray[Any]) -> str:
-    """e.g. `complex64 96x56 of 448,8 bytes`."""
+    """Describe shape and strides, e.g. `complex64 96x56 of 448,8 bytes`."""
     return f"{array.dtype} {'x'.join(map(str, array.shape))} of {','.join(map(str, array.strides))} bytes"
 
 
 def _mapped(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """An array like this one that has memory: pages of its own."""
+    """Return an array of the same layout that has memory of its own, in pages of its own."""
     nbytes = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
     return np.ndarray(array.shape, array.dtype, mmap.mmap(-1, nbytes), 0, array.strides)
 
 
 class Transform:
-    """One planned transform: shapes, strides and direction fixed, arrays given at each call. For one worker.
+    """One planned transform: shapes, strides and direction are fixed, arrays are given at each call. For one worker.
 
     The plan is made on addresses that are never touched (FFTW_ESTIMATE looks at sizes, strides and alignment only).
     """
@@ -196,11 +198,11 @@ class Transform:
         axes: Sequence[int],
         direction: Direction = "FFTW_FORWARD",
     ) -> None:
-        """Plan for arrays like `source` and `target` (made by `like`): the same array for a transform in place.
+        """Plan for arrays like `source` and `target` (made by `like`); pass the same array for a transform in place.
 
-        float32 -> complex64, complex64 -> complex64 or complex64 -> float32 along `axes`, the last of them halved for
-        real ones. Unnormalised in both directions. Arrays start on ALIGNMENT: FFTW_UNALIGNED would cost the vector
-        units. `source` may be overwritten by the transform.
+        The types are float32 -> complex64, complex64 -> complex64 or complex64 -> float32 along `axes`; real transforms
+        halve the last axis. Neither direction is normalised. Arrays must be aligned to ALIGNMENT: FFTW_UNALIGNED would
+        give up the vector units. The transform may overwrite `source`.
         """
         problem, wisdom = _Problem(source, target, axes, direction), _wisdom.get()
         with planning():
@@ -212,15 +214,15 @@ class Transform:
             pyfftw.forget_wisdom()
 
     def __call__(self, source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
-        """Transform `source` into `target`: shapes, strides and alignment as planned (ValueError otherwise)."""
+        """Transform `source` into `target`; shapes, strides and alignment must be as planned (else ValueError)."""
         self._plan.update_arrays(source, target)
         self._plan.execute()
 
 
 def like(shape: Sequence[int], strides: Sequence[int], dtype: npt.DTypeLike, *, place: int = 0) -> npt.NDArray[Any]:
-    """An array of this shape and these strides (bytes) to plan with, never to read or write: it has no memory.
+    """Return an array of this shape and these strides (bytes) to plan with; it has no memory to read or write.
 
-    Two of different `place` count as different arrays, two of the same as one (a transform in place).
+    Arrays of different `place` count as different arrays, those of the same as one (a transform in place).
     """
     return np.lib.stride_tricks.as_strided(_NOWHERE[place * ALIGNMENT :].view(dtype)[:1], shape, strides)
 
@@ -229,7 +231,7 @@ _NOWHERE = aligned_bytes(2 * ALIGNMENT)
 
 
 def good_size(n: int) -> int:
-    """The smallest size >= n that FFTW transforms fast: 2^a 3^b 5^c 7^d, times 11 or 13 or neither."""
+    """Return the smallest size >= n that FFTW transforms fast: 2^a 3^b 5^c 7^d, optionally times 11 or 13."""
     while not _is_good(n):
         n += 1
     return n

@@ -1,6 +1,6 @@
-"""The last pass of every convolution: bias, activation, and a look at whether the values are still finite.
+"""The epilogue of every convolution: bias, activation, and a check that all values are finite.
 
-Works on blocks that are in the cache, row by row of whole voxels, without temporaries of the block's size.
+It works on blocks that are in the cache, on rows of whole voxels, without temporaries of the block's size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array
     from znnpy.shapes import Activation
 
-LINES_BYTES = 256 * 1024  # of lines that are finished at once: they stay in L2
+LINES_BYTES = 256 * 1024  # of lines processed at once, which stay in L2
 
 
 class Finish:
@@ -27,7 +27,8 @@ class Finish:
 
     def __init__(self, bias: Array, activation: Activation, width: int) -> None:
         self._maps = len(bias)
-        # Whole rows: numpy is many times faster on them than on a few maps, or on a scalar (maximum with 0: six times).
+        # Whole rows: numpy is many times faster on them than on a few maps or with a scalar (maximum with 0: six
+        # times).
         self._bias = np.tile(bias, width)
         self._ones = np.ones_like(self._bias)
         self._zeros = np.zeros_like(self._bias) if activation == "relu" else self._ones
@@ -35,20 +36,21 @@ class Finish:
 
     @staticmethod
     def nbytes(maps: int, activation: Activation, width: int) -> int:
-        """Of the rows it keeps."""
+        """Return the bytes of the rows it keeps."""
         return FLOAT32 * maps * width * (3 if activation == "relu" else 2)
 
     def __call__(self, source: Array, out: Array) -> None:
-        """out = activation(source + bias).
+        """Compute out = activation(source + bias).
 
         source, out  (..., voxels * f') float32, the last axis contiguous, at most `width` voxels; may be one array.
-                     Call it under `quiet()`: overflow is looked for here, not by numpy.
+                     Call it under `quiet()`: overflow is detected here, not by numpy.
 
-        Raises ValuesOverflowError when a value is infinite or not a number before the activation hides it.
+        Raises ValuesOverflowError if a value is infinite or not a number before the activation hides it.
         """
         length = source.shape[-1]
         np.add(source, self._bias[:length], out=out)
-        # Sums of rows are one cheap pass of BLAS; only when one is not finite (it may overflow by itself) look closely.
+        # The sums of rows are one cheap pass of BLAS; only if one is not finite (it may overflow by itself) check every
+        # value.
         if not np.isfinite(np.matmul(out, self._ones[:length])).all():
             bad = out.size - int(np.count_nonzero(np.isfinite(out)))
             if bad:
@@ -60,7 +62,7 @@ class Finish:
 
 
 def overflow(bad: int, size: int) -> ValuesOverflowError:
-    """The error for `bad` of `size` values."""
+    """Return the error for `bad` of `size` values."""
     return ValuesOverflowError(
         f"{bad} of {size} values of a block became infinite or not a number in float32; "
         "check the weights and that the input is normalised as in training"
@@ -68,15 +70,15 @@ def overflow(bad: int, size: int) -> ValuesOverflowError:
 
 
 def finish_whole(finish: Finish, out: Array, crew: Crew) -> None:
-    """`finish` every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
+    """Apply `finish` to every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
 
-    finish  for rows of x voxels.
+    finish  the epilogue for rows of x voxels.
     """
     _each_block(lambda rows: finish(rows, rows), out, crew)
 
 
 def squash(activation: Activation, rows: Array, maps: int) -> None:
-    """tanh, sigmoid or softmax in place, of rows of whole voxels of `maps` channels; other activations change nothing.
+    """Apply tanh, sigmoid or softmax in place to rows of whole voxels of `maps` channels; others change nothing.
 
     Call it under `quiet()`.
     """
@@ -92,14 +94,14 @@ def squash(activation: Activation, rows: Array, maps: int) -> None:
 
 
 def squash_whole(activation: Activation, out: Array, crew: Crew) -> None:
-    """`squash` every voxel of `out` (S, z, y, x, f') in place; softmax by lines, as it makes arrays of that size."""
+    """Apply `squash` to all of `out` (S, z, y, x, f') in place; softmax by lines, whose size its temporaries have."""
     if activation not in ("none", "relu"):
         most = 0 if activation == "softmax" else LINES_BYTES
         _each_block(lambda rows: squash(activation, rows, out.shape[-1]), out, crew, most)
 
 
 def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int = LINES_BYTES) -> None:
-    """`work` on all of `out` (S, z, y, x, f'): (lines, x * f'), one or up to `most` bytes of a plane at a time."""
+    """Call `work` on parts (lines, x * f') of `out` (S, z, y, x, f') of up to `most` bytes, at least a line."""
     batch, mz, my, mx, fout = out.shape
     lines = max(1, most // (FLOAT32 * mx * fout))
     parts = -(-my // lines)
@@ -118,7 +120,7 @@ def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int
 
 
 def quiet() -> np.errstate:
-    """A context or decorator in which overflow passes silently: `Finish` finds it; an exp may well overflow."""
+    """Return a context or decorator that silences overflow: `Finish` detects it, and an exp may well overflow."""
     return np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
 
@@ -130,7 +132,7 @@ def _sigmoid(values: Array) -> None:
 
 
 def _softmax(voxels: Array) -> None:
-    """Over the last axis."""
+    """Apply softmax over the last axis, in place."""
     np.subtract(voxels, voxels.max(axis=-1, keepdims=True), out=voxels)
     np.exp(voxels, out=voxels)
     np.divide(voxels, voxels.sum(axis=-1, keepdims=True), out=voxels)

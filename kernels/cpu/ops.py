@@ -1,10 +1,11 @@
-"""What networks need beside convolutions, on arrays of numpy; convolutions with strides and padding.
+"""Array operations of networks besides convolutions, on numpy arrays; convolutions with strides and padding.
 
-`znnpy.ops` checks arguments and says what they are. Arrays are float32 or float16 of any strides, computed in float32.
+`znnpy.ops` checks and documents the arguments. Arrays are float32 or float16 of any strides, computed in float32.
 
-Method   Pieces of BLOCK values in float32, which stay in the cache, one after the other. Convolutions are products of
-         BLAS: direct: one a tap, added up; implicit_gemm: one a piece, of a lowered matrix that exists for it alone.
-Memory   A few pieces, whatever the sizes; a piece is no less than a line of the output along x, with its taps.
+Method   Arrays are processed in pieces of BLOCK values in float32, which stay in the cache. Convolutions are products
+         of BLAS: direct adds up one per tap; implicit_gemm computes one per piece, from a lowered matrix of that piece
+         alone.
+Memory   A few pieces, whatever the sizes; a piece is at least a line of the output along x, with its taps.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
 Tested   tests/kernels/cpu/test_ops.py
 """
@@ -31,7 +32,7 @@ BLOCK = 1 << 18  # values of a piece: 1 MiB of float32
 
 @quiet()
 def pointwise(activation: Activation, x: Values, out: Values) -> None:
-    """out = activation(x), value by value; out may be x."""
+    """Compute out = activation(x), value by value; out may be x."""
     zeros = np.zeros(BLOCK, np.float32)  # numpy is many times faster on rows than with a scalar
     with np.nditer(
         [x, out],
@@ -51,7 +52,7 @@ def pointwise(activation: Activation, x: Values, out: Values) -> None:
 
 @quiet()
 def softmax(x: Values, out: Values, *, over_maps: bool) -> None:
-    """Over the maps of each voxel, or over all values of an image; out may be x."""
+    """Apply softmax over the maps of each voxel, or over all values of an image; out may be x."""
     for source, target in zip(x, out, strict=True):
         if over_maps:
             for part in _lines(source):
@@ -77,7 +78,7 @@ def pool(
     *,
     counts_padding: bool,
 ) -> None:
-    """The maximum or the mean of what each window has of the image."""
+    """Compute the maximum or the mean over the part of each window inside the image."""
     start, combine = (-np.inf, np.maximum) if how == "max" else (0.0, np.add)
     counts = np.ones((1, 1, 1), np.float32)
     if how == "average":
@@ -91,7 +92,7 @@ def pool(
 
 
 def copy(x: Values, out: Values) -> None:
-    """out = x, of equal shapes and any strides; values are rounded to out's type."""
+    """Compute out = x for equal shapes and any strides; values are rounded to out's type."""
     with quiet():
         np.copyto(out, x, casting="same_kind")
 
@@ -105,10 +106,10 @@ def convolve(
     activation: Activation,
     method: Literal["direct", "implicit_gemm"],
 ) -> None:
-    """Cross-correlation with zeros around the image, bias and activation."""
+    """Compute the cross-correlation with zeros around the image, bias and activation."""
     k: Vec3 = weights.weight.shape[2], weights.weight.shape[3], weights.weight.shape[4]
     taps = np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, *weights.weight.shape[1::-1]))
-    held = taps.shape[1] * (len(taps) if method == "implicit_gemm" else 1)  # values a voxel, beside the result
+    held = taps.shape[1] * (len(taps) if method == "implicit_gemm" else 1)  # values per voxel, besides the result
     for s, z, rows in _planes(out, out.shape[3] * held):
         shape = out[s, z, rows].shape
         around = _taps(x[s], out.shape[1:4], k, sliding, z, rows)
@@ -129,7 +130,7 @@ def convolve(
 
 
 def _lines(image: Values) -> Iterator[tuple[int, slice]]:
-    """Pieces (z, lines along y) of an image."""
+    """Yield the pieces (z, lines along y) of an image."""
     lines = max(1, BLOCK // max(1, image.shape[2] * image.shape[3]))
     for z in range(image.shape[0]):
         for y in range(0, image.shape[1], lines):
@@ -137,7 +138,7 @@ def _lines(image: Values) -> Iterator[tuple[int, slice]]:
 
 
 def _planes(out: Values, line: int = 0) -> Iterator[tuple[int, int, slice]]:
-    """Pieces (image, z, lines along y) of `out`, of up to BLOCK values, and of so many in all at `line` a line."""
+    """Yield the pieces (image, z, lines along y) of `out`, of up to BLOCK values, also at `line` values a line."""
     lines = max(1, BLOCK // max(1, line, out.shape[3] * out.shape[4]))
     for s, z in product(range(out.shape[0]), range(out.shape[1])):
         for y in range(0, out.shape[2], lines):
@@ -147,7 +148,7 @@ def _planes(out: Values, line: int = 0) -> Iterator[tuple[int, int, slice]]:
 def _taps(
     image: Values, m: tuple[int, ...], k: Vec3, sliding: Sliding, z: int, rows: slice
 ) -> Iterator[tuple[tuple[Values, tuple[slice, slice]], int]]:
-    """What each tap sees of `image` for the piece (z, rows) of the output: where it is within the piece, its number."""
+    """Yield for each tap its view of `image`, the range within the piece (z, rows) of the output, and its number."""
     for tap, (dz, dy, dx) in enumerate(product(*map(range, k))):
         plane = z * sliding.stride[0] + dz - sliding.padding[0]
         if not 0 <= plane < len(image):
@@ -159,7 +160,7 @@ def _taps(
 
 
 def _seen(n: int, first: int, end: int, d: int, sliding: Sliding, axis: int) -> tuple[slice, slice]:
-    """Of positions first .. end along an axis those whose tap `d` lies in the image: in the image, and in the piece."""
+    """Return the range in the image and in the piece of the positions first .. end whose tap `d` lies in the image."""
     step, offset = sliding.stride[axis], d - sliding.padding[axis]
     low = max(first, -(offset // step))
     high = max(low, min(end, (n - 1 - offset) // step + 1))
@@ -168,7 +169,7 @@ def _seen(n: int, first: int, end: int, d: int, sliding: Sliding, axis: int) -> 
 
 
 def _counts(x: Values, out: Values, window: Vec3, sliding: Sliding, axis: int, *, whole: bool) -> Floats:
-    """Of each position along an axis: values of its window that lie in the image, or all."""
+    """Return how many values each window along an axis has in the image, or in all if `whole`."""
     starts = np.arange(out.shape[1 + axis]) * sliding.stride[axis] - sliding.padding[axis]
     inside = np.minimum(starts + window[axis], x.shape[1 + axis]) - np.maximum(starts, 0)
     return np.where(whole, window[axis], inside).astype(np.float32)

@@ -1,10 +1,10 @@
 """Maxima over windows: max-pooling, max-pooling fragments (MPF), and the max-filter.
 
-Method   Separable, a few lines of one plane at a time so that everything stays in L2: the maximum over the window's
-         planes, then over its lines, then over its columns, straight into the output. A fragment takes every p-th
-         position, so the last maximum writes each fragment's lines where they belong and nothing is copied.
-Shapes   Fragment (oz * py + oy) * px + ox of image s is image s * P + it; its voxel i is the maximum of the window at
-         i * p + o; (n + 1) mod p = 0 for fragments, n mod p = 0 for plain pooling.
+Method   Separable: a few lines of one plane at a time, so that everything stays in L2. The maximum is taken over the
+         window's planes, then over its lines, then over its columns, straight into the output. A fragment takes every
+         p-th position, so the last maximum writes each fragment's lines in place and nothing is copied.
+Shapes   Fragment (oz * py + oy) * px + ox of image s is output image s * P + fragment; its voxel i is the maximum of
+         the window at i * p + o; (n + 1) mod p = 0 for fragments, n mod p = 0 for plain pooling.
 Bound    Memory: the input is read once (its planes up to pz times, from L2 or L3), the output written once.
 Exact    A maximum does not round. NaN in, NaN out.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-NUMPY_BYTES = 128 * 1024  # what numpy's iterators allocate at most, per thread
-LINES_BYTES = 256 * 1024  # of a worker's lines between two passes: they stay in L2
+NUMPY_BYTES = 128 * 1024  # allocated by numpy's iterators at most, per thread
+LINES_BYTES = 256 * 1024  # of a worker's lines between two passes, which stay in L2
 
-# What passes within the cache cost, in bytes that miss it (2026-11-20, 2 threads on 2 Zen 5 cores, 1 to 80 maps):
+# Costs of passes within the cache, in bytes that miss it (2026-11-20, 2 threads on 2 Zen 5 cores, 1 to 80 maps).
 CACHED = 5  # a byte in the cache costs a fifth
-RUN_BYTES = 150  # to begin a run of maps that has no neighbour along x: 5 ns
+RUN_BYTES = 150  # to start a run of maps that has no neighbour along x: 5 ns
 STEP_BYTES = 15  # the same for a single map: a step of a strided loop
 CALL_BYTES = 35_000  # to call numpy once, while the other threads wait for the interpreter: 1.2 us
 GATHERED_BYTES = 15  # a maximum of two maps of a voxel, one by one
@@ -41,14 +41,14 @@ Windowed = PoolShape | FilterShape
 
 
 class _Lines(NamedTuple):
-    """How one shape is cut into pieces of work."""
+    """The division of one shape into pieces of work."""
 
-    step: Vec3  # from one window to the next that is wanted
+    step: Vec3  # from one window to the next that is computed
     planes: int  # positions along z, per image
     lines: int  # positions along y, per plane
     block: int  # positions along y at a time; a multiple of p_y for fragments
-    over_planes: int  # bytes of a worker's maxima over planes
-    worker_bytes: int  # of those and of its maxima over planes and lines
+    over_planes: int  # of a worker's maxima over planes
+    worker_bytes: int  # of a worker's maxima over planes, and over planes and lines
 
 
 def _lines(shape: Windowed) -> _Lines:
@@ -66,22 +66,22 @@ def _lines(shape: Windowed) -> _Lines:
 
 
 def windowed(shape: LayerShape) -> Windowed:
-    """`shape`, which a primitive for maxima over windows was asked for; TypeError if it is another kind of layer."""
+    """Return `shape` as a pooling or a max-filter; TypeError if it is another kind of layer."""
     if not isinstance(shape, Windowed):
         raise TypeError(f"maxima over windows are computed here, not {shape}")
     return shape
 
 
 def _passes_bytes(shape: Windowed) -> float:
-    """Passes over planes, lines and columns, in bytes that miss the cache."""
+    """Return the cost of passes over planes, lines and columns, in bytes that miss the cache."""
     t = _lines(shape)
     (pz, py, px), fragments = shape.p, isinstance(shape, PoolShape) and shape.fragments
     line = FLOAT32 * shape.n[2] * shape.f
     planes = shape.in_shape[0] * t.planes
     blocks = -(-t.lines // t.block)
-    lines_read = t.step[1] * t.lines + blocks * (py - t.step[1])  # of each plane; blocks overlap
+    lines_read = t.step[1] * t.lines + blocks * (py - t.step[1])  # lines of each plane; blocks overlap
     cached = 3 * planes * line * ((pz - 1) * lines_read + (py - 1) * t.lines)
-    last = max(1, px - 1)  # of passes over columns
+    last = max(1, px - 1)  # passes over columns
     if fragments or t.step[2] > 1:
         runs = last * shape.out_bytes / (FLOAT32 * shape.f) * (RUN_BYTES if shape.f > 1 else STEP_BYTES)
     else:
@@ -92,7 +92,7 @@ def _passes_bytes(shape: Windowed) -> float:
 
 
 class _Maxima:
-    """What the three primitives share; they differ in where the last maximum is written."""
+    """The common part of the three primitives, which differ in where the last maximum is written."""
 
     __slots__ = ()
 
@@ -114,7 +114,7 @@ class _Maxima:
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + _passes_bytes(shape)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
-        """Nothing to prepare."""
+        """Return None: there are no weights."""
         del weights, variant, crew
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
@@ -124,12 +124,12 @@ class _Maxima:
 
 @dataclass(frozen=True, slots=True)
 class PoolMax(_Maxima):
-    """Plain max-pooling: one image out per image in."""
+    """Plain max-pooling: one output image per input image."""
 
     name: str = "cpu.pool.max"
     kind: Kind = "pool"
     version: int = 2
-    summary: str = "plain max-pooling: strided output"
+    summary: str = "plain max-pooling with strided output"
     source: str = "definition"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -141,12 +141,12 @@ class PoolMax(_Maxima):
 
 @dataclass(frozen=True, slots=True)
 class PoolFragments(_Maxima):
-    """Max-pooling fragments: an image out for each offset of the window, so that output stays dense."""
+    """Max-pooling fragments: one output image per offset of the window, so that the output stays dense."""
 
     name: str = "cpu.pool.fragments"
     kind: Kind = "pool"
     version: int = 2
-    summary: str = "max-pooling of dense inference: a fragment per offset of the window"
+    summary: str = "max-pooling for dense inference: one fragment per offset of the window"
     source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -193,7 +193,7 @@ class _Step:
         crew.each(piece, shape.batch * t.planes * blocks)
 
     def _over_lines(self, image: Array, z: int, y: int, count: int, store: Bytes | None) -> Array:
-        """(count, nx, f): maxima over the planes and lines of the windows at position z and positions y, y + 1, ..."""
+        """Return (count, nx, f): maxima over planes and lines of the windows at z and at y, y + 1, ..."""
         t, (pz, py, _), (_, _, nx) = self._lines, self._shape.p, self._shape.n
         sz, sy = t.step[0] * z, t.step[1]
         extent = sy * (count - 1) + py
@@ -224,7 +224,7 @@ class _Step:
 
 
 def _maximum(arrays: Sequence[Array] | Array, out: Array) -> None:
-    """out = the maximum over `arrays`, element by element."""
+    """Compute the maximum over `arrays`, element by element."""
     if len(arrays) == 1:
         np.copyto(out, arrays[0])
         return
@@ -262,7 +262,7 @@ class MaxoutDirect:
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + GATHERED_BYTES * maxima),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
-        """Nothing to prepare."""
+        """Return None: there are no weights."""
         del weights, variant, crew
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _MaxoutStep:

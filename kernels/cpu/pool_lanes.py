@@ -1,8 +1,8 @@
 """Maxima over windows in compiled code, one pass over memory: max-pooling, fragments (MPF), the max-filter.
 
-Method   A column of the image, some lines of a run of voxels, narrow enough for the cache, is followed along z. Of its
-         planes, per line: the maximum over the window's planes, over its lines, and over its voxels straight into the
-         output, each fragment's where it belongs. Large outputs are written past the caches, so that memory is not
+Method   A column of the image, some lines of a run of voxels narrow enough for the cache, is followed along z. For each
+         line of its planes the maximum is taken over the window's planes, over its lines, and over its voxels straight
+         into the output, each fragment's in place. Large outputs are written past the caches, so that memory is not
          read before it is overwritten.
 Shapes   As in pool.py.
 Bound    Memory: the input is read once, and the rims of columns again; the output is written once.
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
-RING_BYTES = 40 * 1024  # of a worker's lines: they stay in L1
-COLUMN_BYTES = 512 * 1024  # of the input that a plane of windows of a column sees: it stays in L2
-WHOLE_LINES, ANY_LINES = 1, 2  # of the cache, that are written past it: pool.hpp
-LOADS = 3.0  # operations for each float that takes part in a maximum: two ways round, and which was a number
-RUN_FLOATS = 32  # that pass in the time it takes to begin a run of maps that has no neighbour along x
-CALL_BYTES = 2**14  # what calls into the library take of the interpreter, a worker
-CALL_INPUT_BYTES = 2**28  # read by one call into the library: the stop flag is looked at between them
+RING_BYTES = 40 * 1024  # of a worker's lines, which stay in L1
+COLUMN_BYTES = 512 * 1024  # of the input of a plane of windows of a column, which stays in L2
+WHOLE_LINES, ANY_LINES = 1, 2  # lines of the cache that are written past it, as in pool.hpp
+LOADS = 3.0  # operations for each float in a maximum: two maxima in both orders, and the NaN check
+RUN_FLOATS = 32  # floats processed in the time it takes to start a run of maps that has no neighbour along x
+CALL_BYTES = 2**14  # Python memory that calls into the library take, per worker
+CALL_INPUT_BYTES = 2**28  # read by one call into the library; the stop flag is checked between calls
 
 
 class _Pooling(ctypes.Structure):
-    """pool.hpp"""
+    """The arguments of a call: struct Pooling in pool.hpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64 * 3) for name in ("n", "p", "step", "into", "m")),
@@ -50,16 +50,16 @@ class _Pooling(ctypes.Structure):
 
 
 class _Columns(NamedTuple):
-    """How one shape is cut into columns."""
+    """The division of one shape into columns."""
 
-    step: Vec3  # from one window to the next that is wanted
+    step: Vec3  # from one window to the next that is computed
     into: Vec3  # fragments along each axis
-    windows: Vec3  # of an image, those of all fragments
-    lines: int  # of windows, a column; fragments lie between each other
-    run: int  # windows along x, a column; a multiple of into[2]
+    windows: Vec3  # windows of an image, over all fragments
+    lines: int  # lines of windows in a column; those of the fragments are interleaved
+    run: int  # windows along x in a column; a multiple of into[2]
     columns: int  # in all images
-    past: int  # the caches: how the output is written if it begins with a line of the cache
-    ready_bytes: int  # of a worker's lines, before the one that is made ready
+    past: int  # how the output is written past the caches if it is aligned to cache lines
+    ready_bytes: int  # of a worker's lines, before the one that is assembled for output
     room_bytes: int  # of a worker's lines
 
 
@@ -83,7 +83,7 @@ def _columns(shape: Windowed) -> _Columns:
 
 
 class _Maxima:
-    """What the three primitives share; they differ in where the maxima are written."""
+    """The common part of the three primitives, which differ in where the maxima are written."""
 
     __slots__ = ()
 
@@ -109,7 +109,7 @@ class _Maxima:
         return (Work("lane_stream", LOADS * loads, moved),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
-        """Nothing to prepare."""
+        """Return None: there are no weights."""
         del weights, variant, crew
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
@@ -118,7 +118,7 @@ class _Maxima:
 
 
 def _apart(shape: Windowed, columns: _Columns) -> float:
-    """How many times longer the last maximum takes where windows that are neighbours do not go to neighbours."""
+    """Return the slowdown of the last maximum where neighbouring windows do not go to neighbouring voxels."""
     if columns.into[2] * columns.step[2] == 1:
         return 1.0
     return (LANES * blocks(shape.f) + RUN_FLOATS) / shape.f
@@ -126,12 +126,12 @@ def _apart(shape: Windowed, columns: _Columns) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PoolMaxLanes(_Maxima):
-    """Plain max-pooling: one image out per image in."""
+    """Plain max-pooling: one output image per input image."""
 
     name: str = "cpu.pool.max_lanes"
     kind: Kind = "pool"
     version: int = 1
-    summary: str = "plain max-pooling in compiled code, where it is installed"
+    summary: str = "plain max-pooling (needs the compiled kernels)"
     source: str = "definition"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -144,12 +144,12 @@ class PoolMaxLanes(_Maxima):
 
 @dataclass(frozen=True, slots=True)
 class PoolFragmentsLanes(_Maxima):
-    """Max-pooling fragments: an image out for each offset of the window, so that output stays dense."""
+    """Max-pooling fragments: one output image per offset of the window, so that the output stays dense."""
 
     name: str = "cpu.pool.fragments_lanes"
     kind: Kind = "pool"
     version: int = 1
-    summary: str = "max-pooling of dense inference in compiled code, where it is installed: as fast as memory is copied"
+    summary: str = "max-pooling for dense inference, at the speed of a copy (needs the compiled kernels)"
     source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -167,7 +167,7 @@ class MaxFilterLanes(_Maxima):
     name: str = "cpu.maxfilter.lanes"
     kind: Kind = "maxfilter"
     version: int = 1
-    summary: str = "the maximum over a window at every position in compiled code, where it is installed"
+    summary: str = "the maximum over a window at every position (needs the compiled kernels)"
     source: str = "definition, separable"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:

@@ -1,11 +1,13 @@
-"""Runs the tasks of a `TaskGraph`: the most distant from the sink first, each by a worker that may (ZNNi IV-A.3).
+"""Execution of a `TaskGraph`: tasks most distant from the sink go first, to any allowed worker (ZNNi IV-A.3).
 
-Counters, not nodes: a stage ends when its count is 0, a multiply-add waits for its kernel and for the one before it in
-its chain. The worker that completes the last task of a stage executes the synchronisation that follows.
+Tasks are counted instead of stored: a stage ends when its count is 0; a multiply-add waits for its kernel and for the
+one before it in its chain. The worker that completes the last task of a stage executes the synchronisation that
+follows.
 
-Two constraints, as in the paper: kernels are transformed by primary workers, each into its own buffer, and multiplied
-by workers of the same chip. A buffer is free again once all multiply-adds of its kernel are done. No run can hang: of
-all kernels that are held the one that comes first waits for no other, and its own primary worker may multiply by it.
+Two constraints come from the paper: kernels are transformed by primary workers, each into its own buffer, and
+multiplied by workers of the same chip. A buffer is free again once all multiply-adds of its kernel are done. No run can
+deadlock: of all kernels in buffers, the first in order waits for no other, and its own primary worker may multiply by
+it.
 """
 
 from __future__ import annotations
@@ -20,27 +22,27 @@ from znnpy.errors import Stopped
 from znnpy.kernels.cpu.seats import Seat
 from znnpy.kernels.cpu.task_graph import Task, TaskGraph
 
-LOOK_SECONDS = 0.1  # how often a worker that has nothing to do looks at the stop flag
+LOOK_SECONDS = 0.1  # interval at which an idle worker checks the stop flag
 
 
 class Event(NamedTuple):
-    """What happened, in the order it happened: for whoever observes a run."""
+    """One event of a run, reported to observers in order."""
 
     what: Literal["begin", "end", "allocate", "free"]
     worker: int
     task: Task
-    buffer: str = ""  # that was allocated or freed
-    owner: int = 0  # worker whose buffer holds the kernel: of kernel, multiply
+    buffer: str = ""  # name of the buffer allocated or freed
+    owner: int = 0  # for kernel and multiply: the worker whose buffer holds the kernel
 
 
 Observer = Callable[[Event], None]
 
 
 class Execute(Protocol):
-    """Does the work of one task, in the thread that calls it."""
+    """A function that does the work of one task in the calling thread."""
 
     def __call__(self, task: Task, worker: int, owner: int, /) -> None:
-        """owner: the primary worker whose buffer the kernel is in; else the worker itself."""
+        """Execute `task`; `owner` is the primary worker whose buffer holds the kernel, or the worker itself."""
 
 
 @dataclass(slots=True)
@@ -50,15 +52,16 @@ class _Held:
     kernel: Task
     owner: int
     chip: int
-    ready: list[Task] = field(default_factory=list)  # multiply-adds that wait for nothing any more; last is next
-    left: int = 0  # multiply-adds that are not done
-    queued: bool = False  # it is in its chip's queue
+    ready: list[Task] = field(default_factory=list)  # multiply-adds ready to run, last one first
+    left: int = 0  # multiply-adds not done yet
+    queued: bool = False  # whether it is in its chip's queue
 
 
 class Scheduler:
-    """One run of one graph by the workers of `seats`. Each of them calls `work` once; the first has to, the others may.
+    """One run of one graph by the workers of `seats`. Each calls `work` once; the first must, the others may.
 
-    execute  does a task; check raises Stopped when the run is to stop; observe, if any, is told of every begin and end.
+    execute  does a task; `check` raises Stopped if the run is to stop; `observe`, if given, is called at every begin
+             and end.
     """
 
     def __init__(
@@ -79,24 +82,24 @@ class Scheduler:
         self._turn = threading.Condition()
         self._waiting = 0
         self._failed = False
-        self._stage = -1  # synchronisations that are done, less one
+        self._stage = -1  # number of completed synchronisations, minus one
         self._syncing = False
-        self._begun = 0  # tasks of this stage's numbered kind: inputs, kernels, outputs
-        self._left = 0  # tasks of this stage that are not done, kernels not counted
-        self._chains: list[int] = []  # multiply-adds done of each chain: the row that is next
+        self._begun = 0  # started tasks of this stage's numbered kind: inputs, kernels, outputs
+        self._left = 0  # unfinished tasks of this stage, except kernels
+        self._chains: list[int] = []  # multiply-adds done in each chain, which is the next row
         self._held: dict[tuple[int, int, int], _Held] = {}  # by row, column, slab
         self._buffers: dict[int, _Held] = {}  # by owner; also while the kernel is being transformed
         self._queues: dict[int, list[tuple[int, int, _Held]]] = {seat.chip: [] for seat in seats}
         self._queued = 0
 
     def check(self) -> None:
-        """Raise Stopped when the run is to stop, or a task of another worker failed."""
+        """Raise Stopped if the run is to stop or a task of another worker failed."""
         self._outer_check()
         if self._failed:
             raise Stopped
 
     def work(self, seat: Seat) -> None:
-        """Take and execute tasks until all are done. The exception of a task stops every worker, and is raised once."""
+        """Execute tasks until all are done. If one raises, all workers stop and the exception is raised once."""
         try:
             while (taken := self._take(seat)) is not None:
                 self.check()
@@ -111,7 +114,7 @@ class Scheduler:
                 raise
 
     def _take(self, seat: Seat) -> tuple[Task, int] | None:
-        """The next task for this worker and the owner of its buffer; None when all are done. Waits for one."""
+        """Wait for the next task for this worker; return it and the owner of its buffer, or None when all are done."""
         with self._turn:
             while True:
                 self.check()
@@ -140,7 +143,7 @@ class Scheduler:
         return numbered(self._begun - 1), seat.worker
 
     def _next_product(self, seat: Seat) -> tuple[Task, int] | None:
-        """A kernel or a multiply-add: the more distant from the sink, of equals the multiply-add."""
+        """Return a kernel or a multiply-add, whichever is more distant from the sink; if equal, the multiply-add."""
         tasks, queue = self._tasks, self._queues[seat.chip]
         while queue and not queue[0][2].ready:
             heappop(queue)[2].queued = False
@@ -155,11 +158,11 @@ class Scheduler:
         held = queue[0][2]
         own = self._buffers.get(seat.worker)
         if own is not None and own.ready and own.kernel.row == held.kernel.row:
-            held = own  # as distant, and in this core's cache
+            held = own  # equally distant, and in this core's cache
         return held.ready.pop(), held.owner
 
     def _end(self, seat: Seat, task: Task, owner: int) -> None:
-        """Count `task` as done; execute the synchronisation that waited for it alone."""
+        """Count `task` as done; if a synchronisation waited for it alone, execute that."""
         with self._turn:
             self._tell("end", seat, task, owner)
             match task.kind:
@@ -188,7 +191,7 @@ class Scheduler:
         self._chains = [0] * (tasks.columns * tasks.slabs * tasks.products) if stage == 1 else []
 
     def _hold(self, kernel: Task, owner: int) -> None:
-        """Its multiply-adds may begin, unless they wait for others of their chains."""
+        """Make the kernel's multiply-adds ready, except those that wait for others of their chains."""
         held = self._buffers[owner]
         held.left = self._tasks.products
         self._held[kernel.row, kernel.column, kernel.slab] = held

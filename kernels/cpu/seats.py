@@ -1,4 +1,4 @@
-"""Where workers sit: one core each, spread over the chips, and which of them are primary (ZNNi IV-A.3)."""
+"""Core pinning: one core per worker, spread over the chips, and the choice of primary workers (ZNNi IV-A.3)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Of one worker."""
+    """The place of one worker."""
 
     worker: int
     chip: int
     primary: bool  # transforms kernels, into a buffer of its own
-    core: int | None  # it is pinned to; None when workers are not pinned
+    core: int | None  # the core it is pinned to; None if workers are not pinned
 
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """Of all workers; `unpinned` says why, when they are not pinned."""
+    """The places of all workers; `unpinned` is the reason why they are not pinned, if they are not."""
 
     seats: tuple[Seat, ...]
     unpinned: str | None = None
 
 
 def chips_of(cores: Iterable[int], root: Path = CPUS) -> tuple[tuple[int, ...], ...]:
-    """The cores by chip: those that share a third-level cache, or a package where that is not told.
+    """Group the cores by chip: by shared third-level cache, or by package if the cache is unknown.
 
-    root  as Linux's /sys/devices/system/cpu; what is not there counts as one chip. Of cores that share one pair of
-          arithmetic units (hyper-threading) the second ones come last.
+    root  a folder like Linux's /sys/devices/system/cpu; unknown topology counts as one chip. Of cores that share one
+          set of arithmetic units (hyper-threading), the second ones come last.
     """
     chips: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for core in sorted(cores):
@@ -46,9 +46,9 @@ def chips_of(cores: Iterable[int], root: Path = CPUS) -> tuple[tuple[int, ...], 
 
 
 def seating(threads: int, primaries: int) -> Seating:
-    """Seats on this machine for a process that may run on some of its cores."""
+    """Place workers on the cores that this process may use."""
     if threads == 1:
-        return Seating(seats(1, primaries, None), "one worker has nobody to make room for")
+        return Seating(seats(1, primaries, None), "a single worker needs no pinning")
     if not hasattr(os, "sched_setaffinity"):
         return Seating(seats(threads, primaries, None), "this system pins no threads")
     cores = os.sched_getaffinity(0)
@@ -62,23 +62,23 @@ def seating(threads: int, primaries: int) -> Seating:
 
 
 def seats(threads: int, primaries: int, chips: Sequence[Sequence[int]] | None) -> tuple[Seat, ...]:
-    """A seat for each worker; the first `primaries` are primary.
+    """Return a place for each worker; the first `primaries` are primary.
 
-    chips  cores of each chip, `threads` or more in all: workers take chips in turns, so that the workers, and the
-           primary ones among them, are spread evenly. None: not pinned, and all on one chip.
+    chips  cores of each chip, `threads` or more in total: workers are assigned to chips round-robin, so that the
+           workers, and the primary ones among them, are spread evenly. None: not pinned, and all on one chip.
     """
     if chips is None:
         return tuple(Seat(worker, 0, worker < primaries, None) for worker in range(threads))
     longest = max(map(len, chips))
-    taken = [(chip, cores[turn]) for turn in range(longest) for chip, cores in enumerate(chips) if turn < len(cores)]
+    taken = [(chip, cores[rank]) for rank in range(longest) for chip, cores in enumerate(chips) if rank < len(cores)]
     return tuple(Seat(worker, chip, worker < primaries, core) for worker, (chip, core) in enumerate(taken[:threads]))
 
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Inside, the calling thread runs on this core only; afterwards where it might before. None: as it is.
+    """Pin the calling thread to this core inside the block, then restore its affinity. None: do nothing.
 
-    A core that was taken away since seats were given (OSError) leaves the thread as it is: only speed is lost.
+    If the core was taken away in the meantime (OSError), the thread stays as it is: only speed is lost.
     """
     if core is None:
         yield
@@ -96,7 +96,7 @@ def pinned(core: int | None) -> Iterator[None]:
 
 
 def _listed(text: str) -> list[int]:
-    """`0-2,8` as [0, 1, 2, 8]."""
+    """Parse `0-2,8` as [0, 1, 2, 8]."""
     cores: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -105,5 +105,5 @@ def _listed(text: str) -> list[int]:
 
 
 def _text(path: Path) -> str:
-    """Content of a file of the system; empty where there is none."""
+    """Read a file of the system; return "" if there is none."""
     return path.read_text().strip() if path.is_file() else ""

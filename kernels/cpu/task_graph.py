@@ -1,11 +1,12 @@
-"""The tasks of a task-parallel convolution and what each waits for (ZNNi IV-A.3, Fig. 3). No arrays.
+"""The tasks of a task-parallel convolution and their dependencies (ZNNi IV-A.3, Fig. 3). No arrays.
 
-Five kinds: transform of input maps, transform of kernels, multiply-add, transform back of output maps, and four
-synchronisations between the stages. Tasks are numbered, not stored: a run counts how many are left, as 80 x 80 maps of
-512 fragments would be millions of nodes. `graph` builds the same graph with networkx, to check it and to draw it.
+There are five kinds: transform of input maps, transform of kernels, multiply-add, inverse transform of output maps, and
+four synchronisations between the stages. Tasks are numbered, not stored: a run counts how many are left, as 80 x 80
+maps of 512 fragments would be millions of nodes. `graph` builds the same graph with networkx, to check it and to draw
+it.
 
-Multiply-adds into one place form a chain, input maps in rising order: the order of accumulation, and with it every
-byte of the result, is the same whatever the timing.
+Multiply-adds into one place form a chain, input maps in rising order: the order of accumulation, and with it every byte
+of the result, is the same whatever the timing.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ SYNCHRONISATIONS = 4
 
 
 class Task(NamedTuple):
-    """One task. What a kind does not need is 0."""
+    """One task. Fields that its kind does not use are 0."""
 
     kind: Kind
     row: int = 0  # block of input maps
     column: int = 0  # block of output maps
-    slab: int = 0  # part of the frequencies: of kernel, multiply
-    part: int = 0  # part of the batch: of input, multiply, output; number of a synchronisation
+    slab: int = 0  # part of the frequencies, for kernel and multiply
+    part: int = 0  # part of the batch, for input, multiply and output; number of a synchronisation
 
     def __str__(self) -> str:
         match self.kind:
@@ -48,13 +49,13 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """How many tasks there are of each kind: all that a run needs to know of the graph."""
+    """The number of tasks of each kind, which is all that a run needs to know of the graph."""
 
     rows: int  # blocks of input maps
     columns: int  # blocks of output maps
     slabs: int  # parts of the frequencies
-    transforms: int  # parts of the batch, of transforms
-    products: int  # parts of the batch, of multiply-adds
+    transforms: int  # parts of the batch in transforms
+    products: int  # parts of the batch in multiply-adds
 
     @property
     def inputs(self) -> int:
@@ -73,12 +74,12 @@ class TaskGraph:
         return self.columns * self.transforms
 
     def input(self, number: int) -> Task:
-        """The input task of this number: images one after the other."""
+        """Return the input task of this number: images one after the other."""
         part, row = divmod(number, self.rows)
         return Task("input", row=row, part=part)
 
     def kernel(self, number: int) -> Task:
-        """The kernel task of this number, the most distant from the sink first.
+        """Return the kernel task of this number, the most distant from the sink first.
 
         Among equals the slab changes last: the spectra of a slab of input maps serve all output maps in turn.
         """
@@ -91,7 +92,7 @@ class TaskGraph:
         return Task("output", column=column, part=part)
 
     def distance(self, task: Task) -> int:
-        """Tasks on the longest way from `task` to the last synchronisation: the more distant is run first."""
+        """Return the tasks on the longest path from `task` to the last synchronisation: the most distant runs first."""
         match task.kind:
             case "output":
                 return 1
@@ -105,7 +106,7 @@ class TaskGraph:
                 return (5 + self.rows + 1, 3 + self.rows + 1, 2, 0)[task.part]
 
     def tasks(self) -> Iterator[Task]:
-        """All of them, in an order that respects what they wait for."""
+        """Yield all tasks, each after those it waits for."""
         yield Task("sync", part=0)
         yield from map(self.input, range(self.inputs))
         yield Task("sync", part=1)
@@ -117,7 +118,7 @@ class TaskGraph:
         yield Task("sync", part=3)
 
     def before(self, task: Task) -> Iterator[Task]:
-        """What `task` waits for."""
+        """Yield the tasks that `task` waits for."""
         match task.kind:
             case "input":
                 yield Task("sync", part=0)
@@ -139,8 +140,8 @@ class TaskGraph:
 
 
 def graph(tasks: TaskGraph) -> networkx.DiGraph:
-    """The whole graph, for small ones: nodes are Tasks, edges run from what is waited for."""
-    import networkx  # loads for a quarter of a second, and runs do without
+    """Build the whole graph, for small ones: nodes are Tasks, edges point from a task to those that wait for it."""
+    import networkx  # takes a quarter of a second to load, and runs do not need it
 
     whole = networkx.DiGraph()
     for task in tasks.tasks():
@@ -150,7 +151,7 @@ def graph(tasks: TaskGraph) -> networkx.DiGraph:
 
 
 def check(tasks: TaskGraph, whole: networkx.DiGraph) -> None:
-    """ValueError unless `whole` has no cycle, one source, one sink, and the distances that `tasks` schedules by."""
+    """Raise ValueError unless `whole` is acyclic, with one source, one sink and the distances that `tasks` uses."""
     import networkx
 
     if not networkx.is_directed_acyclic_graph(whole):

@@ -1,4 +1,4 @@
-"""How a task-parallel FFT convolution is cut into tasks: blocks of maps, slabs of frequencies, parts of the batch."""
+"""Division of a task-parallel FFT convolution into tasks: blocks of maps, slabs of frequencies, parts of the batch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, Vec3
 WIDTHS = 16, 32  # maps of a block, or more: fewer fill no vector; more make faster products and fewer tasks
 KERNEL_BYTES = 4 * 2**20  # of a primary worker's kernels: 0.2 ms to transform, and they stay in the chip's cache
 PRODUCT_BYTES = 2 * 2**20  # of a worker's product before it is added
-LINES_BYTES = 256 * 1024  # of a worker's lines in transforms: they stay in L2
+LINES_BYTES = 256 * 1024  # of a worker's lines in transforms, which stay in L2
 TASK_VALUES = 100_000  # of transforms: small images share a task, so that it takes 0.2 ms
 
 
 class Block(NamedTuple):
-    """Some maps, and where the spectra of a batch of them lie."""
+    """A block of maps, and the position of the spectra of a batch of them."""
 
     lo: int  # first map
     width: int  # maps
@@ -32,17 +32,17 @@ class Block(NamedTuple):
 
 
 class KernelBytes(NamedTuple):
-    """Of a primary worker's buffer: kernels of the largest pair of blocks and the largest slab."""
+    """Bytes in a primary worker's buffer, for the largest pair of blocks and the largest slab of kernels."""
 
     whole: int
     along_xy: int  # of one x, transformed along x and y
     along_x: int  # of one x
-    real: int  # the same, real and imaginary parts apart
+    real: int  # of one x, real and imaginary parts separate
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of spectra, tasks and buffers."""
+    """Sizes of spectra, tasks and buffers."""
 
     padded: Vec3  # the transform's size
     half: int  # frequencies along x
@@ -53,23 +53,23 @@ class Sizes:
     tasks: TaskGraph
     input_bytes: int  # spectra of all input maps
     output_bytes: int
-    lines_bytes: int  # of a worker, in transforms of input maps
+    lines_bytes: int  # per worker, in transforms of input maps
     kernels: KernelBytes
-    product_bytes: int  # of a worker; 0 where nothing is added
-    planes_bytes: int  # of a worker, in transforms back
+    product_bytes: int  # per worker; 0 if nothing is added
+    planes_bytes: int  # per worker, in inverse transforms
 
     @property
     def kernel_bytes(self) -> int:
-        """Of a primary worker."""
+        """The size of a primary worker's buffer."""
         return sum(self.kernels)
 
     def images(self, task: Task) -> range:
-        """The images that a task computes."""
+        """Return the images that a task computes."""
         parts = self.tasks.products if task.kind == "multiply" else self.tasks.transforms
         return range(self.batch * task.part // parts, self.batch * (task.part + 1) // parts)
 
     def slab(self, task: Task) -> tuple[slice, slice]:
-        """The frequencies x, y that a task computes."""
+        """Return the frequencies x, y that a task computes."""
         x, y = divmod(task.slab, self.slabs[1])
         (across, down), gy = self.slabs, self.padded[1]
         return (
@@ -79,7 +79,7 @@ class Sizes:
 
 
 def sizes(shape: ConvShape, width: int) -> Sizes:
-    """Everything follows from the shape and the width of blocks, not from the threads: so does the order of sums."""
+    """Return all sizes. They and the order of sums depend on the shape and the block width, not on the threads."""
     gz, gy, gx = padded = good_size(shape.n[0]), good_size(shape.n[1]), good_size(shape.n[2])
     (kz, ky, _), half, batch = shape.k, gx // 2 + 1, shape.batch
     inputs = _blocks(bounds(shape.fin, width), batch, padded, shape.n)
@@ -121,7 +121,7 @@ def sizes(shape: ConvShape, width: int) -> Sizes:
 
 
 def _blocks(maps: Sequence[tuple[int, int]], batch: int, padded: Vec3, n: Vec3) -> tuple[Block, ...]:
-    """Where the spectra of `bounds` lie; n is the size of a map, before its transform or after it."""
+    """Return the positions of the spectra of `maps`; n is the size of a map, before or after its transform."""
     gz, gy, gx = padded
     found: list[Block] = []
     start = 0
@@ -136,7 +136,7 @@ def _blocks(maps: Sequence[tuple[int, int]], batch: int, padded: Vec3, n: Vec3) 
 
 
 def bounds(maps: int, width: int) -> Sequence[tuple[int, int]]:
-    """First map, and one behind the last, of every block of `width` or more.
+    """Return the range of maps of every block of `width` or more.
 
     All but the last are a multiple of 8 wide: a cache line of complex numbers.
     """

@@ -1,4 +1,4 @@
-"""Which tiles are worth trying for an overlap-save convolution."""
+"""Selection of tile sizes for overlap-save convolutions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import numpy.typing as npt
 from znnpy.shapes import Vec3
 
 Sizes = npt.NDArray[np.int64]  # a row per tile: z, y, x
-EXCESS = 1.15  # times the least volume that tiles cover together: those that cover more are slower by as much
+EXCESS = 1.15  # tiles may cover this many times the smallest total volume: the time grows with the volume
 
 
 @cache
 def sides(m: int, k: int, all_sides: tuple[int, ...]) -> Sequence[int]:
-    """Tile sides worth trying for `m` outputs along an axis: 1 where the kernel is 1, else those that hold the kernel
-    and cover the outputs with less than every smaller one does."""
+    """Return the tile sides worth trying for `m` outputs along an axis.
+
+    These are 1 if the kernel is 1, else the sides that hold the kernel and cover the outputs with a smaller total
+    extent than every smaller side.
+    """
     if k == 1:
         return (1,)
     worth: list[int] = []
@@ -33,10 +36,10 @@ def sides(m: int, k: int, all_sides: tuple[int, ...]) -> Sequence[int]:
 
 @cache
 def tiles_worth(m: Vec3, reach: Vec3, all_sides: tuple[int, ...]) -> Mapping[Vec3, int]:
-    """Tiles worth trying for `m` outputs, each of which looks at `reach` inputs, and how many cover an image.
+    """Return the tiles worth trying for `m` outputs that depend on `reach` inputs each, and how many cover an image.
 
-    Left out are those that cover more than EXCESS times what the best do together, long ones, and of a tile and its
-    turned twin, where y and x are alike, the one with the short side along x.
+    Tiles are skipped if they cover more than EXCESS times the volume of the best, if they are elongated, and if they
+    are the mirror image of another tile where y and x are alike (x keeps the long side).
     """
     along = (sides(size, extent, all_sides) for size, extent in zip(m, reach, strict=True))
     tiles = np.array(list(product(*along)), np.int64)
@@ -44,7 +47,7 @@ def tiles_worth(m: Vec3, reach: Vec3, all_sides: tuple[int, ...]) -> Mapping[Vec
         tiles = tiles[tiles[:, 1] <= tiles[:, 2]]
     counts: Sizes = -(-np.array(m, np.int64) // (tiles - np.array(reach, np.int64) + 1))
     elongation = _elongation(tiles, counts)
-    short = elongation <= max(2.0, elongation.min())  # longer ones overlap more
+    short = elongation <= max(2.0, elongation.min())  # elongated tiles overlap more
     tiles, counts = tiles[short], counts[short].prod(axis=1)
     covered = counts * tiles.prod(axis=1)
     worth = covered <= EXCESS * covered.min()
@@ -52,9 +55,9 @@ def tiles_worth(m: Vec3, reach: Vec3, all_sides: tuple[int, ...]) -> Mapping[Vec
 
 
 def _elongation(tiles: Sizes, counts: Sizes) -> npt.NDArray[np.float64]:
-    """The longest side by the shortest, of those along which an image has more than one tile: the others lose nothing.
+    """Return the ratio of the longest to the shortest side, over axes along which an image has more than one tile.
 
-    A slab is covered by tiles as thin as it is.
+    The other axes lose nothing: a slab is covered by tiles as thin as it is.
     """
     divided = counts > 1
     longest = np.where(divided, tiles, 1).max(axis=1)

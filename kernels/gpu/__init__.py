@@ -1,4 +1,4 @@
-"""Primitives on a CUDA device: their kernels in CUDA C++, compiled for the card that is there.
+"""Primitives for CUDA devices: kernels in CUDA C++, compiled at run time for the installed GPU.
 
-Everything here imports without CuPy and without a device; only `device` imports CuPy, when a device is opened.
+Everything here imports without CuPy and without a device; CuPy is imported only when a device is looked for or opened.
 """

@@ -1,7 +1,7 @@
-/* Bias and activation, as the last thing a convolution does to a value.
+/* Bias and activation, the epilogue of a convolution.
  *
  * The numbers are positions in znnpy.shapes.ACTIVATIONS; softmax runs over the maps of a voxel, so a kernel that offers
- * it must see them all (conv_direct.cu): `activate` leaves it alone.
+ * it must see them all (conv_direct.cu): `activate` ignores it.
  *
  * Tested  tests/kernels/gpu/test_device_ops.py
  */
@@ -11,7 +11,7 @@
 
 enum Activation { NONE = 0, RELU = 1, TANH = 2, SIGMOID = 3, SOFTMAX = 4 };
 
-/* What `kind` makes of a sum with its bias. NaN stays NaN under relu. */
+/* The activation `kind` of a sum that includes its bias. NaN stays NaN under relu. */
 DEVICE float activate(float value, int kind) {
     switch (kind) {
         case RELU: return value < 0.0f ? 0.0f : value;
@@ -21,5 +21,5 @@ DEVICE float activate(float value, int kind) {
     }
 }
 
-/* The same, of which the kind is known when the kernel is compiled. */
+/* The same for a kind known at compile time. */
 template <int KIND> DEVICE float activate(float value) { return activate(value, KIND); }

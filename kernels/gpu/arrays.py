@@ -1,4 +1,4 @@
-"""What a device checks before it asks CUDA: arguments of kernels, views of memory, copies. Arithmetic only."""
+"""Checks before CUDA is called: kernel arguments, views of memory, copies. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def kernel_arguments(name: str, arguments: Sequence[Any], address: Callable[[Any], int]) -> tuple[np.generic, ...]:
-    """Arguments as a kernel's parameters take them.
+    """Convert arguments to the types of a kernel's parameters.
 
-    Arrays become pointers, int becomes `long long`, float becomes `float`, None the null pointer; numpy scalars stay
-    what they are. TypeError for anything else, and for bool: its size differs between languages.
+    Arrays become pointers, int becomes `long long`, float becomes `float`, None the null pointer; numpy scalars stay as
+    they are. TypeError for anything else, and for bool: its size differs between languages.
     """
     ready: list[np.generic] = []
     for place, value in enumerate(arguments):
@@ -35,7 +35,7 @@ def kernel_arguments(name: str, arguments: Sequence[Any], address: Callable[[Any
 
 
 def check_view(available: int, shape: Sequence[int], itemsize: int, offset: int, strides: Sequence[int] | None) -> None:
-    """ValueError unless an array of `shape` at `offset` lies within `available` bytes."""
+    """Raise ValueError unless an array of `shape` at `offset` lies within `available` bytes."""
     steps = c_strides(shape, itemsize) if strides is None else tuple(strides)
     if len(steps) != len(shape) or offset < 0 or any(step < 0 for step in steps):
         raise ValueError(f"shape {tuple(shape)}, strides {steps} and offset {offset} describe no array")
@@ -43,14 +43,14 @@ def check_view(available: int, shape: Sequence[int], itemsize: int, offset: int,
     if offset + last > available:
         raise ValueError(
             f"an array of {tuple(shape)} with strides {steps} at {offset} ends {offset + last - available} bytes "
-            f"behind the {available} that it is a view of"
+            f"beyond the {available} bytes of the memory it views"
         )
 
 
 def copy_rows(target: Any, source: Any) -> tuple[int, int, int, int]:
-    """Rows, bytes of each, and bytes from one to the next in target and in source, for a copy between two arrays.
+    """Return the rows, bytes per row, and row strides of target and source, for a copy between two arrays.
 
-    ValueError unless shapes and dtypes are equal and each array is in C order, its first axis apart.
+    ValueError unless shapes and dtypes are equal and each array is in C order, except for the stride of its first axis.
     """
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(
@@ -71,7 +71,7 @@ def copy_rows(target: Any, source: Any) -> tuple[int, int, int, int]:
 
 
 def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes from one element to the next along each axis of an array in C order."""
+    """Return the bytes from one element to the next along each axis of an array in C order."""
     steps = [itemsize]
     for size in reversed(tuple(shape)[1:]):
         steps.append(steps[-1] * size)

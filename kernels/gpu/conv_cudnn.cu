@@ -1,6 +1,7 @@
-/* What follows a convolution of cuDNN that brings no bias and activation along: both, in place.
+/* Epilogue for convolutions of cuDNN plans that cannot fuse bias and activation: both, in place.
  *
- * Computes   out[i] = activation(out[i] + bias[i % fout]), for images of `size` values, `step` values from one to the next.
+ * Computes   out[i] = activation(out[i] + bias[i % fout]), for images of `size` values, `step` values from one to the
+ *            next.
  * Launch     blocks of 256 threads, one value each along x of the grid, images along y of it.
  * Bound      memory: reads and writes every value once.
  * Source     first principles.

@@ -1,7 +1,7 @@
-"""One CUDA device: memory, streams, copies and kernels, and the only file that imports CuPy, when it is needed.
+"""One CUDA device: memory, streams, copies and kernels.
 
-Primitives and sessions know nothing but `Device` and `Kernel`. Arrays are cupy.ndarray; callers use of them what
-numpy's have too (shape, strides, dtype, slices, views) and methods of `Device`, so that the tests' emulator, whose
+Primitives and sessions use only `Device` and `Kernel`. Arrays are cupy.ndarray; callers use only attributes that numpy
+arrays have too (shape, strides, dtype, slices, views) and methods of `Device`, so that the tests' emulator, whose
 arrays are numpy's, runs the same code. Every refusal of CUDA becomes a DeviceError with the call, its code and the
 bytes.
 
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
     Array = Any  # cupy.ndarray, or numpy.ndarray under the emulator
 
-ALIGNMENT = 256  # bytes, of what is allocated
-_STATIC_SHARED = 48 << 10  # bytes of dynamic shared memory a kernel may have without asking
+ALIGNMENT = 256  # bytes, of allocations
+_STATIC_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel may have without an attribute
 _NO_DEVICE = 100  # cudaErrorNoDevice
-_OLD_DRIVER = 35  # cudaErrorInsufficientDriver: also where there is no driver at all
+_OLD_DRIVER = 35  # cudaErrorInsufficientDriver: also returned if there is no driver at all
 _OLDEST = (8, 0)  # compute capability that the kernels are written for: Ampere
-_LOG_LINES = 12  # of a compiler's complaint
+_LOG_LINES = 12  # shown of a compiler log
 
 
 def find_gpu() -> Gpu:
-    """The first CUDA device that this process may see (CUDA_VISIBLE_DEVICES decides), as it describes itself.
+    """Return the first CUDA device that this process may see (CUDA_VISIBLE_DEVICES decides).
 
-    Raises DeviceError as `find_gpus`.
+    Raises DeviceError as `find_gpus` does.
     """
     return find_gpus()[0]
 
 
 def find_gpus() -> dict[int, Gpu]:
-    """The CUDA devices that this process may see and that are as the first is, by their numbers.
+    """Return the CUDA devices that this process may see and that are of the first one's kind, by number.
 
-    Plans are made for one kind. Raises DeviceError, one sentence: CuPy or CUDA's compiler is not installed, there is no
-    driver, the driver is older than CuPy's CUDA, there is no device, or it is too old.
+    Plans are made for one kind. Raises DeviceError, in one sentence: CuPy or CUDA's compiler is not installed, there is
+    no driver, the driver is older than CuPy's CUDA, there is no device, or it is too old.
     """
     cupy = _cupy()
     runtime = cupy.cuda.runtime
@@ -63,7 +63,7 @@ def find_gpus() -> dict[int, Gpu]:
         raise DeviceError("this machine has no NVIDIA driver: install one, or run on the CPU")
     if driver // 1000 < library // 1000:  # within one major version, any driver runs any library
         raise DeviceError(
-            f"the NVIDIA driver speaks CUDA {_dotted(driver)} and CuPy needs CUDA {library // 1000}: "
+            f"the NVIDIA driver supports CUDA {_dotted(driver)} and CuPy needs CUDA {library // 1000}: "
             "install a newer driver, or run on the CPU"
         )
     try:
@@ -81,18 +81,18 @@ def find_gpus() -> dict[int, Gpu]:
     if gpu.capability < _OLDEST:
         major, minor = gpu.capability
         raise DeviceError(
-            f"the GPU, a {gpu.name}, is of compute capability {major}.{minor}, and kernels are made for "
+            f"the GPU, a {gpu.name}, has compute capability {major}.{minor}, and the kernels need "
             f"{_OLDEST[0]}.{_OLDEST[1]} (Ampere) and newer: run on the CPU"
         )
     return {number: gpu for number in range(devices) if _describe(cupy, driver, library, number) == gpu}
 
 
 def refusal(call: str, code: object, nbytes: int | None = None, free: int | None = None) -> DeviceError:
-    """The error for a call that CUDA refused.
+    """Return the error for a call that CUDA refused.
 
-    code    what CUDA answered, e.g. "cudaErrorMemoryAllocation: out of memory".
-    nbytes  asked for; None where the call is about no memory.
-    free    bytes that the device has left, where it refused memory: the error is a VramError.
+    code    CUDA's answer, e.g. "cudaErrorMemoryAllocation: out of memory".
+    nbytes  bytes requested; None if the call is not about memory.
+    free    free bytes of a device that refused memory: the error is a VramError.
     """
     sizes = "" if nbytes is None else f" of {nbytes} bytes"
     left = (
@@ -108,28 +108,28 @@ class Kernel:
         self.name = name
         self._device = device
         self._raw = raw
-        self._shared = _STATIC_SHARED  # the most dynamic shared memory it may have now
+        self._shared = _STATIC_SHARED  # the most dynamic shared memory it may have at present
 
     @property
     def registers(self) -> int:
-        """Of one thread."""
+        """The registers of one thread."""
         return int(self._raw.num_regs)
 
     @property
     def local_bytes(self) -> int:
-        """Local memory of one thread: spilled registers and arrays with run-time indices."""
+        """The local memory of one thread: spilled registers and arrays with run-time indices."""
         return int(self._raw.local_size_bytes)
 
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], *arguments: Any, shared: int = 0, stream: Any = None
     ) -> None:
-        """Queue the kernel; `kernel_arguments` says what arguments may be.
+        """Queue the kernel; see `kernel_arguments` for the types of arguments.
 
         grid, block  up to three sizes, x first.
         shared       bytes of dynamic shared memory.
         stream       None: the device's `stream`.
 
-        Raises DeviceError when the launch is refused; what goes wrong later is told by the next call that waits.
+        Raises DeviceError if the launch is refused; errors during execution are raised by the next call that waits.
         """
         ready = kernel_arguments(self.name, arguments, self._device.address)
         call = f"launch of {self.name} on grid {grid} of blocks {block}"
@@ -141,15 +141,15 @@ class Kernel:
 
 
 class Device:
-    """An open device. Closing it waits for its work and frees everything it allocated, whoever still holds arrays.
+    """An open device. Closing it waits for its work and frees all its allocations, even if arrays still refer to them.
 
-    stream     kernels run here unless told otherwise; neither it nor the others wait for CUDA's default stream
-    uploads    for copies to the device beside it
-    downloads  for copies from the device
-    number     of those that the process may see; any thread may call
+    stream     runs kernels by default; no stream here synchronises with CUDA's default stream
+    uploads    runs copies to the device in parallel
+    downloads  runs copies from the device
+    number     index among the devices that the process may see; any thread may use the device
     libraries  cuFFT and cuDNN on it
-    allocated  bytes that `allocate` and `put` gave and that are still held
-    abandoned  it failed: closing it asks nothing of CUDA, and gives nothing back
+    allocated  bytes from `allocate` and `put` that are still held
+    abandoned  the device failed: closing it makes no CUDA calls and frees nothing
     """
 
     def __init__(self, gpu: Gpu, number: int = 0) -> None:
@@ -160,7 +160,7 @@ class Device:
         runtime = self._cupy.cuda.runtime
         self._refusals = (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
         self._modules: dict[tuple[Any, ...], dict[str, Kernel]] = {}
-        self._held: dict[int, tuple[int, weakref.finalize[..., Any]]] = {}  # address -> bytes, what frees them
+        self._held: dict[int, tuple[int, weakref.finalize[..., Any]]] = {}  # address -> bytes, finalizer
         self._lock = threading.Lock()
         self.libraries: Libraries = CudaLibraries(self)
         with self.calling("opening the device"):
@@ -182,10 +182,10 @@ class Device:
         for address in list(self._held):
             self._free(address)
         with self.calling("cudaFree at the end"):
-            self._cupy.get_default_memory_pool().free_all_blocks()  # what libraries took through CuPy
+            self._cupy.get_default_memory_pool().free_all_blocks()  # memory that libraries took through CuPy
 
     def abandon(self) -> None:
-        """It failed, and CUDA says so to every call from now on: nothing is asked of it any more."""
+        """Mark the device as failed: CUDA would return the error to every call, so none is made from now on."""
         self.abandoned = True
 
     @property
@@ -195,19 +195,19 @@ class Device:
 
     @contextmanager
     def calling(self, call: str, nbytes: int | None = None) -> Iterator[None]:
-        """What CUDA refuses in this block, which is about this device, becomes a DeviceError that names `call`."""
+        """Raise a DeviceError that names `call` for every CUDA error in this block; the block runs on this device."""
         try:
-            self._cupy.cuda.runtime.setDevice(self.number)  # a thread's own setting: others may use other devices
+            self._cupy.cuda.runtime.setDevice(self.number)  # a setting per thread: others may use other devices
             yield
         except self._refusals as error:
             raise refusal(call, error, nbytes) from error
 
     def allocate(self, nbytes: int, what: str) -> Array:
-        """`nbytes` uint8 on ALIGNMENT; no assumption on what they hold. Freed with the last array that views them.
+        """Return `nbytes` uint8 aligned to ALIGNMENT, contents undefined. Freed with the last array that views them.
 
-        what  it is for, in messages.
+        what  purpose, for messages.
 
-        Raises DeviceError when the device has less.
+        Raises DeviceError if the device has less.
         """
         cuda = self._cupy.cuda
         try:
@@ -217,16 +217,16 @@ class Device:
             raise refusal(f"cudaMalloc for {what}", error, nbytes, self.free_bytes()) from error
         owner = _Owner()
         freeing = weakref.finalize(owner, self._free, address)
-        freeing.atexit = False  # the process gives everything back
+        freeing.atexit = False  # at exit the process frees everything anyway
         with self._lock:
             self._held[address] = nbytes, freeing
         memory = cuda.UnownedMemory(address, max(1, nbytes), owner, self.number)
         return self._cupy.ndarray((nbytes,), np.uint8, memptr=cuda.MemoryPointer(memory, 0))
 
     def free(self, *arrays: Array) -> None:
-        """Give back what `allocate` gave now, whoever still refers to it: exceptions may keep frames alive for a while.
+        """Free memory from `allocate` at once, even if arrays still refer to it, as frames of exceptions may.
 
-        arrays  that begin where their memory does.
+        arrays  arrays that start where their memory does.
         """
         self.synchronize(self.stream)
         for array in arrays:
@@ -241,7 +241,7 @@ class Device:
         offset: int = 0,
         strides: Sequence[int] | None = None,
     ) -> Array:
-        """An array in memory that `allocate` gave; ValueError if it would lie outside of `data`.
+        """Return an array in memory from `allocate`; ValueError if it would exceed `data`.
 
         offset, strides  bytes; None: C order.
         """
@@ -251,7 +251,7 @@ class Device:
         return self._cupy.ndarray(tuple(shape), kind, memptr=data.data + offset, strides=steps)
 
     def put(self, host: npt.NDArray[Any], what: str) -> Array:
-        """A copy of `host` in memory of its own, there when this returns. DeviceError as `allocate`."""
+        """Return a copy of `host` in memory of its own, complete on return. DeviceError as for `allocate`."""
         ready = np.ascontiguousarray(host)
         array = self.view(self.allocate(ready.nbytes, what), host.shape, ready.dtype)
         self.copy_async(array, ready.reshape(host.shape), self.stream)
@@ -259,14 +259,14 @@ class Device:
         return array
 
     def get(self, array: Array) -> npt.NDArray[Any]:
-        """A copy of `array` on the host, of when all work queued on `stream` so far is done."""
+        """Return a copy of `array` on the host, taken after all work queued on `stream` so far."""
         with self.calling("copying to the host", array.nbytes), self.stream:
             host: npt.NDArray[Any] = array.get(stream=self.stream)
             self.stream.synchronize()
         return host
 
     def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array of the host that copies to and from the device need not stage; it may hold anything."""
+        """Return an uninitialised array in pinned host memory, which copies need not stage."""
         count, kind = prod(shape), np.dtype(dtype)
         nbytes = max(1, count * kind.itemsize)
         with self.calling("cudaHostAlloc", nbytes):
@@ -275,12 +275,12 @@ class Device:
         return np.frombuffer(pointer, kind, count).reshape(tuple(shape))
 
     def kernels(self, source: str, names: Sequence[str], **defines: int | str) -> dict[str, Kernel]:
-        """Kernels of kernels/gpu/`source`, compiled for this device once and kept, on disk too (CuPy's cache).
+        """Return kernels of kernels/gpu/`source`, compiled for this device and cached, also on disk (CuPy's cache).
 
         names    C++ name expressions: "whole", "forward<16, 8, half>".
         defines  macros the source is compiled with.
 
-        Raises DeviceError with the compiler's words.
+        Raises DeviceError with the compiler's log.
         """
         key = (source, tuple(names), tuple(sorted(defines.items())))
         with self._lock:
@@ -292,18 +292,18 @@ class Device:
         return found
 
     def address(self, array: Array) -> int:
-        """Of its first element on the device."""
+        """Return the device address of its first element."""
         return int(array.data.ptr)
 
     def holds(self, array: object) -> bool:
-        """Whether it is an array that lies in the memory of this device, whoever allocated it."""
+        """Whether `array` is an array in this device's memory, whoever allocated it."""
         return isinstance(array, self._cupy.ndarray) and array.device.id == self.number
 
     def copy_async(self, target: Array, source: Array, stream: Any) -> None:
-        """Queue a copy on `stream`: between host and device or within the device; only pinned memory copies alongside.
+        """Queue a copy on `stream` between host and device or within the device; only pinned memory copies in parallel.
 
-        Equal shapes and dtypes, each in C order but for the stride of the first axis (ValueError). Both must live until
-        it is done.
+        Shapes and dtypes must be equal, and each array in C order except for the stride of its first axis (ValueError).
+        Both arrays must live until the copy is done.
         """
         rows, width, to_step, from_step = copy_rows(target, source)
         runtime = self._cupy.cuda.runtime
@@ -312,7 +312,7 @@ class Device:
         kind = runtime.memcpyDeviceToHost if to_host and not from_host else kind
         kind = runtime.memcpyHostToDevice if from_host and not to_host else kind
         if kind is None:
-            raise ValueError("a copy from host to host is no work for a device")
+            raise ValueError("a device does not copy from host to host")
         to = target.ctypes.data if to_host else self.address(target)
         origin = source.ctypes.data if from_host else self.address(source)
         with self.calling("cudaMemcpyAsync", rows * width):
@@ -322,7 +322,7 @@ class Device:
                 runtime.memcpy2DAsync(to, to_step, origin, from_step, width, rows, kind, stream.ptr)
 
     def clear(self, array: Array, stream: Any = None) -> None:
-        """Queue zeros in all bytes of `array`, which is in C order (ValueError)."""
+        """Queue zeros into all bytes of `array`, which must be in C order (ValueError)."""
         if not array.flags.c_contiguous:
             raise ValueError(f"clearing {array.shape} with strides {array.strides}: only arrays in C order")
         with self.calling("cudaMemsetAsync", array.nbytes):
@@ -331,12 +331,12 @@ class Device:
             )
 
     def event(self, *, timing: bool = False) -> Any:
-        """A mark: `stream.record(event)`, then `other.wait_event(event)`, `event.synchronize()` or `event.done`."""
+        """Create an event for `stream.record(event)`, `other.wait_event(event)`, `event.synchronize()` or `.done`."""
         with self.calling("cudaEventCreate"):
             return self._cupy.cuda.Event(block=True, disable_timing=not timing)
 
     def elapsed(self, work: Callable[[], object], repeats: int = 1) -> list[float]:
-        """Seconds on `stream` that each of `repeats` calls of `work` took, by events of the device."""
+        """Return the seconds on `stream` that each of `repeats` calls of `work` took, measured with events."""
         marks = [self.event(timing=True) for _ in range(repeats + 1)]
         with self.calling("cudaEventRecord"):
             self.stream.record(marks[0])
@@ -348,12 +348,12 @@ class Device:
         return [self.seconds_between(start, end) for start, end in pairwise(marks)]
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """From one event to another, both made with `timing` and happened."""
+        """Return the seconds between two events that were made with `timing` and have happened."""
         with self.calling("cudaEventElapsedTime"):
             return float(self._cupy.cuda.get_elapsed_time(start, end)) / 1e3
 
     def synchronize(self, stream: Any = None) -> None:
-        """Wait for the work queued on `stream`; None: for all there is. DeviceError if some of it failed."""
+        """Wait for the work queued on `stream`; None: for all work of the device. DeviceError if some of it failed."""
         if stream is None:
             with self.calling("cudaDeviceSynchronize"):
                 self._cupy.cuda.runtime.deviceSynchronize()
@@ -362,7 +362,7 @@ class Device:
                 stream.synchronize()
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody holds now, other programs counted."""
+        """Return the free bytes of the device; other programs' memory counts as used."""
         with self.calling("cudaMemGetInfo"):
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
@@ -370,7 +370,7 @@ class Device:
         words = kernel_words(source, names, defines)
         module = self._cupy.RawModule(
             code=source_text(source), options=compiler_options(source, defines), name_expressions=tuple(names)
-        )  # compiled when a function is asked for, once for each device
+        )  # compiled when a function is requested, once per device
         try:
             with self.calling(f"loading {words}"):
                 return {name: Kernel(self, name, module.get_function(name)) for name in names}
@@ -384,9 +384,9 @@ class Device:
             held = self._held.pop(address, None)
         if held is None or self.abandoned:
             return
-        held[1].detach()  # the address may be another array's by the time that nobody refers to this one
+        held[1].detach()  # the address may belong to another array by the time nobody refers to this one
         runtime = self._cupy.cuda.runtime
-        before = runtime.getDevice()  # the collector may come by in the middle of a call to another device
+        before = runtime.getDevice()  # the collector may run in the middle of a call to another device
         try:
             with self.calling("cudaFree"):
                 runtime.free(address)
@@ -395,7 +395,7 @@ class Device:
 
 
 class _Owner:
-    """Lives as long as an array views the memory it stands for."""
+    """An object that lives as long as an array views the memory it stands for."""
 
     __slots__ = ("__weakref__",)
 
@@ -426,7 +426,7 @@ def _describe(cupy: Any, driver: int, library: int, number: int) -> Gpu:
             l2_bytes=properties["l2CacheSize"],
             shared_block_bytes=attribute("MaxSharedMemoryPerBlockOptin"),
             shared_multiprocessor_bytes=attribute("MaxSharedMemoryPerMultiprocessor"),
-            bandwidth=2e3 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8,  # two a clock, in kHz
+            bandwidth=2e3 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8,  # two a clock (kHz)
             driver=driver,
             versions=_versions(cupy, library),
         )

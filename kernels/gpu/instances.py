@@ -1,4 +1,4 @@
-"""What our primitives compile, as one list: tests compile it for every architecture without a card."""
+"""A list of all kernels that our primitives compile: tests compile it for every architecture without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H2
 
 
 def instances() -> tuple[Instance, ...]:
-    """Of every source in kernels/gpu: the extremes of what its primitives ask for, and the commonest."""
+    """Return instances of every source in kernels/gpu: the extremes of what its primitives use, and the commonest."""
     sources: Sequence[Callable[[], Sequence[Instance]]] = (
         block.instances,
         conv_cudnn.instances,

@@ -1,7 +1,7 @@
-"""NVIDIA's libraries behind one seam: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
+"""Interface to NVIDIA's libraries: batched transforms by cuFFT, convolutions by cuDNN through its frontend.
 
-A device offers them as `device.libraries`; tests offer the same over numpy
-(tests/support/emulator/libraries.py). CuPy and cuDNN's frontend are imported when a library is first asked for.
+A device offers them as `device.libraries`; tests implement the same interface with numpy
+(tests/support/emulator/libraries.py). CuPy and cuDNN's frontend are imported when a library is first used.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ Kind = Literal["real", "complex"]
 
 
 class Lines(Protocol):
-    """A planned batch of one-dimensional transforms of neighbouring lines, in place, unnormalised.
+    """A planned batch of one-dimensional transforms of adjacent lines, in place, unnormalised.
 
-    real      line of n float32 in n // 2 + 1 complex64: `forward` to as many frequencies, `backward` from them; n even
-    complex   line of n complex64
-    work      bytes that the library may use meanwhile, `work_bytes(..)` of them; on 256 bytes
+    real      a line of n float32 in n // 2 + 1 complex64: `forward` to as many frequencies, `backward` from them; n
+              even
+    complex   a line of n complex64
+    work      scratch of `work_bytes(..)` bytes for the library, aligned to 256 bytes
     """
 
     def forward(self, values: Any, work: Any) -> None:
         """Transform `values`, (lines, n or n // 2 + 1) complex64 without gaps; queued on the device's stream."""
 
     def backward(self, values: Any, work: Any) -> None:
-        """The same with the other sign."""
+        """Transform with the opposite sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A valid convolution as cuDNN is asked for it: channels last, images any number of values apart."""
+    """A valid convolution as requested from cuDNN: channels last, any stride between images."""
 
     batch: int
     fin: int
@@ -47,7 +48,7 @@ class Convolution:
     precision: Precision  # of values and arithmetic
     x_step: int  # values from one image to the next
     out_step: int
-    finish: Activation | None  # after the bias; None: neither
+    finish: Activation | None  # the activation, after the bias; None: neither bias nor activation
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.n))
@@ -55,19 +56,19 @@ class Convolution:
 
 
 class RefusedError(DeviceError):
-    """cuDNN does not run a plan that it had built."""
+    """cuDNN refuses to run a plan that it has built."""
 
 
 class ConvolutionPlan(Protocol):
-    """A way to compute one `Convolution`."""
+    """A method to compute one `Convolution`."""
 
-    name: str  # of the kernel and how it is set: the same for equal ways to compute other sizes
+    name: str  # the kernel and its settings: the same for equal methods at other sizes
     workspace_bytes: int
 
     def run(self, x: Any, kernels: Any, bias: Any, out: Any, workspace: Any) -> None:
         """Queue it on the device's stream.
 
-        x, out     (S, n, f) and (S, m, f'), float32, or float16 where the precision is fp16; steps as planned.
+        x, out     (S, n, f) and (S, m, f'), float32, or float16 if the precision is fp16; strides as planned.
         kernels    (f', k, f) of the same type, C order; bias (f',) float32.
         workspace  bytes; None if none are needed.
 
@@ -76,23 +77,24 @@ class ConvolutionPlan(Protocol):
 
 
 class Libraries(Protocol):
-    """What a device has beside kernels of ours."""
+    """The libraries of a device."""
 
     def lines(self, kind: Kind, n: int, count: int) -> Lines:
-        """Transforms of `count` lines of `n` points. DeviceError if the library refuses."""
+        """Plan transforms of `count` lines of `n` points. DeviceError if the library refuses."""
 
     def convolutions(self, problem: Convolution) -> Iterator[ConvolutionPlan]:
-        """Plans that can run, as cuDNN recommends them; none if it has none. Each takes time to build."""
+        """Yield plans that can run, in cuDNN's order of preference, or none. Each takes time to build."""
 
     def same(self, problem: Convolution, plan: ConvolutionPlan) -> ConvolutionPlan | None:
-        """What `plan` does, for another problem; None if it cannot."""
+        """Return the plan that does the same as `plan` for another problem; None if there is none."""
 
 
 def work_bytes(kind: Kind, n: int, count: int) -> int:
-    """What cuFFT may use beside `count` lines.
+    """Return the scratch bytes that cuFFT may use besides `count` lines.
 
-    cuFFT 12.0, 2026-11-21, one H200: nothing, for any complex n up to 2048 with factors 2, 3, 5, 7 alone, and for even
-    real ones but multiples of 98 and 250: there, as many bytes as there are values times 4, and at most 1024 more.
+    Measured with cuFFT 12.0, 2026-11-21, one H200: none for any complex n up to 2048 with factors 2, 3, 5, 7 alone, and
+    for even real ones except multiples of 98 and 250; for those, 4 times as many bytes as values, and at most 1024
+    more.
     """
     return FLOAT32 * n * count + 1024 if kind == "real" else 0
 
@@ -102,7 +104,7 @@ class CudaLibraries:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._handle: Any = None  # of cuDNN, once it is asked for
+        self._handle: Any = None  # of cuDNN, created at first use
 
     def lines(self, kind: Kind, n: int, count: int) -> Lines:
         return _CufftLines(self._device, kind, n, count)
@@ -129,7 +131,7 @@ class CudaLibraries:
         return self._built(graph, graph.get_execution_plan_count() - 1)
 
     def _graph(self, problem: Convolution) -> Any:
-        """cuDNN's words for `problem`; dimensions are (S, f, z, y, x), strides say how they lie."""
+        """Describe `problem` to cuDNN; dimensions are (S, f, z, y, x), strides give the layout."""
         cudnn = _cudnn()
         if self._handle is None:
             self._handle = cudnn.create_handle()
@@ -162,17 +164,17 @@ class CudaLibraries:
         return graph
 
     def _built(self, graph: Any, index: int) -> _CudnnPlan | None:
-        """The plan, ready to run; None if cuDNN cannot build it, or it is not what was asked for."""
+        """Build the plan; return None if cuDNN cannot."""
         try:
             graph.build_plan_at_index(index)
         except (_cudnn().cudnnGraphNotSupportedError, RuntimeError, ValueError):
-            return None  # its heuristics name plans before they know
+            return None  # its heuristics propose plans that do not build
         name = graph.get_plan_name_at_index(index)
         return _CudnnPlan(graph, index, self._handle, name, graph.get_workspace_size_plan_at_index(index), self._device)
 
 
 class _CufftLines:
-    """Plans of cuFFT; where one needs a work area, one for each address it is given."""
+    """Plans of cuFFT; if one needs a work area, one plan per address of that area."""
 
     def __init__(self, device: Device, kind: Kind, n: int, count: int) -> None:
         self._device, self._kind, self._n, self._count = device, kind, n, count
@@ -196,7 +198,7 @@ class _CufftLines:
             self._plans[kind, address].fft(values, values, cufft.CUFFT_INVERSE if back else cufft.CUFFT_FORWARD)
 
     def _plan(self, back: bool, work: Any) -> int:
-        """Plan with this work area; gives the bytes that cuFFT wants of it. Without one, keep it if it wants none."""
+        """Plan with this work area and return the bytes that cuFFT wants; without one, keep a plan that wants none."""
         from cupy import cuda
         from cupy.cuda import cufft
 
@@ -206,7 +208,7 @@ class _CufftLines:
             ("real", False): (2 * half, half, cufft.CUFFT_R2C),
             ("real", True): (half, 2 * half, cufft.CUFFT_C2R),
         }[self._kind, back]
-        address = self._device.address(work) if work is not None else 256  # any: it is not run
+        address = self._device.address(work) if work is not None else 256  # any address: this plan is not run
         asked = [0]
 
         def area(nbytes: int) -> Any:
@@ -221,9 +223,7 @@ class _CufftLines:
                 f"cuFFT refused to plan {count} transforms of {n} {self._kind} points: {error}"
             ) from error
         if sum(asked) > (work_bytes(self._kind, n, count) if work is None else work.nbytes):
-            raise DeviceError(
-                f"cuFFT wants {sum(asked)} bytes beside {count} lines of {n} points, more than was promised"
-            )
+            raise DeviceError(f"cuFFT wants {sum(asked)} bytes for {count} lines of {n} points, more than was planned")
         if not any(asked):
             self._plans[back, 0] = plan
         elif work is not None:
@@ -242,20 +242,20 @@ class _CudnnPlan:
         area = 0 if workspace is None else address(workspace)
         try:
             self.graph.execute_plan_at_index(given, area, self.index, self._handle)
-        except RuntimeError as error:  # what the frontend makes of cuDNN's codes
+        except RuntimeError as error:  # the frontend raises it for cuDNN's codes
             raise RefusedError(f"cuDNN refused to run its plan {self.name}: {error}") from error
 
 
-_X, _KERNELS, _BIAS, _OUT = 1, 2, 3, 4  # names of tensors
+_X, _KERNELS, _BIAS, _OUT = 1, 2, 3, 4  # tensor identifiers
 
 
 def _strides(image: int, maps: int, size: Vec3) -> list[int]:
-    """Of (S, f, z, y, x), channels last."""
+    """Return the strides of (S, f, z, y, x), stored channels last."""
     return [image, 1, size[1] * size[2] * maps, size[2] * maps, maps]
 
 
 def _forbidden(precision: Precision) -> list[Any]:
-    """Notes of plans that compute in less than was asked for."""
+    """Return the notes of plans that compute with less precision than requested."""
     notes = _cudnn().numerical_note
     return [notes.DOWN_CONVERT_INPUTS, *([notes.TENSOR_CORE] if precision == "fp32" else [])]
 

@@ -1,7 +1,7 @@
-"""The text of kernels as a compiler gets it: our own headers inlined, so that a change in any of them changes it.
+"""Source text of kernels for the compiler, with our own headers inlined, so that any change in them changes the text.
 
-CuPy keeps compiled kernels on disk by source text, options and compiler version, but does not look into included files:
-a changed header would go unnoticed. CUDA's own headers stay includes.
+CuPy caches compiled kernels on disk by source text, options and compiler version, but ignores included files: a changed
+header would go unnoticed. CUDA's own headers stay includes.
 """
 
 from __future__ import annotations
@@ -13,42 +13,41 @@ from pathlib import Path
 
 KERNELS = Path(__file__).parent
 STANDARD = "--std=c++17"
-ONE_CARD: Mapping[str, str] = {"implicit_gemm/warpgroup.cu": "sm_90a"}  # sources whose instructions no other card has
+ONE_CARD: Mapping[str, str] = {"implicit_gemm/warpgroup.cu": "sm_90a"}  # for instructions of a single architecture
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One compiled kernel that a primitive may launch, and what it may take; tests compile it for all architectures."""
+    """One kernel that a primitive may launch, and its resource limits; tests compile it for all architectures."""
 
     source: str  # in kernels/gpu, e.g. "pool.cu"
     name: str  # a C++ name expression, e.g. "forward<16, 8, half>"
-    registers: int  # a thread's, at most: what the number of resident threads was planned with
+    registers: int  # most registers per thread: the number of resident threads was planned with it
     defines: tuple[tuple[str, int | str], ...] = ()
-    stack_bytes: int = 0  # of a thread's local memory: arrays with run-time indices, what is spilled
-    spilled_bytes: int = 0  # stored and loaded that registers were too few for: what one architecture is forgiven
+    stack_bytes: int = 0  # local memory per thread: arrays with run-time indices, spilled registers
+    spilled_bytes: int = 0  # bytes stored and loaded because of spills, tolerated on one architecture
 
 
 def source_text(source: str) -> str:
-    """The text of kernels/gpu/`source` with every file it includes by `"name"`, each once.
+    """Return the text of kernels/gpu/`source` with every file it includes by `"name"`, each once.
 
-    Names are relative to kernels/gpu or to the including file; an absolute `source` lies elsewhere. `#line` keeps the
-    compiler's messages on the real lines.
-    FileNotFoundError names a header that is in neither.
+    Names are relative to kernels/gpu or to the including file; an absolute `source` is used as it is. `#line` keeps the
+    compiler's messages on the real lines. FileNotFoundError names a header that is found in neither folder.
     """
     return "\n".join(_inlined(KERNELS / source, set())) + "\n"
 
 
 def compiler_options(source: str, defines: Mapping[str, int | str]) -> tuple[str, ...]:
-    """What NVRTC is told beside the card's architecture, which it leaves for one of ONE_CARD if both are there."""
+    """Return NVRTC's options; the architecture is set only for sources of ONE_CARD."""
     architecture = [f"--gpu-architecture={ONE_CARD[source]}"] if source in ONE_CARD else []
     words = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     return (*architecture, STANDARD, "--generate-line-info", *words)
 
 
 def kernel_words(source: str, names: Sequence[str], defines: Mapping[str, int | str]) -> str:
-    """`pool.cu: forward<2>, backward (TILE=16)`, for messages."""
+    """Describe kernels for messages, e.g. `pool.cu: forward<2>, backward (TILE=16)`."""
     told = ", ".join(f"{name}={value}" for name, value in sorted(defines.items()))
     return f"{source}: {', '.join(names)}" + (f" ({told})" if told else "")
 

@@ -1,22 +1,22 @@
-/* What moves between a GPU session's tensors: raw patches in, carried planes along, fragments out as a dense patch.
+/* Data movement between a GPU session's tensors: raw patches in, carried planes along, fragments out as a dense patch.
  *
- * Computes   load, convert  x[z, y, x, c] = (raw[c, z, y, x] - mean[c]) / std[c], as znnpy.run.session rounds it.
+ * Computes   load, convert  x[z, y, x, c] = (raw[c, z, y, x] - mean[c]) / std[c], rounded as in znnpy.run.session.
  *            store          out[f, i * period + offset] = fragment(offset)[i, f], in the output's type.
  *            keep           the last planes of every image, for the next step of a column.
  *            clear, peak    zeros; the largest |x|.
  * Shapes     raw (c, z, y, x) and out (f, z, y, x) with any strides; activations (.., z, y, x, f) in C order.
- * Launch     256 threads a block. load and store turn a tile of about 1024 voxels in shared memory, so that both sides
- *            are read and written along the axis that is contiguous there.
+ * Launch     256 threads a block. load and store transpose a tile of about 1024 voxels in shared memory, so that both
+ *            sides are accessed along the axis that is contiguous there.
  * Bound      memory: everything is read once and written once.
  * Source     first principles; tiles after Ruetsch, Micikevicius, Optimizing Matrix Transpose in CUDA, 2009.
  * Tested     tests/kernels/gpu/test_moves.py
  */
 #include "device_ops.cuh"
 
-constexpr int CHANNELS = 4;  // of a tile of `load` at a time; moves.py
-constexpr int MAPS = 8;      // of a tile of `store` at a time; moves.py
+constexpr int CHANNELS = 4;  // of a tile of `load` at a time, as in moves.py
+constexpr int MAPS = 8;      // of a tile of `store` at a time, as in moves.py
 
-/* float32 of what a volume stores, after the mean is gone; wide types lose it in float64. */
+/* A stored value minus the mean, as float32; wide types subtract in float64. */
 template <class Raw> DEVICE float centred(Raw value, double mean) {
     if constexpr (sizeof(Raw) > 2) return (float)((double)value - mean);
     return (float)value - (float)mean;
@@ -35,7 +35,8 @@ template <class Raw> struct alignas(4 * sizeof(Raw)) Quad {
     Raw values[4];
 };
 
-/* One channel that lies as it is wanted: `count` values, raw on 4 * sizeof(Raw) bytes, x on 4 * sizeof(T). */
+/* Converts one channel without reordering: `count` values; raw is aligned to 4 * sizeof(Raw) bytes, x to 4 * sizeof(T).
+ */
 template <class Raw, class T>
 __global__ void convert(const Raw* raw, T* x, long long count, const double* mean, const float* std, float* peak) {
     float largest = 0.0f;
@@ -60,8 +61,8 @@ __global__ void convert(const Raw* raw, T* x, long long count, const double* mea
     raise_peak_by_warp(peak, largest);
 }
 
-/* Any strides, any channels. The axis `o` is the one of z, y whose neighbours lie nearest to each other in `raw`, `r` the
- * other. across: they lie nearer than those along x. A block: a tile of tile_o x tile_x voxels of one r.
+/* Handles any strides and channels. The axis `o` is the one of z, y with the smaller stride in `raw`, `r` the other.
+ * across: that stride is smaller than the one along x. A block takes a tile of tile_o x tile_x voxels of one r.
  */
 template <class Raw, class T>
 __global__ void load(const Raw* raw, long long raw_c, long long raw_r, long long raw_o, long long raw_x, T* x,
@@ -104,9 +105,9 @@ DEVICE void put(unsigned char* out, float value) {
     *out = (unsigned char)rintf(fminf(fmaxf(value, 0.0f), 1.0f) * 255.0f);  // rintf: half to even
 }
 
-/* A block: a tile of tile_o x tile_x voxels of the dense patch, of one r; axes as for `load`, seen in `out`; x0 and tile_x
- * are multiples of period_x. fragment_of[r' * of_r + o' * of_o + x'] is the fragment, counted from all, that has the
- * voxels at this offset within the period; those outside of first .. first + count are left alone.
+/* A block takes a tile of tile_o x tile_x voxels of the dense patch, at one r; axes as for `load`, in `out`; x0 and
+ * tile_x are multiples of period_x. fragment_of[r' * of_r + o' * of_o + x'] is the fragment, counted from all, that has
+ * the voxels at this offset within the period; fragments outside of first .. first + count are skipped.
  */
 template <class T, class Out>
 __global__ void store(const T* fragments, long long image, long long line_r, long long line_o, const int* fragment_of,
@@ -148,9 +149,11 @@ __global__ void store(const T* fragments, long long image, long long line_r, lon
     raise_peak_by_warp(peak, largest);
 }
 
-constexpr int AT_ONCE = 4;  // planes on their way, a thread: loads overlap
+constexpr int AT_ONCE = 4;  // planes in flight per thread, so that loads overlap
 
-/* old[p] = from[p], p ascending; `from` may be what lies behind `old`: planes are read before later ones are written. */
+/* Copies old[p] = from[p], p ascending; `from` may overlap the end of `old`: planes are read before later ones are
+ * written.
+ */
 template <class V> DEVICE void shift(V* old, const V* from, long long planes, long long plane) {
     for (long long p = 0; p < planes; p += AT_ONCE) {
         V values[AT_ONCE];
@@ -163,13 +166,13 @@ template <class V> DEVICE void shift(V* old, const V* from, long long planes, lo
     }
 }
 
-/* Sizes in units of V. x has `planes` planes an image; join: `carried` of them in front, for those in `kept`. A thread has
- * one place of a plane to itself, so nothing needs to wait for another.
+/* Sizes are in units of V. x has `planes` planes an image; join: the first `carried` of them are filled from `kept`. A
+ * thread owns one position of a plane, so no synchronisation is needed.
  */
 template <class V>
 __global__ void keep(V* kept, long long kept_image, V* x, long long x_image, long long images, long long carried,
                      long long planes, long long plane, long long join) {
-    const long long stay = max(carried - planes, 0LL);  // that were kept and still are
+    const long long stay = max(carried - planes, 0LL);  // planes in `kept` that stay there
     for (long long s = blockIdx.y; s < images; s += gridDim.y) {
         for (long long i = global_thread(); i < plane; i += global_threads()) {
             V* const old = kept + s * kept_image + i;

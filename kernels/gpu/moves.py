@@ -1,6 +1,6 @@
-"""What a GPU session moves beside running its layers: patches in and out, carried planes, peaks.
+"""Data movement of a GPU session besides its layers: patches in and out, carried planes, peaks.
 
-Signatures, fixed (arrays in device memory; addresses are integers, 0: nobody asks; all calls are queued on
+These signatures are fixed (arrays are in device memory; addresses are integers, 0: not wanted; all calls are queued on
 `device.stream` and return at once):
 
     Moves(device, raw=, values=, out=, windows=, normalise=)   compiles, uploads its tables: `moves.nbytes` bytes
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 SOURCE = "moves.cu"
 THREADS = 256
-TILE = 1024  # voxels of a tile that is turned in shared memory
-NARROW = 32  # voxels along each side of a tile whose two sides are contiguous along different axes
-CHANNELS, MAPS = 4, 8  # moves.cu
-WAVES = 16  # blocks a multiprocessor: enough to hide each other's latency
+TILE = 1024  # voxels of a tile that is transposed in shared memory
+NARROW = 32  # voxels along each side of a tile if input and output are contiguous along different axes
+CHANNELS, MAPS = 4, 8  # as in moves.cu
+WAVES = 16  # blocks per multiprocessor: enough to hide each other's latency
 
 C_NAMES = {
     "uint8": "unsigned char",
@@ -49,11 +49,11 @@ C_NAMES = {
     "float32": "float",
     "float64": "double",
 }
-WORDS = {2: "unsigned short", 4: "unsigned int", 8: "uint2", 16: "uint4"}  # what planes are moved in, by bytes
+WORDS = {2: "unsigned short", 4: "unsigned int", 8: "uint2", 16: "uint4"}  # types that planes are moved as, by bytes
 
 
 def kernel_names(raw: str, values: str, out: str) -> list[str]:
-    """C++ names of all that `Moves` runs, of numpy's names of the types."""
+    """Return the C++ names of all kernels that `Moves` runs, for numpy's names of the types."""
     raw, values, out = C_NAMES[raw], C_NAMES[values], C_NAMES[out]
     words = [f"{kernel}<{word}>" for kernel in ("keep", "clear") for word in WORDS.values()]
     return [
@@ -68,11 +68,11 @@ def kernel_names(raw: str, values: str, out: str) -> list[str]:
 class Moves:
     """The kernels of one session, compiled for its types.
 
-    raw        what the volume stores: any real dtype
+    raw        type that the volume stores: any real dtype
     values     float32, or float16 in precision fp16
     out        float32, float16 or uint8
-    windows    of the network's poolings, in its order, turned as the session's axes are
-    normalise  of the network; None: values enter as they are
+    windows    the network's poolings in order, with axes in the session's order
+    normalise  normalisation of the network; None: values enter as they are
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class Moves:
         self._period, fragment_of = _fragment_of(windows)
         self._fragment_of = device.put(fragment_of, "the places of fragments")
         self._mean = self._std = None
-        self.nbytes = fragment_of.nbytes  # that it holds in device memory
+        self.nbytes = fragment_of.nbytes  # bytes held in device memory
         if normalise is not None:
             mean, std = np.array(normalise.mean, np.float64), np.array(normalise.std, np.float32)
             self._mean, self._std = device.put(mean, "the mean of the volume"), device.put(std, "its deviation")
             self.nbytes += mean.nbytes + std.nbytes
 
     def load(self, raw: Any, x: Any, peak: int = 0) -> None:
-        """Normalise a patch into activations, rounded as on the CPU: wide types lose their mean in float64.
+        """Normalise a patch into activations, rounded as on the CPU: the mean of wide types is subtracted in float64.
 
         raw   (c, z, y, x) as the volume stores it, any strides that are multiples of its itemsize; read only.
         x     (z, y, x, c), C order; overwritten.
-        peak  address of a float32, raised to the largest |x| before it is rounded to float16; infinity and NaN count
-              as larger than every number.
+        peak  address of a float32, raised to the largest |x| before rounding to float16; infinity and NaN count as
+              larger than every number.
         """
         channels, nz, ny, nx = raw.shape
         d, itemsize = self._device, raw.dtype.itemsize
@@ -130,13 +130,13 @@ class Moves:
         )
 
     def store(self, first: int, fragments: Any, out: Any, peak: int = 0) -> None:
-        """Put a part of the last layer's fragments in their places in the dense patch; other voxels are left alone.
+        """Write a part of the last layer's fragments to their places in the dense patch; other voxels are not touched.
 
-        first      what the first of `fragments` is, counted from all.
+        first      index of the first of `fragments` among all.
         fragments  (S, z, y, x, f), C order within an image; read only.
         out        (f, z, y, x) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`, half to even), any strides.
-        peak       address of a float32, raised to the largest |value| before it is converted: beyond 65520 it does not
-                   fit a float16.
+        peak       address of a float32, raised to the largest |value| before conversion: beyond 65520 it does not fit a
+                   float16.
         """
         itemsize, (images, *m, maps), (pz, py, px) = out.dtype.itemsize, fragments.shape, self._period
         sf, sz, sy, sx = (stride // itemsize for stride in out.strides)
@@ -145,7 +145,9 @@ class Moves:
         lines = (m[1] * m[2] * maps, m[2] * maps)
         across = abs(steps[o]) < abs(sx)
         tx = px * -(-NARROW // px) if across else px * -(-TILE // (4 * px))
-        to = min(NARROW, max(1, 2 * TILE // tx)) if across else 4  # fewer where a period is long: any card has room
+        to = (
+            min(NARROW, max(1, 2 * TILE // tx)) if across else 4
+        )  # Fewer for a long period, so that the tile fits any GPU.
         table = (py * px, px)
         self._kernels[f"store<{self._values}, {self._out}>"](
             (n[r] * -(-n[o] // to) * -(-n[2] // tx),),
@@ -160,8 +162,8 @@ class Moves:
     def keep(self, kept: Any, x: Any, *, join: bool) -> None:
         """Keep the last planes of every image for the next step of a column.
 
-        kept  (S, carried, y, x, f), those of the step before, C order within an image; overwritten.
-        x     (S, new, y, x, f), strides as `kept`. If `join`, (S, carried + new, ..), and first `kept` goes into its
+        kept  (S, carried, y, x, f), the planes of the previous step, C order within an image; overwritten.
+        x     (S, new, y, x, f), strides as `kept`. If `join`, (S, carried + new, ..), and `kept` is first copied to its
               first planes; else read only.
         """
         images, carried = kept.shape[:2]
@@ -175,7 +177,7 @@ class Moves:
         )
 
     def clear(self, x: Any) -> None:
-        """Zeros in every image of x (S, ..), C order within an image."""
+        """Set every image of x (S, ..) to zero; C order within an image."""
         image = prod(x.shape[1:]) * x.dtype.itemsize
         word = self._word(x, x, image)
         count = image // word
@@ -197,27 +199,27 @@ class Moves:
         )
 
     def _grid(self, images: int, threads: int) -> tuple[int, int]:
-        """Blocks for so many threads an image: their loops take what is left when the device is full."""
+        """Return a grid for so many threads per image; loops in the kernels do the rest once the device is full."""
         most = WAVES * self._device.gpu.multiprocessors
         along = max(1, min(-(-threads // THREADS), most))
         return along, max(1, min(images, -(-most // along)))
 
     def _word(self, a: Any, b: Any, nbytes: int) -> int:
-        """Bytes of the widest word that pieces of `nbytes` of both and their images consist of, and begin on."""
+        """Return the bytes of the widest word that divides `nbytes` and the addresses and strides of both arrays."""
         meets = (nbytes, a.strides[0], b.strides[0], self._device.address(a), self._device.address(b))
         return max(word for word in WORDS if all(number % word == 0 for number in meets))
 
 
 def _nearest(sz: int, sy: int) -> tuple[int, int]:
-    """Of the axes z and y, the one along which neighbours lie nearer to each other, and the other."""
+    """Return which of the axes z and y has the smaller stride, and the other one."""
     return (0, 1) if abs(sz) < abs(sy) else (1, 0)
 
 
 def _fragment_of(windows: Sequence[Vec3]) -> tuple[Vec3, npt.NDArray[np.int32]]:
-    """The product of all windows, and which fragment has the voxels at each offset within it: (z, y, x), flat.
+    """Return the product of all windows, and which fragment has the voxels at each offset within it: (z, y, x), flat.
 
     Voxel i of fragment o1 of the first pooling, o2 of the second, .. is voxel o1 + p1 * (o2 + p2 * (.. + i)), and the
-    last pooling's offset counts fastest.
+    last pooling's offset varies fastest.
     """
     place = np.zeros((1, 3), np.int64)  # of each fragment
     period = np.ones(3, np.int64)

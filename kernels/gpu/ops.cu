@@ -1,23 +1,27 @@
-/* What networks need beside convolutions, on arrays: activations, softmax, pooling, layouts.
+/* Array operations of networks besides convolutions: activations, softmax, pooling, layouts.
  *
  * Computes   pointwise           out = activation(x).
- *            softmax_maps        over the maps of each voxel.
- *            softmax_parts, ..   over all values of an image: parts of each image are summed up, then out is written.
- *            slide               the maximum, or the mean, of what a window has of the image, with strides and padding.
+ *            softmax_maps        softmax over the maps of each voxel.
+ *            softmax_parts, ..   softmax over all values of an image: parts of each image are summed, then out is
+ *                                written.
+ *            slide               the maximum or the mean over the part of each window inside the image, with strides
+ *                                and padding.
  *            turn                out = x, whatever the strides of both.
  * Shapes     x, out (S, z, y, x, f) float or half, images in C order, any number of values apart; turn: five axes, any
  *            strides. V: values that a thread takes at once, 1 or 4: sizes and addresses allow it.
- * Launch     256 threads a block, as many blocks as fill the device; loops take what is left. turn: a tile of at most
- *            1024 values turned in shared memory, so that both sides are met along the axis that is contiguous there.
- * Bound      memory: everything is read once (softmax of an image: twice, of wide voxels from L1 again), written once.
- * Exact      arithmetic is in float; sums of an image are added in an order that the sizes fix.
+ * Launch     256 threads a block, as many blocks as fill the device; loops do the rest. turn: a tile of at most 1024
+ *            values is transposed in shared memory, so that both sides are accessed along the axis that is contiguous
+ *            there.
+ * Bound      memory: everything is read once (softmax of an image: twice, wide voxels from L1 the second time), written
+ *            once.
+ * Exact      arithmetic is in float; sums of an image are added in an order that depends on the sizes only.
  * Source     Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3; tiles after Ruetsch, Micikevicius,
  *            Optimizing Matrix Transpose in CUDA, 2009.
  * Tested     tests/kernels/gpu/test_ops.py
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 256;  // ops.py
+constexpr int THREADS = 256;  // as in ops.py
 
 template <int V> struct Values {
     float of[V];
@@ -25,7 +29,7 @@ template <int V> struct Values {
 template <class T> struct alignas(4 * sizeof(T)) Quad {
     T of[4];
 };
-template <int V, class T> DEVICE Values<V> load(const T* from) {  // x may be out: not as what nobody writes
+template <int V, class T> DEVICE Values<V> load(const T* from) {  // x may be out, so it is not loaded as read-only data
     if constexpr (V == 1) return {{to_float(*from)}};
     else {
         const Quad<T> v = *reinterpret_cast<const Quad<T>*>(from);
@@ -51,13 +55,13 @@ __global__ void pointwise(const T* x, long long x_image, T* out, long long out_i
     }
 }
 
-/* `lanes` neighbours, a power of 2 up to a warp, take one voxel. */
+/* `lanes` neighbouring lanes, a power of 2 up to a warp, share one voxel. */
 template <class T>
 __global__ void softmax_maps(const T* x, long long x_image, T* out, long long out_image, long long images,
                              long long voxels, long long maps, long long lanes) {
     const int lane = threadIdx.x % (int)lanes, at_once = WARP / (int)lanes;  // voxels of a warp
     const long long all = images * voxels, step = global_threads() / WARP * at_once;
-    for (long long first = global_thread() / WARP * at_once; first < all; first += step) {  // of a warp: lanes agree
+    for (long long first = global_thread() / WARP * at_once; first < all; first += step) {  // per warp: its lanes agree
         const long long voxel = first + threadIdx.x % WARP / (int)lanes;
         const long long known = voxel < all ? maps : 0, s = voxel / voxels, i = voxel % voxels;
         const T* const from = x + s * x_image + i * maps;
@@ -72,13 +76,13 @@ __global__ void softmax_maps(const T* x, long long x_image, T* out, long long ou
     }
 }
 
-/* What softmax needs of values: the largest, and the sum of exp(value - largest). */
+/* The running state of a softmax: the largest value, and the sum of exp(value - largest). */
 struct Summed {
     float largest, sum;
 };
 DEVICE Summed joined(Summed a, Summed b) {
     const float largest = maximum(a.largest, b.largest);
-    if (largest == -INFINITY) return {largest, 0.0f};  // none yet
+    if (largest == -INFINITY) return {largest, 0.0f};  // no values yet
     return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
 }
 DEVICE Summed joined_by_warp(Summed mine) {
@@ -87,7 +91,7 @@ DEVICE Summed joined_by_warp(Summed mine) {
     return mine;
 }
 
-/* parts [images][gridDim.x]: what each block found in an image of `count` values. */
+/* parts [images][gridDim.x]: the state of each block's part of an image of `count` values. */
 template <class T, int V>
 __global__ void softmax_parts(const T* x, long long x_image, Summed* parts, long long images, long long count) {
     SHARED(Summed, found, [THREADS / WARP]);
@@ -113,7 +117,7 @@ __global__ void softmax_parts(const T* x, long long x_image, Summed* parts, long
     }
 }
 
-/* `count_parts` parts an image. out may be x. */
+/* There are `count_parts` parts an image. out may be x. */
 template <class T, int V>
 __global__ void softmax_image(const T* x, long long x_image, T* out, long long out_image, const Summed* parts,
                               long long count_parts, long long images, long long count) {
@@ -131,7 +135,7 @@ __global__ void softmax_image(const T* x, long long x_image, T* out, long long o
     }
 }
 
-/* maps: a multiple of V. whole: a mean counts what the window has of the padding too. */
+/* maps: a multiple of V. whole: a mean counts the padding in the window too. */
 template <class T, int V, bool MAX>
 __global__ void slide(const T* __restrict__ x, long long x_image, T* __restrict__ out, long long out_image,
                       long long images, long long nz, long long ny, long long nx, long long maps, long long mz,
@@ -168,8 +172,8 @@ __global__ void slide(const T* __restrict__ x, long long x_image, T* __restrict_
     }
 }
 
-/* Sizes n and strides of both, in values. A tile: tile_3 x tile_4 values along axes 3 and 4. x is contiguous along axis
- * 4, or as near to it as it can be; out along axis 3 if `across`, else along axis 4 too.
+/* Sizes n and strides of both are in values. A tile is tile_3 x tile_4 values along axes 3 and 4. x has its smallest
+ * stride along axis 4; out along axis 3 if `across`, else along axis 4 too.
  */
 template <class In, class Out>
 __global__ void turn(const In* x, Out* out, long long n0, long long n1, long long n2, long long n3, long long n4,

@@ -1,10 +1,10 @@
-"""What networks need beside convolutions, on arrays of a device: activations, softmax, pooling, layouts; convolutions.
+"""Array operations of networks on a device: activations, softmax, pooling, layouts; convolutions.
 
-`znnpy.ops` checks arguments and says what they are. Everything is queued on `device.stream`; what takes memory waits
-until it may give it back. Arrays are float32 or float16, computed in float32, images in C order, any number of values
+`znnpy.ops` checks and documents the arguments. Everything is queued on `device.stream`; operations that allocate memory
+wait until it can be freed. Arrays are float32 or float16, computed in float32, images in C order, any number of values
 apart; `copy` takes any strides. ops.cu.
 
-Memory   Nothing, but 8 bytes a block for the softmax of images, and the kernels and biases of convolutions.
+Memory   None, except 8 bytes a block for the softmax of images, and the kernels and biases of convolutions.
 Bound    Memory: everything is read once (softmax of an image: twice) and written once; convolutions: see theirs.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
 Tested   tests/kernels/gpu/test_ops.py
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import ConvWeights
 
 SOURCE, PEAK_SOURCE = "ops.cu", "moves.cu"
-PEAKS = ["peak_of<float, 1>", "peak_of<float, 4>"]  # moves.cu
-THREADS, WARP, SUMMED_BYTES = 256, 32, 8  # ops.cu
-WAVES = 16  # blocks a multiprocessor: enough to hide each other's latency
-PARTS = 512  # of an image that a softmax sums up at most: each block reads them all
-TILE, NARROW = 1024, 32  # values of a tile that is turned, and of the first of its sides at most
-MOST_IMAGES = 65535  # of a grid along y: loops take what is left
+PEAKS = ["peak_of<float, 1>", "peak_of<float, 4>"]  # as in moves.cu
+THREADS, WARP, SUMMED_BYTES = 256, 32, 8  # as in ops.cu
+WAVES = 16  # blocks per multiprocessor: enough to hide each other's latency
+PARTS = 512  # most parts of an image that softmax adds up: each block reads them all
+TILE, NARROW = 1024, 32  # values of a tile that is transposed, and the most along its first side
+MOST_IMAGES = 65535  # of a grid along y; kernels loop over the rest
 REGISTERS = 80
 
 
@@ -46,7 +46,7 @@ def _value(itemsize: int) -> str:
 
 
 def _families(value: str) -> list[list[str]]:
-    """Kernels for one type that are compiled together."""
+    """Return the kernels for one type in the groups that are compiled together."""
     return [
         [f"pointwise<{value}, {width}>" for width in (1, 4)],
         [f"softmax_maps<{value}>", *(f"softmax_{k}<{value}, {w}>" for k in ("parts", "image") for w in (1, 4))],
@@ -61,7 +61,7 @@ def instances() -> list[Instance]:
 
 
 def pointwise(device: Device, activation: Activation, x: Any, out: Any) -> None:
-    """out = activation(x), value by value; out may be x."""
+    """Compute out = activation(x), value by value; out may be x."""
     x, out = _in_one(x, out)
     count = prod(x.shape[1:])
     width = _width(device, count, x, out)
@@ -74,7 +74,7 @@ def pointwise(device: Device, activation: Activation, x: Any, out: Any) -> None:
 
 
 def softmax(device: Device, x: Any, out: Any, *, over_maps: bool) -> None:
-    """Over the maps of each voxel, or over all values of an image; out may be x."""
+    """Apply softmax over the maps of each voxel, or over all values of an image; out may be x."""
     value, count, maps = _value(x.dtype.itemsize), prod(x.shape[1:]), x.shape[-1]
     if over_maps:
         voxels, lanes = count // maps, min(WARP, _power(maps))
@@ -106,7 +106,7 @@ def pool(
     *,
     counts_padding: bool,
 ) -> None:
-    """The maximum or the mean of what each window has of the image."""
+    """Compute the maximum or the mean over the part of each window inside the image."""
     maps = x.shape[-1]
     width = _width(device, maps, x, out)
     _launch(
@@ -119,7 +119,7 @@ def pool(
 
 
 def copy(device: Device, x: Any, out: Any) -> None:
-    """out = x, of equal shapes of up to 5 axes and any strides; values are rounded to out's type."""
+    """Compute out = x for equal shapes of up to 5 axes and any strides; values are rounded to out's type."""
     turn = turning(x.shape, _steps(x), _steps(out))
     tiles = -(-turn.n[3] // turn.tile[0]) * -(-turn.n[4] // turn.tile[1]) * prod(turn.n[:3])
     _launch(
@@ -141,12 +141,12 @@ def convolve(
     method: Literal["direct", "implicit_gemm"],
     precision: Precision,
 ) -> None:
-    """Cross-correlation with zeros around the image, bias and activation; kernels are uploaded anew, and freed.
+    """Compute the cross-correlation with zeros around the image, bias and activation; kernels are uploaded each time.
 
-    implicit_gemm runs on tensor cores, float32 arrays in fp32 and tf32, float16 arrays in fp16; float16 arrays in fp32,
-    or where softmax follows, on float32 units. At strides of 1 an H100 or H200 multiplies as warpgroup.py says.
+    implicit_gemm runs on tensor cores: float32 arrays in fp32 and tf32, float16 arrays in fp16. Float16 arrays in fp32,
+    or if softmax follows, run on float32 units. With strides of 1, an H100 or H200 multiplies as in warpgroup.py.
 
-    ShapeError where tensor cores are to multiply kernels so large that no tile fits shared memory.
+    Raises ShapeError if tensor cores are to multiply kernels so large that no tile fits shared memory.
     """
     nz, ny, nx, fin = x.shape[1:]
     kz, ky, kx = weights.weight.shape[2:]
@@ -156,7 +156,7 @@ def convolve(
         resident = conv_direct.prepare(weights, device)
         with _lent(device, *resident):
             conv_direct.DirectStep(resident, problem, device).run(x, out, {})
-    elif stored != precision or (stored == "fp16" and activation == "softmax"):  # float16 would round what enters it
+    elif stored != precision or (stored == "fp16" and activation == "softmax"):  # float16 would round its input
         wholes = floats.prepare(weights, device)
         with _lent(device, *wholes):
             floats.FloatProduct(wholes, problem, device).run(x, out, None, 0, 0)
@@ -165,7 +165,7 @@ def convolve(
 
 
 def _on_tensor_cores(device: Device, x: Any, out: Any, weights: ConvWeights, problem: Lowering) -> None:
-    soft = problem.activation == "softmax"  # a pass of its own: a block does not see all maps
+    soft = problem.activation == "softmax"  # a separate pass: a block does not see all maps
     plain = replace(problem, activation="none") if soft else problem
     by_warpgroups = warpgroup.applies(plain, device.gpu)
     if not by_warpgroups and tensor.plan_of(plain, len(x), device.gpu.shared_block_bytes) is None:
@@ -186,7 +186,7 @@ def _on_tensor_cores(device: Device, x: Any, out: Any, weights: ConvWeights, pro
 
 
 def _find_peak(device: Device, x: Any, peak: Any) -> None:
-    """peak = the largest |x|, of float32."""
+    """Compute peak = the largest |x|, for float32."""
     (x,) = _in_one(x)
     count = prod(x.shape[1:])
     width = _width(device, count, x)
@@ -198,7 +198,7 @@ def _find_peak(device: Device, x: Any, peak: Any) -> None:
 
 @contextmanager
 def _lent(device: Device, *arrays: Any) -> Iterator[None]:
-    """Memory for what is queued in this block: afterwards that is waited for, and it is given back."""
+    """Lend memory to the work queued in this block: afterwards wait for that work and free the memory."""
     try:
         yield
     finally:
@@ -206,17 +206,17 @@ def _lent(device: Device, *arrays: Any) -> Iterator[None]:
 
 
 class Turning(NamedTuple):
-    """A copy between two layouts as the kernel takes it: five axes, of which the last two are cut into tiles."""
+    """A copy between two layouts in the kernel's form: five axes, the last two of which are divided into tiles."""
 
     n: tuple[int, ...]
     x_steps: tuple[int, ...]  # values
     out_steps: tuple[int, ...]
     tile: tuple[int, int]  # along the last two axes
-    across: bool  # out is contiguous along the last axis but one
+    across: bool  # whether out is contiguous along the last axis but one
 
 
 def turning(shape: Sequence[int], x_steps: Sequence[int], out_steps: Sequence[int]) -> Turning:
-    """Axes that follow each other in both layouts become one; the last is x's nearest, the one before it out's."""
+    """Merge axes that are adjacent in both layouts; put x's smallest stride last and out's smallest before it."""
     axes = [axis for axis in zip(shape, x_steps, out_steps, strict=True) if axis[0] != 1]
     axes.sort(key=lambda axis: (-abs(axis[1]), -abs(axis[2])))
     merged: list[tuple[int, int, int]] = []
@@ -237,7 +237,7 @@ def turning(shape: Sequence[int], x_steps: Sequence[int], out_steps: Sequence[in
 
 
 def _in_one(*arrays: Any) -> tuple[Any, ...]:
-    """Arrays without gaps as one image, so that however thin they are it fills the device; others as they are."""
+    """Return arrays without gaps as one image, so that thin ones fill the device too; others unchanged."""
     whole = all(array.flags.c_contiguous for array in arrays)
     return tuple(array.reshape(1, -1) for array in arrays) if whole else arrays
 
@@ -247,19 +247,19 @@ def _steps(array: Any) -> tuple[int, ...]:
 
 
 def _power(count: int) -> int:
-    """The next power of 2."""
+    """Return the smallest power of 2 >= count."""
     return 1 << (count - 1).bit_length()
 
 
 def _width(device: Device, run: int, *arrays: Any) -> int:
-    """Values that a thread takes at once: 4 where runs of so many and all images begin on four."""
+    """Return the values that a thread takes at once: 4 if runs of `run` values and all images are aligned to four."""
     four = 4 * arrays[0].dtype.itemsize
     begins = [number for array in arrays for number in (device.address(array), array.strides[0])]
     return 4 if run % 4 == 0 and all(begin % four == 0 for begin in begins) else 1
 
 
 def _grid(device: Device, images: int, threads: int) -> tuple[int, int]:
-    """Blocks for so many threads an image: loops take what is left when the device is full."""
+    """Return a grid for so many threads per image; loops in the kernels do the rest once the device is full."""
     most = WAVES * device.gpu.multiprocessors
     along = max(1, min(-(-threads // THREADS), most))
     return along, max(1, min(images, -(-most // along), MOST_IMAGES))

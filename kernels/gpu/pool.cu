@@ -1,23 +1,23 @@
 /* Maxima over windows: max-pooling, max-pooling fragments of all offsets in one pass, max-filter; maxout.
  *
  * Computes   slide   out[split(i), f] = max over the p-window of x[i * step + d, f], 0 <= d < p. step 1 and split p:
- *                    fragments, position i of image s is voxel i / p of image s * P + the offset i % p; step p: pooling;
- *                    step 1 and split 1: max-filter.
+ *            fragments, position i of image s is voxel i / p of image s * P + the offset i % p; step p: pooling; step 1
+ *            and split 1: max-filter.
  *            groups  out[g] = max over j of x[g * of + j].
  * Shapes     x (S, z, y, x, f) as vectors of N elements E of neighbouring maps (E: float, half, or half2 for two maps);
  *            `maps` counts such vectors. Images in C order, any number of vectors apart.
- * Launch     A thread walks along z at one (y, x, f): with a window known when the kernel is compiled it keeps the maxima
- *            over y and x of the last PZ - 1 planes in registers. A block covers blockDim.x neighbouring vectors of
- *            blockDim.y lines, so that what its windows share comes from L1.
+ * Launch     A thread advances along z at one (y, x, f): with a window known at compile time it keeps the maxima over y
+ *            and x of the last PZ - 1 planes in registers. A block covers blockDim.x neighbouring vectors of blockDim.y
+ *            lines, so that data shared by its windows come from L1.
  *            grid (lines and pieces of lines, pieces of z, images).
- * Bound      memory: x is read once and what blocks share from L2; out is written once, in whole sectors.
+ * Bound      memory: x is read once, data shared by blocks from L2; out is written once, in whole sectors.
  * Exact      a maximum does not round. NaN in, NaN out.
  * Source     Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
  * Tested     tests/kernels/gpu/test_pool.py
  */
 #include "device_ops.cuh"
 
-constexpr int THREADS = 512;  // of a block that walks; pool.py
+constexpr int THREADS = 512;  // of a block of `slide`, as in pool.py
 
 template <class E, int N> struct alignas(N * sizeof(E)) Maps {
     E values[N];

@@ -1,8 +1,8 @@
 """Maxima over windows on a GPU: max-pooling, max-pooling fragments, the max-filter, maxout.
 
-Method   A thread walks along z and keeps the maxima over y and x of the last planes, so that memory gives no
-         value twice; a position's maximum goes straight to its place in its fragment. pool.cu.
-Shapes   As for the CPU: fragment (oz * py + oy) * px + ox of image s is image s * P + it.
+Method   A thread advances along z and keeps the maxima over y and x of the last planes, so that no value is read twice
+         from memory; each maximum is written straight to its place in its fragment. pool.cu.
+Shapes   As for the CPU: fragment (oz * py + oy) * px + ox of image s is output image s * P + fragment.
 Bound    Memory: the input is read once, the output written once.
 Exact    A maximum does not round. NaN in, NaN out.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), V; Giusti et al. 2013; Masci et al. 2013.
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SOURCE = "pool.cu"
-THREADS = 512  # of a block that walks
-LINE = 128  # neighbouring vectors of a line that a block takes at most
-WIDEST = 5  # a window that is no wider along any axis gets a kernel of its own
-WAVES = 16  # blocks a multiprocessor that there should be, cutting z if need be
-OVERLAPS = 8  # a piece of z is at least so many windows: it reads p_z - 1 planes more
+THREADS = 512  # of a block of `slide`
+LINE = 128  # most neighbouring vectors of a line in a block
+WIDEST = 5  # windows up to this width along every axis get a kernel of their own
+WAVES = 16  # blocks per multiprocessor that there should be, dividing z if necessary
+OVERLAPS = 8  # windows in a piece of z, at least: it reads p_z - 1 planes more
 GROUP_THREADS = 256
-MOST_IMAGES = 65535  # of a grid along z: their loop takes what is left
+MOST_IMAGES = 65535  # of a grid along z; kernels loop over the rest
 REGISTERS = 64
 
 Windowed = PoolShape | FilterShape
 
 
 def windowed(shape: LayerShape) -> Windowed:
-    """`shape`, which a primitive for maxima over windows was asked for; TypeError if it is another kind of layer."""
+    """Return `shape` as a pooling or a max-filter; TypeError if it is another kind of layer."""
     if not isinstance(shape, Windowed):
         raise TypeError(f"maxima over windows are computed here, not {shape}")
     return shape
 
 
 def elements(itemsize: int, width: int) -> str:
-    """C++ template arguments of a vector of `width` neighbouring maps."""
+    """Return the C++ template arguments of a vector of `width` neighbouring maps."""
     if itemsize == 4:
         return f"float, {width}"
     return f"half2, {width // 2}" if width % 2 == 0 else "half, 1"
 
 
 def instances() -> list[Instance]:
-    """Kernels for all vectors, of the commonest window and of any."""
+    """Return kernels for all vectors, for the commonest window and for any."""
     vectors = [elements(4, width) for width in (1, 2, 4)] + [elements(2, width) for width in (1, 2, 4, 8)]
     slides = [f"slide<{e}, {window}>" for e in vectors for window in ("2, 2, 2", "0, 0, 0")]
     names = [*slides, "groups<float>", "groups<half>"]
@@ -60,7 +60,7 @@ def instances() -> list[Instance]:
 
 
 class _OnGpu:
-    """What primitives without weights share."""
+    """The common part of primitives without weights."""
 
     __slots__ = ()
 
@@ -73,12 +73,12 @@ class _OnGpu:
         return (Work("gpu_stream", 0.0, shape.in_bytes + shape.out_bytes),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> None:
-        """Nothing to prepare."""
+        """Return None: there are no weights."""
         del weights, variant, device
 
 
 class _Maxima(_OnGpu):
-    """What the three primitives share; they differ in where windows begin and where their maxima go."""
+    """The common part of the three primitives, which differ in where windows start and where their maxima go."""
 
     __slots__ = ()
 
@@ -93,12 +93,12 @@ class _Maxima(_OnGpu):
 
 @dataclass(frozen=True, slots=True)
 class PoolMax(_Maxima):
-    """Plain max-pooling: one image out per image in."""
+    """Plain max-pooling: one output image per input image."""
 
     name: str = "gpu.pool.max"
     kind: Kind = "pool"
     version: int = 1
-    summary: str = "plain max-pooling: strided output"
+    summary: str = "plain max-pooling with strided output"
     source: str = "definition"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -111,12 +111,12 @@ class PoolMax(_Maxima):
 
 @dataclass(frozen=True, slots=True)
 class PoolFragments(_Maxima):
-    """Max-pooling fragments: an image out for each offset of the window, so that output stays dense."""
+    """Max-pooling fragments: one output image per offset of the window, so that the output stays dense."""
 
     name: str = "gpu.pool.fragments"
     kind: Kind = "pool"
     version: int = 1
-    summary: str = "max-pooling of dense inference: the fragments of all offsets in one pass"
+    summary: str = "max-pooling for dense inference: the fragments of all offsets in one pass"
     source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -169,7 +169,7 @@ class _Step:
         x_peak: int = 0,
         out_peak: int = 0,
     ) -> None:
-        del scratch, x_peak, out_peak  # a pooling passes the peak of its input on
+        del scratch, x_peak, out_peak  # a pooling passes on the peak of its input
         shape, (mz, my, mx) = self._shape, self._positions
         old = x if before is None else before
         width = self._width(x, out, old)
@@ -190,7 +190,7 @@ class _Step:
         )
 
     def _width(self, *arrays: Any) -> int:
-        """Maps of the widest vector that all images of `arrays` begin on."""
+        """Return the maps of the widest vector to which all images of `arrays` are aligned."""
         begins = [number for a in arrays for number in (self._device.address(a), a.strides[0])]
         return next(w for w in self._kernels if all(n % (w * self._shape.itemsize) == 0 for n in begins))
 

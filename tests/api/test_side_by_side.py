@@ -69,8 +69,8 @@ def test_both_compute_and_the_output_is_the_same(place: Place, words: dict[str, 
     assert made.beside is not None
     assert 0 < made.dealt < len(made.cells)
     assert made.memory.peak <= made.limits.ram_bytes
-    assert [lane.name for lane in report.lanes] == (["GPU 0", "GPU 1", "CPU"] if "gpus" in words else ["GPU", "CPU"])
-    assert sum(lane.voxels for lane in report.lanes) == report.computed == report.voxels
+    assert [lane.name for lane in report.workers] == (["GPU 0", "GPU 1", "CPU"] if "gpus" in words else ["GPU", "CPU"])
+    assert sum(lane.voxels for lane in report.workers) == report.computed == report.voxels
     (line,) = (line for line in report.lines() if line.startswith("devices"))
     assert "CPU" in line
     (methods,) = (line for line in report.lines() if line.startswith("methods"))
@@ -97,7 +97,7 @@ def test_a_plan_is_run_as_it_is(place: Place) -> None:
     file.write_text(made.to_json())
     again = go(place, plan=file, mode="auto", threads=None, precision=None)
     assert again.plan.cells == made.cells
-    assert len(again.lanes) == 2
+    assert len(again.workers) == 2
     with pytest.raises(PlanFileError, match="leave out `mode`"):
         go(place, plan=file, mode="gpu", threads=None, precision=None)
     for change, words in (
@@ -149,7 +149,7 @@ def test_a_gpu_computes_what_the_processor_is_late_with(place: Place) -> None:
     assert begun == ["CPU"]
     (sentence,) = (sentence for sentence in report.warnings if "CPU was late" in sentence)
     assert "CPU was late at the end: a GPU computed " in sentence
-    assert [lane.voxels for lane in report.lanes if lane.name == "CPU"] == [0]
+    assert [lane.voxels for lane in report.workers if lane.name == "CPU"] == [0]
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 

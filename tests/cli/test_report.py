@@ -42,7 +42,8 @@ def test_methods_are_counted_in_layers(report: Report) -> None:
     first, *others = report.plan.choices
     both = replace(first, layers=(0, 1), primitive="cpu.conv.both")
     rest = [replace(choice, layers=(i, i), primitive="cpu.conv.one") for i, choice in enumerate(others[:2], start=2)]
-    run = replace(report, plan=replace(report.plan, choices=(both, *rest)), notes=("because", "so"))
+    stages = (replace(report.plan.stages[0], choices=(both, *rest)),)
+    run = replace(report, plan=replace(report.plan, stages=stages), notes=("because", "so"))
     assert (
         "methods    cpu.conv.both (2 layers), cpu.conv.one (2 layers); `znnpy primitives` explains them" in run.lines()
     )
@@ -376,8 +377,8 @@ def test_stderr_that_cannot_be_written_is_no_progress(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e308])
 def test_plans_edited_by_hand_break_no_report(report: Report, seconds: float) -> None:
-    choices = tuple(replace(choice, seconds=seconds) for choice in report.plan.choices)
-    edited = replace(report, plan=replace(report.plan, choices=choices, columns=10, preparing_seconds=0.0))
+    plan = report.plan.with_choices(lambda choice: replace(choice, seconds=seconds))
+    edited = replace(report, plan=replace(plan, columns=10, preparing_seconds=0.0))
     assert "(plan: 0)" in edited.lines()[1]
     predicted = json.loads(json.dumps(edited.as_json(), allow_nan=False))["predicted"]
     assert (predicted["seconds"], predicted["voxels_per_second"]) == (0, 0)

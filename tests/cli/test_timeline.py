@@ -218,9 +218,9 @@ def test_bars_are_where_their_spans_are(trace: Path) -> None:
     (axes,) = figure.axes
     drawn: dict[str, tuple[float, float]] = {}
     for bars in axes.collections:
-        kind = bars.get_label()
-        assert tuple(bars.get_facecolors()[0][:3]) == pytest.approx(colours[kind])
-        times = np.concatenate([path.vertices[:, 0] for path in bars.get_paths()])
+        kind = str(bars.get_label())
+        assert np.asarray(bars.get_facecolor())[0, :3] == pytest.approx(colours[kind])
+        times = np.concatenate([np.asarray(path.vertices)[:, 0] for path in bars.get_paths()])
         drawn[kind] = float(times.min()), float(times.max())
     assert drawn.keys() == colours.keys()
     for kind, ends in {

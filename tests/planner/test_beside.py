@@ -30,7 +30,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.plan_checks import check_beside
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.several import plan_on_devices
-from znnpy.run.work_queue import BalancedQueue
+from znnpy.run.balanced_queue import BalancedQueue
 from znnpy.run.workers import _shares
 from znnpy.shapes import Vec3
 
@@ -240,7 +240,8 @@ def test_the_queue_knows_what_each_takes() -> None:
     sessions: Any = {"GPU": SimpleNamespace(plan=both), "CPU": SimpleNamespace(plan=both.beside)}
     queue = _shares(both, sessions, MIXED, frozenset())
     assert isinstance(queue, BalancedQueue)
-    gpu, cpu = queue._hands["GPU"], queue._hands["CPU"]
+    gpu, cpu = queue._profiles["GPU"], queue._profiles["CPU"]
+    gpu, cpu = queue._profiles["GPU"], queue._profiles["CPU"]
     assert (gpu.begins, gpu.seconds) == of_a_gpu(both)
     assert gpu.begins > 0
     assert (cpu.begins, cpu.seconds) == (both.beside.seconds_to_begin, both.beside.seconds_per_step)
@@ -342,8 +343,8 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
     own = both.beside
     assert own is not None
     times = prod(cell) / prod(own.patch_out)
-    choices = tuple(replace(choice, seconds=times * choice.seconds) for choice in own.choices)
-    both = replace(both, beside=replace(own, patch_out=cell, choices=choices))
+    slower = own.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
+    both = replace(both, beside=replace(slower, patch_out=cell))
     begins, each = of_a_gpu(both)
     ends = []
     for pace in (*PACES, 2.0):
@@ -359,7 +360,7 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
 def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
     alone = on(1.0, MIXED, OUTPUT, LITTLE, columns=True)
-    part = replace(alone, choices=tuple(replace(choice, seconds=times * choice.seconds) for choice in alone.choices))
+    part = alone.with_choices(lambda choice: replace(choice, seconds=times * choice.seconds))
     monkeypatch.setattr("znnpy.planner.beside._of_parts", lambda *asked, **words: [part])
     both = plan_beside(alone, asked(MIXED, OUTPUT, LITTLE, columns=True), costs(0.5, LITTLE))
     assert both.choices == (part if times < 1 else alone).choices

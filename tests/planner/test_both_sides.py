@@ -32,8 +32,10 @@ def test_as_steps_take_it(seed: int) -> None:
             front.append(sum(runs[:theta]))
             back.append(handed + sum(runs[theta:]))
     ran = [(columns * before + sum(outputs), seconds) for before, seconds in zip(ahead, spent, strict=True)]
-    beside = two_stage_seconds(ran[:theta], ran[theta:], handover, columns, overlaps=True)
+    beside = two_stage_seconds(ran[:theta], ran[theta:], handover, columns, overlap=True)
     assert beside == pytest.approx(taken(front, back))
-    in_turn = two_stage_seconds(ran[:theta], ran[theta:], handover, columns, overlaps=False)
+    in_turn = two_stage_seconds(ran[:theta], ran[theta:], handover, columns, overlap=False)
+    beside = two_stage_seconds(ran[:theta], ran[theta:], handover, columns, overlap=True)
+    in_turn = two_stage_seconds(ran[:theta], ran[theta:], handover, columns, overlap=False)
     assert in_turn == pytest.approx(sum(front) + sum(back))
     assert max(sum(front), sum(back)) <= beside <= in_turn

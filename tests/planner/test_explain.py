@@ -115,7 +115,7 @@ def test_depth_first_is_told(plan: Plan) -> None:
     parts = (1, 1, 4)
     last = plan.choices[2]
     split = replace(last, shape=replace(last.shape, batch=2), runs=4 * last.runs)
-    deep = replace(plan, choices=(*plan.choices[:2], split))
+    deep = replace(plan, stages=(replace(plan.stages[0], choices=(*plan.choices[:2], split)),))
     assert deep.parts == parts
     (header,) = [line for line in printed(deep).splitlines() if "layer and input" in line]
     assert header.split() == ["layer", "and", "input", "primitive", "parts", "time", "share", "working", "kept"]
@@ -169,7 +169,7 @@ def test_two_layers_in_one_are_told() -> None:
 
 
 def test_measured_times_are_called_measured(plan: Plan) -> None:
-    measured = replace(plan, choices=tuple(replace(c, measured=True) for c in plan.choices))
+    measured = plan.with_choices(lambda c: replace(c, measured=True))
     said = words(measured)
     assert "every layer was measured on the machine the plan was made on, at this size or at others" in said
     assert "assumed" not in said

@@ -13,7 +13,7 @@ import pytest
 
 from tests.planner.test_brute_force import FEWER, some
 from tests.support.brute_force import AROUND, BASELINE, CONTEXT, SMALL, everything, planned, planned_on_gpu
-from tests.support.fake_plans import MIXED, edited
+from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, edited
 from tests.support.fake_primitives import (
     BOTH,
     CARRYING,
@@ -91,23 +91,12 @@ def test_what_is_promised_where(plan: Plan) -> None:
     assert memory.reading == reading_bytes(1, plan.patch_in, 1, steps=steps, device="gpu")
     assert memory.writing == writing_bytes(2, plan.patch_out, 4, steps=steps, device="gpu")
     assert memory.peak == BASELINE + memory.reading + memory.writing
-    assert (
-        memory.vram
-        == CONTEXT
-        + memory.staging
-        + memory.last.arena
-        + memory.last.residents
-        + memory.last.carries
-        + memory.last.allowance
-    )
+    assert memory.vram == CONTEXT + memory.staging + memory.last.total
     assert memory.held == memory.vram
     assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
-    on_host = replace(memory, device="cpu")
+    on_host = replace(memory, stages=(replace(memory.last, device="cpu"),))
     assert (on_host.vram, on_host.held) == (0, on_host.peak)
-    assert (
-        on_host.peak
-        == memory.peak + memory.last.arena + memory.last.residents + memory.last.carries + memory.last.allowance
-    )
+    assert on_host.peak == memory.peak + memory.last.total
 
 
 def test_weights_that_are_streamed_count_in_the_process() -> None:
@@ -165,7 +154,7 @@ def test_activations_in_float16_take_half(plan: Plan) -> None:
     sizes = {}
     for precision in PRECISIONS:
         made = planned_on_gpu(MIXED, (20, 11, 8), PLENTY, PLENTY, precision=precision, **same)
-        sizes[precision] = {t.name: t.nbytes for t in made.tensors}
+        sizes[precision] = {t.name: t.nbytes for t in made.stages[0].tensors}
     assert sizes["fp32"] == sizes["tf32"] == {name: 2 * nbytes for name, nbytes in sizes["fp16"].items()}
 
 
@@ -193,19 +182,20 @@ def test_a_gpu_that_is_not_here_or_too_small(plan: Plan) -> None:
 
 def test_hand_edited_devices(plan: Plan) -> None:
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
-        (("choices", 0, "device"), "cpu", r"layer 0 of the plan runs gpu.conv.\w+ on the CPU, and all .* the GPU"),
-        (("choices", 0, "primitive"), "cpu.conv.fast", "layer 0 of the plan runs cpu.conv.fast on the GPU, and all"),
-        (("choices", 0, "device"), "tpu", "damaged: choices.0.device"),
-        (("choices", 3, "shape", "precision"), "tf32", "entry 3 of the plan is layer 3"),
-        (("choices", 3, "shape", "precision"), "bf16", "damaged: choices.3.shape"),
-        (("memory", "device"), "tpu", "damaged: memory.device"),
-        (("memory", "device"), "cpu", "on the GPU, and all layers of the plan run on the CPU"),
-        (("memory", "staging"), ..., "damaged: memory.staging: .*required"),
+        ((*CHOICES_AT, 0, "device"), "cpu", r"layer 0 of the plan runs gpu.conv.\w+ on the CPU, and all .* the GPU"),
+        ((*CHOICES_AT, 0, "primitive"), "cpu.conv.fast", "layer 0 of the plan runs cpu.conv.fast on the GPU, and all"),
+        ((*CHOICES_AT, 0, "device"), "tpu", "damaged: stages.0.choices.0.device"),
+        ((*CHOICES_AT, 3, "shape", "precision"), "tf32", "entry 3 of the plan is layer 3"),
+        ((*CHOICES_AT, 3, "shape", "precision"), "bf16", "damaged: stages.0.choices.3.shape"),
+        (("memory", "stages", 0, "device"), "tpu", "damaged: memory.stages.0.device"),
+        (("memory", "stages", 0, "device"), "cpu", "memory is promised for stages on"),
+        (("stages", 0, "device"), "cpu", "memory is promised for stages on"),
+        (("memory", "reading"), ..., "damaged: memory.reading: .*required"),
         (("memory", "context"), -1, "damaged: memory.context"),
         (("limits", "vram_bytes"), None, "damaged: .*no limit for the memory there"),
         (("limits", "vram_bytes"), 0, "damaged: limits: .*0 bytes of a GPU are no limit"),
         (("rigor",), "guess", "damaged: rigor"),
-        (("tensors", 0, "offset"), 64, "not aligned to 256"),
+        ((*TENSORS_AT, 0, "offset"), 64, "not aligned to 256"),
     ]  # fmt: skip
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.brute_force import BASELINE, CONTEXT, THREADS
 from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted
-from tests.support.fake_plans import MIXED, WIDE, edited
+from tests.support.fake_plans import MIXED, TENSORS_AT, WIDE, edited
 from tests.support.fake_primitives import POOL, SLOW, WITH_GPU, on_gpu
 from tests.support.flat_requests import make_plan
 from znnpy.errors import NoPlanError, PlanFileError
@@ -41,26 +41,16 @@ def test_what_is_promised_where(plan: Plan) -> None:
         tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.stages[0].tensors
     )
     around = memory.baseline + memory.reading + memory.writing + memory.pinned
-    hosted_bytes = (
-        memory.stages[0].arena + memory.stages[0].carries + memory.stages[0].residents + memory.stages[0].allowance
-    )
+    hosted_bytes = memory.stages[0].total
     assert memory.peak == around + hosted_bytes + memory.handover
-    assert (
-        memory.vram
-        == CONTEXT
-        + memory.staging
-        + memory.last.arena
-        + memory.last.residents
-        + memory.last.carries
-        + memory.last.allowance
-    )
+    assert memory.vram == CONTEXT + memory.staging + memory.last.total
     assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
 
 
 def test_seconds_of_both_sides(plan: Plan) -> None:
     front, back = plan.stage_seconds
     assert plan.seconds_per_step == max(front, back)
-    in_turn = replace(plan, overlaps=False)
+    in_turn = replace(plan, overlap=False)
     assert in_turn.seconds_per_step == pytest.approx(front + back)
     assert plan.seconds < in_turn.seconds
     parts = plan.parts[plan.offloaded]
@@ -76,14 +66,13 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
         plan.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=table)
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
-        (("hosted",), len(plan.choices), "damaged: .*choices are hosted"),
-        (("hosted",), 0, "damaged: .*0 of"),
-        (("hosted",), plan.offloaded - 1, "on the CPU, and all layers of the plan run on the GPU"),
-        (("overlaps",), False, "for what is handed over"),
-        (("memory", "host_arena"), 0, "arena in the memory of the host"),
-        (("memory", "host_residents"), 1, "of weights of hosted layers"),
-        (("host_tensors", 0, "offset"), 64, "not aligned to 256"),
-        (("handover_seconds",), -1.0, "damaged: handover_seconds"),
+        (("stages",), [], "damaged: stages: .*at least 1 item"),
+        (("stages", 1), ..., "damaged: .*memory is promised for stages on"),
+        (("overlap",), False, "for what is handed over"),
+        (("memory", "stages", 0, "arena"), 0, "arena of the stage in the memory of the host"),
+        (("memory", "stages", 0, "residents"), 1, "of weights of the stage in the memory of the host"),
+        ((*TENSORS_AT, 0, "offset"), 64, "not aligned to 256"),
+        (("stages", 1, "wait_seconds"), -1.0, "damaged: stages.1.wait_seconds"),
     ]
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
@@ -152,6 +141,9 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     assert said.pop("feeders") == limits.threads - plan.compute_threads
     assert Plan.from_json(json.dumps(said)).compute_threads == limits.threads, "as plans were before"
     wrong = said | {"feeders": limits.threads}
+    assert said.pop("feed_threads") == limits.threads - plan.compute_threads
+    assert Plan.from_json(json.dumps(said)).compute_threads == limits.threads
+    wrong = said | {"feed_threads": limits.threads}
     with pytest.raises(PlanFileError, match="threads"):
         Plan.from_json(json.dumps(wrong))
 
@@ -168,19 +160,22 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
     assert re.search(rf"{re.escape(plan.choices[-1].primitive)} +GPU ", told), told
     last = plan.choices[plan.offloaded - 1].layers[1]
     beside = (
-        rf"layers 0 to {last} run with {plan.compute_threads} threads for the next patch or step while the GPU runs the others: "
+        rf"layers 0 to {last} run with {plan.compute_threads} threads for the next patch or step while the GPU runs "
+        r"the others: "
         r".* waits \d+% of the time"
     )
     in_turn = rf"layers 0 to {last} run with tensors in RAM before the GPU runs the others: .* and .*"
     layers = (beside if plan.overlap else in_turn).replace("layers 0 to 0 run", "layer 0 runs")
     assert re.search(layers, told.replace("\n", " ")), told
-    for row in ("hosted layers: arena", "handed over", "GPU: arena"):
+    for row in ("offloaded layers: arena", "handed over", "GPU: arena"):
         assert row in told
 
 
 def test_the_side_that_waits_is_told() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
-    assert "the CPU waits 100% of the time" in " ".join(replace(plan, handover_seconds=9.0).explain().split())
+    assert "the CPU waits 100% of the time" in " ".join(
+        replace(plan, stages=(plan.stages[0], replace(plan.stages[1], wait_seconds=9.0))).explain().split()
+    )
 
 
 def test_images_go_up_while_others_are_computed() -> None:

@@ -24,8 +24,7 @@ from znnpy.planner.cost import Rates
 from znnpy.planner.layout import ALIGNMENT, carried_planes, loops, place
 from znnpy.planner.memory import reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
-from znnpy.planner.sides import device_side, host_side
-from znnpy.planner.stages import two_stage_seconds
+from znnpy.planner.stages import host_stage, last_stage, two_stage_seconds
 from znnpy.shapes import LayerShape, Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -61,7 +60,7 @@ class Cut:
 
 def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, around: int, *, on_gpu: bool) -> Half:
     steps = [(run.shape, run.footprint) for run in runs]
-    side = device_side(steps, 0, new) if on_gpu else host_side(steps, new)
+    side = last_stage(steps, 0, new, "gpu") if on_gpu else host_stage(steps, new)
     lent = [run.footprint for run in runs if not on_gpu and run.primitive is IN_HOST]
     around += sum(footprint.host for footprint in lent)
     ran = []
@@ -71,7 +70,8 @@ def half(runs: Sequence[Run], new: int, times: Sequence[int], rates: Rates, arou
         each = own.seconds(run.primitive, run.shape, run.variant) + moved / rates.carrying
         each += link(run.shape) if run.primitive is IN_HOST else 0.0
         ran.append((run.steps, parts * each))
-    peak = around + place(side.tensors)[1] + times[0] * side.carries + side.residents + side.allowance
+    peak = around + place(side.tensors)[1] + times[0] * side.memory.carries
+    peak += side.memory.residents + side.memory.allowance
     return Half(peak, tuple(ran), sum(footprint.resident for footprint in lent))
 
 
@@ -137,7 +137,7 @@ def least(found: Sequence[Cut], ram_bytes: int, vram_bytes: int, *, overlaps: bo
                 front, back = (min(halves, key=lambda half: half.seconds) for halves in (fronts, backs))
                 rest = max(0.0, each.upload - sum(seconds for _, seconds in back.ran) / each.parts)
                 handed = each.upload + (each.parts - 1) * rest
-                spent = two_stage_seconds(front.ran, back.ran, handed, each.columns, overlaps=overlaps)
+                spent = two_stage_seconds(front.ran, back.ran, handed, each.columns, overlap=overlaps)
                 best = min(best, spent + each.edges)
     return best
 
@@ -179,7 +179,7 @@ def test_equals_brute_force_at_every_limit(network: Network, mode: str) -> None:
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
 def test_one_that_is_faster_is_found_or_there_is_none(network: Network, mode: str) -> None:
     best = hosted(network, SMALL, PLENTY, PLENTY, mode=mode)
-    slower = replace(best, choices=tuple(replace(choice, seconds=1.001 * choice.seconds) for choice in best.choices))
+    slower = best.with_choices(lambda choice: replace(choice, seconds=1.001 * choice.seconds))
     assert slower.seconds > best.seconds
     found = hosted(network, SMALL, PLENTY, PLENTY, mode=mode, than=slower)
     assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
@@ -251,5 +251,5 @@ def test_one_that_is_faster_is_found_next_to_some_that_are_not(larger: Larger, b
     """Than a plan of small patches, which say nothing of where to look."""
     best, small = larger.best(), larger.best(patch=(4, 4, 4))
     scale = by * best.seconds / small.seconds
-    slower = replace(small, choices=tuple(replace(choice, seconds=scale * choice.seconds) for choice in small.choices))
+    slower = small.with_choices(lambda choice: replace(choice, seconds=scale * choice.seconds))
     assert larger.best(than=slower).seconds <= best.seconds * (1 + 1e-9)

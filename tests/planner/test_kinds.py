@@ -24,7 +24,7 @@ def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:
     """One of its layers takes `factor` times as long, and is otherwise as `changes` say."""
     choices = list(plan.choices)
     choices[index] = replace(choices[index], seconds=factor * choices[index].seconds, **changes)
-    return replace(plan, choices=tuple(choices))
+    return replace(plan, stages=(replace(plan.stages[0], choices=tuple(choices)),))
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,11 @@ def test_why_a_plan_is_slower() -> None:
     again = times_longer(keeping, last, 1e6, resident_bytes=0)
     assert why_lost(MIXED, keeping, again).endswith(", as it needs its kernels again in each of 1 runs")
     deep = in_parts()
-    together = replace(
-        deep,
-        choices=tuple(
-            replace(choice, runs=choice.runs // parts, shape=replace(choice.shape, batch=parts * choice.shape.batch))
-            for choice, parts in zip(deep.choices, deep.parts, strict=True)
-        ),
+    choices = tuple(
+        replace(choice, runs=choice.runs // parts, shape=replace(choice.shape, batch=parts * choice.shape.batch))
+        for choice, parts in zip(deep.choices, deep.parts, strict=True)
     )
+    together = replace(deep, stages=(replace(deep.stages[0], choices=choices),))
     slow = times_longer(deep, 2, 1e6)
     assert why_lost(WIDE, together, slow).endswith(" more, in 4 parts")
 

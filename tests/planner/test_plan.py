@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.brute_force import AROUND, planned, steps_of
-from tests.support.fake_plans import MIXED, WIDE, edited, in_parts, patches, walking
+from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
 from tests.support.fake_primitives import FAKES, MACHINE
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
@@ -22,8 +22,8 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.documents import MOST_BYTES
 from znnpy.planner.layout import Tensor
-from znnpy.planner.memory import reading_bytes, writing_bytes
-from znnpy.planner.plan import FORMAT, Choice, Kind, Memory, Plan, RunnerUp
+from znnpy.planner.memory import StageMemory, reading_bytes, writing_bytes
+from znnpy.planner.plan import FORMAT, Choice, Kind, Memory, Plan, RunnerUp, Stage
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape, Vec3, add, multiply, subtract
 
 COUNT = st.integers(1, 9)
@@ -81,9 +81,15 @@ PLANS = st.builds(
     patch_in=SIZE,
     axis=AXES,
     column=COLUMNS,
-    choices=st.lists(CHOICES, min_size=1, max_size=4).map(tuple),
-    tensors=st.lists(st.builds(Tensor, TEXT, BYTES, COUNT, COUNT, BYTES), max_size=4).map(tuple),
-    memory=st.builds(Memory, st.sampled_from(["cpu", "gpu"]), *[BYTES] * 9),
+    stages=st.tuples(
+        st.builds(
+            Stage,
+            st.just("gpu"),
+            st.lists(CHOICES, min_size=1, max_size=4).map(tuple),
+            st.lists(st.builds(Tensor, TEXT, BYTES, COUNT, COUNT, BYTES), max_size=4).map(tuple),
+        )
+    ),
+    memory=st.builds(Memory, st.tuples(st.builds(StageMemory, st.just("gpu"), *[BYTES] * 5)), *[BYTES] * 6),
     itemsize_in=COUNT,
     itemsize_out=COUNT,
     columns=COUNT,
@@ -136,9 +142,17 @@ def test_a_real_plan_survives_and_runs(
 
 
 DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
-    "negative bytes": (("tensors", 0, "nbytes"), -4, "tensors.0.nbytes: .*greater than or equal to 0"),
-    "negative offset": (("tensors", 1, "offset"), -64, "tensors.1.offset: .*greater than or equal to 0"),
-    "negative arena": (("memory", "arena"), -1, "memory.last.arena"),
+    "negative bytes": (
+        (*TENSORS_AT, 0, "nbytes"),
+        -4,
+        "stages.0.tensors.0.nbytes: .*greater than or equal to 0",
+    ),
+    "negative offset": (
+        (*TENSORS_AT, 1, "offset"),
+        -64,
+        "stages.0.tensors.1.offset: .*greater than or equal to 0",
+    ),
+    "negative arena": (("memory", "stages", 0, "arena"), -1, "memory.stages.0.arena"),
     "empty patch": (("patch_out", 1), 0, "patch_out.1: .*greater than or equal to 1"),
     "2D patch": (("patch_out",), [4, 4], "patch_out.2"),
     "size in words": (("columns",), "three", "columns: .*valid integer"),
@@ -149,30 +163,61 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "fourth axis": (("axis",), 3, "axis: .*less than or equal to 2"),
     "axis in words": (("axis",), "z", "axis: .*valid integer"),
     "no axis": (("axis",), ..., "axis: .*required"),
-    "no runs": (("choices", 0, "runs"), 0, "choices.0.runs: .*greater than or equal to 1"),
-    "missing carries": (("memory", "carries"), ..., "memory.last.carries: .*required"),
-    "negative carries": (("memory", "carries"), -1, "memory.last.carries: .*greater than or equal to 0"),
+    "no runs": ((*CHOICES_AT, 0, "runs"), 0, "stages.0.choices.0.runs: .*greater than or equal to 1"),
+    "missing device": (("memory", "stages", 0, "device"), ..., "memory.stages.0.device: .*required"),
+    "negative carries": (
+        ("memory", "stages", 0, "carries"),
+        -1,
+        "memory.stages.0.carries: .*greater than or equal to 0",
+    ),
     "no waste": (("runners_up", 0, "waste"), 0.0, "runners_up.0.waste: .*greater than 0"),
     "empty part": (("runners_up", 0, "parts", 0), 0, "runners_up.0.parts.0: .*greater than or equal to 1"),
     "something else than columns": (("other",), "columns", "other: "),
-    "no seconds": (("choices", 0, "seconds"), None, "choices.0.seconds"),
-    "zero seconds": (("choices", 0, "seconds"), 0.0, "choices.0.seconds"),
-    "seconds without end": (("choices", 0, "seconds"), 1e308, "choices.0.seconds"),
-    "missing field": (("memory", "residents"), ..., "memory.last.residents: .*required"),
+    "no seconds": ((*CHOICES_AT, 0, "seconds"), None, "stages.0.choices.0.seconds"),
+    "zero seconds": ((*CHOICES_AT, 0, "seconds"), 0.0, "stages.0.choices.0.seconds"),
+    "seconds without end": ((*CHOICES_AT, 0, "seconds"), 1e308, "stages.0.choices.0.seconds"),
+    "missing field": (("memory", "reading"), ..., "memory.reading: .*required"),
+    "more stages than memory": (
+        ("memory", "stages"),
+        [{"device": "cpu"}] * 2,
+        "memory is promised for stages on",
+    ),
+    "a stage on another device": (("stages", 0, "device"), "gpu", "memory is promised for stages on"),
+    "no stages": (("stages",), [], "stages: .*at least 1 item"),
     "missing runners-up": (("runners_up",), ..., "runners_up: .*required"),
     "unknown field": (("split",), 3, "split: .*nexpected"),
     "unknown field within": (("limits", "vram"), 3, "limits.vram: .*nexpected"),
-    "unknown kind of layer": (("choices", 0, "shape", "kind"), "deconv", "choices.0.shape: .*deconv"),
-    "no kind": (("choices", 0, "shape", "kind"), ..., "choices.0.shape: .*kind"),
-    "kernel larger than its input": (("choices", 0, "shape", "k"), [99, 1, 1], "smaller than the kernel along z"),
-    "no layers": (("choices",), [], "choices: .*at least 1 item"),
+    "unknown kind of layer": (
+        (*CHOICES_AT, 0, "shape", "kind"),
+        "deconv",
+        "stages.0.choices.0.shape: .*deconv",
+    ),
+    "no kind": ((*CHOICES_AT, 0, "shape", "kind"), ..., "stages.0.choices.0.shape: .*kind"),
+    "kernel larger than its input": (
+        (*CHOICES_AT, 0, "shape", "k"),
+        [99, 1, 1],
+        "smaller than the kernel along z",
+    ),
+    "no layers": (
+        (
+            "stages",
+            0,
+            "choices",
+        ),
+        [],
+        "stages.0.choices: .*at least 1 item",
+    ),
     "no limits": (("limits",), None, "limits"),
     "no threads": (("limits", "threads"), 0, "limits: .*0 threads are no limits"),
     "threads that no machine has": (("limits", "threads"), 10**6, "limits: .*1000000 threads are no limits"),
     "more bytes than a float holds": (("limits", "ram_bytes"), 10**400, "a number is 10000.* beyond 1,152,921"),
-    "more images than a float holds": (("choices", 0, "shape", "batch"), 10**400, "a number is 10000"),
-    "less than a float holds": (("choices", 0, "version"), -(10**400), "a number is -10000"),
-    "a variant beyond all bounds": (("choices", 0, "variant"), {"parameters": [["a", 10**30]]}, "a number is 10000"),
+    "more images than a float holds": ((*CHOICES_AT, 0, "shape", "batch"), 10**400, "a number is 10000"),
+    "less than a float holds": ((*CHOICES_AT, 0, "version"), -(10**400), "a number is -10000"),
+    "a variant beyond all bounds": (
+        (*CHOICES_AT, 0, "variant"),
+        {"parameters": [["a", 10**30]]},
+        "a number is 10000",
+    ),
     "a name of control characters": (
         ("network_name",),
         "\x1b]0;title\x07",
@@ -181,7 +226,15 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a key of control characters": (("\x1b[2J",), 1, r"a text steers the terminal: \\x1b\[2J"),
     "a name without end": (("network_name",), "n" * 3000, "a text has 3,000 characters, and none has more than 2,000"),
     "a long key": (("n" * 1000,), 1, "n{20,30} ... n{20,30}: Unexpected"),
-    "a list without end": (("tensors",), [1] * 10**6, "it holds more than 200,000 values"),
+    "a list without end": (
+        (
+            "stages",
+            0,
+            "tensors",
+        ),
+        [1] * 10**6,
+        "it holds more than 200,000 values",
+    ),
     "lists within each other": (("kinds",), [[[[[[[[[0]]]]]]]]], "kinds"),
 }
 
@@ -225,10 +278,10 @@ def test_cut_off(plan: Plan, share: float) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "this is no plan file, and this version reads format 8"),
+        ("[]", "this is no plan file, and this version reads format 9"),
         ("{}", "this is no plan file"),
-        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 8"),
-        ('{"format": 9}', "this is a plan file of format 9, and this version reads format 8"),
+        ('{"format": 2}', "this is a plan file of format 2, and this version reads format 9"),
+        ('{"format": 10}', "this is a plan file of format 10, and this version reads format 9"),
         ("[" * 100_000, "nested too deeply"),
         (f'{{"format": 6, "column": 1{"0" * 5000}}}', "a number has thousands of digits"),
     ],
@@ -257,7 +310,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_prediction(plan: Plan, split: Plan) -> None:
-    twice = replace(plan, choices=tuple(replace(c, runs=2 * c.runs) for c in plan.choices))
+    twice = plan.with_choices(lambda c: replace(c, runs=2 * c.runs))
     assert twice.seconds == 2 * plan.seconds
     assert twice.voxels_per_second == plan.voxels_per_second / 2
     assert twice.waste == 2 * plan.waste
@@ -300,7 +353,8 @@ def test_the_same_columns_for_another_output(
         for choice, before, parts in zip(here.choices, made.choices, made.parts, strict=True):
             ahead = of.margins[choice.layers[1] + 1][made.axis]
             assert choice == replace(before, runs=parts * steps_of(columns, ahead))
-        assert here == replace(made, output=output, memory=memory, choices=here.choices, columns=here.columns)
+        stages = (replace(made.stages[0], choices=here.choices),)
+        assert here == replace(made, output=output, memory=memory, stages=stages, columns=here.columns)
         here.check_runs(of, MACHINE, table=FAKES)
         assert here.covering(made.output, of, made.memory) == made
 
@@ -329,7 +383,7 @@ def test_buffers_of_a_column_that_reads_twice_and_writes_once() -> None:
 
 def test_runs_that_were_edited_are_counted_again(column: Plan, network: Network) -> None:
     """They are predictions: `check_runs` leaves them, and whoever covers an output counts anew."""
-    wrong = replace(column, columns=99, choices=tuple(replace(c, runs=7 * c.runs) for c in column.choices))
+    wrong = replace(column.with_choices(lambda c: replace(c, runs=7 * c.runs)), columns=99)
     wrong.check_runs(network, MACHINE, table=FAKES)
     assert wrong.covering(column.output, network, column.memory) == column
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_plans import MIXED, WIDE, edited, in_parts, patches, walking
+from tests.support.fake_plans import CHOICES_AT, MEMORY_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
 from tests.support.fake_primitives import FAKES, FAST, MACHINE, RATES, limits
 from tests.support.flat_requests import make_plan
 from znnpy.errors import PlanFileError
@@ -73,30 +73,30 @@ def test_memory_that_is_not_here(plan: Plan, network: Network) -> None:
 
 
 EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
-    "offset outside": (("tensors", 0, "offset"), 2**40, "lays x0 at bytes 1,099,511,627,776 to .* outside the arena"),
-    "offset not aligned": (("tensors", 0, "offset"), 32, "not aligned to 256"),
-    "smaller tensor": (("tensors", 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
-    "shorter life": (("tensors", 3, "last"), 0, "bytes in ticks 0 to 0, and it needs"),
-    "no such tensor": (("tensors", 0, "name"), "x99", r"lacks, repeats or invents tensors \(x0, x99\)"),
-    "a tensor less": (("tensors", 0), ..., r"lacks, repeats or invents tensors \(x0\)"),
-    "a tensor twice": (("tensors", 0, "name"), "x1", "lacks, repeats or invents tensors"),
-    "smaller arena": (("memory", "arena"), 64, "outside the arena of 64"),
-    "larger arena": (("memory", "arena"), 2**25, r"tensors end at byte [\d,]+ and the arena at 33,554,432"),
-    "fewer weights": (("memory", "residents"), 3, "promises 3 bytes of weights"),
+    "offset outside": ((*TENSORS_AT, 0, "offset"), 2**40, "lays x0 at bytes 1,099,511,627,776 to .* outside the arena"),
+    "offset not aligned": ((*TENSORS_AT, 0, "offset"), 32, "not aligned to 256"),
+    "smaller tensor": ((*TENSORS_AT, 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
+    "shorter life": ((*TENSORS_AT, 3, "last"), 0, "bytes in ticks 0 to 0, and it needs"),
+    "no such tensor": ((*TENSORS_AT, 0, "name"), "x99", r"lacks, repeats or invents tensors \(x0, x99\)"),
+    "a tensor less": ((*TENSORS_AT, 0), ..., r"lacks, repeats or invents tensors \(x0\)"),
+    "a tensor twice": ((*TENSORS_AT, 0, "name"), "x1", "lacks, repeats or invents tensors"),
+    "smaller arena": ((*MEMORY_AT, "arena"), 64, "outside the arena of 64"),
+    "larger arena": ((*MEMORY_AT, "arena"), 2**25, r"tensors end at byte [\d,]+ and the arena at 33,554,432"),
+    "fewer weights": ((*MEMORY_AT, "residents"), 3, "promises 3 bytes of weights"),
     "another patch": (("patch_out", 0), 2, "entry 0 of the plan is layer 0|reads patches"),
     "patch off the period": (("patch_out", 0), 3, "multiple of the pooling period"),
     "another input": (("patch_in", 2), 77, "reads patches of .*x77"),
-    "another shape": (("choices", 0, "shape", "fout"), 7, "entry 0 of the plan is layer 0"),
-    "another order": (("choices", 1, "layers"), [2, 2], "entry 1 of the plan is layer 2"),
-    "a layer less": (("choices", 4), ..., "chooses for 4 layers, and the network has 5"),
-    "another kind": (("choices", 0, "primitive"), "cpu.pool.fragments", "layer 0 of the plan is a conv and runs"),
-    "another variant": (("choices", 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),
-    "more images than there are": (("choices", 0, "shape", "batch"), 2, "layer 0 .* gets 1 images, .*no multiple of 2"),
-    "images that do not divide": (("choices", 2, "shape", "batch"), 3, "layer 2 .* gets 4 images, .*no multiple of 3"),
-    "fewer images for one layer": (("choices", 2, "shape", "batch"), 2, "layer 3 .* gets 2 images, .*no multiple of 4"),
-    "fewer images for the last": (("choices", 4, "shape", "batch"), 2, "gives x4 [0-9,]+ bytes in ticks"),
-    "carried planes": (("memory", "carries"), 64, "promises 64 bytes for carried planes, and its steps need 0"),
-    "less for libraries": (("memory", "allowance"), 3, "promises 3 bytes for the libraries"),
+    "another shape": ((*CHOICES_AT, 0, "shape", "fout"), 7, "entry 0 of the plan is layer 0"),
+    "another order": ((*CHOICES_AT, 1, "layers"), [2, 2], "entry 1 .* is layer 2"),
+    "a layer less": ((*CHOICES_AT, 4), ..., "chooses for 4 layers, and the network has 5"),
+    "another kind": ((*CHOICES_AT, 0, "primitive"), "cpu.pool.fragments", "layer 0.* is a conv and runs"),
+    "another variant": ((*CHOICES_AT, 0, "variant", "parameters"), [["scale", 3]], "has no variant scale=3"),
+    "more images than there are": ((*CHOICES_AT, 0, "shape", "batch"), 2, "gets 1 images, .*no multiple of 2"),
+    "images that do not divide": ((*CHOICES_AT, 2, "shape", "batch"), 3, "gets 4 images, .*no multiple of 3"),
+    "fewer images for one layer": ((*CHOICES_AT, 2, "shape", "batch"), 2, "gets 2 images, .*no multiple of 4"),
+    "fewer images for the last": ((*CHOICES_AT, 4, "shape", "batch"), 2, "gives x4 [0-9,]+ bytes in ticks"),
+    "carried planes": ((*MEMORY_AT, "carries"), 64, "promises 64 bytes for carried planes, .* need 0"),
+    "less for libraries": ((*MEMORY_AT, "allowance"), 3, "promises 3 bytes for the libraries"),
     "columns of a patch": (("column",), 20, "entry 0 of the plan is layer 0|reads patches"),
     "columns of half a step": (("column",), 7, "columns of 7 planes are no whole number of steps|reads patches"),
 }  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_hand_edited_plan_corrupts_nothing(plan: Plan, network: Network, what:
 
 
 WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
-    "no carried planes": (("memory", "carries"), 0, r"promises 0 bytes for carried planes, and its steps need [\d,]+;"),
+    "no carried planes": ((*MEMORY_AT, "carries"), 0, r"promises 0 bytes for carried planes, and its steps need"),
     "a patch": (("column",), 0, "reads patches of .*, and 10x1x8 voxels out need 13x4x12"),
     "another axis": (("axis",), 0, "columns of 31 planes are no whole number of steps of 10;"),
     "reads all that a step depends on": (("patch_in",), [13, 4, 12], "reads patches of 13x4x12, and 10x1x8 .* 13x1x12"),
@@ -117,10 +117,10 @@ WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a thicker step": (("patch_out", 1), 2, "columns of 31 planes are no whole number of steps of 2;"),
     "a step that fits": (("patch_out", 1), 31, "reads patches of 13x1x12, and 10x31x8 voxels out need 13x31x12"),
     "patch off the period": (("patch_out", 0), 9, "multiple of the pooling period 1x2x2, not 1x9x8"),
-    "fewer planes": (("choices", 0, "shape", "n", 0), 3, "entry 0 of the plan is layer 0"),
-    "axes not turned": (("choices", 0, "shape", "k"), [3, 2, 2], "damaged|entry 0 of the plan is layer 0"),
-    "images that do not divide": (("choices", 3, "shape", "batch"), 3, "layer 3 .* gets 4 images, .* no multiple of 3"),
-    "smaller input": (("tensors", 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
+    "fewer planes": ((*CHOICES_AT, 0, "shape", "n", 0), 3, "entry 0 of the plan is layer 0"),
+    "axes not turned": ((*CHOICES_AT, 0, "shape", "k"), [3, 2, 2], "damaged|entry 0 of the plan is layer 0"),
+    "images that do not divide": ((*CHOICES_AT, 3, "shape", "batch"), 3, "gets 4 images, .* no multiple of 3"),
+    "smaller input": ((*TENSORS_AT, 0, "nbytes"), 64, "gives x0 64 bytes in ticks 0 to 0, and it needs"),
 }  # fmt: skip
 
 
@@ -141,21 +141,21 @@ def test_a_column_of_another_length(column: Plan, network: Network) -> None:
 
 def test_most_layers_left_out(column: Plan, network: Network) -> None:
     for choices in (1, 2, 3):
-        fewer = replace(column, choices=column.choices[:choices])
+        fewer = replace(column, stages=(replace(column.stages[0], choices=column.choices[:choices]),))
         refused(fewer, network, f"chooses for {choices} layers, and the network has 5|gets 4 images")
 
 
 def taking(plan: Plan, *images: int) -> Plan:
     choices = (replace(c, shape=replace(c.shape, batch=n)) for c, n in zip(plan.choices, images, strict=True))
-    return replace(plan, choices=tuple(choices))
+    return replace(plan, stages=(replace(plan.stages[0], choices=tuple(choices)),))
 
 
 @pytest.mark.parametrize(
     ("images", "said"),
     [
-        ((1, 1, 3, 3, 3), "layer 2 .* gets 4 images, which are no multiple of 3"),
-        ((1, 1, 2, 1, 4), "layer 4 .* gets 1 images, which are no multiple of 4"),
-        ((1, 1, 8, 8, 8), "layer 2 .* gets 4 images, which are no multiple of 8"),
+        ((1, 1, 3, 3, 3), "layer 2 .* gets 4 images.* no multiple of 3"),
+        ((1, 1, 2, 1, 4), "layer 4 .* gets 1 images.* no multiple of 4"),
+        ((1, 1, 8, 8, 8), "layer 2 .* gets 4 images.* no multiple of 8"),
         ((1, 1, 4, 4, 4), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
         ((1, 1, 2, 2, 2), r"gives step2.s0 [\d,]+ bytes in ticks \d to \d, and it needs"),
         ((1, 1, 4, 4, 1), r"gives x2 [\d,]+ bytes in ticks \d to \d, and it needs"),
@@ -169,18 +169,30 @@ def test_a_hand_edited_plan_in_other_parts(split: Plan, wide: Network, images: t
 
 FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "one layer of the two": (
-        ("choices", 0, "layers"),
+        (*CHOICES_AT, 0, "layers"),
         [0, 0],
-        "fit its network: layer 1 .* 1 images, which are no multiple of 4",
+        "fit its network: layer 1 .* 1 images.* no multiple of 4",
     ),
-    "three layers": (("choices", 0, "layers"), [0, 2], "entry 0 of the plan is layers 0 and 2"),
-    "layers twice": (("choices", 1, "layers"), [1, 2], "entry 1 of the plan is layers 1 and 2"),
-    "backwards": (("choices", 0, "layers"), [0, -1], "damaged: choices.0.layers.1"),
-    "beyond the end": (("choices", 3, "layers"), [4, 5], "entry 3 of the plan is layers 4 and 5"),
-    "another window": (("choices", 0, "shape", "pool"), [1, 1, 1], "entry 0 of the plan is layers 0 and 1"),
-    "window that does not fit": (("choices", 0, "shape", "pool"), [5, 4, 3], "damaged: choices.0.shape.*window"),
-    "a primitive that cannot": (("choices", 0, "primitive"), "cpu.conv.slow", "0 and 1 .*does not pool into fragments"),
-    "the last left out": (("choices", 3), ..., "chooses for 4 layers, and the network has 5"),
+    "three layers": ((*CHOICES_AT, 0, "layers"), [0, 2], "entry 0 of the plan is layers 0 and 2"),
+    "layers twice": ((*CHOICES_AT, 1, "layers"), [1, 2], "entry 1 of the plan is layers 1 and 2"),
+    "backwards": ((*CHOICES_AT, 0, "layers"), [0, -1], "damaged: stages.0.choices.0.layers.1"),
+    "beyond the end": ((*CHOICES_AT, 3, "layers"), [4, 5], "entry 3 of the plan is layers 4 and 5"),
+    "another window": (
+        (*CHOICES_AT, 0, "shape", "pool"),
+        [1, 1, 1],
+        "entry 0 .* is layers 0 and 1",
+    ),
+    "window that does not fit": (
+        (*CHOICES_AT, 0, "shape", "pool"),
+        [5, 4, 3],
+        "damaged: stages.0.choices.0.shape.*window",
+    ),
+    "a primitive that cannot": (
+        (*CHOICES_AT, 0, "primitive"),
+        "cpu.conv.slow",
+        "0 and 1 .*does not pool into fragments",
+    ),
+    "the last left out": ((*CHOICES_AT, 3), ..., "chooses for 4 layers, and the network has 5"),
 }
 
 
@@ -207,7 +219,7 @@ def test_no_tensor_may_move_onto_another(plan: Plan, network: Network) -> None:
     moves = list(overlaps(plan))
     assert len(moves) > 5
     for index, offset in moves:
-        moved = Plan.from_json(edited(plan, "tensors", index, "offset", to=offset))
+        moved = Plan.from_json(edited(plan, "stages", 0, "tensors", index, "offset", to=offset))
         refused(moved, network, "over each other|the arena")
 
 

@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 from tests.support.simulated_queue import GRID, NamedLane, Played, joined, take_now
 from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
-from znnpy.run import work_queue
-from znnpy.run.work_queue import LOOK_SECONDS, BalancedQueue, Lease, WorkerProfile
+from znnpy.run import balanced_queue, work_queue
+from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
+from znnpy.run.work_queue import LOOK_SECONDS, Lease
 
 
 @pytest.fixture
 def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor takes cells as if it were as fast as it seems."""
     monkeypatch.setattr(work_queue, "DOUBT", 1.0)
+    monkeypatch.setattr(balanced_queue, "DOUBT", 1.0)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, pytest.param(3, id="one stack")])
@@ -136,7 +138,7 @@ def test_what_a_gpu_takes_for_late_cells_is_as_measured_and_less_at_an_edge() ->
     now[0] = 1.0
     cells.finish(last)
     for index, waits in ((0, 2.0), (2, 1.0)):
-        cells._lanes.add(cpu)
+        cells._workers.add(cpu)
         for stack in cells._stacks.values():
             stack.clear()
         cells._held.append(Lease((index,), (), cpu, "cell", seconds=1e3))
@@ -239,10 +241,12 @@ def test_what_lanes_are_likely_to_end() -> None:
         "CPU": WorkerProfile(lambda box: (), 6.0, runs=False),
     }
     shares = BalancedQueue(cells, 0, hands, step=(10, 1, 4), now=lambda: 0.0)
-    assert work_queue._within(NamedLane("GPU"), 2.0) == 1.0, "4 cells that weigh a quarter"
+    assert shares._within(NamedLane("GPU"), 2.0) == 1.0, "4 cells that weigh a quarter"
     narrow = frozenset(index for index in range(len(cells)) if cells[index].steps[0].write.size[1] > 1)
     shares = BalancedQueue(cells, 0, hands, narrow, step=(10, 1, 4), now=lambda: 0.0)
-    assert work_queue._within(NamedLane("CPU"), 12.0) == 0.5, "2 cells"
+    assert shares._within(NamedLane("CPU"), 12.0) == 0.5, "2 cells"
+    assert shares._within(NamedLane("GPU"), 2.0) == 1.0, "4 cells that weigh a quarter"
+    assert shares._within(NamedLane("CPU"), 12.0) == 0.5, "2 cells"
 
 
 @pytest.mark.usefixtures("no_doubt")

@@ -195,9 +195,10 @@ class Watched:
 
 def watch(session: Session) -> list[Watched]:
     """The steps of an open session, watched from now on."""
-    watched = [Watched(bound.step) for bound in session._bound]
-    pairs = zip(session._bound, watched, strict=True)
-    session._bound = tuple(replace(bound, step=step) for bound, step in pairs)
+    (runner,) = session._runners
+    watched = [Watched(bound.step) for bound in runner._bound]
+    pairs = zip(runner._bound, watched, strict=True)
+    runner._bound = tuple(replace(bound, step=step) for bound, step in pairs)
     return watched
 
 

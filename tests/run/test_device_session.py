@@ -108,7 +108,7 @@ def test_activations_are_as_wide_as_the_precision_says(device: EmulatedDevice, p
         got = ran(plan, net, volume, table=STAND_INS, device=device)
         assert np.isfinite(got).all()
         assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) <= (5e-3 if precision == "fp16" else 1e-6)
-        assert (sum(t.nbytes for t in plan.stages[-1].tensors) < sum(t.nbytes for t in wide.tensors)) == (
+        assert (sum(t.nbytes for t in plan.stages[0].tensors) < sum(t.nbytes for t in wide.stages[0].tensors)) == (
             precision == "fp16"
         )
 
@@ -402,7 +402,7 @@ def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monk
     network = ODDER[5]
     net, volume = trained(network), some_volume(network, seed=57)
     plan = on_gpu(network, volume, (4, 8, 4), in_one=False)
-    plan = replace(plan, choices=tuple(replace(choice, seconds=2.0) for choice in plan.choices))
+    plan = plan.with_choices(lambda choice: replace(choice, seconds=2.0))
     queued: list[int] = []
     run = gpu_backend.GpuBackend.run
 

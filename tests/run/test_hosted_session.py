@@ -25,7 +25,7 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import OffloadMode
-from znnpy.planner.plan import Plan
+from znnpy.planner.plan import Plan, Stage
 from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import turned, turned_back
@@ -227,26 +227,43 @@ def test_what_is_planned_runs(device: EmulatedDevice, mode: OffloadMode, columns
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
+def cut_at(plan: Plan, count: int) -> tuple[Stage, ...]:
+    """The same choices and tensors, with so many choices in the first stage."""
+    one, other = plan.stages
+    return replace(one, choices=plan.choices[:count]), replace(other, choices=plan.choices[count:])
+
+
 def test_plans_that_no_session_runs() -> None:
     plan, _, _ = a_plan(front=replace(fronts(), in_one=False))
+    one, other = plan.stages
+    last = replace(plan.memory, stages=plan.memory.stages[1:])
     edits: list[tuple[dict[str, Any], str]] = [
-        ({"hosted": len(plan.choices)}, "choices are hosted"),
-        ({"hosted": 0}, "0 of 4 choices are hosted"),
-        ({"memory": replace(plan.memory, devices=2)}, "on 2 GPU"),
-        ({"overlaps": False, "hosted": 3}, "all images at a time"),
+        ({"stages": (other,)}, "memory is promised for stages on"),
+        ({"stages": (other, one)}, "memory is promised for stages on"),
+        ({"stages": (other,), "memory": last}, "1 stages are in the memory of GPU"),
+        ({"memory": replace(plan.memory, devices=2)}, "on 2 GPUs"),
+        ({"overlap": False, "stages": cut_at(plan, 3)}, "take all images at a time"),
     ]
     for words, said in edits:
         with pytest.raises(ValueError, match=said):
             replace(plan, **words)
-    with pytest.raises(ValueError, match="leave it no time"):
+    with pytest.raises(ValueError, match="cannot be at the step before"):
         a_plan(with_host=WITH_HOST, overlaps=True)
     read = Plan.from_json(plan.to_json())
     assert read == plan
+    memory = plan.memory.stages
+    arena = replace(plan.memory, stages=(replace(memory[0], arena=memory[0].arena + 256), memory[1]))
     edits = [
-        ({"host_tensors": plan.stages[0].tensors[:-1]}, "arena in the memory of the host lacks"),
+        (
+            {"stages": (replace(one, tensors=one.tensors[:-1]), other)},
+            "arena of the stage in the memory of the host lacks",
+        ),
         ({"memory": replace(plan.memory, handover=plan.memory.handover - 4)}, "for what is handed over"),
-        ({"memory": replace(plan.memory, host_arena=plan.memory.stages[0].arena + 256)}, "end at byte"),
-        ({"hosted": 1}, "layer 1 of the plan runs cpu.*on the CPU, and all layers of the plan run on the GPU"),
+        ({"memory": arena}, "end at byte"),
+        (
+            {"stages": cut_at(plan, 1)},
+            "layer 1 of the plan runs cpu.*on the CPU, and all layers of the plan run on the GPU",
+        ),
     ]
     for words, said in edits:
         with pytest.raises(PlanFileError, match=said):

@@ -49,9 +49,11 @@ def stages(session: Session, hook: Any) -> None:
 
         return call
 
-    session._run_front = before("front", session._run_front)  # type: ignore[method-assign]
-    session._run_back = before("back", session._run_back)  # type: ignore[method-assign]
-    session._shop.wait = before("wait", session._shop.wait)  # type: ignore[method-assign]
+    handover = session._handover
+    assert handover is not None
+    handover._run_front = before("front", handover._run_front)  # type: ignore[method-assign]
+    handover._run_back = before("back", handover._run_back)  # type: ignore[method-assign]
+    handover._gpu.wait = before("wait", handover._gpu.wait)  # type: ignore[method-assign]
 
 
 def steps_of(plan: Plan, volume: Any, network: Network) -> Iterator[tuple[Any, Any, bool]]:

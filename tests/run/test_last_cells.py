@@ -6,7 +6,8 @@ import pytest
 
 from tests.support.simulated_queue import GRID, joined, take_now
 from znnpy.patches import Cover
-from znnpy.run.work_queue import BalancedQueue, Lease, WorkerProfile
+from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
+from znnpy.run.work_queue import Lease
 
 
 def test_of_the_last_cells_none_is_taken_before_the_one_before_is_done() -> None:

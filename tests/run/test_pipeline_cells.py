@@ -35,7 +35,8 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.crew import Crew
 from znnpy.patches import Box, Column, Cover
 from znnpy.run import pipeline
-from znnpy.run.work_queue import BalancedQueue, Lease, WorkerProfile
+from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
+from znnpy.run.work_queue import Lease
 from znnpy.run.worker import Worker
 from znnpy.shapes import Vec3
 
@@ -138,7 +139,7 @@ def test_every_voxel_once(axis: int, cell: Vec3, walks: bool) -> None:
     cells = len(grid(cell, axis))
     assert sorted(output.finished) == list(range(cells))
     assert timings.columns == cells
-    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    assert timings.voxels == sum(lane.voxels for lane in timings.workers) == 7 * 5 * 9
     last = events[-1]
     assert (last.columns_done, last.steps_done, last.voxels_done, last.work_done) == (cells, cells, 315, 1.0)
     assert all(a.work_done <= b.work_done + 1e-9 for a, b in pairwise(events))
@@ -151,7 +152,7 @@ def test_a_processor_that_gave_up_keeps_nothing(monkeypatch: pytest.MonkeyPatch)
 
     def go() -> weakref.ref[Any]:
         output, timings = went({"GPU": quiet, "CPU": quiet}, 0, (2, 4, 4), hangs=0)
-        assert timings.lanes[1].given_up
+        assert timings.workers[1].given_up
         return weakref.ref(output)
 
     assert go()() is None
@@ -176,10 +177,10 @@ def test_a_processor_that_never_ends(monkeypatch: pytest.MonkeyPatch, seed: int)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))
     assert sorted(output.finished) == list(range(cells))
     assert timings.columns == cells
-    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    assert timings.voxels == sum(lane.voxels for lane in timings.workers) == 7 * 5 * 9
     last = events[-1]
     assert (last.columns_done, last.steps_done, last.voxels_done, last.work_done) == (cells, cells, 315, 1.0)
-    assert not any(lane.given_up or lane.lost for lane in timings.lanes if lane.name != "CPU")
+    assert not any(lane.given_up or lane.lost for lane in timings.workers if lane.name != "CPU")
     assert no_thread_is_left()
 
 
@@ -208,7 +209,7 @@ def test_a_late_processor_and_lost_gpus(monkeypatch: pytest.MonkeyPatch, seed: i
     if timings is not None:
         assert sorted(output.finished) == list(range(len(grid(cell, axis))))
         assert timings.columns == len(output.finished)
-        assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+        assert timings.voxels == sum(lane.voxels for lane in timings.workers) == 7 * 5 * 9
     exact = dense(volume(WALKER), WALKER)
     for index in output.finished:
         box = (slice(None), *grid(cell, axis)[index].steps[0].write.slices)
@@ -225,15 +226,15 @@ def test_what_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch, seed: in
     hooks: dict[str, Hook] = {"GPU": lambda *_: time.sleep(0.0005), "CPU": quiet}
     words: Any = {"hangs": rng.randrange(1, 6), "late": 0.3, "deaf": True}
     _, timings = went(hooks, rng.randrange(3), (4, 3, 5), progress=events.append, **words)
-    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
+    assert timings.voxels == sum(lane.voxels for lane in timings.workers) == 7 * 5 * 9
     assert all(event.voxels_done <= event.voxels and event.work_done <= 1 + 1e-9 for event in events)
     assert all(event.steps_done <= event.steps for event in events)
 
 
 def test_a_late_processor_is_told_of() -> None:
     _, timings = went({"GPU": lambda *_: time.sleep(0.005), "CPU": quiet}, 0, (2, 4, 4), hangs=0)
-    assert {lane.name: lane.given_up > 0 for lane in timings.lanes} == {"GPU": False, "CPU": True}
-    assert {lane.name: lane.voxels for lane in timings.lanes} == {"GPU": 315, "CPU": 0}
+    assert {lane.name: lane.given_up > 0 for lane in timings.workers} == {"GPU": False, "CPU": True}
+    assert {lane.name: lane.voxels for lane in timings.workers} == {"GPU": 315, "CPU": 0}
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -265,8 +266,8 @@ def test_delays_and_lost_gpus(seed: int) -> None:
         whole[cells[index].steps[0].write.slices] = False
     np.testing.assert_array_equal(output.written[:, whole], dense(volume(WALKER), WALKER)[:, whole])
     assert sorted(output.finished) == sorted(set(range(len(cells))) - done)
-    assert {lane.name for lane in timings.lanes if lane.lost} <= set(fails)
-    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == whole.sum()
+    assert {lane.name for lane in timings.workers if lane.lost} <= set(fails)
+    assert timings.voxels == sum(lane.voxels for lane in timings.workers) == whole.sum()
     assert no_thread_is_left()
 
 

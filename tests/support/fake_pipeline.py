@@ -168,7 +168,7 @@ def no_thread_is_left() -> bool:
     return not [
         thread
         for thread in threading.enumerate()
-        if thread.name.startswith(("znnpy-reader", "znnpy-writer", "znnpy-lane"))
+        if thread.name.startswith(("znnpy-reader", "znnpy-writer", "znnpy-worker"))
     ]
 
 

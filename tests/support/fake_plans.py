@@ -17,6 +17,10 @@ WIDE = Network(  # more maps behind the pooling than before: it pays to take the
     "wide", 2, (Conv((2, 3, 2), 2), Pool((2, 1, 2)), Conv((2, 1, 3), 12), Conv((1, 2, 2), 12), Conv((1, 1, 1), 1))
 )
 
+CHOICES_AT: tuple[str | int, ...] = ("stages", 0, "choices")  # where a plan file holds them
+MEMORY_AT: tuple[str | int, ...] = ("memory", "stages", 0)
+TENSORS_AT: tuple[str | int, ...] = ("stages", 0, "tensors")
+
 
 @cache
 def patches() -> Plan:

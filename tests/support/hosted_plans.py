@@ -24,8 +24,8 @@ from znnpy.network import Network, Pool
 from znnpy.planner.candidates import Space, candidate, spans
 from znnpy.planner.layout import place
 from znnpy.planner.memory import Memory, staging_bytes
-from znnpy.planner.plan import FORMAT, Plan, handovers, patch_in
-from znnpy.planner.sides import sides
+from znnpy.planner.plan import FORMAT, Plan, Stage, patch_in
+from znnpy.planner.stages import handover_buffers, stage_needs
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
@@ -159,31 +159,18 @@ def hosted_plan(
     crew = (limits.less_feeders(1) if overlaps else limits).threads
     footprints = [primitive.footprint(shape, of, crew) for _, shape, primitive, of in chosen]
     step = patch_in(network, patch, axis, walks=column > 0)
-    both_sides = sides(
-        [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)], hosted, step[axis]
-    )
-    host, device = both_sides.host, both_sides.device
-    host_tensors, host_arena = place(host.tensors)
-    tensors, arena = place(device.tensors)
+    steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
+    placed = [(needs.memory, *place(needs.tensors)) for needs in stage_needs(steps, hosted, step[axis], "gpu")]
+    choices = tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True))
+    handed = chosen[hosted - 1][1].out_bytes
     parts = chosen[hosted - 1][1].out_shape[0] // chosen[hosted][1].batch
-    out_bytes = 4 * network.output_channels * prod(patch)
     memory = Memory(
-        device="gpu",
+        stages=tuple(replace(own, arena=arena) for own, _, arena in placed),
         baseline=0,
-        arena=arena,
-        carries=device.carries,
-        residents=device.residents,
         reading=0,
         writing=0,
-        allowance=device.allowance,
-        staging=staging_bytes(both_sides.handover // parts, out_bytes),
-        context=0,
-        pinned=device.pinned,
-        host_arena=host_arena,
-        host_carries=host.carries,
-        host_residents=host.residents,
-        host_allowance=host.allowance,
-        handover=handovers(overlaps=overlaps) * both_sides.handover,
+        staging=staging_bytes(handed // parts, 4 * network.output_channels * prod(patch)),
+        handover=handover_buffers(overlap=overlaps) * handed,
     )
     plan = Plan(
         format=FORMAT,
@@ -192,14 +179,16 @@ def hosted_plan(
         network_name=network.name,
         machine=WITH_GPU.fingerprint,
         limits=limits,
-        feeders=threads - crew,
+        feed_threads=threads - crew,
         output=output,
         patch_out=patch,
         patch_in=step,
         axis=axis,
         column=column,
-        choices=tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True)),
-        tensors=tensors,
+        stages=tuple(
+            Stage(own.device, some, tensors)
+            for (own, tensors, _), some in zip(placed, (choices[:hosted], choices[hosted:]), strict=True)
+        ),
         memory=memory,
         itemsize_in=1,
         itemsize_out=4,
@@ -207,9 +196,7 @@ def hosted_plan(
         rigor="estimate",
         other=None,
         runners_up=(),
-        hosted=hosted,
-        overlaps=overlaps,
-        host_tensors=host_tensors,
+        overlap=overlaps,
     ).covering(output, network, memory)
     plan.check_runs(network, WITH_GPU, table=EVERY)
     return plan

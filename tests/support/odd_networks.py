@@ -23,9 +23,10 @@ from znnpy.machine import Limits, Machine, this_machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.patches import Box
 from znnpy.planner.candidates import Space, candidate, spans
-from znnpy.planner.layout import carried_bytes, chain, place
+from znnpy.planner.layout import place
 from znnpy.planner.memory import DeviceKind
-from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, patch_in
+from znnpy.planner.plan import FORMAT, Choice, Memory, Plan, Stage, patch_in
+from znnpy.planner.stages import last_stage
 from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import LayerShape, Precision, Vec3, fused, turned
@@ -167,19 +168,10 @@ def planned(
     footprints = [primitive.footprint(shape, variant, threads) for _, shape, primitive, variant in chosen]
     step = patch_in(network, patch, axis, walks=column > 0)
     steps = [(way[1], footprint) for way, footprint in zip(chosen, footprints, strict=True)]
-    tensors, nbytes = place(chain(steps, step[axis]))
-    memory = Memory(
-        device=ways.device,
-        baseline=0,
-        arena=nbytes,
-        carries=carried_bytes([shape for _, shape, _, _ in chosen], step[axis]),
-        residents=sum(footprint.resident for footprint in footprints),
-        reading=0,
-        writing=0,
-        allowance=max(footprint.allowance for footprint in footprints),
-        staging=0,
-        context=0,
-    )
+    needs = last_stage(steps, 0, step[axis], ways.device)
+    tensors, nbytes = place(needs.tensors)
+    memory = Memory(stages=(replace(needs.memory, arena=nbytes),), baseline=0, reading=0, writing=0)
+    choices = tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True))
     plan = Plan(
         format=FORMAT,
         znnpy_version=znnpy.__version__,
@@ -192,8 +184,7 @@ def planned(
         patch_in=step,
         axis=axis,
         column=column,
-        choices=tuple(choice_of(*way, footprint) for way, footprint in zip(chosen, footprints, strict=True)),
-        tensors=tensors,
+        stages=(Stage(ways.device, choices, tensors),),
         memory=memory,
         itemsize_in=1,
         itemsize_out=4,

@@ -9,7 +9,8 @@ from typing import Any
 
 from znnpy.errors import Stopped
 from znnpy.patches import Cover
-from znnpy.run.work_queue import LOOK_SECONDS, BalancedQueue, Lease, WorkerProfile
+from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
+from znnpy.run.work_queue import LOOK_SECONDS, Lease
 
 GRID = Cover((40, 40, 40), (10, 10, 10))  # 64 cells
 
@@ -42,7 +43,7 @@ def take_now(cells: BalancedQueue, lane: Any) -> Lease | None:
         cells.stop()
         return True
 
-    cells._turn.wait = stops  # type: ignore[method-assign]
+    cells._lock.wait = stops  # type: ignore[method-assign]
     try:
         found.append(cells.take(lane))
     except Stopped:

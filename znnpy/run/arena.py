@@ -1,4 +1,4 @@
-"""One block of memory per device; every tensor of a step is a view into it, at the offset the plan says."""
+"""The arena of a stage: one block of memory with a view for every tensor, at the offset that the plan gives."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class View(Protocol):
     """C-ordered arrays in one block of memory."""
 
     def __call__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
-        """The one that begins `offset` bytes into the block."""
+        """Return the array that begins `offset` bytes into the block."""
 
 
 class Arena:
-    """The tensors of a step by name."""
+    """Tensors by name."""
 
     def __init__(self, tensors: Sequence[Tensor], view: View) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._view = view
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """The tensor called `name` as a C-ordered array."""
+        """Return the tensor called `name` as a C-ordered array."""
         return self._view(shape, dtype, self._tensors[name].offset)
 
     def scratch(self, step: int) -> dict[str, Any]:
-        """The scratch buffers of one step by the names its primitive gave them, as bytes."""
+        """Return the scratch buffers of one choice as bytes, by the names that its primitive gave them."""
         prefix = f"step{step}."
         return {
             name.removeprefix(prefix): self._view((tensor.nbytes,), np.uint8, tensor.offset)
@@ -43,7 +43,7 @@ class Arena:
 
 
 def host_arena(block: Bytes, tensors: Sequence[Tensor]) -> Arena:
-    """In a block of host memory, aligned."""
+    """Return an arena in an aligned block of host memory."""
 
     def view(shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Any:
         return np.ndarray(shape, dtype, buffer=block, offset=offset)

@@ -1,4 +1,4 @@
-"""Where a session's arrays are and who moves them: what the walk through a plan asks of a processor or a GPU."""
+"""The protocol between a stage of a plan and the device that runs it: memory, transfers and steps."""
 
 from __future__ import annotations
 
@@ -19,104 +19,110 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Footprint
 
 Voxels = npt.NDArray[Any]
-UNTRACED = nullcontext()  # enters nothing, as often as one likes
+UNTRACED = nullcontext()  # may be entered any number of times
 
 
 class Backend(Protocol):
-    """A context manager; its arrays are numpy's on the host, and those of its Device on a GPU.
+    """A processor or a GPU that runs a stage. A context manager.
 
-    On a GPU everything but `wait` and `buffers` is queued: a call returns before the work is done.
+    Its arrays are numpy's on the host, and those of its Device on a GPU. On a GPU everything except `wait` and
+    `buffers` is queued: a call returns before the work is done.
     """
 
     def executor_for(self, choice: Choice) -> Any:
-        """Whom its primitive prepares and binds for: a Crew, or a Device."""
+        """Return what the primitive of a choice prepares and binds for: a Crew, or a Device."""
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be submitted and not waited for when the next is."""
+        """Number of steps that may be submitted and not waited for when the next one is."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *cause: Any) -> None: ...
 
     def abandon(self) -> None:
-        """The device failed: nothing is asked of it any more."""
+        """Ask nothing of a device that failed any more."""
 
     def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
-        """Take the arena; the footprints are those of the steps that will `run`.
+        """Allocate the arena for the steps with these footprints.
 
-        After weights are prepared: that needs room which the arena takes only when written to.
+        It is called after weights are prepared, because preparing needs memory that the arena takes once written to.
         """
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """That one of the arena, C order."""
+        """Return a tensor of the arena, in C order."""
 
     def scratch(self, step: int) -> Mapping[str, Any]:
-        """The scratch buffers of one step by the names its primitive gave them."""
+        """Return the scratch buffers of one choice by the names that its primitive gave them."""
 
-    def room(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Beside the arena, C order; it holds anything."""
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Allocate an array beside the arena, in C order, with any content."""
 
-    def clear(self, kept: Any) -> None:
-        """Zeros for the planes before a column."""
+    def clear_carry(self, kept: Any) -> None:
+        """Write zeros for the planes before a column."""
 
-    def keep(self, kept: Any, x: Any, *, join: bool) -> None:
-        """Keep the last planes of every image for the next step of the column.
+    def save_carry(self, kept: Any, x: Any, *, join: bool) -> None:
+        """Save the last planes of every image for the next step of the column.
 
-        kept  (S, carried, y, x, f); of the step before; overwritten.
-        x     (S, new, y, x, f); if `join`, (S, carried + new, ..), and first `kept` goes into its first planes.
+        kept  (S, carried, y, x, f), the planes of the step before; overwritten
+        x     (S, new, y, x, f); if `join`, (S, carried + new, ..), and `kept` is copied into its first planes before
         """
 
     def load(self, raw: Any, x: Any) -> None:
-        """Normalise raw voxels (c, z, y, x) of any real dtype and strides into x (z, y, x, c)."""
+        """Normalise raw voxels (c, z, y, x) of any real dtype and strides into `x` (z, y, x, c)."""
 
     def store(self, fragments: Any, first: int, out: Any) -> None:
-        """Put fragments in their places in the dense patch, in the output's dtype.
+        """Put fragments in their places in the dense patch, in the dtype of the output.
 
-        fragments  (S, z, y, x, maps); may be overwritten. The first of them is image `first` of all.
+        fragments  (S, z, y, x, maps); may be overwritten. The first of them is image `first` of all images.
         out        (maps, z, y, x) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`), any strides.
         """
 
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
-        """Run the step of choice `index`; `before` as for a CarryingStep. ValuesOverflowError here, or from `wait`."""
+        """Run the bound primitive of choice `index`. ValuesOverflowError is raised here or by `wait`.
+
+        before  carried planes for a CarryingStep that reads them where they are kept; None: there are none
+        """
 
     def span(self, name: str, **facts: int) -> AbstractContextManager[None]:
-        """Around what is one span of a trace, between `take` and `give`; nothing where there is no trace."""
+        """Trace what happens within as one span, between `begin_step` and `end_step`."""
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
-        """Arrays for `take` in the memory of the host, as many as are of use to so many steps, all and with output.
+        """Return input and output arrays for `begin_step`, in the memory of the host.
 
-        On a GPU each is made when it is asked for, from any thread.
+        reads, writes  steps of the run, and those with output: there are no more arrays than are useful
+
+        On a GPU each array is made when it is asked for, from any thread.
         """
 
-    def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
-        """Begin a step: `raw` and `out` where `load` reads and `store` writes; `begins` a column."""
+    def begin_step(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
+        """Begin a step; return the arrays that `load` reads and `store` writes. `begins`: the step begins a column."""
 
-    def give(self) -> Any:
-        """End the step that `take` began; a ticket for `wait`."""
+    def end_step(self) -> Any:
+        """End the step that `begin_step` began; return a ticket for `wait`."""
 
     def done(self, ticket: Any) -> bool:
-        """`wait` would not wait."""
+        """Return whether `wait` would return at once."""
 
     def wait(self, ticket: Any) -> None:
-        """Until the step's output is where it belongs. ValuesOverflowError names the layer."""
+        """Wait until the output of the step is in its array. ValuesOverflowError names the layer."""
 
 
 def dtype_of(shape: LayerShape) -> np.dtype[Any]:
-    """What a layer's input and output are stored in."""
+    """Return the dtype of a layer's input and output."""
     return np.dtype(np.float16 if shape.precision == "fp16" else np.float32)
 
 
 def layer_of(plan: Plan, network: Network, index: int) -> str:
-    """Choice `index` in words, for errors."""
+    """Name the layer of choice `index`, for errors."""
     layer = plan.choices[index].layers[0]
     return f"layer {layer} ({network.layers[layer]})"
 
 
 def corners(windows: Sequence[Vec3], images: range) -> npt.NDArray[np.int32]:
-    """Dense voxel at which each of these images begins that poolings with such windows leave: (images, 3) int32.
+    """Return the dense voxel at which each image begins after poolings with these windows: (images, 3) int32.
 
     Voxel i of fragment o1 of the first pooling, o2 of the second, .. is voxel o1 + p1 * (o2 + p2 * (.. + i)).
     """
@@ -132,7 +138,7 @@ def corners(windows: Sequence[Vec3], images: range) -> npt.NDArray[np.int32]:
 
 
 def input_overflow(raw: Voxels, kept: npt.DTypeLike = np.float32) -> ValuesOverflowError:
-    """The error for voxels that are beyond `kept` once they are normalised."""
+    """Return the error for voxels that exceed the dtype `kept` once they are normalised."""
     largest, kept = max(abs(raw.max()), abs(raw.min())), np.dtype(kept)
     precision = f"choose {option('precision', 'tf32')}, " if kept == np.float16 else ""
     return ValuesOverflowError(
@@ -142,7 +148,7 @@ def input_overflow(raw: Voxels, kept: npt.DTypeLike = np.float32) -> ValuesOverf
 
 
 def output_overflow(largest: float, dtype: np.dtype[Any]) -> ValuesOverflowError:
-    """The error for an output that `dtype` cannot hold."""
+    """Return the error for an output that exceeds `dtype`."""
     return ValuesOverflowError(
         f"the output holds {largest:.6g}, beyond {dtype}'s largest number {np.finfo(dtype).max:.6g}; "
         f"choose {option('output_dtype', 'float32')}"

@@ -1,4 +1,4 @@
-"""A session's workshop on the processor: arrays of numpy, and a crew. Steps are done when they are submitted."""
+"""The backend of a processor: numpy arrays and a thread pool. A step is done when it was submitted."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from znnpy.run.backend import UNTRACED, Voxels, corners, input_overflow, layer_o
 
 if TYPE_CHECKING:
     from znnpy.kernels.primitive import Bytes, Footprint
+    from znnpy.run.gpu_backend import GpuBackend
     from znnpy.run.trace import Trace
 
 NOTHING = host_arena(aligned_bytes(0), ())
 
 
 class CpuBackend:
-    """See `Backend`."""
+    """Runs a stage on a processor, see `Backend`."""
 
     max_in_flight = 0
 
@@ -39,9 +40,11 @@ class CpuBackend:
         trace: Trace | None = None,
         lane: str = "CPU",
         prepared: Callable[[int], None] | None = None,
+        lent: GpuBackend | None = None,
     ) -> None:
-        self.hands = crew
-        self._prepared = prepared  # told of bytes that were written to for the first time
+        self.executor = crew
+        self._lent = lent  # computes layers of a host stage that run on the GPU, and holds their scratch
+        self._prepared = prepared  # called with bytes that were written to for the first time
         self._trace, self._lane = trace, lane
         self._steps = 0  # begun
         self._plan, self._network = plan, network
@@ -57,11 +60,13 @@ class CpuBackend:
         self._arena = NOTHING
 
     def executor_for(self, choice: Choice) -> Any:
-        del choice
-        return self.hands
+        return self.executor if choice.device == "cpu" or self._lent is None else self._lent.executor
+
+    def _on_gpu(self, index: int) -> bool:
+        return self._plan.choices[index].device == "gpu"
 
     def abandon(self) -> None:
-        """Processors do not fail alone."""
+        """Do nothing: a processor does not fail alone."""
 
     def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
         del footprints
@@ -71,33 +76,35 @@ class CpuBackend:
         return self._arena.tensor(name, shape, dtype)
 
     def scratch(self, step: int) -> dict[str, Any]:
+        if self._on_gpu(step) and self._lent is not None:
+            return self._lent.scratch(step)
         return self._arena.scratch(step)
 
-    def room(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         itemsize = np.dtype(dtype).itemsize
         return self._block(itemsize * prod(shape)).view(dtype).reshape(shape)
 
     def _block(self, nbytes: int) -> Bytes:
-        """There to be used: a run neither waits for memory nor ends when it has begun because there is none."""
+        """Allocate memory and touch it, so that a run neither waits for memory nor fails for lack of it later."""
         block = aligned_bytes(nbytes)
-        touch(block, self.hands, self._prepared)
+        touch(block, self.executor, self._prepared)
         return block
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
-        del reads, writes  # pages that nobody writes to cost nothing
+        del reads, writes  # pages that are never written to cost nothing
         plan, network = self._plan, self._network
         raws = [np.empty((network.input_channels, *plan.patch_in), raw) for _ in range(BUFFERS)]
         return raws, [np.empty((network.output_channels, *plan.patch_out), out) for _ in range(BUFFERS)]
 
-    def take(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Voxels, Voxels | None]:
+    def begin_step(self, raw: Voxels, out: Voxels | None, *, begins: bool) -> tuple[Voxels, Voxels | None]:
         del begins
         self._steps += 1
         return raw, out
 
-    def give(self) -> None:
-        """Nothing is under way."""
+    def end_step(self) -> None:
+        """Do nothing: the step is done."""
 
     def done(self, ticket: Any) -> bool:
         del ticket
@@ -108,8 +115,9 @@ class CpuBackend:
 
     def run(self, index: int, step: Any, x: Any, out: Any, scratch: Mapping[str, Any], before: Any | None) -> None:
         carried = () if before is None else (before,)
+        copying = (self.executor,) if self._on_gpu(index) else ()  # its threads copy to the GPU and back
         try:
-            step.run(x, out, scratch, *carried)
+            step.run(x, out, scratch, *carried, *copying)
         except ValuesOverflowError as error:
             raise error.with_context(layer_of(self._plan, self._network, index)) from None
 
@@ -118,17 +126,17 @@ class CpuBackend:
             return UNTRACED
         return self._trace.span(self._lane, name, step=self._steps - 1, **facts)
 
-    def clear(self, kept: Any) -> None:
-        """Gigabytes, so all threads write them."""
+    def clear_carry(self, kept: Any) -> None:
+        """Write zeros with all threads, since there may be gigabytes."""
         flat = kept.reshape(-1)
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
             flat[lo:hi] = 0
 
-        self.hands.each(piece, flat.size, least=least_share(flat.nbytes, flat.size))
+        self.executor.each(piece, flat.size, least=least_share(flat.nbytes, flat.size))
 
-    def keep(self, kept: Any, x: Any, *, join: bool) -> None:
+    def save_carry(self, kept: Any, x: Any, *, join: bool) -> None:
         carried, planes = kept.shape[1], x.shape[1]
 
         def piece(lo: int, hi: int, worker: int) -> None:
@@ -138,15 +146,15 @@ class CpuBackend:
                     image[:carried] = old
                     old[:] = image[planes - carried :]
                     continue
-                for plane in range(carried):  # ascending: each moves to where nothing is needed any more
+                for plane in range(carried):  # ascending: each plane moves to where nothing is needed any more
                     later = plane + planes
                     old[plane] = old[later] if later < carried else image[later - carried]
 
-        self.hands.each(piece, x.shape[2], least=least_share(kept.nbytes, x.shape[2]))
+        self.executor.each(piece, x.shape[2], least=least_share(kept.nbytes, x.shape[2]))
 
     def load(self, raw: Voxels, x: Any) -> None:
         normalise = self._network.normalise
-        wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is gone
+        wide = raw.dtype.itemsize > 2 and raw.dtype != np.float32  # float32 would round before the mean is subtracted
         dtype = np.float64 if wide else np.float32
 
         @np.errstate(over="raise")
@@ -161,7 +169,7 @@ class CpuBackend:
                 np.divide(target, np.float32(std), out=target)
 
         try:
-            self.hands.each(piece, x.shape[0], least=least_share(x.nbytes, x.shape[0]))
+            self.executor.each(piece, x.shape[0], least=least_share(x.nbytes, x.shape[0]))
         except FloatingPointError:
             raise input_overflow(raw) from None
 
@@ -184,4 +192,4 @@ class CpuBackend:
             except FloatingPointError:
                 raise output_overflow(float(np.abs(part).max()), out.dtype) from None
 
-        self.hands.each(piece, fragments.shape[1], least=least_share(fragments.nbytes, fragments.shape[1]))
+        self.executor.each(piece, fragments.shape[1], least=least_share(fragments.nbytes, fragments.shape[1]))

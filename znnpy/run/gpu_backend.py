@@ -1,13 +1,13 @@
-"""A session's workshop on a GPU: one arena there, and three streams, so that patches come and go while others compute.
+"""The backend of a GPU: one arena, and three streams, so that transfers go on beside the computation.
 
 A step is uploaded into a slot on the device, loaded from it, computed, stored into another slot, and downloaded. There
-are two slots of each kind: while one step computes, the next one's patch comes and the last one's goes. Events between
-the streams keep their order; the host waits for nothing but the end of a step, and never longer than it takes to notice
-Ctrl-C.
+are two slots of each kind: while one step is computed, the next patch is uploaded and the last one downloaded. Events
+between the streams keep the order. The host waits only for the end of a step, and notices Ctrl-C meanwhile.
 
-Peaks  Every activation has a word on the device, the largest |value| in the column so far: steps that need it are given
-       its address, and what overflowed is found where the words come down with the step's output. Poolings pass their
-       input's word on. Each step under way has words of its own, which begin as those of the step before.
+Peaks  Every activation has a float32 on the device that holds the largest |value| in the column so far. Primitives that
+       need it get its address, and overflow is found when the peaks are downloaded with the output of the step.
+       Poolings pass the peak of their input on. Each step in flight has peaks of its own, which begin as those of the
+       step before.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ if TYPE_CHECKING:
     from znnpy.kernels.primitive import Footprint
     from znnpy.run.trace import Trace
 
-LOOK_SECONDS = 0.0001  # between looks at an event: a wait in CUDA would not notice Ctrl-C
-QUEUED_SECONDS = 0.2  # of layers, as predicted, behind which no other is queued: Ctrl-C waits for them to free memory
-FLOAT16_END = 65520.0  # what is larger, or as large, rounds to infinity
+LOOK_SECONDS = 0.0001  # between looks at an event; a wait inside CUDA would not notice Ctrl-C
+QUEUED_SECONDS = (
+    0.2  # predicted seconds of queued layers at most: after Ctrl-C these have to end before memory is freed
+)
+FLOAT16_END = 65520.0  # this and larger values round to infinity in float16
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A step under way, and the arrays of the host that it reads and writes."""
+    """A step in flight, and the arrays of the host that it reads and writes."""
 
-    raw: Voxels | None  # None: what it reads is handed over
+    raw: Voxels | None  # None: its input is handed over by another stage
     out: Voxels | None  # as it was given
-    landing: Voxels | None  # `out`, or an array in C order in its stead
+    landing: Voxels | None  # `out`, or an array in C order in its place
     done: Any  # event: everything is downloaded
 
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """What a step has of the device until its wait. Tickets do not refer to it: they may outlive the session."""
+    """What a step uses on the device until its wait. Tickets, which may outlive the session, do not refer to it."""
 
     raw: Any | None  # slot
     out: Any | None
@@ -68,25 +70,24 @@ class _Lent:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What is given to the step of one choice, and to be done behind it."""
+    """How one choice reads and raises peaks."""
 
     seconds: float  # predicted
-    x_peak: int | None  # bytes to the word that it reads, from the first
-    out_peak: int | None  # that it raises
-    looked_at: int | None  # that is raised for it
+    x_peak: int | None  # byte offset of the peak that it reads
+    out_peak: int | None  # offset of the peak that it raises
+    looked_at: int | None  # offset of the peak that is raised after it
 
 
 class Checks(Protocol):
-    """What a workshop asks of a crew."""
+    """What a backend needs of a thread pool."""
 
     def check(self) -> None: ...
 
 
 class GpuBackend:
-    """See `Backend`. It opens a device of its own where it is given none.
+    """Runs the last stage of a plan on a GPU, see `Backend`. It opens a device unless it is given one.
 
-    Of a plan with hosted choices it runs the others. One thread may `take`, `give` and what is between while another
-    waits.
+    One thread may begin and end steps while another waits.
 
     VramError where the device has less memory than the plan says.
     """
@@ -104,65 +105,69 @@ class GpuBackend:
     ) -> None:
         self._plan, self._network, self._crew, self._device = plan, network, crew, device
         self._trace, self._lane = trace, lane
-        self._turn = threading.Lock()  # of what steps are lent
+        self._lock = threading.Lock()  # protects what steps use of the device
         self._windows = [layer.window for layer in network.turned(plan.axis).layers if isinstance(layer, Pool)]
-        own = enumerate(plan.choices[plan.offloaded :], plan.offloaded)
+        own = enumerate(plan.stages[-1].choices, plan.offloaded)
         self._convolutions = [index for index, choice in own if choice.shape.kind == "conv"]
         self._release()
 
     def _release(self) -> None:
-        """Forget every array: what nobody refers to is given back."""
-        self.hands: Any = None
+        """Let go of every array, which gives its memory back."""
+        self.executor: Any = None
         self._arena = Arena((), _no_view)
         self._moves: Moves | None = None
-        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and the output, for `_moves`
+        self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = (
+            None  # dtypes of raw patches and of the output, for `_moves`
+        )
         self._layers: list[_Layer] = []
-        self._raw_slots: list[Any] = []  # that are free
-        self._handed: deque[tuple[Any, Any]] = deque()  # slots for what is handed over, and events of their last use
+        self._raw_slots: list[Any] = []  # free slots
+        self._handed: deque[tuple[Any, Any]] = (
+            deque()
+        )  # slots for what another stage hands over, and events of their last use
         self._out_slots: list[Any] = []
-        self._words: deque[tuple[Any, npt.NDArray[np.float32]]] = deque()  # free, on the device and on the host
-        self._last_words: Any = None  # on the device, of the step before
-        self._lent: deque[_Lent] = deque()  # to the steps that nobody has waited for
-        self._step: _Ticket | None = None  # that was begun and is not yet queued to its end
+        self._words: deque[tuple[Any, npt.NDArray[np.float32]]] = deque()  # free peaks, on the device and on the host
+        self._last_words: Any = None  # peaks of the step before, on the device
+        self._lent: deque[_Lent] = deque()  # to the steps that were not waited for
+        self._step: _Ticket | None = None  # the step that was begun and not ended
         self._queued: deque[tuple[Any, float]] = deque()  # layers: event of the end, predicted seconds
         self._queued_seconds = 0.0
         self._traced: GpuTrace | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        self.hands = self._device or self._open.enter_context(Device(find_gpu()))
+        self.executor = self._device or self._open.enter_context(Device(find_gpu()))
         return self
 
     def __exit__(self, *cause: Any) -> None:
-        if self.hands.abandoned:
+        if self.executor.abandoned:
             with self._open:
                 self._release()
             return
         try:
-            for stream in (self.hands.uploads, self.hands.stream, self.hands.downloads):
+            for stream in (self.executor.uploads, self.executor.stream, self.executor.downloads):
                 self._await(self._mark(stream))
             if self._traced is not None:
                 self._traced.end_all()
         except (DeviceError, OutputError):
             if cause[0] is None:
-                raise  # else it is most likely what is on its way up
+                raise  # else it is most likely the error that is raised already
         finally:
             with self._open:
                 self._release()
 
     def executor_for(self, choice: Choice) -> Any:
         del choice
-        return self.hands
+        return self.executor
 
     def abandon(self) -> None:
-        """What CUDA refused may be all that is wrong: a device that still answers gives its memory back."""
+        """Give up a device. If it still answers, it gives its memory back."""
         try:
-            self.hands.synchronize()
+            self.executor.synchronize()
         except DeviceError:
-            self.hands.abandon()
+            self.executor.abandon()
 
     def allocate_arena(self, nbytes: int, tensors: Sequence[Tensor], footprints: Sequence[Footprint]) -> None:
-        device, plan, network = self.hands, self._plan, self._network
+        device, plan, network = self.executor, self._plan, self._network
         block = device.allocate(nbytes, "the arena")
         if self._trace is not None:
             self._traced = GpuTrace(self._trace, device)
@@ -171,8 +176,8 @@ class GpuBackend:
             return device.view(block, shape, dtype, offset=offset)
 
         self._arena = Arena(tensors, view)
-        word = 0  # that the input of a choice has
-        for choice, footprint in zip(plan.choices[plan.offloaded :], footprints, strict=True):
+        word = 0  # index of the peak of a choice's input
+        for choice, footprint in zip(plan.stages[-1].choices, footprints, strict=True):
             x_peak = FLOAT32 * word if footprint.reads_peak else None
             word += choice.shape.kind == "conv"
             peak = FLOAT32 * word if choice.shape.kind == "conv" else None
@@ -200,28 +205,28 @@ class GpuBackend:
     def scratch(self, step: int) -> dict[str, Any]:
         return self._arena.scratch(step)
 
-    def room(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         nbytes = np.dtype(dtype).itemsize * prod(shape)
-        return self.hands.view(self.hands.allocate(nbytes, "carried planes"), shape, dtype)
+        return self.executor.view(self.executor.allocate(nbytes, "carried planes"), shape, dtype)
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
-        plan, network, pinned = self._plan, self._network, self.hands.pinned
+        plan, network, pinned = self._plan, self._network, self.executor.pinned
         self._compile(raw.newbyteorder("="), out)
         raw_shape, out_shape = (network.input_channels, *plan.patch_in), (network.output_channels, *plan.patch_out)
         raws = (pinned(raw_shape, raw.newbyteorder("=")) for _ in range(min(PINNED, reads)))
         return raws, (pinned(out_shape, out) for _ in range(min(PINNED, writes)))
 
-    def take(self, raw: Voxels | None, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
-        """raw  None: what the step reads is handed over, part by part (`fetch`)."""
+    def begin_step(self, raw: Voxels | None, out: Voxels | None, *, begins: bool) -> tuple[Any, Any | None]:
+        """Begin a step; `raw` None: its input is handed over part by part (`fetch`)."""
         self._crew.check()
-        device = self.hands
+        device = self.executor
         if raw is not None:
             raw = np.ascontiguousarray(raw, raw.dtype.newbyteorder("="))
         self._compile(np.dtype(np.float32) if raw is None else raw.dtype, None if out is None else out.dtype)
         landing = out if out is None or out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        with self._turn:
+        with self._lock:
             before, lent = self._lend(raw, out)
         words = lent.words
         self._step = _Ticket(raw, out, landing, device.event())
@@ -240,23 +245,24 @@ class GpuBackend:
         return staged, None if out is None else device.view(lent.out, out.shape, out.dtype)
 
     def _lend(self, raw: Voxels | None, out: Voxels | None) -> tuple[Any, _Lent]:
-        """What one more step has of the device, and the words of the step before."""
+        """Return the peaks of the step before, and what one more step uses on the device."""
         if len(self._lent) > self.max_in_flight:
             raise RuntimeError(f"{len(self._lent)} steps are under way: wait for the first before another is submitted")
         raw_slot = None if raw is None else self._slot(self._raw_slots, raw.nbytes, "patches on their way in")
         out_slot = None if out is None else self._slot(self._out_slots, out.nbytes, "patches on their way out")
         before = self._lent[-1].words if self._lent else self._last_words
         words, peaks = self._words.popleft()
-        lent = _Lent(raw_slot, out_slot, words, self.hands.address(words), peaks)
+        lent = _Lent(raw_slot, out_slot, words, self.executor.address(words), peaks)
         self._lent.append(lent)
         return before, lent
 
     def fetch(self, handed: npt.NDArray[np.float32], x: Any) -> None:
-        """Queue the upload of what is handed over, (S, new, y, x, f), for x of the same shape, C order within an image.
+        """Queue the upload of what another stage hands over into `x`, both (S, new, y, x, f).
 
-        handed  pinned, C order; read until the step is done.
+        handed  page-locked, in C order; it is read until the step is done
+        x       in C order within an image
         """
-        device = self.hands
+        device = self.executor
         slot, read = self._handed.popleft()
         staged = device.view(slot, handed.shape, handed.dtype)
         device.uploads.wait_event(read)
@@ -270,8 +276,8 @@ class GpuBackend:
             device.stream.record(read)
         self._handed.append((slot, read))
 
-    def give(self) -> _Ticket:
-        device, lent = self.hands, self._lent[-1]
+    def end_step(self) -> _Ticket:
+        device, lent = self.executor, self._lent[-1]
         assert self._step is not None
         step, self._step = self._step, None
         device.downloads.wait_event(self._mark(device.stream))
@@ -284,14 +290,14 @@ class GpuBackend:
         return step
 
     def done(self, ticket: _Ticket) -> bool:
-        with self.hands.calling("a step of the run"):
+        with self.executor.calling("a step of the run"):
             return bool(ticket.done.done)
 
     def wait(self, ticket: _Ticket) -> None:
         self._await(ticket.done, self._crew)
         if self._traced is not None:
             self._traced.end()
-        with self._turn:
+        with self._lock:
             lent = self._lent.popleft()
             peaks = lent.peaks.tolist()
             if lent.raw is not None:
@@ -305,17 +311,17 @@ class GpuBackend:
             ticket.out[...] = ticket.landing
 
     def span(self, name: str, **facts: int) -> AbstractContextManager[None]:
-        return self._span("compute", self.hands.stream, name, **facts)
+        return self._span("compute", self.executor.stream, name, **facts)
 
     def _span(self, track: str, stream: Any, name: str, **facts: int) -> AbstractContextManager[None]:
         if self._traced is None:
             return UNTRACED
         return self._traced.span(f"{self._lane} {track}", stream, name, **facts)
 
-    def clear(self, kept: Any) -> None:
+    def clear_carry(self, kept: Any) -> None:
         self._moving.clear(kept)
 
-    def keep(self, kept: Any, x: Any, *, join: bool) -> None:
+    def save_carry(self, kept: Any, x: Any, *, join: bool) -> None:
         self._moving.keep(kept, x, join=join)
 
     def load(self, raw: Any, x: Any) -> None:
@@ -329,12 +335,12 @@ class GpuBackend:
             event, seconds = self._queued.popleft()
             self._await(event, self._crew)
             self._queued_seconds -= seconds
-        layer, words = self._layers[index - self._plan.hosted], self._lent[-1].address
+        layer, words = self._layers[index - self._plan.offloaded], self._lent[-1].address
         x_peak, out_peak = (0 if at is None else words + at for at in (layer.x_peak, layer.out_peak))
         step.run(x, out, scratch, before, x_peak=x_peak, out_peak=out_peak)
         if layer.looked_at is not None:
             self._moving.peak(out, words + layer.looked_at)
-        self._queued.append((self._mark(self.hands.stream), layer.seconds))
+        self._queued.append((self._mark(self.executor.stream), layer.seconds))
         self._queued_seconds += layer.seconds
 
     @property
@@ -344,13 +350,13 @@ class GpuBackend:
         return self._moves
 
     def _compile(self, raw: np.dtype[Any], out: np.dtype[Any] | None) -> None:
-        """Kernels for these types; the first steps of a column know nothing of their output's."""
+        """Compile transfer kernels for these dtypes; the first steps of a column do not know the output's."""
         known = self._types
         wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
         if wanted != known:
             values = dtype_of(self._plan.choices[-1].shape)
             self._moves = Moves(
-                self.hands,
+                self.executor,
                 raw=wanted[0],
                 values=values,
                 out=wanted[1],
@@ -360,27 +366,27 @@ class GpuBackend:
             self._types = wanted
 
     def _slot(self, free: list[Any], nbytes: int, what: str) -> Any:
-        """One that holds so many bytes; another one where the plan counted with smaller voxels."""
+        """Return a free slot of so many bytes; allocate one where the plan counted with smaller voxels."""
         slot = free.pop(0) if free else None
-        return slot if slot is not None and slot.nbytes >= nbytes else self.hands.allocate(nbytes, what)
+        return slot if slot is not None and slot.nbytes >= nbytes else self.executor.allocate(nbytes, what)
 
     def _mark(self, stream: Any) -> Any:
-        """An event at the end of what is queued on a stream."""
-        event = self.hands.event()
-        with self.hands.calling("cudaEventRecord"):
+        """Record an event at the end of what is queued on a stream."""
+        event = self.executor.event()
+        with self.executor.calling("cudaEventRecord"):
             stream.record(event)
         return event
 
     def _await(self, event: Any, crew: Checks | None = None) -> None:
-        """Until an event has happened, and no longer than until the crew is stopped."""
-        with self.hands.calling("a step of the run"):
+        """Wait until an event has happened, or the thread pool is stopped."""
+        with self.executor.calling("a step of the run"):
             while not event.done:
                 if crew is not None:
                     crew.check()
                 time.sleep(LOOK_SECONDS)
 
     def _check(self, ticket: _Ticket, entering: float, *peaks: float) -> None:
-        """ValuesOverflowError if a peak of the column so far is beyond what its values are stored in."""
+        """Raise ValuesOverflowError if a peak of the column so far exceeds the dtype of its values."""
         plan, network = self._plan, self._network
         kept = dtype_of(plan.choices[-1].shape)
         end = FLOAT16_END if kept == np.float16 else np.inf

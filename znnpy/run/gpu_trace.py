@@ -1,7 +1,7 @@
-"""Spans of what a device does, from events on its streams around each piece of work.
+"""Traces what a GPU does, from events on its streams around each piece of work.
 
-Clock  A device counts seconds between its events, in float32. So each step has an event of its own, on a stream that is
-       idle then, whose time the host reads as it happens: most often within ten microseconds, and days do not add up.
+Clock  A GPU gives the seconds between two events in float32. Each step therefore has an event of its own, on an idle
+       stream, whose time the host reads when it happens, usually within ten microseconds: errors do not add up.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from znnpy.run.trace import Trace
 
-ANCHOR_SECONDS = 0.001  # in which the host sees the event of a step happen; where it does not, the last one's will do
+ANCHOR_SECONDS = 0.001  # within which the host has to see the event of a step; otherwise the event before is used
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A piece of work that was queued, and the events around it."""
+    """A queued piece of work, and the events around it."""
 
     track: str
     name: str
@@ -33,50 +33,50 @@ class _Work:
 @dataclass(frozen=True, slots=True)
 class _Step:
     number: int  # counted from the first of the session
-    event: Any  # that happened before all of its work
-    at: float  # when, of `time.perf_counter()`
+    event: Any  # it happened before all work of the step
+    at: float  # its time by `time.perf_counter()`
     work: list[_Work] = field(default_factory=list)
 
 
 class GpuTrace:
-    """What a session queues on `device`, step by step, told to `trace` when a step is over."""
+    """Records what a session queues on `device` in `trace`, when each step is over."""
 
     def __init__(self, trace: Trace, device: Any) -> None:
         self._trace, self._device = trace, device
-        self._steps: deque[_Step] = deque()  # that are not over
+        self._steps: deque[_Step] = deque()  # steps that are not over
         self._count = 0
-        self._ended: dict[str, float] = {}  # of each track, the last end
+        self._ended: dict[str, float] = {}  # end of the last span of each track
         self._anchor(inf)
 
     def begin(self) -> None:
-        """What is queued from now on belongs to the next step."""
+        """Begin the next step, to which what is queued from now on belongs."""
         self._anchor(ANCHOR_SECONDS)
         self._steps.append(_Step(self._count, *self._base))
         self._count += 1
 
     @contextmanager
     def span(self, track: str, stream: Any, name: str, **facts: int) -> Iterator[None]:
-        """What is queued on `stream` within."""
+        """Trace what is queued on `stream` within."""
         begin = self._mark(stream)
         yield
         self._steps[-1].work.append(_Work(track, name, begin, self._mark(stream), facts))
 
     def end(self) -> None:
-        """The device is through with the step that began first."""
+        """Record the oldest step, which the device has finished."""
         step = self._steps.popleft()
         for work in step.work:
             begin, end = (step.at + self._device.seconds_between(step.event, event) for event in (work.begin, work.end))
-            begin = max(begin, self._ended.get(work.track, -inf))  # two steps' clocks may differ in microseconds
+            begin = max(begin, self._ended.get(work.track, -inf))  # the clocks of two steps may differ by microseconds
             self._ended[work.track] = end = max(begin, end)
             self._trace.record(work.track, work.name, begin, end, step=step.number, **work.facts)
 
     def end_all(self) -> None:
-        """The device is through with everything."""
+        """Record all steps, which the device has finished."""
         while self._steps:
             self.end()
 
     def _anchor(self, seconds: float) -> None:
-        """Read the host's clock at an event, if that happens, and is seen, within so many seconds."""
+        """Read the host's clock at an event, if the event is seen within so many seconds."""
         until = time.perf_counter() + seconds
         event = self._mark(self._device.uploads)
         with self._device.calling("cudaEventQuery"):

@@ -1,9 +1,9 @@
-"""Patches on their way: lanes that read and compute, a writer thread, and nothing unbounded.
+"""Runs workers that read and compute, with one writer thread and bounded buffers.
 
-A run has a lane for each device, or part of one, that computes; the first computes in the calling thread. All write
-through one thread. The first failure stops every lane, but that of a GPU where others are left for its columns: then it
-hands back what it had begun, and the run goes on without it. So it does without a processor whose last cells a GPU
-computes sooner.
+A run has a worker for each device that computes; the first computes in the calling thread. All of them write through
+one thread. The first failure stops every worker, except the failure of a GPU whose columns others can compute: it gives
+back what it had begun, and the run continues without it. Likewise a run continues without a processor whose last cells
+a GPU computes sooner.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from znnpy.run.worker import (
     END,
     CompletedStep,
     Computes,
-    Reads,
     RunningWorker,
+    StepSource,
     StepTask,
-    Stops,
-    Traces,
+    Stoppable,
+    Tracer,
     Voxels,
     Worker,
-    beside,
     drain,
+    step_suffix,
 )
 from znnpy.shapes import subtract
 
-REPORT_SECONDS = 0.2  # between reports while only other threads are at work
+REPORT_SECONDS = 0.2  # between progress events while only other threads are busy
 
 
 class Writes(Protocol):
-    """What the pipeline asks of an output."""
+    """What the pipeline needs of an output."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -97,13 +97,13 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimings:
-    """What one lane did. While it neither computes nor waits it hands on what came out."""
+    """What one worker did."""
 
     name: str
     voxels: int  # of the output
     seconds: Mapping[str, float]  # reading, computing, waiting
     lost: str | None  # why it ended before the run did
-    given_up: int = 0  # cells that it was late with, and others computed
+    given_up: int = 0  # cells that others computed because it was late
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,51 +113,51 @@ class Timings:
     voxels: int  # of the output, written by this run
     columns: int
     seconds: float  # since it began to compute
-    stage_seconds: Mapping[str, float]  # planning and preparing, if it did; then those of all lanes: reading to waiting
-    lanes: tuple[WorkerTimings, ...]
+    stage_seconds: Mapping[str, float]  # planning and preparing, if it did; then of all workers: reading to waiting
+    workers: tuple[WorkerTimings, ...]
 
 
 def run(
     session: Computes,
-    crew: Stops,
-    source: Reads,
+    crew: Stoppable,
+    source: StepSource,
     output: Writes,
     columns: Sequence[Column],
     progress: Callable[[Event], None] | None = None,
-    trace: Traces | None = None,
+    trace: Tracer | None = None,
 ) -> Timings:
-    """Read, compute and write every column that `output.done` does not hold; `run_workers` with one lane."""
-    lane = Worker(session.plan.device.upper(), session, crew, ColumnQueue(columns, done=output.done))
-    return run_workers((lane,), source, output, progress, trace)
+    """Read, compute and write every column that `output.done` does not hold; `run_workers` with one worker."""
+    worker = Worker(session.plan.device.upper(), session, crew, ColumnQueue(columns, done=output.done))
+    return run_workers((worker,), source, output, progress, trace)
 
 
 def run_workers(
-    lanes: Sequence[Worker],
-    source: Reads,
+    workers: Sequence[Worker],
+    source: StepSource,
     output: Writes,
     progress: Callable[[Event], None] | None = None,
-    trace: Traces | None = None,
+    trace: Tracer | None = None,
     before: Before | None = None,
 ) -> Timings:
-    """Read, compute and write what the shares of all lanes hold.
+    """Read, compute and write everything in the queue of the workers.
 
     progress  called in this thread before the first patch, after each that it computed, and after the last is written;
               while it has nothing left to do, a few times a second.
-    trace     is told when each lane read and waited, and when outputs were written.
-    before    what this run did until now; None: nothing.
+    trace     is told when each worker read and waited, and when outputs were written.
+    before    what this run did before it computed; None: nothing.
 
     The first exception of any thread stops the others and is raised here once they have ended; so are KeyboardInterrupt
     and whatever else interrupts the calling thread. Patches computed by then are still written, so every column
-    reported to the output is whole. What a step says names the output voxels that it writes. A lane that fails with a
-    DeviceError or DeviceLostError while another has the same shares is lost, and nothing else stops; nor does it where
-    one gives up its last cells to another (`Cells`), which then is no longer there for those of a lane that fails.
+    reported to the output is whole. An error in a step names its output voxels. A worker that fails with a
+    DeviceError or DeviceLostError while another has the same queue is lost, and nothing else stops; nor does it where
+    one gives up its last cells to another (`Cells`), which then is no longer there for those of a worker that fails.
     """
-    return _Run(lanes, source, output, progress, trace, before).run()
+    return _Run(workers, source, output, progress, trace, before).run()
 
 
 @dataclass(slots=True)
 class _Tally:
-    """Steps, the work in them, and what they wrote."""
+    """Columns, steps, the work in them, and the voxels that they wrote."""
 
     columns: int = 0
     steps: int = 0
@@ -168,30 +168,30 @@ class _Tally:
 class _Run:
     def __init__(
         self,
-        lanes: Sequence[Worker],
-        source: Reads,
+        workers: Sequence[Worker],
+        source: StepSource,
         output: Writes,
         progress: Callable[[Event], None] | None,
-        trace: Traces | None,
+        trace: Tracer | None,
         before: Before | None,
     ) -> None:
         self._before = before
-        self._given, self._lanes = lanes, list[RunningWorker]()
+        self._given, self._workers = workers, list[RunningWorker]()
         self._source, self._output, self._progress, self._trace = source, output, progress, trace
-        self._landed: SimpleQueue[Any] = SimpleQueue()
+        self._completed: SimpleQueue[Any] = SimpleQueue()
         self._stopping = threading.Event()
-        self._errors: list[BaseException] = []  # of other threads than the calling one; the first is the cause
-        self._turn = threading.Lock()  # of tallies and leases
+        self._errors: list[BaseException] = []  # of all threads but the calling one; the first is the cause
+        self._lock = threading.Lock()  # protects tallies and leases
         self._caller = threading.current_thread()
-        self._all, self._early, self._now = _Tally(), _Tally(), _Tally()  # all, of earlier runs, and of this one
-        self._count(lanes[0].shares)
-        self._voxel_bytes = lanes[0].session.network.output_channels * output.dtype.itemsize
+        self._all, self._early, self._now = _Tally(), _Tally(), _Tally()  # the whole run, earlier runs, this run
+        self._count(workers[0].queue)
+        self._voxel_bytes = workers[0].session.network.output_channels * output.dtype.itemsize
         self._writing = 0.0  # seconds
         self._began = time.perf_counter()
 
-    def _count(self, shares: WorkQueue) -> None:
-        for index, column in enumerate(shares.columns):
-            for tally in (self._all, self._early) if index in shares.done else (self._all,):
+    def _count(self, queue: WorkQueue) -> None:
+        for index, column in enumerate(queue.columns):
+            for tally in (self._all, self._early) if index in queue.done else (self._all,):
                 tally.columns += 1
                 tally.steps += len(column.steps)
                 tally.work += column.voxels
@@ -200,27 +200,29 @@ class _Run:
     def run(self) -> Timings:
         try:
             return self._all_done()
-        finally:  # all of these refer to this: else buffers, sessions and outputs wait for the garbage collector
-            for lane in self._lanes:
-                lane.close()
-            self._lanes.clear()
+        finally:  # these refer to this object: buffers and sessions would wait for the garbage collector
+            for worker in self._workers:
+                worker.close()
+            self._workers.clear()
             self._errors.clear()
-            drain(self._landed)
+            drain(self._completed)
 
     def _all_done(self) -> Timings:
-        for lane in self._given:
-            self._lanes.append(RunningWorker(lane, self._source, self._output.dtype, self._land, self._trace))
+        for worker in self._given:
+            self._workers.append(RunningWorker(worker, self._source, self._output.dtype, self._complete, self._trace))
         writer = self._thread("writer", self._write)
-        threads = [self._thread(f"reader-{number}", lane.read) for number, lane in enumerate(self._lanes)]
-        threads += [self._thread(f"lane-{lane.name}", partial(self._attend, lane)) for lane in self._lanes[1:]]
+        threads = [self._thread(f"reader-{number}", worker.read) for number, worker in enumerate(self._workers)]
+        threads += [
+            self._thread(f"worker-{worker.name}", partial(self._attend, worker)) for worker in self._workers[1:]
+        ]
         try:
             for thread in (writer, *threads):
                 thread.start()
             self._report()
-            self._attend(self._lanes[0])
+            self._attend(self._workers[0])
             for thread in threads:
                 self._wait_for(thread)
-            self._landed.put(END)
+            self._completed.put(END)
             self._wait_for(writer)
         except BaseException as error:
             self._stop()
@@ -234,107 +236,107 @@ class _Run:
         self._report()
         now = self._now
         timed = tuple(
-            WorkerTimings(lane.name, lane.voxels, dict(lane.seconds), lane.lost, _cells_of(lane.given_up))
-            for lane in self._lanes
+            WorkerTimings(worker.name, worker.voxels, dict(worker.seconds), worker.lost, _cells_of(worker.given_up))
+            for worker in self._workers
         )
         return Timings(now.voxels, now.columns, time.perf_counter() - self._began, self._stage_seconds(), timed)
 
     def _wait_for(self, thread: Thread) -> None:
-        """Until it ends, with a report now and then."""
+        """Wait until a thread ends, with progress events now and then."""
         while not thread.wait(REPORT_SECONDS):
             self._report()
 
-    def _attend(self, lane: RunningWorker) -> None:
-        """Have a lane compute; it may be lost where others have its shares, or give up to them."""
+    def _attend(self, worker: RunningWorker) -> None:
+        """Have a worker compute. If it fails, or is late, others may take over its leases."""
         try:
-            lane.compute()
+            worker.compute()
         except Stopped:
-            if not lane.given_up or self._stopping.is_set():
+            if not worker.given_up or self._stopping.is_set():
                 raise
-            lane.crew.resume()  # for the next run
-            with self._turn:
-                self._forget(lane, lane.given_up)
+            worker.crew.resume()  # for the next run
+            with self._lock:
+                self._forget(worker, worker.given_up)
         except (DeviceError, DeviceLostError) as error:
-            if isinstance(error, VramError) and not self._alike(lane):
-                raise  # it may be planned anew
-            lane.lose(error)
-            with self._turn:
-                begun = lane.shares.lose(lane)
+            if isinstance(error, VramError) and not self._alike(worker):
+                raise  # the run may be planned again
+            worker.lose(error)
+            with self._lock:
+                begun = worker.queue.lose(worker)
                 if begun is None:
                     raise
-                self._forget(lane, begun)
+                self._forget(worker, begun)
 
-    def _forget(self, lane: RunningWorker, leases: Sequence[Lease]) -> None:
-        """Others compute these anew: they no longer count."""
+    def _forget(self, worker: RunningWorker, leases: Sequence[Lease]) -> None:
+        """Stop counting leases that other workers compute again."""
         for lease in leases:
             self._now.steps -= lease.steps
             self._now.work -= lease.work
             self._now.voxels -= lease.voxels
-            lane.voxels -= lease.voxels
+            worker.voxels -= lease.voxels
             lease.steps, lease.work, lease.voxels = 0, 0.0, 0
 
-    def _alike(self, lane: RunningWorker) -> bool:
-        """Others with the same plan are left."""
-        return any(other.plan is lane.plan and not other.lost for other in self._lanes if other is not lane)
+    def _alike(self, worker: RunningWorker) -> bool:
+        """Return whether other workers with the same plan are left."""
+        return any(other.plan is worker.plan and not other.lost for other in self._workers if other is not worker)
 
-    def _land(self, turn: StepTask, landed: CompletedStep | None) -> None:
-        """A step was computed."""
-        if landed is not None:
-            self._landed.put(landed)
+    def _complete(self, task: StepTask, completed: CompletedStep | None) -> None:
+        """Pass on a computed step."""
+        if completed is not None:
+            self._completed.put(completed)
         else:
-            self._add(turn, 0)
+            self._add(task, 0)
         if threading.current_thread() is self._caller:
             self._report()
 
-    def _add(self, turn: StepTask, voxels: int, lane: RunningWorker | None = None) -> bool:
-        """Count a step, and what a lane wrote of it; False where its column goes to another lane."""
-        lease = turn.lease
-        with self._turn:
+    def _add(self, task: StepTask, voxels: int, worker: RunningWorker | None = None) -> bool:
+        """Count a step and what a worker wrote of it; return False where another worker computes its column."""
+        lease = task.lease
+        with self._lock:
             if lease.void:
                 return False
             for tally in (lease, self._now):
-                tally.steps += turn.steps
-                tally.work += turn.work
+                tally.steps += task.steps
+                tally.work += task.work
                 tally.voxels += voxels
-            if lane is not None:
-                lane.voxels += voxels
+            if worker is not None:
+                worker.voxels += voxels
         return True
 
     def _write(self) -> None:
-        making = list(self._lanes)
-        while making and not self._stopping.is_set():  # the first steps of a column need none yet
-            making = [lane for lane in making if lane.make()]
-        while (item := self._landed.get()) is not END:
+        making = list(self._workers)
+        while making and not self._stopping.is_set():  # made here because the first steps of a column need none
+            making = [worker for worker in making if worker.make()]
+        while (item := self._completed.get()) is not END:
             if item is None:
-                raise Stopped  # what was computed before the stop came first, and is written
+                raise Stopped  # everything computed before the stop was written
             self._write_one(item)
             del item  # its mask too
 
-    def _write_one(self, landed: CompletedStep) -> None:
-        lane, turn, patch = landed.lane, landed.turn, landed.turn.patch
-        if not turn.lease.void:
+    def _write_one(self, completed: CompletedStep) -> None:
+        worker, task, patch = completed.worker, completed.task, completed.task.patch
+        if not task.lease.void:
             began = time.perf_counter()
-            voxels = lane.out[landed.buffer]
-            if landed.hidden is not None:
-                np.copyto(voxels, np.nan, where=landed.hidden)
+            voxels = worker.out[completed.buffer]
+            if completed.hidden is not None:
+                np.copyto(voxels, np.nan, where=completed.hidden)
             kept = patch.write.shifted(subtract((0, 0, 0), patch.out.lo))
-            with beside(turn):
+            with step_suffix(task):
                 self._output.write(patch.write, voxels[(slice(None), *kept.slices)])
-            if self._add(turn, patch.write.voxels, lane) and turn.ends:
-                for index in turn.lease.indices:
+            if self._add(task, patch.write.voxels, worker) and task.ends:
+                for index in task.lease.indices:
                     self._output.finish_column(index)
-                self._now.columns += len(turn.lease.indices)
+                self._now.columns += len(task.lease.indices)
             ended = time.perf_counter()
             self._writing += ended - began
             if self._trace is not None:
-                self._trace.record("writer", str(turn), began, ended)
-        lane.free(landed.buffer)
+                self._trace.record("writer", str(task), began, ended)
+        worker.free(completed.buffer)
 
     def _thread(self, name: str, work: Callable[[], None]) -> Thread:
         return Thread(name, partial(self._guarded, work))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run a thread's work; what it raises is handed to the calling thread, and stops everything."""
+        """Run the work of a thread; an error stops everything and is raised in the calling thread."""
         try:
             work()
         except Stopped:
@@ -344,17 +346,17 @@ class _Run:
             self._stop()
 
     def _stop(self) -> None:
-        """From any thread, more than once."""
+        """Stop all threads. May be called from any thread, more than once."""
         self._stopping.set()
-        for lane in self._lanes:
-            lane.crew.stop()
-            lane.shares.stop()
-            lane.stop()
-        self._landed.put(None)
+        for worker in self._workers:
+            worker.crew.stop()
+            worker.queue.stop()
+            worker.stop()
+        self._completed.put(None)
 
     def _stage_seconds(self) -> dict[str, float]:
         reading, computing, waiting = (
-            sum(lane.seconds[stage] for lane in self._lanes) for stage in ("reading", "computing", "waiting")
+            sum(worker.seconds[stage] for worker in self._workers) for stage in ("reading", "computing", "waiting")
         )
         side_by_side = {"reading": reading, "computing": computing, "writing": self._writing, "waiting": waiting}
         if self._before is None:
@@ -364,9 +366,9 @@ class _Run:
     def _report(self) -> None:
         if self._progress is None:
             return
-        with self._turn:
-            for lane in self._lanes:  # one that gave up may not have ended yet
-                self._forget(lane, lane.given_up)
+        with self._lock:
+            for worker in self._workers:  # a worker that gave up may not have ended yet
+                self._forget(worker, worker.given_up)
             early, now, whole = self._early, self._now, self._all
             steps, voxels, work = early.steps + now.steps, early.voxels + now.voxels, early.work + now.work
             event = Event(

@@ -1,4 +1,4 @@
-"""Before a run computes: it prepares memory, tells its progress of that, and remembers how long it took."""
+"""Measures and reports how a run prepares memory before it computes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.run.pipeline import Before, Event
 
-LEAST_TOLD = 2**28  # bytes: less is prepared in a moment, and progress is not told of it
+LEAST_TOLD = 2**28  # bytes; less is prepared in a moment and not reported
 
 
 class Preparing:
-    """Prepares one plan of a run, from when it is made until `done` is called.
+    """The preparation of one plan of a run, from the creation of this object until `done` is called.
 
     began     when the run began, by `time.perf_counter()`
     finished  indices of the columns, or patches, that earlier runs finished
-    progress  told how many bytes of the plan's memory are prepared, of plans for a processor alone
+    progress  called with the number of prepared bytes, for plans of a processor alone
     """
 
     def __init__(
@@ -31,20 +31,20 @@ class Preparing:
     ) -> None:
         self._plan, self._network, self._finished = plan, network, finished
         self._began, self._progress, self._since = began, progress, time.perf_counter()
-        self._touched, self._all = 0, plan.memory.arena + plan.memory.carries
+        self._touched, self._all = 0, plan.memory.last.arena + plan.memory.last.carries
 
     @property
     def told(self) -> Callable[[int], None] | None:
-        """The function that a session calls with the bytes that it prepared; None if nobody listens."""
+        """The function that a session calls with the bytes that it prepared; None where there is no progress."""
         alone = self._plan.device == "cpu" and self._progress is not None
         return self._tell if alone and self._all >= LEAST_TOLD else None
 
     def done(self) -> Before:
-        """The run computes from now on."""
+        """End the preparation: the run computes from now on."""
         return Before(self._began, self._since - self._began, time.perf_counter() - self._since)
 
     def _tell(self, nbytes: int) -> None:
-        assert self._progress is not None, "told only where there is somebody to tell"
+        assert self._progress is not None, "called only where there is progress"
         self._touched += nbytes
         parts, plan = self._plan.parts_of(self._network), self._plan
         voxels = sum(parts[index].voxels for index in self._finished)

@@ -1,11 +1,10 @@
-"""A plan awake: owns arena, prepared weights, bound steps and what columns carry; turns input into output."""
+"""A session: a plan with its arenas, prepared weights and carried planes, which turns input into output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from traceback import clear_frames
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,30 +13,34 @@ import numpy.typing as npt
 from znnpy.errors import VramError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Primitive
-from znnpy.kernels.table import TABLE
+from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.network import ConvWeights, Network
+from znnpy.planner.memory import PINNED
 from znnpy.planner.plan import Plan
 from znnpy.run.backend import Backend
 from znnpy.run.cpu_backend import CpuBackend
-from znnpy.run.stage_runner import Walk
-from znnpy.shapes import turn
+from znnpy.run.handover import Handover, StopFlag
+from znnpy.run.stage_runner import StageRunner
 
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.run.trace import Trace
 
+ALL: tuple[Primitive, ...] = (*TABLE, *IN_HOST_RAM)
 
-class Session(Walk):
+
+class Session:
     """Runs the steps of one plan. A context manager: `with Session(...) as session: session.run(raw, out)`.
 
     Entering prepares weights and plans transforms; after that nothing of the size of a patch is allocated.
 
     A plan for the GPU runs on `device`, or on one that the session opens and closes. Then a step that is submitted is
-    on its way through three stages, upload, computation and download, and so may be the next one.
+    on its way through upload, computation and download, and so may be the next one. A plan of two stages runs the first
+    on the host and the second on the GPU (`Handover`).
 
     A `trace` is told of every layer of every step, for the images `first` to `last` of its input, and of what is moved;
-    `lane` is what the device is called there, where there are several. `prepared` is called with bytes of memory that
-    were written to for the first time, while the session is entered; on a GPU it is not.
+    `lane` is the name of the device there, where there are several. `prepared` is called with bytes of memory that were
+    written to for the first time, while a session on the processor is entered.
     """
 
     def __init__(
@@ -46,56 +49,96 @@ class Session(Walk):
         network: Network,
         weights: Sequence[ConvWeights],
         crew: Crew,
-        table: tuple[Primitive, ...] = TABLE,
+        table: tuple[Primitive, ...] = ALL,
         *,
         device: Device | None = None,
         trace: Trace | None = None,
         lane: str | None = None,
         prepared: Callable[[int], None] | None = None,
     ) -> None:
-        shop = _workshop(plan, network, crew, device, trace, lane or plan.device.upper(), prepared)
-        super().__init__(plan, network, weights, shop, table)
-        self.crew = crew
+        self.plan, self.network, self.crew = plan, network, crew
         self._open = ExitStack()
+        self._handover: Handover | None = None
+        lane = lane or plan.device.upper()
+        if plan.device == "cpu":
+            backends: list[Backend] = [CpuBackend(plan, network, crew, trace, lane, prepared)]
+        else:
+            from znnpy.run.gpu_backend import GpuBackend  # here, since runs on the CPU need none of it
+
+            stops = StopFlag(crew)
+            gpu = GpuBackend(plan, network, stops if plan.offloaded else crew, device, trace, lane)
+            host = CpuBackend(plan, network, crew, trace, lent=gpu)
+            backends = [host, gpu] if plan.offloaded else [gpu]
+        self._backends = backends
+        self._runners = tuple(
+            StageRunner(plan, network, weights, backend, table, number) for number, backend in enumerate(backends)
+        )
+        if plan.offloaded:
+            self._handover = Handover(plan, stops, host, gpu, *self._runners)
+
+    @property
+    def written(self) -> list[int]:
+        """Voxels of one map that each choice has written, all images."""
+        return [sum(counts) for counts in zip(*(runner.written for runner in self._runners), strict=True)]
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """Seconds in which each of two overlapping stages computed, by device; empty for other plans."""
+        return {} if self._handover is None else self._handover.busy_seconds
+
+    @property
+    def idle_seconds(self) -> dict[str, float]:
+        """Seconds in which each of two overlapping stages stood still, by device; empty for other plans."""
+        return {} if self._handover is None else self._handover.idle_seconds
 
     @property
     def max_in_flight(self) -> int:
         """Steps that may be submitted and not waited for when the next is; 0: `submit` computes."""
-        return self._shop.max_in_flight
+        return self._backends[-1].max_in_flight if self._handover is None else self._handover.max_in_flight
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.callback(self.forget)
-            stack.enter_context(self._shop)
+            for runner in self._runners:
+                stack.callback(runner.forget)
+            for backend in reversed(self._backends):
+                stack.enter_context(backend)
             try:
-                self.bind(self.plan.memory.arena, self.plan.tensors)
+                for runner in reversed(self._runners):
+                    runner.bind()
+                if self._handover is not None:
+                    stack.callback(self._handover.close)
+                    self._handover.open()
             except VramError as error:
                 clear_frames(error.__traceback__)  # who plans again with less needs what they refer to
                 raise
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._open.__exit__(kind, error, at)
+    def __exit__(self, *cause: Any) -> None:
+        self._open.__exit__(*cause)
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[npt.NDArray[Any]], Iterable[npt.NDArray[Any]]]:
-        """Arrays for `submit` of these types: as many as keep a run going, and the plan counts.
+        """Return arrays for `submit` of these dtypes: as many as keep a run going, and the plan counts.
 
         reads, writes  steps of the run, and those with output
 
-        On a GPU they are pinned: only then do uploads and downloads go on beside the computation. That takes seconds
-        for gigabytes, so each is made when it is asked for, from any thread.
+        Those that are copied to or from a GPU are pinned: only then do uploads and downloads go on beside the
+        computation. That takes seconds for gigabytes, so each is made when it is asked for, from any thread.
         """
-        return self._shop.buffers(raw, out, reads=reads, writes=writes)
+        if self._handover is None:
+            return self._backends[-1].buffers(raw, out, reads=reads, writes=writes)
+        native, size = raw.newbyteorder("="), (self.network.input_channels, *self.plan.patch_in)
+        _, outs = self._backends[-1].buffers(np.dtype(np.float32), out, reads=0, writes=writes)
+        return (np.empty(size, native) for _ in range(min(PINNED, reads))), outs
 
     def run(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> None:
         """Compute one step of a column, or one patch: `submit` it and `wait`."""
         self.wait(self.submit(raw, out, begins=begins))
 
     def submit(self, raw: npt.NDArray[Any], out: npt.NDArray[Any] | None, *, begins: bool = True) -> Any:
-        """Begin to compute one step of a column, or one patch; a ticket to `wait` with, in the order of submission.
+        """Begin to compute one step of a column, or one patch; return a ticket for `wait`, in the order of submission.
 
         raw     (c, *patch_in), any real dtype, as the volume stores it; read only.
         out     (maps, *patch_out) float32, float16 or uint8 (`round(255 * clip(x, 0, 1))`); overwritten. None in the
@@ -105,41 +148,26 @@ class Session(Walk):
         No more than `max_in_flight` steps may be without their wait. Until it, `raw` and `out` belong to the session.
         ValuesOverflowError, here or in `wait`, names the layer whose result is not finite.
         """
-        axes = (0, *(1 + axis for axis in turn(self.plan.axis)))
-        source, target = self._shop.take(raw, out, begins=begins)
-        if begins:
-            self.begin()
-        with self._shop.span("load"):
-            self._shop.load(source.transpose(axes), self.input[0])
-        self.advance(0, None if target is None else target.transpose(axes))
-        self.end()
-        return self._shop.give()
+        if self._handover is not None:
+            return self._handover.submit(raw, out, begins=begins)
+        backend, runner = self._backends[0], self._runners[0]
+        source, target = backend.begin_step(raw, out, begins=begins)
+        runner.step(source, None if target is None else target.transpose(runner.axes), begins=begins)
+        return backend.end_step()
 
     def abandon(self) -> None:
-        """The device failed: nothing is asked of it any more, and leaving waits for nothing."""
-        self._shop.abandon()
+        """Ask nothing of a device that failed any more; leaving then waits for nothing."""
+        if self._handover is not None:
+            self._handover.stop()
+        self._backends[-1].abandon()
 
     def done(self, ticket: Any) -> bool:
-        """`wait` would return at once."""
-        return self._shop.done(ticket)
+        """Return whether `wait` would return at once."""
+        return self._backends[-1].done(ticket) if self._handover is None else self._handover.done(ticket)
 
     def wait(self, ticket: Any) -> None:
-        """Until the output of a step is there."""
-        self._shop.wait(ticket)
-
-
-def _workshop(
-    plan: Plan,
-    network: Network,
-    crew: Crew,
-    device: Device | None,
-    trace: Trace | None,
-    lane: str,
-    prepared: Callable[[int], None] | None,
-) -> Backend:
-    """Where a plan runs."""
-    if plan.device == "cpu":
-        return CpuBackend(plan, network, crew, trace, lane, prepared)
-    from znnpy.run.gpu_backend import GpuBackend  # here: runs on the CPU need none of it
-
-    return GpuBackend(plan, network, crew, device, trace, lane)
+        """Wait until the output of a step is there."""
+        if self._handover is None:
+            self._backends[-1].wait(ticket)
+        else:
+            self._handover.wait(ticket)

@@ -1,4 +1,4 @@
-"""Threads of a run that are waited for, also where Ctrl-C comes meanwhile."""
+"""Threads of a run that can be waited for even if Ctrl-C interrupts the wait."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from znnpy.errors import ThreadError
 
 
 class Thread(threading.Thread):
-    """A daemon, so that a second Ctrl-C gets out even if it hangs in a read that never returns.
+    """A daemon thread, so that a second Ctrl-C ends the process even if the thread hangs in a read.
 
-    It says itself when it has ended: of one whose `join` Ctrl-C interrupted, Python before 3.13 says so at once.
+    The thread notes its end itself: after Ctrl-C interrupted a `join`, Python before 3.13 reports any thread as ended.
     """
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
@@ -19,7 +19,7 @@ class Thread(threading.Thread):
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin the work; ThreadError when the system refuses another thread."""
+        """Begin the work. ThreadError is raised when the system refuses another thread."""
         try:
             super().start()
         except RuntimeError as error:
@@ -33,7 +33,7 @@ class Thread(threading.Thread):
             self._ended.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until it has ended, if it ever began, or so many seconds; whether it has."""
+        """Wait until the thread has ended, or for so many seconds; return whether it ended or never began."""
         if self.ident is None:
             return True
         if not self._ended.wait(timeout):

@@ -1,8 +1,8 @@
-"""One that computes, and its reader: takes columns, reads their patches ahead, and hands on what comes out.
+"""A worker of a run: takes columns, reads their patches ahead, computes them, and passes the results on.
 
-A few buffers for input patches and as many for output patches go round, those that the session gives; a queue holds at
-most all of them. Each queue has one consumer, so one None in it wakes whoever waits there: that is how a lane is told
-to stop. Steps are submitted to the session and waited for: one that computes on a GPU is given the next before that.
+The buffers for input and output patches that the session provides are used again and again; a queue holds at most all
+of them. Each queue has one consumer, so one None in it wakes whoever waits there: this is how a worker is told to stop.
+Steps are submitted to the session and waited for; a session on a GPU is given the next step before the wait.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from znnpy.run.nan_mask import Mask, NanMask
 from znnpy.run.work_queue import Lease, WorkQueue
 from znnpy.shapes import Vec3
 
-LOOK_SECONDS = 0.0001  # between looks at what is under way
-END: Final = object()  # of a queue
+LOOK_SECONDS = 0.0001  # between looks at steps in flight
+END: Final = object()  # the last item of a queue
 
 Voxels = npt.NDArray[Any]
 T = TypeVar("T")
 
 
 class Computes(Protocol):
-    """What a lane asks of a session."""
+    """What a worker needs of a session."""
 
     @property
     def plan(self) -> Plan: ...
@@ -46,26 +46,26 @@ class Computes(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be submitted and not waited for when the next is; 0: each is waited for at once."""
+        """Steps that may be submitted and not waited for when the next is; 0: each is waited for at once."""
 
     def buffers(
         self, raw: np.dtype[Any], out: np.dtype[Any], *, reads: int, writes: int
     ) -> tuple[Iterable[Voxels], Iterable[Voxels]]:
-        """For patches on their way in and on their way out; each may be made when it is asked for."""
+        """Return buffers for input and for output patches; each may be made when it is asked for."""
 
     def submit(self, raw: Voxels, out: Voxels | None, *, begins: bool = True) -> Any:
-        """A ticket to `wait` with, in the order of submission; until then the arrays belong to the session."""
+        """Return a ticket for `wait`, in the order of submission; until then the arrays belong to the session."""
 
     def done(self, ticket: Any) -> bool: ...
 
     def wait(self, ticket: Any) -> None: ...
 
     def abandon(self) -> None:
-        """Its device failed: nothing is asked of it any more, nor waited for."""
+        """Ask nothing of a device that failed any more, and wait for nothing."""
 
 
-class Stops(Protocol):
-    """What a lane asks of a crew."""
+class Stoppable(Protocol):
+    """What a worker needs of a thread pool."""
 
     def stop(self) -> None: ...
 
@@ -74,8 +74,8 @@ class Stops(Protocol):
     def check(self) -> None: ...
 
 
-class Reads(Protocol):
-    """What a lane asks of a source; several read at a time."""
+class StepSource(Protocol):
+    """What a worker needs of a source; several threads may read at a time."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -83,8 +83,8 @@ class Reads(Protocol):
     def read(self, lo: Vec3, out: Voxels) -> Mask | None: ...
 
 
-class Traces(Protocol):
-    """What is told of what was done when."""
+class Tracer(Protocol):
+    """What records when something was done."""
 
     def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
         """begin, end  seconds of `time.perf_counter`."""
@@ -92,23 +92,23 @@ class Traces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Who computes what. All lanes of a run have the same shares."""
+    """A session and the queue that it takes work from. All workers of a run have the same queue."""
 
-    name: str  # of the device
+    name: str  # of the device, in traces and reports
     session: Computes
-    crew: Stops
-    shares: WorkQueue
+    crew: Stoppable
+    queue: WorkQueue
 
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
-    """A patch on its way."""
+    """One step of a column in a lease, or one patch."""
 
     lease: Lease
     column: int  # of the lease
     number: int  # of the step in its column
-    output: Box  # what it writes; of a column's first steps, which write nothing, what the next does that writes
-    work: float  # its share of what the lease writes, in voxels
+    output: Box  # the output that it writes; in the first steps of a column, that of the first step that writes
+    work: float  # its share of the output of the lease, in voxels
 
     @property
     def patch(self) -> Patch:
@@ -116,23 +116,23 @@ class StepTask:
 
     @property
     def begins(self) -> bool:
-        """The first of a column, unless it goes on with the one before."""
+        """Whether it is the first step of a column that does not continue the one before."""
         return self.number == 0 and not self.lease.goes_on
 
     @property
     def writes(self) -> bool:
-        """Not so in the first steps of a column that walks."""
+        """Whether it writes output: the first steps of a column do not."""
         return self.patch.write.voxels > 0
 
     @property
     def ends(self) -> bool:
-        """The last of its lease."""
+        """Whether it is the last step of its lease."""
         columns = self.lease.columns
         return self.column == len(columns) - 1 and self.number == len(columns[-1].steps) - 1
 
     @property
     def steps(self) -> int:
-        """For how many it counts in the run."""
+        """Number of steps of the run that it counts for."""
         return 1 if not self.lease.of_cells else len(self.lease.indices) if self.ends else 0
 
     def __str__(self) -> str:
@@ -143,28 +143,28 @@ class StepTask:
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step that was computed; its output is in a buffer of its lane."""
+    """A computed step, with its output in a buffer of its worker."""
 
-    turn: StepTask
-    lane: RunningWorker
+    task: StepTask
+    worker: RunningWorker
     buffer: int
-    hidden: Mask | None  # where its output is unknown
+    hidden: Mask | None  # where its output is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadStep:
-    """A patch that was read, in a buffer."""
+    """A step whose input was read into a buffer."""
 
-    turn: StepTask
+    task: StepTask
     buffer: int
     bad: Mask | None
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that was submitted, and its buffers."""
+    """A submitted step, and its buffers."""
 
-    turn: StepTask
+    task: StepTask
     ticket: Any  # of the session
     raw: int
     out: int | None
@@ -172,62 +172,63 @@ class _InFlight:
 
 
 class StepWork:
-    """What the steps of columns cost, as a plan has it: the voxels that come out, less where few layers run."""
+    """The work of each step of a column by the plan: its output voxels, or fewer where few layers run."""
 
     def __init__(self, plan: Plan, network: Network) -> None:
         self._ahead = plan.work_ahead(network) if plan.walks else ()
         self._whole = float(prod(plan.patch_out))
 
     def of(self, number: int) -> float:
-        """Of a step of a column, counted from its first."""
+        """Return the work of step `number` of a column."""
         return self._whole * (self._ahead[number] if number < len(self._ahead) else 1.0)
 
     def of_steps(self, lease: Lease, column: Column) -> list[float]:
-        """Of a column of a lease: one that goes on has no steps before its output."""
+        """Return the work of each step of a column of a lease; one that continues another begins with output."""
         first = len(self._ahead) if lease.goes_on else 0
         return [self.of(first + number) for number in range(len(column.steps))]
 
 
 class RunningWorker:
-    """A lane at work: `read` and `compute` run in threads of their own.
+    """A worker in a run: `read` and `compute` run in threads of their own.
 
-    land  is told of every step that is done: of its output, where it has one, which is the lane's until `free`.
+    on_complete  is called with every step that is done, and with its output if it has one, which stays in a buffer of
+                 the worker until `free`
     """
 
     def __init__(
         self,
-        lane: Worker,
-        source: Reads,
+        worker: Worker,
+        source: StepSource,
         dtype: np.dtype[Any],
-        land: Callable[[StepTask, CompletedStep | None], None],
-        trace: Traces | None = None,
+        on_complete: Callable[[StepTask, CompletedStep | None], None],
+        trace: Tracer | None = None,
     ) -> None:
-        session = lane.session
-        self.name, self.plan, self.shares, self.crew = lane.name, session.plan, lane.shares, lane.crew
+        session = worker.session
+        self.name, self.plan, self.queue, self.crew = worker.name, session.plan, worker.queue, worker.crew
         self.seconds = dict.fromkeys(("reading", "computing", "waiting"), 0.0)
         self.out: list[Voxels] = []  # buffers for outputs
         self.voxels = 0  # written
         self.lost: str | None = None  # why it ended before the run did
-        self.given_up: Sequence[Lease] = ()  # what others compute in its stead
-        self._session, self._source, self._land_step, self._trace = session, source, land, trace
+        self.given_up: Sequence[Lease] = ()  # leases that other workers compute in its place
+        self._session, self._source, self._on_complete, self._trace = session, source, on_complete, trace
         self._effort = StepWork(session.plan, session.network)
-        self._raw: list[Voxels] = []  # buffers for patches that are made
+        self._raw: list[Voxels] = []  # input buffers that were made
         self._raw_free: SimpleQueue[int | None] = SimpleQueue()
         self._raw_full: SimpleQueue[Any] = SimpleQueue()
         self._out_free: SimpleQueue[int | None] = SimpleQueue()
         self._stopping = threading.Event()
-        self._flights: deque[_InFlight] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._unseen = NanMask(session.plan, session.network.field_of_view)
-        reads, writes = self.shares.moves()
+        reads, writes = self.queue.moves()
         self._raws, outs = session.buffers(source.dtype, dtype, reads=reads, writes=writes)
         self._outs = iter(outs)
-        self.shares.join(self)
+        self.queue.join(self)
 
     def make(self) -> bool:
-        """One more buffer for outputs, from any one thread; False where there are enough."""
+        """Make one more output buffer, from one thread only; return False where there are enough."""
         try:
             made = None if self._stopping.is_set() else next(self._outs, None)
-        except (DeviceError, DeviceLostError) as error:  # for who computes on it
+        except (DeviceError, DeviceLostError) as error:  # raised in the thread that computes
             self._raw_full.put(error)
             return False
         if made is None:
@@ -237,57 +238,57 @@ class RunningWorker:
         return True
 
     def lose(self, error: Exception) -> None:
-        """Its device failed, or gives no memory: it computes nothing any more."""
+        """End this worker because its device failed or has too little memory."""
         self.lost = str(error)
         if not isinstance(error, VramError):
             self._session.abandon()
         self.stop()
 
     def give_up(self, leases: Sequence[Lease]) -> None:
-        """Others compute these, all that it had taken: its threads end as soon as they look."""
+        """End this worker because others compute all its leases; its threads end when they look."""
         self.given_up = leases
         self.crew.stop()
         self.stop()
 
     def free(self, buffer: int) -> None:
-        """What came out in it was written."""
+        """Release an output buffer whose content was written."""
         self._out_free.put(buffer)
 
     def stop(self) -> None:
-        """From any thread, more than once: both threads of the lane end."""
+        """End both threads of the worker. May be called from any thread, more than once."""
         self._stopping.set()
         for queue in (self._raw_free, self._raw_full, self._out_free):
             queue.put(None)
 
     def close(self) -> None:
-        """The run has ended: what was on its way, which refers to this, is let go of."""
-        self.shares.close()
+        """Let go of unfinished steps, which refer to this worker, at the end of a run."""
+        self.queue.close()
         self.given_up = ()
-        self._flights.clear()
+        self._in_flight.clear()
         drain(self._raw_full)
 
     def read(self) -> None:
         try:
             self._read()
-        except (DeviceError, DeviceLostError) as error:  # it refused a buffer: that is for who computes on it
+        except (DeviceError, DeviceLostError) as error:  # no buffer: raised in the thread that computes
             self._raw_full.put(error)
 
     def _read(self) -> None:
         unmade = iter(self._raws)
         buffer: int | None = None
-        while (lease := self.shares.take(self)) is not None:
-            for turn in self._turns(lease):
+        while (lease := self.queue.take(self)) is not None:
+            for task in self._tasks(lease):
                 buffer = self._raw_buffer(unmade) if buffer is None else buffer
-                with self._timed("reading", turn), beside(turn):
-                    bad = self._source.read(turn.patch.read, self._raw[buffer])
-                self._raw_full.put(_ReadStep(turn, buffer, bad))
-                del bad  # masks go where their buffers go, so that there are no more of them
+                with self._timed("reading", task), step_suffix(task):
+                    bad = self._source.read(task.patch.read, self._raw[buffer])
+                self._raw_full.put(_ReadStep(task, buffer, bad))
+                del bad  # a mask lives as long as its buffer is in use
                 buffer = None
-            buffer = self._raw_buffer(unmade)  # no lease before it can be read: later more is known of who is fast
+            buffer = self._raw_buffer(unmade)  # take no lease before it can be read: later the speeds are known better
         self._raw_full.put(END)
 
     def _raw_buffer(self, unmade: Iterator[Voxels]) -> int:
-        """One that is free, or made now while there are fewer than there may be."""
+        """Return a free input buffer, or make one while there are fewer than allowed."""
         made = next(unmade, None) if self._raw_free.empty() else None
         if made is not None:
             self._raw.append(made)
@@ -301,45 +302,45 @@ class RunningWorker:
                     raise read
                 finally:
                     del read  # it refers to this frame
-            turn, out = read.turn, None
-            if turn.writes:
-                out = self._next(self._out_free, turn)
-            with self._timed("computing", turn):
-                with within(turn):
+            task, out = read.task, None
+            if task.writes:
+                out = self._next(self._out_free, task)
+            with self._timed("computing", task):
+                with step_context(task):
                     voxels = None if out is None else self.out[out]
-                    ticket = self._session.submit(self._raw[read.buffer], voxels, begins=turn.begins)
-                hidden = self._unseen.after(read.bad, writes=turn.writes)
-            self._flights.append(_InFlight(turn, ticket, read.buffer, out, hidden))
+                    ticket = self._session.submit(self._raw[read.buffer], voxels, begins=task.begins)
+                hidden = self._unseen.after(read.bad, writes=task.writes)
+            self._in_flight.append(_InFlight(task, ticket, read.buffer, out, hidden))
             del read, hidden
-            while len(self._flights) > self._session.max_in_flight:
-                self._land(self._flights.popleft())
-        while self._flights:
-            self._land(self._flights.popleft())
+            while len(self._in_flight) > self._session.max_in_flight:
+                self._complete(self._in_flight.popleft())
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
 
-    def _next(self, queue: SimpleQueue[Any], turn: StepTask | None = None) -> Any:
-        """What comes from `queue`; while nothing does, what is under way is let go of as soon as it is done."""
-        while self._flights and queue.empty():
-            if self._session.done(self._flights[0].ticket):
-                self._land(self._flights.popleft())
+    def _next(self, queue: SimpleQueue[Any], task: StepTask | None = None) -> Any:
+        """Return the next item of `queue`; until there is one, complete steps in flight as soon as they are done."""
+        while self._in_flight and queue.empty():
+            if self._session.done(self._in_flight[0].ticket):
+                self._complete(self._in_flight.popleft())
             else:
-                with self._timed("computing", self._flights[0].turn):
+                with self._timed("computing", self._in_flight[0].task):
                     time.sleep(LOOK_SECONDS)
-        with self._timed("waiting", turn):
+        with self._timed("waiting", task):
             return self._take(queue)
 
-    def _land(self, flight: _InFlight) -> None:
-        """Wait for the step that was submitted first, and let its buffers go."""
-        turn = flight.turn
-        with self._timed("computing", turn), within(turn):
-            self._session.wait(flight.ticket)
-        self._raw_free.put(flight.raw)
-        if turn.ends:
-            self.shares.finish(turn.lease)
-        landed = None if flight.out is None else CompletedStep(turn, self, flight.out, flight.hidden)
-        del flight  # its mask too
-        self._land_step(turn, landed)
+    def _complete(self, step: _InFlight) -> None:
+        """Wait for the step that was submitted first, and release its input buffer."""
+        task = step.task
+        with self._timed("computing", task), step_context(task):
+            self._session.wait(step.ticket)
+        self._raw_free.put(step.raw)
+        if task.ends:
+            self.queue.finish(task.lease)
+        completed = None if step.out is None else CompletedStep(task, self, step.out, step.hidden)
+        del step  # and its mask
+        self._on_complete(task, completed)
 
-    def _turns(self, lease: Lease) -> Iterator[StepTask]:
+    def _tasks(self, lease: Lease) -> Iterator[StepTask]:
         efforts = [self._effort.of_steps(lease, column) for column in lease.columns]
         share = sum(column.voxels for column in lease.columns) / sum(map(sum, efforts))
         for index, (column, effort) in enumerate(zip(lease.columns, efforts, strict=True)):
@@ -355,47 +356,47 @@ class RunningWorker:
         return item
 
     @contextmanager
-    def _timed(self, stage: str, turn: StepTask | None) -> Iterator[None]:
+    def _timed(self, stage: str, task: StepTask | None) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
         finally:
             ended = time.perf_counter()
             self.seconds[stage] += ended - began
-            if self._trace is not None and stage != "computing":  # of that the session tells more
-                self._trace.record(f"{self.name} {stage}", "nothing to do" if turn is None else str(turn), began, ended)
+            if self._trace is not None and stage != "computing":  # the session traces that in detail
+                self._trace.record(f"{self.name} {stage}", "nothing to do" if task is None else str(task), began, ended)
 
 
 def drain(queue: SimpleQueue[Any]) -> None:
-    """Nothing is in it any more, but for who still waits there."""
+    """Empty a queue, and wake whoever waits there."""
     while not queue.empty():
         queue.get()
     queue.put(None)
 
 
 @contextmanager
-def within(turn: StepTask) -> Iterator[None]:
-    """What fails in a step names it first, and the output voxels that it is for; what is no ZnnpyError in a note."""
+def step_context(task: StepTask) -> Iterator[None]:
+    """Begin the message of an error with its step and output voxels; an error that is no ZnnpyError gets a note."""
     try:
         yield
     except ZnnpyError as error:
-        raise error.with_context(_place(turn)) from None
+        raise error.with_context(_place(task)) from None
     except Exception as error:
-        error.add_note(_place(turn))
+        error.add_note(_place(task))
         raise
 
 
 @contextmanager
-def beside(turn: StepTask) -> Iterator[None]:
-    """What fails beside a step, a disk for one, names it last."""
+def step_suffix(task: StepTask) -> Iterator[None]:
+    """End the message of an error beside a step, for example of a disk, with the step and its output voxels."""
     try:
         yield
     except ZnnpyError as error:
-        raise type(error)(f"{error} ({_place(turn)})") from None
+        raise type(error)(f"{error} ({_place(task)})") from None
     except Exception as error:
-        error.add_note(_place(turn))
+        error.add_note(_place(task))
         raise
 
 
-def _place(turn: StepTask) -> str:
-    return f"output voxels (z, y, x) = {turn.output.lo} to {turn.output.hi}, {turn}"
+def _place(task: StepTask) -> str:
+    return f"output voxels (z, y, x) = {task.output.lo} to {task.output.hi}, {task}"

@@ -13,16 +13,16 @@ from znnpy.kernels.crew import Crew
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
-from znnpy.run.hosted import HostedSession, session_of
+from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.session import Session
 from znnpy.run.target import OpenTarget
-from znnpy.run.work_queue import BalancedQueue, ColumnQueue, WorkerProfile, WorkQueue
+from znnpy.run.work_queue import ColumnQueue, WorkQueue
 from znnpy.run.worker import Worker
 
 if TYPE_CHECKING:
     from znnpy.run.trace import Trace
 
-Sessions = Mapping[str, Session | HostedSession]  # by names of lanes
+Sessions = Mapping[str, Session]  # by names of lanes
 
 
 @contextmanager
@@ -45,9 +45,9 @@ def sessions_of(
         plans["CPU"] = plan.beside, None
     with ExitStack() as stack:
         crews = {its.device: stack.enter_context(Crew(its.compute_threads)) for its in (plan, plan.beside) if its}
-        sessions: dict[str, Session | HostedSession] = {}
+        sessions: dict[str, Session] = {}
         for name, (its, device) in plans.items():
-            session = session_of(
+            session = Session(
                 its, network, weights, crews[its.device], device=device, trace=trace, lane=name, prepared=prepared
             )
             told = trace if its.device == "cpu" else None

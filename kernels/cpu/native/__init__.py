@@ -1,1 +1,1 @@
-"""Compiled kernels, one library for each set of vector instructions; the source is C++ without any dependency."""
+"""Compiled kernels, one library per vector instruction set; the C++ sources have no dependencies."""

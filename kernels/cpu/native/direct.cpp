@@ -1,9 +1,9 @@
-// Direct convolution with output channels in the lanes of the vectors; see conv_direct_lanes.py, which owns the memory and
-// cuts the work into shares.
+// Direct convolution with output channels in SIMD lanes; see conv_direct_lanes.py, which owns the memory and divides
+// the work.
 //
 // A block of neighbouring outputs of a line, times a panel of one to three blocks of channels, is summed in registers:
-// per tap the kernels of the panel are loaded, and the input of each voxel is spread over a vector. In channels-last
-// data the inputs (x, fin) that a voxel sees along x are one run.
+// per tap the kernels of the panel are loaded, and the input of each voxel is broadcast to a vector. In channels-last
+// data the inputs (x, fin) of a voxel along x are one run.
 #include "direct.hpp"
 #include "vector.hpp"
 
@@ -12,12 +12,12 @@ namespace {
 
 constexpr int PER_BLOCK = LANES / W;
 
-// The most voxels that are summed at once with so many blocks of channels, by the registers there are.
+// The most voxels summed at once with so many blocks of channels, limited by the number of registers.
 constexpr int voxels_with(int blocks) { return W == LANES ? 24 / (blocks < 2 ? 2 : blocks) : 6 / blocks; }
 
 constexpr ptrdiff_t CHUNK = 256;  // taps: longer sums would round more than those of other methods
 
-struct Line {  // outputs of a line, one panel of them
+struct Line {  // one panel of the outputs of a line
   const float *kernels, *bias;
   ptrdiff_t fin, fout;
   const int64_t *offsets;  // from an output's first input to that of each tap
@@ -26,10 +26,8 @@ struct Line {  // outputs of a line, one panel of them
   bool relu, stream;
 };
 
-// Not 0 + f: that is no plain load, as it makes 0 of -0.
-ALWAYS V spread(float f) { return f - V{}; }
-
-// Sums and finishes VOXELS outputs; `finite` stays finite while they are. COUNT: only counts those that are not.
+// Sums and finishes VOXELS outputs; `finite` stays finite while they are. COUNT: only counts values that are not
+// finite.
 template <int VOXELS, int BLOCKS, bool COUNT>
 ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
   constexpr int VECTORS = BLOCKS * PER_BLOCK;
@@ -38,7 +36,7 @@ ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
     const V bias = load(l.bias + v * W);
     for (int i = 0; i < VOXELS; i++) sums[i][v] = bias;
   }
-  // Of the next outputs' inputs only the last line is new to the caches.
+  // Only the last line of the next outputs' inputs is not in the caches yet.
   const float *const ahead = x + l.offsets[l.taps - 1] + 1 + (VOXELS - 1) * l.fin;
   for (ptrdiff_t i = 0; i < VOXELS * l.fin; i += LANES) __builtin_prefetch(ahead + i);
   const float *w = l.kernels;
@@ -50,7 +48,7 @@ ALWAYS int64_t sum(const Line l, const float *x, float *out, V *finite) {
       V kernel[VECTORS];
       for (int v = 0; v < VECTORS; v++) kernel[v] = load(w + v * W);
       for (int i = 0; i < VOXELS; i++) {
-        const V value = spread(in[i * l.fin]);
+        const V value = broadcast(in[i * l.fin]);
         for (int v = 0; v < VECTORS; v++) sums[i][v] += value * kernel[v];
       }
     }
@@ -102,11 +100,11 @@ int64_t line(const Line &l, const float *x, float *out, ptrdiff_t outputs) {
   constexpr int MOST = voxels_with(BLOCKS);
   V finite[BLOCKS * PER_BLOCK] = {};
   const ptrdiff_t parts = (outputs + MOST - 1) / MOST;
-  for (ptrdiff_t part = 0; part < parts; part++) {  // near-equal: few sums would wait for each other
+  for (ptrdiff_t part = 0; part < parts; part++) {  // near-equal, because few sums would wait for each other
     const ptrdiff_t lo = outputs * part / parts, hi = outputs * (part + 1) / parts;
     some<MOST, BLOCKS>(l, x + lo * l.fin, out + lo * l.fout, (int)(hi - lo), finite);
   }
-  bool all = true;  // kernels beyond the last channel are zero: their sums are not finite only where others are not
+  bool all = true;  // kernels beyond the last channel are zero: their sums are not finite only if others are not
   for (int v = 0; v < BLOCKS * PER_BLOCK; v++)
     for (int lane = 0; lane < W; lane++) all = all && finite[v][lane] == 0.0f;
   int64_t bad = 0;
@@ -114,9 +112,7 @@ int64_t line(const Line &l, const float *x, float *out, ptrdiff_t outputs) {
   return bad;
 }
 
-ALWAYS V larger(V a, V b) { return a > b ? a : b; }
-
-// target[i] = the largest of source[i], source[pitch + i], ..; target may be source.
+// Sets target[i] to the largest of source[i], source[pitch + i], ..; target may be source.
 void maxima(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target, ptrdiff_t floats) {
   for (ptrdiff_t i = 0; i < floats; i += W) {
     V v = load(source + i);
@@ -125,14 +121,14 @@ void maxima(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target
   }
 }
 
-struct Windows {  // of one plane of an image, some rows and columns of them
+struct Windows {  // some rows and columns of windows of one plane of an image
   const float *planes;  // (pz, rows, columns, blocks, lane): maxima over y and x
   ptrdiff_t plane;      // floats from plane to plane
   ptrdiff_t z, y, x;    // of the first
   ptrdiff_t rows, columns;
 };
 
-// Maxima over planes, each into its fragment; `out` is the image's first.
+// Writes maxima over planes, each into its fragment; `out` is the image's first.
 void scatter(const Direct &d, const Windows &w, float *out, bool streams) {
   const ptrdiff_t pz = d.p[0], py = d.p[1], px = d.p[2], voxel = (d.fout + LANES - 1) / LANES * LANES;
   const ptrdiff_t qy = (d.n[1] - d.k[1] + 1) / py, qx = (d.n[2] - d.k[2] + 1) / px;
@@ -154,7 +150,7 @@ void scatter(const Direct &d, const Windows &w, float *out, bool streams) {
   }
 }
 
-// Blocks of channels in the panel that begins when `left` are left: 3 while no single one is left over.
+// Returns the blocks of channels in the next panel of `left` blocks: 3, unless that leaves a single one.
 int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
 
 }  // namespace
@@ -164,7 +160,8 @@ using namespace znnpy;
 
 namespace {
 
-// A line of outputs, all channels, `fout` floats from one to the next; `whole`: room for whole blocks of channels.
+// Computes a line of outputs, all channels, `fout` floats from one to the next; `whole`: there is space for whole
+// blocks of channels.
 int64_t whole_line(const Direct &d, const float *x, float *out, ptrdiff_t outputs, ptrdiff_t fout, bool whole) {
   const ptrdiff_t blocks = (d.fout + LANES - 1) / LANES, taps = d.k[0] * d.k[1] * d.k[2] * d.fin;
   int64_t bad = 0;
@@ -194,7 +191,7 @@ int64_t whole_line(const Direct &d, const float *x, float *out, ptrdiff_t output
 
 }  // namespace
 
-// Lines [lo, hi) of the output, (image, z, y). Returns how many values are infinite or not a number.
+// Computes lines [lo, hi) of the output, (image, z, y). Returns how many values are infinite or not a number.
 EXPORT int64_t znnpy_direct(const Direct *direct, int64_t lo, int64_t hi) {
   const Direct &d = *direct;
   const ptrdiff_t mz = d.n[0] - d.k[0] + 1, my = d.n[1] - d.k[1] + 1, mx = d.n[2] - d.k[2] + 1;
@@ -209,9 +206,10 @@ EXPORT int64_t znnpy_direct(const Direct *direct, int64_t lo, int64_t hi) {
   return bad;
 }
 
-// The same, max-pooled into fragments; what is pooled is never written. Units [lo, hi): (image, rows, run of columns) of
-// windows, each followed along z. `room`: p.y lines, and p.z planes of maxima over y and x. Returns how many of the
-// values that were computed are infinite or not a number; those on the rims of units are computed twice.
+// Computes the convolution max-pooled into fragments; values before pooling are never written. Units [lo, hi) are
+// (image, rows, run of columns) of windows, each followed along z. `room` holds p.y lines, and p.z planes of maxima
+// over y and x. Returns how many of the computed values are infinite or not a number; those on the rims of units are
+// computed twice.
 EXPORT int64_t znnpy_direct_pool(const Direct *direct, float *room, int64_t lo, int64_t hi) {
   const Direct &d = *direct;
   const ptrdiff_t pz = d.p[0], py = d.p[1], px = d.p[2], voxel = (d.fout + LANES - 1) / LANES * LANES;

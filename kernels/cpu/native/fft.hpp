@@ -1,4 +1,4 @@
-// Straight-line discrete Fourier transforms of short lines, the same instructions for all channels of a vector.
+// Straight-line discrete Fourier transforms of short lines, with the same instructions for all channels of a vector.
 // Cooley, Tukey 1965: decimation in time, radix 4, 2 and odd primes; real transforms by halves.
 #pragma once
 #include "vector.hpp"
@@ -24,7 +24,7 @@ constexpr double cosine(double x) {
   return sum;
 }
 
-// cos and sin of 2 pi K / N
+// cos and sin of 2 pi K / N.
 template <int N, int K>
 struct Turn {
   static constexpr int k = ((K % N) + N) % N;
@@ -32,7 +32,7 @@ struct Turn {
   static constexpr float c = (float)cosine(angle), s = (float)sine(angle);
 };
 
-// a * exp(-2 pi i K / N), the sign turned if INVERSE
+// Returns a * exp(-2 pi i K / N), or its inverse rotation if INVERSE.
 template <int N, int K, bool INVERSE>
 ALWAYS C turn(C a) {
   constexpr int k = (((INVERSE ? -K : K) % N) + N) % N;
@@ -94,7 +94,7 @@ ALWAYS void butterfly(C (&x)[R]) {
   }
 }
 
-// out[k] = sum over j of in(first + stride j) exp(-+ 2 pi i j k / N)
+// Computes out[k] = sum over j of in(first + stride j) exp(-+ 2 pi i j k / N).
 template <int N, bool INVERSE, int FIRST, int STRIDE, class Load>
 ALWAYS void transform(const Load &in, C *out) {
   if constexpr (N == 1) {
@@ -116,7 +116,7 @@ ALWAYS void transform(const Load &in, C *out) {
   }
 }
 
-// Of a real line: out[0 .. N/2]; the imaginary parts of out[0], and of out[N/2] if N is even, are zero.
+// Transforms a real line into out[0 .. N/2]; the imaginary parts of out[0], and of out[N/2] if N is even, are zero.
 template <int N, int FIRST, int STRIDE, class Load>
 ALWAYS void transform_real(const Load &in, C *out) {
   if constexpr (N == 1) {
@@ -163,7 +163,7 @@ ALWAYS void transform_real(const Load &in, C *out) {
         });
         out[k + 1] = {re, im};
       });
-    } else {  // 9: the complex transform, of which half is dropped
+    } else {  // 9: the complex transform, half of which is dropped
       C whole[N];
       const auto real = [&](auto i) ALWAYS_LAMBDA { return C{in(i), V{}}; };
       transform<N, false, FIRST, STRIDE>(real, whole);
@@ -172,7 +172,7 @@ ALWAYS void transform_real(const Load &in, C *out) {
   }
 }
 
-// The real line of which in[0 .. N/2] is the transform, times N: out(first + stride j, value).
+// Computes N times the real line whose transform is in[0 .. N/2], as calls out(first + stride j, value).
 template <int N, int FIRST, int STRIDE, class Store>
 ALWAYS void restore_real(const C *in, const Store &out) {
   if constexpr (N == 1) {

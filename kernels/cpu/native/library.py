@@ -1,7 +1,7 @@
-"""The compiled kernels of the processor that is here, or the reason why there are none.
+"""Loading of the compiled kernels for this processor, or the reason why there are none.
 
-setup compiles the same sources once for AVX2 and once for AVX-512, where there is a compiler; which library is loaded
-is decided when it is first needed. Without a compiler znnpy installs and runs on FFTW and BLAS.
+Setup compiles the same sources once for AVX2 and once for AVX-512, if there is a compiler; the library to load is
+chosen when it is first needed. Without a compiler znnpy installs and runs on FFTW and BLAS.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from znnpy.machine import Machine
 
-VERSION = 3  # vector.hpp: raised when a function or a structure of the libraries changes
-LANES = 16  # channels of a block, in every library: vector.hpp
-STREAM_BYTES = 2**23  # outputs larger than that are written past the caches, where all their lines are whole
+VERSION = 3  # as in vector.hpp: raised when a function or a structure of the libraries changes
+LANES = 16  # channels of a block, in every library, as in vector.hpp
+STREAM_BYTES = 2**23  # larger outputs are written past the caches, if all their lines are whole
 
 
 def why_not(machine: Machine) -> str | None:
-    """None where the compiled kernels run; else what is missing, in words the planner can print."""
+    """Return None if the compiled kernels run; else what is missing, in a phrase that the planner can print."""
     if machine.simd not in ("avx512", "avx2"):
         return f"needs a processor with AVX2 or AVX-512; {machine.processor} has neither"
     if path(machine.simd) is None:
         return (
             f"the kernels for {machine.simd} were not compiled when znnpy was installed; "
-            "install it again where a C++ compiler is (g++ or clang++)"
+            "reinstall it where there is a C++ compiler (g++ or clang++)"
         )
     return _fault(machine.simd)
 
 
 @cache
 def _fault(simd: str) -> str | None:
-    """None when the library for `simd` loads and is of this version of the sources."""
-    again = "install znnpy again where a C++ compiler is"
+    """Return None if the library for `simd` loads and has this version of the sources, else a reason."""
+    advice = "reinstall znnpy where there is a C++ compiler"
     try:
         found = int(library(simd).znnpy_version())
     except (OSError, AttributeError) as error:
-        return f"the compiled kernels for {simd} are damaged ({error}); {again}"
-    return None if found == VERSION else f"the compiled kernels for {simd} are of another version; {again}"
+        return f"the compiled kernels for {simd} are damaged ({error}); {advice}"
+    return None if found == VERSION else f"the compiled kernels for {simd} are of another version; {advice}"
 
 
 @cache
 def path(simd: str) -> Path | None:
-    """The library for "avx2" or "avx512"; None when it was not compiled."""
+    """Return the path of the library for "avx2" or "avx512"; None if it was not compiled."""
     for suffix in EXTENSION_SUFFIXES:
         found = Path(__file__).with_name(f"_{simd}{suffix}")
         if found.exists():
@@ -55,9 +55,9 @@ def path(simd: str) -> Path | None:
 
 @cache
 def library(simd: str) -> ctypes.CDLL:
-    """The library for "avx2" or "avx512", loaded. Its functions release the interpreter lock.
+    """Load the library for "avx2" or "avx512". Its functions release the interpreter lock.
 
-    Raises OSError when it is missing or does not load; ask `why_not` first.
+    Raises OSError if it is missing or does not load; call `why_not` first.
     """
     found = path(simd)
     if found is None:
@@ -74,10 +74,10 @@ def library(simd: str) -> ctypes.CDLL:
 
 
 def blocks(maps: int) -> int:
-    """Blocks of LANES channels that hold `maps`."""
+    """Return the number of blocks of LANES channels that hold `maps`."""
     return -(-maps // LANES)
 
 
 def streams(maps: int, nbytes: int) -> bool:
-    """An output of `maps` channels and `nbytes` is written past the caches, if it begins with a cache line."""
+    """Whether an output of `maps` channels and `nbytes` is written past the caches, if it is aligned to cache lines."""
     return maps % LANES == 0 and nbytes > STREAM_BYTES

@@ -1,9 +1,9 @@
-// What the stages of the tiled convolution could do at best: for benchmarks/stages.py alone.
+// Upper bounds for the speed of the stages of the tiled convolution: only for benchmarks/stages.py.
 //
-//   transform   whole transforms of tiles in cache, with the convolution's own straight-line code
-//   gather, scatter   the memory that `forward` and `inverse` read and write, in their order, without the transforms
-//   copy        past the caches
-//   peak        multiply-adds in registers
+//   transform         whole transforms of tiles in cache, with the convolution's own straight-line code
+//   gather, scatter   the reads and writes of `forward` and `inverse`, in their order, without the transforms
+//   copy              a copy past the caches
+//   peak              multiply-adds in registers
 #include "tiled.hpp"
 
 using namespace znnpy;
@@ -32,8 +32,8 @@ ALWAYS void copy_lanes(const float *from, float *to, ptrdiff_t count, bool past)
 
 }  // namespace
 
-// `times` real transforms of image (z, y, x, lane) into spectra (x, y; z in an odd number, re/im, lane).
-// `room`: a plane of spectra.
+// Computes `times` real transforms of image (z, y, x, lane) into spectra (x, y; z in an odd number, re/im, lane).
+// `room` holds a plane of spectra.
 EXPORT void znnpy_limits_transform(const int64_t *tile, const float *image, float *spectra, float *room,
                                    int64_t times) {
   const Cube c(tile);
@@ -47,7 +47,7 @@ EXPORT void znnpy_limits_transform(const int64_t *tile, const float *image, floa
   }
 }
 
-// `times` inverse transforms, times the tile's volume. The spectra are overwritten.
+// Computes `times` inverse transforms, scaled by the tile's volume. The spectra are overwritten.
 EXPORT void znnpy_limits_restore(const int64_t *tile, float *image, float *spectra, float *room, int64_t times) {
   const Cube c(tile);
   const Side &along_z = *find(c.z), &along_y = *find(c.y), &along_x = *find(c.x);
@@ -63,7 +63,7 @@ EXPORT void znnpy_limits_restore(const int64_t *tile, float *image, float *spect
   }
 }
 
-// What znnpy_tiled_forward reads and writes.
+// Does the reads and writes of znnpy_tiled_forward.
 EXPORT void znnpy_limits_gather(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fin);
@@ -90,7 +90,7 @@ EXPORT void znnpy_limits_gather(const Tiling *tiling, float *planes, int64_t lo,
   if (t.stream) fence();
 }
 
-// What znnpy_tiled_inverse reads and writes.
+// Does the reads and writes of znnpy_tiled_inverse.
 EXPORT void znnpy_limits_scatter(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const ptrdiff_t half = t.tile[2] / 2 + 1, blocks = blocks_of(t.fout);
@@ -123,17 +123,17 @@ EXPORT void znnpy_limits_scatter(const Tiling *tiling, float *planes, int64_t lo
   if (past) fence();
 }
 
-// Blocks of LANES floats [lo, hi) from x to y, which begins with a cache line.
+// Copies blocks of LANES floats [lo, hi) from x to y, which is aligned to cache lines.
 EXPORT void znnpy_limits_copy(const float *x, float *y, int64_t lo, int64_t hi) {
   for (int64_t block = lo; block < hi; block++) copy_lanes(x + block * LANES, y + block * LANES, LANES, true);
   fence();
 }
 
-// Returns how many flops were done in registers; `factors`: LANES floats for every chain, and twice as many more.
+// Returns the number of flops done in registers; `factors` holds LANES floats for every chain, and 2 * LANES more.
 EXPORT int64_t znnpy_limits_peak(float *factors, int64_t times) {
   constexpr int CHAINS = 12;  // enough to hide the latency of two units, few enough for 16 registers
   const V scale = load(factors), shift = load(factors + LANES);
-  V sums[CHAINS];  // read from memory, or the compiler would see that they are all one
+  V sums[CHAINS];  // read from memory, because the compiler would merge chains it knows to be equal
   unroll<CHAINS>([&](auto c) ALWAYS_LAMBDA { sums[c] = load(factors + (c + 2) * LANES); });
   for (int64_t i = 0; i < times; i++)
     unroll<CHAINS>([&](auto c) ALWAYS_LAMBDA { sums[c] = sums[c] * scale + shift; });

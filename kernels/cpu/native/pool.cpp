@@ -1,7 +1,8 @@
-// Maxima over windows in one pass over memory; see pool_lanes.py, which owns the memory and cuts the work into shares.
+// Maxima over windows in one pass over memory; see pool_lanes.py, which owns the memory and divides the work.
 //
-// A column of the image, narrow enough for the cache, is followed along z. Of its planes, per line: the maximum over the
-// window's planes, over its lines (the last ones are kept in a ring), over its voxels straight into the output.
+// A column of the image, narrow enough for the cache, is followed along z. For each line of its planes the maximum is
+// taken over the window's planes, over its lines (the last ones are kept in a ring), and over its voxels straight into
+// the output.
 #include "pool.hpp"
 #include "vector.hpp"
 
@@ -10,9 +11,9 @@ namespace {
 
 ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
-// The larger one; not a number if any of them is not: a vector instruction then gives its second operand, so that one
-// of the two is the one that is not, and stays that whatever bits of the other are added.
-ALWAYS V larger(V a, V b) {
+// Returns the larger value, or NaN if any is NaN: a vector instruction then returns its second operand, so one of the
+// two orders gives the NaN, which stays NaN when bits of the other are or-ed in.
+ALWAYS V larger_or_nan(V a, V b) {
 #if defined(__AVX512F__)
   const __mmask16 all = (__mmask16)-1;
   const V one = (V)_mm512_maskz_max_ps(all, (__m512)a, (__m512)b);
@@ -23,9 +24,10 @@ ALWAYS V larger(V a, V b) {
   return (V)((Mask)one | (Mask)other);
 }
 
-constexpr int AT_ONCE = 4;  // vectors: one maximum waits for the one before
+constexpr int AT_ONCE = 4;  // vectors, since one maximum waits for the one before
 
-// target[i] = the maximum of count arrays source[i], source[pitch + i], ..; AHEAD: the array behind is wanted soon.
+// Sets target[i] to the maximum of `count` arrays source[i], source[pitch + i], ..; AHEAD: the array after them is used
+// soon.
 template <bool STREAM, bool AHEAD>
 ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *target, ptrdiff_t floats) {
   const auto vectors = [&](auto number, ptrdiff_t at) ALWAYS_LAMBDA {
@@ -35,7 +37,7 @@ ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *t
       if (AHEAD) __builtin_prefetch(source + count * pitch + at + v * W, 0, 2);
     }
     for (ptrdiff_t j = 1; j < count; j++)
-      for (int v = 0; v < number; v++) most[v] = larger(most[v], load(source + j * pitch + at + v * W));
+      for (int v = 0; v < number; v++) most[v] = larger_or_nan(most[v], load(source + j * pitch + at + v * W));
     for (int v = 0; v < number; v++) {
       if (STREAM) stream(target + at + v * W, most[v]);
       else store(target + at + v * W, most[v]);
@@ -47,11 +49,11 @@ ALWAYS void over(const float *source, ptrdiff_t pitch, ptrdiff_t count, float *t
   if (i == floats) return;
   const int left = (int)(floats - i);
   V most = load_part(source + i, left);
-  for (ptrdiff_t j = 1; j < count; j++) most = larger(most, load_part(source + j * pitch + i, left));
+  for (ptrdiff_t j = 1; j < count; j++) most = larger_or_nan(most, load_part(source + j * pitch + i, left));
   store_part(target + i, most, left);
 }
 
-// One voxel after the other, `apart` voxels from each other in the source, neighbours in the target.
+// Handles one voxel after the other, `apart` voxels from each other in the source, neighbours in the target.
 template <bool STREAM>
 void spread(const float *source, ptrdiff_t apart, ptrdiff_t window, float *target, ptrdiff_t voxels, ptrdiff_t f) {
   if (apart == 1) return over<STREAM, false>(source, f, window, target, voxels * f);
@@ -59,7 +61,7 @@ void spread(const float *source, ptrdiff_t apart, ptrdiff_t window, float *targe
     over<STREAM, false>(source + i * apart * f, f, window, target + i * f, f);
 }
 
-// A copy past the caches, of whole lines of the target where there are any.
+// Copies past the caches, by whole lines of the target as far as possible.
 void copy(const float *source, float *target, ptrdiff_t floats) {
   ptrdiff_t i = 0;
   for (; i < floats && (uintptr_t)(target + i) % 64; i++) target[i] = source[i];
@@ -73,8 +75,8 @@ void copy(const float *source, float *target, ptrdiff_t floats) {
 
 using namespace znnpy;
 
-// Columns [lo, hi): (image, block of lines, run of voxels). `room`: p.y lines of what `run` windows see, their maximum,
-// and from `ready` on what is written of a line.
+// Computes columns [lo, hi): (image, block of lines, run of voxels). `room` holds p.y lines of the input of `run`
+// windows, their maximum, and from `ready` on the output of a line.
 EXPORT void znnpy_pool(const Pooling *pooling, float *room, int64_t lo, int64_t hi) {
   const Pooling &t = *pooling;
   const ptrdiff_t f = t.f, row = t.n[2] * f, plane = t.n[1] * row;

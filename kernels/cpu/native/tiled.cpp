@@ -1,11 +1,11 @@
-// Tiled FFT convolution (overlap-save) with the channels in the lanes of the vectors, in three stages; see
-// conv_fft_lanes.py, which owns the memory, cuts the work into shares and says what is where.
+// Tiled FFT convolution (overlap-save) with channels in SIMD lanes, in three stages; see conv_fft_lanes.py, which owns
+// the memory, divides the work and passes the layout.
 //
 //   forward    per plane of a tile and block of channels, in L1 or L2: real transforms along x, then along y
-//   multiply   per column of frequencies (fixed x, y), in L2: along z, the product of each frequency, along z back
-//   inverse    per plane: along y back, along x back, bias, activation, scatter; tiled_pool.cpp where pooling follows
+//   multiply   per column of frequencies (fixed x, y), in L2: along z, the product of each frequency, inverse along z
+//   inverse    per plane: inverse along y and x, bias, activation, scatter; tiled_pool.cpp if pooling is fused
 //
-// Every worker calls `run` once and takes units of all stages of all groups until none is left.
+// Every worker calls `run` and takes units of all stages of all groups until none is left.
 //
 // Spectra of a group of tiles are stored column by column: (x, y; tile, z, block of channels, re/im, lane).
 #include <cmath>
@@ -18,100 +18,7 @@
 namespace znnpy {
 namespace {
 
-ALWAYS void fetch(const float *block) {
-  __builtin_prefetch(block);
-  __builtin_prefetch(block + LANES);
-}
-
-// One line's share of what the next passes read: scattered cache lines are slow to come, neighbours come together.
-__attribute__((noinline)) void fetch_later(const Complex &p, int line, int points) {
-  const int slot = p.at + line, part = slot % p.passes;
-  const float *const from = p.later + slot / p.passes * p.from_line;
-  for (int i = part * points / p.passes; i < (part + 1) * points / p.passes; i++)
-    for (int f = 0; f < p.passes * BLOCK; f += LANES) __builtin_prefetch(from + i * p.from + f, 0, 2);
-  asm volatile("");  // to the compiler, a function that only fetches has no effect: it would leave out the calls
-}
-
-template <int N, bool INVERSE, bool PRUNED, bool STREAM>
-void along(const Complex &p) {
-  for (int line = 0; line < p.lines; line++) {
-    if (INVERSE && !PRUNED && !STREAM && p.later) fetch_later(p, line, N);
-    for (int half = 0; half < LANES; half += W) {
-      const float *source = p.source + line * p.from_line + half;
-      float *target = p.target + line * p.to_line + half;
-      C out[N];
-      transform<N, INVERSE, 0, 1>(
-          [&](auto i) ALWAYS_LAMBDA {
-            if (PRUNED && i >= p.given) return C{};
-            if (INVERSE && !PRUNED && !STREAM && p.ahead) fetch(source + i * p.from + p.ahead);
-            return load_complex(source + i * p.from);
-          },
-          out);
-      unroll<N>([&](auto k) ALWAYS_LAMBDA {
-        if (INVERSE && !PRUNED && k >= p.wanted) return;
-        if (STREAM) {
-          stream(target + k * p.to, out[k].re);
-          stream(target + k * p.to + LANES, out[k].im);
-        } else {
-          store_complex(target + k * p.to, out[k]);
-        }
-      });
-    }
-  }
-}
-
-template <int N, bool PART>
-void from_rows(const float *image, const Rows &r) {
-  constexpr int HALF = N / 2 + 1;
-  for (int y = 0; y < r.rows; y++) {
-    const int slot = r.at + y;
-    const float *later = r.later + slot / r.passes * r.row + slot % r.passes * N * LANES;
-    for (int half = 0; half < LANES; half += W) {
-      const float *source = image + y * r.row + half;
-      C out[HALF];
-      transform_real<N, 0, 1>(
-          [&](auto i) ALWAYS_LAMBDA {
-            if (r.later) __builtin_prefetch(later + i * LANES, 0, 2);
-            if (!PART) return load(source + i * r.voxel);
-            if (i >= r.voxels) return V{};
-            return load_part(source + i * r.voxel, r.lanes - half);
-          },
-          out);
-      float *target = r.spectra + y * HALF * BLOCK + half;
-      unroll<HALF>([&](auto k) ALWAYS_LAMBDA { store_complex(target + k * BLOCK, out[k]); });
-    }
-  }
-}
-
-// Returns how many of the results are infinite or not a number.
-template <int N, bool PART>
-int64_t to_rows(float *image, const Rows &r) {
-  constexpr int HALF = N / 2 + 1;
-  int64_t count = 0;
-  for (int y = 0; y < r.rows; y++) {
-    for (int half = 0; half < LANES; half += W) {
-      const float *source = r.spectra + y * HALF * BLOCK + half;
-      float *target = image + y * r.row + half;
-      C in[HALF];
-      unroll<HALF>([&](auto k) ALWAYS_LAMBDA { in[k] = load_complex(source + k * BLOCK); });
-      const V bias = load(r.bias + half);
-      Mask bad{};
-      restore_real<N, 0, 1>(in, [&](auto i, V value) ALWAYS_LAMBDA {
-        if (i >= r.voxels) return;
-        V v = value + bias;
-        bad -= v * 0.0f != 0.0f;
-        if (r.relu) v = v > 0.0f ? v : V{};
-        if (PART) store_part(target + i * r.voxel, v, r.lanes - half);
-        else if (r.stream) stream(target + i * r.voxel, v);
-        else store(target + i * r.voxel, v);
-      });
-      for (int lane = 0; lane < W && half + lane < r.lanes; lane++) count += bad[lane];
-    }
-  }
-  return count;
-}
-
-// Memory that is read after the product: fetched into L2 a few cache lines at a time while the product computes.
+// Memory that is read after the product, prefetched into L2 a few cache lines at a time while the product computes.
 struct Ahead {
   const float *at, *end;
 
@@ -121,7 +28,8 @@ struct Ahead {
   }
 };
 
-// One frequency: y (tiles, blocks, re/im, lane) = x (tiles, fin in blocks, re/im, lane) @ w (fin, blocks, re/im, lane)
+// Computes one frequency: y (tiles, blocks, re/im, lane) = x (tiles, fin in blocks, re/im, lane) @ w (fin, blocks,
+// re/im, lane).
 template <int TILES, int VECTORS>
 ALWAYS void accumulate(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out,
                        int fin, Ahead &ahead) {
@@ -160,7 +68,7 @@ ALWAYS void accumulate(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t
   }
 }
 
-// TILES at a time while they last, then fewer.
+// Takes TILES at a time as long as there are so many, then fewer.
 template <int TILES, int VECTORS>
 void product(const float *x, ptrdiff_t tile, const float *w, ptrdiff_t map, float *y, ptrdiff_t tile_out, int fin,
              int tiles, Ahead &ahead) {
@@ -184,27 +92,10 @@ void products(const float *x, ptrdiff_t tile, const float *w, float *y, ptrdiff_
   }
 }
 
-template <int N>
-constexpr Side side() {
-  return {N,
-          along<N, false, false, false>,
-          along<N, false, false, true>,
-          along<N, true, false, false>,
-          along<N, true, false, true>,
-          along<N, true, true, false>,
-          from_rows<N, false>,
-          from_rows<N, true>,
-          to_rows<N, false>,
-          to_rows<N, true>};
-}
-
-const Side SIDES[] = {side<1>(),  side<4>(),  side<6>(),  side<8>(),  side<10>(), side<12>(), side<14>(),
-                      side<16>(), side<18>(), side<20>(), side<24>(), side<28>(), side<32>()};
-
-// Blocks of output channels multiplied at once, of `left`: 3 while no single one is left over.
+// Returns how many of the `left` blocks of output channels are multiplied at once: 3, unless that leaves a single one.
 int panel(ptrdiff_t left) { return left == 4 ? 2 : left >= 3 ? 3 : (int)left; }
 
-// The kernels of one column of frequencies: panel by panel (z, fin, block, re/im, lane), conjugate.
+// Computes the kernels of one column of frequencies: panel by panel (z, fin, block, re/im, lane), conjugate.
 void kernel_column(const Tiling &t, ptrdiff_t column, float *target) {
   const Side &z = *find(t.tile[0]);
   const ptrdiff_t fx = column / t.tile[1], fy = column % t.tile[1];
@@ -247,7 +138,7 @@ ptrdiff_t column_floats(const Tiling &t) {
   return t.tile[0] * (t.fin * blocks + panels) * BLOCK;
 }
 
-// Where a plane of the group's tiles begins in the input; null where it lies beyond.
+// Returns the first voxel of a plane of the group's tiles in the input; null if it lies beyond.
 const float *input_plane(const Tiling &t, ptrdiff_t unit) {
   const Origin at = origin(t, t.first + unit / t.tile[0]);
   const ptrdiff_t z = at.z + unit % t.tile[0];
@@ -257,7 +148,7 @@ const float *input_plane(const Tiling &t, ptrdiff_t unit) {
   return image + (((carried ? z : z - t.carried) * t.n[1] + at.y) * t.n[2] + at.x) * t.fin;
 }
 
-constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // of a plane of spectra that is fetched ahead: larger ones gain nothing
+constexpr ptrdiff_t LATER_FLOATS = 5 << 13;  // of a plane of spectra that is prefetched: larger ones gain nothing
 
 int64_t units_of(const Tiling &t, int stage) {
   if (stage == 0) return t.tiles * t.tile[0];
@@ -265,9 +156,9 @@ int64_t units_of(const Tiling &t, int stage) {
   return t.tiles * (pools(t) ? blocks_of(t.fout) : t.step[0]);
 }
 
-// Until units that other workers have begun are done: soon, and they wait for nobody.
+// Waits for units that other workers have started; that is short, and those workers do not wait.
 void wait_for(const Stage &stage, int64_t units) {
-  constexpr int SPINS = 20000;  // about a millisecond: to wake a thread takes a tenth of it
+  constexpr int SPINS = 20000;  // about a millisecond: waking a thread takes a tenth of it
   for (int spin = 0; stage.done.load(std::memory_order_acquire) < units; spin++) {
     if (spin < SPINS) pause();
     else std::this_thread::yield();
@@ -275,22 +166,13 @@ void wait_for(const Stage &stage, int64_t units) {
 }
 
 }  // namespace
-
-const Side *find(int64_t length) {
-  for (const Side &s : SIDES)
-    if (s.length == length) return &s;
-  return nullptr;
-}
 }  // namespace znnpy
 
 using namespace znnpy;
 
 EXPORT int64_t znnpy_version() { return VERSION; }
 
-// 1 where tiles may have sides of that length.
-EXPORT int64_t znnpy_tiled_side(int64_t length) { return find(length) != nullptr; }
-
-// Kernels of input maps [lo, hi), scaled, transformed along x: t.kernels (x, block, fin, kz, ky, re/im, lane).
+// Transforms kernels of input maps [lo, hi) along x, scaled: t.kernels (x, block, fin, kz, ky, re/im, lane).
 EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float *target, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const ptrdiff_t kx = t.k[2], rows = t.k[0] * t.k[1], blocks = blocks_of(t.fout), half = t.tile[2] / 2 + 1;
@@ -321,13 +203,13 @@ EXPORT void znnpy_tiled_kernels(const Tiling *tiling, const float *weight, float
   }
 }
 
-// Kernel spectra of columns [lo, hi): (column; panel, z, fin, block, re/im, lane).
+// Computes kernel spectra of columns [lo, hi): (column; panel, z, fin, block, re/im, lane).
 EXPORT void znnpy_tiled_spectra(const Tiling *tiling, float *target, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   for (int64_t column = lo; column < hi; column++) kernel_column(t, column, target + column * column_floats(t));
 }
 
-// Planes [lo, hi) of the group's tiles, tile.z a tile.
+// Transforms planes [lo, hi) of the group's tiles, tile.z per tile.
 EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
@@ -337,7 +219,7 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
     const Origin at = origin(t, t.first + tile);
     const ptrdiff_t rows = at.z + z < t.n[0] ? least(t.tile[1], t.n[1] - at.y) : 0;
     const ptrdiff_t voxels = least(t.tile[2], t.n[2] - at.x);
-    const float *const image = input_plane(t, unit);  // no rows are read where it lies beyond
+    const float *const image = input_plane(t, unit);  // no rows are read if it lies beyond
     const float *const later = unit + 1 < hi ? input_plane(t, unit + 1) : nullptr;
     for (ptrdiff_t block = 0; block < blocks; block++) {
       const int lanes = (int)least(LANES, t.fin - block * LANES);
@@ -355,8 +237,8 @@ EXPORT void znnpy_tiled_forward(const Tiling *tiling, float *planes, int64_t lo,
   if (t.stream) fence();
 }
 
-// Columns [lo, hi) of the group, in place. `room` holds a column of kernels unless they are kept, then `chunk` tiles
-// before the product and after it.
+// Multiplies columns [lo, hi) of the group, in place. `room` holds a column of kernels unless they are kept, then
+// `chunk` tiles before the product and after it.
 EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_z = *find(t.tile[0]);
@@ -372,7 +254,7 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, 
       for (int tile = 0; tile < tiles; tile++)
         along_z.forward({spectra + (first + tile) * t.tile_pitch, in * BLOCK, BLOCK, x + tile * in * BLOCK, before,
                          BLOCK, (int)in, 0, 0});
-      const bool last = first + t.chunk >= t.tiles;  // then the next column's first tiles follow
+      const bool last = first + t.chunk >= t.tiles;  // followed by the next column's first tiles
       const float *next = last ? spectra + t.column_pitch : spectra + (first + t.chunk) * t.tile_pitch;
       const ptrdiff_t left = !last ? t.tiles - first - t.chunk : column + 1 < hi ? t.tiles : 0;
       Ahead ahead{next, next + least(t.chunk, left) * t.tile_pitch};
@@ -396,7 +278,8 @@ EXPORT void znnpy_tiled_multiply(const Tiling *tiling, float *room, int64_t lo, 
   if (t.stream) fence();
 }
 
-// Planes [lo, hi) of the group's results, step.z a tile. Returns how many values are infinite or not a number.
+// Transforms planes [lo, hi) of the group's results back, step.z per tile. Returns how many values are infinite or not
+// a number.
 EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);
@@ -426,10 +309,10 @@ EXPORT int64_t znnpy_tiled_inverse(const Tiling *tiling, float *planes, int64_t 
   return bad;
 }
 
-// What is left of all stages of `count` groups, beside other workers that do the same: returns 0 when every unit was
-// begun, 1 when the caller should look whether to go on and call again. `stages` holds three of every group, zero at
-// the beginning; `grain` how many units of each kind are taken at once, `most` how many are done before it returns.
-// `bad` grows by how many values are infinite or not a number.
+// Does the remaining work of all stages of `count` groups, in parallel with other workers that call it: returns 0 when
+// every unit has started, 1 when the caller should check its stop flag and call again. `stages` holds three counters
+// per group, initially zero; `grain` is how many units of each kind are taken at once, `most` how many are done before
+// it returns. `bad` is increased by the number of values that are infinite or not a number.
 EXPORT int64_t znnpy_tiled_run(const Tiling *groups, int64_t count, float *room, Stage *stages, const int64_t *grain,
                                const int64_t *most, int64_t *bad) {
   double left = 1;

@@ -1,5 +1,5 @@
-// What conv_fft_lanes.py tells the tiled convolution, and what its stages share. Sizes are in elements; the last axis
-// of an image is its channels.
+// Arguments that conv_fft_lanes.py passes to the tiled convolution, and declarations shared by its stages. Sizes are in
+// elements; the last axis of an image is its channels.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include "vector.hpp"
 
 struct Tiling {
-  int64_t n[3], k[3], p[3], tile[3];  // input, kernel, window of the pooling behind it (1: none), tile: z, y, x
+  int64_t n[3], k[3], p[3], tile[3];  // input, kernel, window of the fused pooling (1: none), tile: z, y, x
   int64_t step[3];              // outputs of a whole tile: tile - k + 1, less p - 1
   int64_t counts[3];            // tiles of an image along each axis
   int64_t fin, fout;
@@ -17,26 +17,27 @@ struct Tiling {
   int64_t tile_pitch;     // floats from tile to tile of a column
   int64_t x_image, out_image;  // floats from image to image
   int64_t relu, kept, stream;
-  int64_t carried, before_image;  // planes that come before those of x, and floats from image to image of them
+  int64_t carried, before_image;  // planes that precede those of x, and floats from image to image of them
   const float *x;
   const float *before;
   float *out;
   float *spectra;
   const float *kernels;  // kept: spectra, column by column; else transformed along x alone
-  const float *bias;     // in whole blocks
+  const float *bias;     // padded to whole blocks
 };
 
-// Units of one stage of one group, which its workers take one after the other; a cache line, as all of them write it.
+// Counters of one stage of one group, whose units the workers take one after the other; a cache line, since all write
+// it.
 struct alignas(64) Stage {
   std::atomic<int64_t> begun, done;
 };
 
-// The last stage of a group, where pooling follows: tiled_pool.cpp.
+// The last stage of a group with fused pooling, in tiled_pool.cpp.
 EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, int64_t hi);
 
 namespace znnpy {
 
-struct Complex {  // where the lines of a pass lie, in floats
+struct Complex {  // where the lines of a pass are, in floats
   const float *source;
   ptrdiff_t from, from_line;  // point to point, line to line
   float *target;
@@ -44,9 +45,11 @@ struct Complex {  // where the lines of a pass lie, in floats
   int lines;
   int given;  // points that are not zero
   int wanted;  // points to store
-  ptrdiff_t ahead = 0;  // floats from what is read to what is read soon; 0: nothing
-  const float *later = nullptr;  // where the first line of the next `passes` passes lies: fetched into L2 meanwhile,
-  int at = 0, passes = 1;        // all that they read of a point at once; `at`: lines that were fetched
+  ptrdiff_t ahead = 0;  // floats from the data read now to the data to prefetch; 0: no prefetch
+  // The first line of the next `passes` passes, all of which read a point at once, is prefetched into L2; `at` counts the
+  // lines prefetched before.
+  const float *later = nullptr;
+  int at = 0, passes = 1;
 };
 
 struct Rows {  // real lines of one block of channels, and their spectra
@@ -55,9 +58,11 @@ struct Rows {  // real lines of one block of channels, and their spectra
   float *spectra;  // (y, x, re/im, lane)
   const float *bias;
   bool relu;
-  const float *later = nullptr;  // the first row of the next `passes` blocks of channels: fetched into L2 meanwhile,
-  int at = 0, passes = 1;        // row after row, all their channels at once; `at`: rows of single blocks that were
-  bool stream = false;  // whole, aligned blocks, written past the caches
+  // The first row of the next `passes` blocks of channels is prefetched into L2, row after row, all channels at once; `at`
+  // counts the rows of single blocks prefetched before.
+  const float *later = nullptr;
+  int at = 0, passes = 1;
+  bool stream = false;  // whole, aligned blocks are written past the caches
 };
 
 using Pass = void (*)(const Complex &);
@@ -71,9 +76,10 @@ struct Side {  // the transforms of one length
   To to, to_part;
 };
 
-const Side *find(int64_t length);  // null where tiles have no such side
+const Side *find(int64_t length);  // null if tiles have no such side
 
-// Whether blocks of channels of the output are whole cache lines, and so many that they leave the cache anyway.
+// Whether blocks of channels of the output are whole cache lines, and so many that they do not stay in the cache
+// anyway.
 inline bool streams_out(const Tiling &t) {
   return t.stream && t.fout % LANES == 0 && t.out_image % LANES == 0 && (uintptr_t)t.out % (4 * LANES) == 0;
 }

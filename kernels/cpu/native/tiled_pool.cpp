@@ -1,19 +1,19 @@
-// The last stage of a tiled FFT convolution whose result is max-pooled into fragments: what is pooled is never written.
+// The last stage of a tiled FFT convolution with fused max-pooling into fragments: values before pooling are never
+// written.
 //
-// Per tile and block of channels, in L2: plane by plane y back, x back, bias, activation as in tiled.cpp; the maxima
-// over columns in place, over lines into one of p_z planes; and from the p_z-th plane on the maxima over those, each
-// into its fragment. Tiles overlap by k - 1 + p - 1, so that every window lies within one.
+// Per tile and block of channels, in L2: plane by plane the inverse along y and x, bias and activation as in tiled.cpp;
+// the maxima over columns in place, over lines into one of p_z planes; and from plane p_z on the maxima over those,
+// each into its fragment. Tiles overlap by k - 1 + p - 1, so that every window lies within one.
 //
-// Fragment (oz * py + oy) * px + ox of image s is image s * P + it of the output; its voxel i is the maximum of the
+// Fragment (oz * py + oy) * px + ox of image s is output image s * P + fragment; its voxel i is the maximum of the
 // window at i * p + o.
 #include "tiled.hpp"
 
 namespace znnpy {
 namespace {
 
-ALWAYS V larger(V a, V b) { return a > b ? a : b; }
-
-// Over (py, px) windows of an image of lines of `voxels` voxels, in place along x: target (rows, columns, lane).
+// Computes maxima over (py, px) windows of an image with lines of `voxels` voxels, in place along x: target (rows,
+// columns, lane).
 void plane_maxima(float *image, ptrdiff_t voxels, ptrdiff_t py, ptrdiff_t px, float *target, ptrdiff_t rows,
                   ptrdiff_t columns) {
   const ptrdiff_t line = voxels * LANES;
@@ -35,7 +35,7 @@ void plane_maxima(float *image, ptrdiff_t voxels, ptrdiff_t py, ptrdiff_t px, fl
   }
 }
 
-struct Fragments {  // of one plane of windows of a tile, for one block of channels
+struct Fragments {  // one plane of windows of a tile, for one block of channels
   const float *planes;  // (pz, rows, columns, lane)
   ptrdiff_t plane;      // floats from plane to plane
   ptrdiff_t z, y, x;    // of the first window
@@ -72,8 +72,9 @@ void scatter(const Tiling &t, const Fragments &f, float *out) {
 
 using namespace znnpy;
 
-// Units [lo, hi) of the group, one per tile and block of channels. `room` holds the half transformed plane of a tile,
-// the plane itself, and p_z planes of maxima. Returns how many values before pooling are infinite or not a number.
+// Computes units [lo, hi) of the group, one per tile and block of channels. `room` holds the half transformed plane of
+// a tile, the plane itself, and p_z planes of maxima. Returns how many values before pooling are infinite or not a
+// number.
 EXPORT int64_t znnpy_tiled_pool(const Tiling *tiling, float *room, int64_t lo, int64_t hi) {
   const Tiling &t = *tiling;
   const Side &along_x = *find(t.tile[2]), &along_y = *find(t.tile[1]);

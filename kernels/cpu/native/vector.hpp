@@ -1,5 +1,5 @@
-// Vectors of W floats and complex numbers of them. W is what the compiler's target has: 16 with AVX-512, 8 with AVX2.
-// Arrays are laid out in blocks of LANES channels whatever W is.
+// Vectors of W floats, and complex numbers of them. W is 16 with AVX-512 and 8 with AVX2. Arrays are laid out in blocks
+// of LANES channels, whatever W is.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,8 +16,8 @@ constexpr int W = 16;
 #else
 constexpr int W = 8;
 #endif
-constexpr int VERSION = 3;        // library.py: raised when a function or a structure changes
-constexpr int LANES = 16;       // channels of a block
+constexpr int VERSION = 3;     // as in library.py: raised when a function or a structure changes
+constexpr int LANES = 16;      // channels of a block
 constexpr int BLOCK = 2 * LANES;  // floats of a block of complex numbers: LANES real parts, LANES imaginary parts
 
 #define ALWAYS inline __attribute__((always_inline))
@@ -32,7 +32,7 @@ typedef float Unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias
 ALWAYS V load(const float *p) { return *reinterpret_cast<const Unaligned *>(p); }
 ALWAYS void store(float *p, V v) { *reinterpret_cast<Unaligned *>(p) = v; }
 
-// The first `count` lanes (all of them if more), zero in the others; touches no other memory.
+// Loads the first `count` lanes (all of them if more), zero in the others; touches no other memory.
 ALWAYS V load_part(const float *p, int count) {
   if (count >= W) return load(p);
   V v{};
@@ -53,7 +53,7 @@ ALWAYS void store_part(float *p, V v, int count) {
 #endif
 }
 
-// A full, aligned store that does not read the line first nor keep it in the cache.
+// A full, aligned store that neither reads the line first nor keeps it in the cache.
 ALWAYS void stream(float *p, V v) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);
@@ -64,21 +64,23 @@ ALWAYS void stream(float *p, V v) {
 #endif
 }
 
-// After the last `stream`, before others read what it wrote.
+// Call after the last `stream`, before other threads read the data.
 ALWAYS void fence() {
 #if defined(__AVX2__)
   _mm_sfence();
 #endif
 }
 
-// While another thread is waited for.
+// Call in a loop that waits for another thread.
 ALWAYS void pause() {
 #if defined(__AVX2__)
   _mm_pause();
 #endif
 }
 
-ALWAYS V broadcast(float f) { return f - V{}; }  // one instruction; V{} + f would be two, for the sake of -0
+ALWAYS V larger(V a, V b) { return a > b ? a : b; }
+
+ALWAYS V broadcast(float f) { return f - V{}; }  // one instruction; V{} + f would be two, because it must turn -0 into 0
 
 struct C {
   V re, im;
@@ -93,7 +95,7 @@ ALWAYS void store_complex(float *p, C c) {
   store(p + LANES, c.im);
 }
 
-// f(integral_constant<int, 0>), .., f(integral_constant<int, N - 1>): loops whose index is a constant.
+// Calls f(integral_constant<int, 0>), .., f(integral_constant<int, N - 1>): a loop whose index is a constant.
 template <class F, int... I>
 ALWAYS void unroll(F f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);

@@ -20,7 +20,7 @@ from math import inf, prod
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.gpu.host_ram.division import STAGED, DividedPrimitive, Division, Inner
+from znnpy.kernels.gpu.host_ram.division import STAGED, Divided, Division, Inner
 from znnpy.kernels.gpu.host_ram.space import Space
 from znnpy.kernels.gpu.host_ram.timeline import Speeds
 from znnpy.shapes import FLOAT32, ConvShape
@@ -76,7 +76,7 @@ class Bounds:
             return False
         self._computed[into, out_of] = True
         space, shape, link = self._space, self._shape, self._link
-        divided = DividedPrimitive(shape, Division(shape.batch, shape.out[0], space.maps_in[into], space.maps_out[out_of]))
+        divided = Divided(shape, Division(shape.batch, shape.out[0], space.maps_in[into], space.maps_out[out_of]))
         computing, kernels = 0.0, 0
         for part, count in divided.shapes():
             sublayer = self._inner(part)

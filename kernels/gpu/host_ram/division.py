@@ -122,7 +122,7 @@ def room(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class DividedPrimitive:
+class Divided:
     """A layer and its division: all that follows from sizes."""
 
     shape: ConvShape

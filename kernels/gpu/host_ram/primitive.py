@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.gpu.host_ram.division import DividedPrimitive, Division, Inner, Order, Parts, Sublayer
+from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
 from znnpy.kernels.gpu.host_ram.search import TOGETHER, Found, Space, divide
 from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
 from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
@@ -130,7 +130,7 @@ class ConvHostRam:
         return best
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        """See `DividedPrimitive.footprint`: no stage holds input or output, which are no tensors of the device's."""
+        """See `Divided.footprint`: no stage holds input or output, which are no tensors of the device's."""
         inner, own = self._inner(variant)
         divided = _divided(as_conv(shape), variant)
         return divided.around([inner.footprint(sub, own, threads) for sub, _ in divided.shapes()])
@@ -263,10 +263,10 @@ def _variant(division: Division, inner: Primitive, variant: Variant) -> Variant:
     )
 
 
-def _divided(shape: ConvShape, variant: Variant) -> DividedPrimitive:
+def _divided(shape: ConvShape, variant: Variant) -> Divided:
     """A layer of fewer images or planes than the variant was made for takes those there are."""
     order: Order = "inputs" if variant.word("order") == "inputs" else "outputs"
     images = min(variant.count("images"), shape.batch)
     planes = min(variant.count("planes"), shape.out[0])
     planes = shape.out[0] if images > 1 else planes
-    return DividedPrimitive(shape, Division(images, planes, variant.count("maps_in"), variant.count("maps_out"), order))
+    return Divided(shape, Division(images, planes, variant.count("maps_in"), variant.count("maps_out"), order))

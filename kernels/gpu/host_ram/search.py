@@ -19,7 +19,7 @@ from functools import cache
 from math import inf
 
 from znnpy.kernels.gpu.host_ram.bounds import Bounds
-from znnpy.kernels.gpu.host_ram.division import DividedPrimitive, Division, Inner
+from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner
 from znnpy.kernels.gpu.host_ram.space import FEW as FEW
 from znnpy.kernels.gpu.host_ram.space import TOGETHER as TOGETHER
 from znnpy.kernels.gpu.host_ram.space import Space as Space
@@ -74,7 +74,7 @@ def follow(
     shape: ConvShape, division: Division, vram_bytes: int, speeds: Speeds, inner: Inner, *, below: float = inf
 ) -> Found | None:
     """One division to its end: None where it needs more memory, takes `below` seconds or longer, or does not apply."""
-    divided = DividedPrimitive(shape, division)
+    divided = Divided(shape, division)
     least = divided.largest.in_bytes / speeds.upload + divided.end_bytes / speeds.download
     footprints: list[Footprint] = []
     for part, count in divided.shapes():  # the largest first

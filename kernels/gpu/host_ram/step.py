@@ -17,7 +17,7 @@ import numpy as np
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.crew import least_share
-from znnpy.kernels.gpu.host_ram.division import DividedPrimitive, Visit
+from znnpy.kernels.gpu.host_ram.division import Divided, Visit
 from znnpy.messages import option
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 
@@ -68,7 +68,7 @@ class HostRamStep:
     footprint  says what that asks for
     """
 
-    def __init__(self, resident: Resident, divided: DividedPrimitive, inner: Any, footprint: Any, device: Device) -> None:
+    def __init__(self, resident: Resident, divided: Divided, inner: Any, footprint: Any, device: Device) -> None:
         self._resident, self._divided, self._device = resident, divided, device
         shape, largest = divided.shape, divided.largest
         self._kind = np.dtype(np.float32 if shape.itemsize == FLOAT32 else np.float16)

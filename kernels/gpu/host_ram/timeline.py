@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from znnpy.kernels.gpu.host_ram.division import STAGED, DividedPrimitive, Inner
+from znnpy.kernels.gpu.host_ram.division import STAGED, Divided, Inner
 from znnpy.shapes import FLOAT32
 
 SUMMED = 3 * FLOAT32  # bytes of device memory for each value that is added to a sum: two are read, one is written
@@ -44,7 +44,7 @@ class _Costs(NamedTuple):
     download: Mapping[bool, float]
 
 
-def seconds(divided: DividedPrimitive, speeds: Speeds, inner: Inner) -> float:
+def seconds(divided: Divided, speeds: Speeds, inner: Inner) -> float:
     """Of the whole layer, from the first upload to the last download. ValueError where `inner` does not apply."""
     clocks = _Clocks(divided)
     for images, many in divided.images.sizes:
@@ -53,7 +53,7 @@ def seconds(divided: DividedPrimitive, speeds: Speeds, inner: Inner) -> float:
     return clocks.download
 
 
-def _costs(divided: DividedPrimitive, images: int, planes: int, speeds: Speeds, inner: Inner) -> _Costs:
+def _costs(divided: Divided, images: int, planes: int, speeds: Speeds, inner: Inner) -> _Costs:
     upload, look, compute, download = {}, {}, {}, {}
     groups_in, groups_out = divided.maps_in, divided.maps_out
     for last_in, last_out in product((False, True)[-groups_in.count :], (False, True)[-groups_out.count :]):
@@ -77,7 +77,7 @@ def _costs(divided: DividedPrimitive, images: int, planes: int, speeds: Speeds, 
 class _Clocks:
     """When the three are done with what they were given so far, and the buffers are free."""
 
-    def __init__(self, divided: DividedPrimitive) -> None:
+    def __init__(self, divided: Divided) -> None:
         self._many_in, self._many_out = divided.maps_in.count, divided.maps_out.count
         self._inputs = divided.division.order == "inputs"
         self.upload = self.compute = self.download = 0.0

@@ -13,7 +13,7 @@ import pytest
 from tests.support.closeness import MACHINE
 from znnpy.kernels.gpu.host_ram import timeline
 from znnpy.kernels.gpu.host_ram.bounds import Bounds
-from znnpy.kernels.gpu.host_ram.division import DividedPrimitive, Division, Inner, Order, Parts, Sublayer
+from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
 from znnpy.kernels.gpu.host_ram.search import Found, by_heuristics, divide, follow, takes_direct, vram
 from znnpy.kernels.gpu.host_ram.space import FEW, Space, sizes
 from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds, seconds
@@ -149,10 +149,7 @@ def test_bounds_know_what_does_not_go_side_by_side(division: Division) -> None:
     shape, speeds = ConvShape(1, 8, 8, (64, 6, 6), (1, 1, 1)), Speeds(1e6, 1e6, 1e8)
     d = division
     space = Space([(d.images, d.planes)], [d.maps_in], [d.maps_out], [d.order])
-    bound, taken = (
-        Bounds(shape, 2**62, speeds, space, free).seconds.item(),
-        seconds(DividedPrimitive(shape, d), speeds, free),
-    )
+    bound, taken = Bounds(shape, 2**62, speeds, space, free).seconds.item(), seconds(Divided(shape, d), speeds, free)
     assert bound > 1.5 * shape.in_bytes / speeds.upload
     assert 0.95 * taken < bound <= taken * (1 + 1e-12)
 
@@ -253,7 +250,7 @@ def test_heuristics_prefer_images_and_divide_maps_only_where_none_fits() -> None
     assert [takes_direct(replace(shape, k=k)) for k in ((5, 5, 5), (3, 6, 3))] == [True, False]
 
 
-def naive(divided: DividedPrimitive, speeds: Speeds) -> tuple[float, int]:
+def naive(divided: Divided, speeds: Speeds) -> tuple[float, int]:
     """Seconds and bytes uploaded: every sub-layer by itself, buffers by what they hold and when they were last used."""
     shape, d = divided.shape, divided.division
     chunks = [
@@ -299,7 +296,7 @@ def naive(divided: DividedPrimitive, speeds: Speeds) -> tuple[float, int]:
 @pytest.mark.parametrize("shape", [*SHAPES, ConvShape(31, 3, 4, (3, 3, 3), (2, 2, 2))], ids=str)
 def test_seconds_are_those_of_every_sub_layer_followed(shape: ConvShape, speeds: Speeds) -> None:
     for division in Space.whole(shape).divisions():
-        divided = DividedPrimitive(shape, division)
+        divided = Divided(shape, division)
         expected, nbytes = naive(divided, speeds)
         assert seconds(divided, speeds, made_up) == pytest.approx(expected, rel=1e-8)
         assert divided.uploaded_bytes == nbytes
@@ -314,14 +311,14 @@ def test_so_they_are_where_much_comes_again(order: Order, speeds: Speeds) -> Non
             chunk = chunk[0], min(chunk[1], shape.out[0])
             for maps in ((1, 1), (1, 14), (13, 1), (2, 3), (3, 2), (4, 7), (6, 5), (7, 4)):
                 maps_in, maps_out = min(maps[0], shape.fin), min(maps[1], shape.fout)
-                divided = DividedPrimitive(shape, Division(*chunk, maps_in, maps_out, order))
+                divided = Divided(shape, Division(*chunk, maps_in, maps_out, order))
                 expected, _ = naive(divided, speeds)
                 assert seconds(divided, speeds, made_up) == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize(("order", "most"), [("outputs", 300), ("inputs", 1200)])
 def test_what_comes_again_is_not_followed(order: Order, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    divided, count = DividedPrimitive(ConvShape(30, 50, 60, (101, 4, 4), (2, 2, 2)), Division(1, 3, 1, 1, order)), 0
+    divided, count = Divided(ConvShape(30, 50, 60, (101, 4, 4), (2, 2, 2)), Division(1, 3, 1, 1, order)), 0
     visit = timeline._Clocks._visit
 
     def counting(*arguments: Any) -> None:
@@ -336,7 +333,7 @@ def test_what_comes_again_is_not_followed(order: Order, most: int, monkeypatch: 
 
 
 def test_what_waits_once_does_not_wait_again() -> None:
-    clocks = timeline._Clocks(DividedPrimitive(SHAPES[0], Division(1, 7, 5, 6)))
+    clocks = timeline._Clocks(Divided(SHAPES[0], Division(1, 7, 5, 6)))
     clocks.upload = 5.0
 
     def step() -> None:
@@ -348,7 +345,7 @@ def test_what_waits_once_does_not_wait_again() -> None:
 
 def test_one_sub_layer_goes_up_is_computed_and_comes_down() -> None:
     shape, speeds = SHAPES[1], SPEEDS["all three count"]
-    divided = DividedPrimitive(shape, Division(3, 4, 4, 3))
+    divided = Divided(shape, Division(3, 4, 4, 3))
     computing = made_up(shape).seconds + shape.out_bytes / speeds.memory  # its largest value is looked for
     expected = shape.in_bytes / speeds.upload + computing + shape.out_bytes / speeds.download
     assert seconds(divided, speeds, made_up) == pytest.approx(expected)
@@ -357,7 +354,7 @@ def test_one_sub_layer_goes_up_is_computed_and_comes_down() -> None:
 
 def test_primitives_that_want_the_largest_value_wait_for_it() -> None:
     shape, speeds = SHAPES[0], SPEEDS["all three count"]
-    divided = DividedPrimitive(shape, Division(1, 7, 5, 6))
+    divided = Divided(shape, Division(1, 7, 5, 6))
 
     def looking(sub: ConvShape) -> Sublayer:
         found = made_up(sub)
@@ -371,7 +368,7 @@ def test_primitives_that_want_the_largest_value_wait_for_it() -> None:
 @pytest.mark.parametrize("groups", list(product((1, 2, 3, 4), (1, 2, 3, 5))), ids=str)
 def test_every_group_meets_every_group_once(groups: tuple[int, int], order: Order) -> None:
     shape = ConvShape(1, groups[0], groups[1], (3, 3, 3), (1, 1, 1))
-    seen = DividedPrimitive(shape, Division(1, 3, 1, 1, order)).visits
+    seen = Divided(shape, Division(1, 3, 1, 1, order)).visits
     assert {(v.group_in, v.group_out) for v in seen} == set(product(range(groups[0]), range(groups[1])))
     assert len(seen) == prod(groups)
     for group in range(groups[1]):
@@ -386,7 +383,7 @@ def test_every_group_meets_every_group_once(groups: tuple[int, int], order: Orde
 def test_what_is_needed_is_what_is_there_at_a_time() -> None:
     """Buffers at all times, scratch of the stage that has most, kernels of all groups; no input and no output."""
     shape = ConvShape(3, 5, 6, (9, 5, 4), (3, 1, 2), "relu", precision="fp16")
-    divided = DividedPrimitive(shape, Division(1, 4, 2, 4, "inputs"))
+    divided = Divided(shape, Division(1, 4, 2, 4, "inputs"))
     footprint = divided.footprint(made_up)
     assert footprint is not None
     by_name = {scratch.name.removeprefix("host_ram."): scratch for scratch in footprint.scratch}
@@ -398,7 +395,7 @@ def test_what_is_needed_is_what_is_there_at_a_time() -> None:
     assert footprint.host == 6 * 8 + 2 * 512 + 2 * 512 + 16
     voxels = 6 * 5 * 4
     assert footprint.working(shape) == sum(nbytes.values()) + 4 * voxels * (4 + 4) + 4 * voxels * 4
-    whole = DividedPrimitive(shape, Division(3, 7, 5, 6)).footprint(made_up)
+    whole = Divided(shape, Division(3, 7, 5, 6)).footprint(made_up)
     assert whole is not None
     assert {s.name for s in whole.scratch} == {"host_ram.x", "host_ram.out", "host_ram.peaks", "spectra", "results"}
 
@@ -423,9 +420,9 @@ def test_a_softmax_keeps_all_maps_of_a_voxel() -> None:
 
 def test_what_divides_no_layer_says_why() -> None:
     with pytest.raises(ValueError, match=r"maps_in=6.*parts of \(1, 7, 5, 6\) are at least 1 and at most all of them"):
-        DividedPrimitive(SHAPES[0], Division(1, 7, 6, 6))
+        Divided(SHAPES[0], Division(1, 7, 6, 6))
     with pytest.raises(ValueError, match="takes 3 of 4 planes of 2 images: take 1 image"):
-        DividedPrimitive(SHAPES[1], Division(2, 3, 4, 3))
+        Divided(SHAPES[1], Division(2, 3, 4, 3))
 
 
 def test_sub_layers_that_a_primitive_does_not_compute_are_not_taken() -> None:
@@ -439,4 +436,4 @@ def test_sub_layers_that_a_primitive_does_not_compute_are_not_taken() -> None:
     assert found.division.maps_in in (1, 2)
     assert divide(shape, 2**62, speeds, lambda sub: None) is None
     with pytest.raises(ValueError, match="which its primitive does not compute"):
-        seconds(DividedPrimitive(shape, Division(1, 7, 5, 6)), speeds, picky)
+        seconds(Divided(shape, Division(1, 7, 5, 6)), speeds, picky)

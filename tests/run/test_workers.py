@@ -101,7 +101,7 @@ def went(
         output = output or Lenient(hook, done)
         lanes = workers_of(hooks, crew, network, columns, done)
         timings = pipeline.run_workers(lanes, Source(volume(network), hook), output, progress)
-    for lane, timed in zip(lanes, timings.lanes, strict=True):
+    for lane, timed in zip(lanes, timings.workers, strict=True):
         assert isinstance(lane.session, Session)
         assert lane.session.abandoned == bool(timed.lost)
     return output, timings
@@ -117,9 +117,9 @@ def test_every_column_is_computed_once(count: int, walks: bool) -> None:
     np.testing.assert_array_equal(output.written, exact(network))
     assert sorted(output.finished) == list(range(len(columns)))
     assert timings.columns == len(columns)
-    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == 7 * 5 * 9
-    assert [lane.name for lane in timings.lanes] == [f"device {number}" for number in range(count)]
-    assert not any(lane.lost for lane in timings.lanes)
+    assert timings.voxels == sum(lane.voxels for lane in timings.workers) == 7 * 5 * 9
+    assert [lane.name for lane in timings.workers] == [f"device {number}" for number in range(count)]
+    assert not any(lane.lost for lane in timings.workers)
     assert (events[-1].columns_done, events[-1].voxels_done, events[-1].work_done) == (len(columns), 315, 1.0)
     assert no_thread_is_left()
 
@@ -130,7 +130,7 @@ def test_the_faster_lane_computes_more() -> None:
             time.sleep(0.02)
 
     _, timings = went([slow, quiet])
-    assert timings.lanes[0].voxels < timings.lanes[1].voxels / 2
+    assert timings.workers[0].voxels < timings.workers[1].voxels / 2
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -166,9 +166,9 @@ def test_lost_lanes_hand_back_what_they_had_begun(seed: int) -> None:
             whole[step.write.slices] = False
     np.testing.assert_array_equal(output.written[:, whole], exact(network)[:, whole])
     assert sorted(output.finished) == sorted(set(range(len(columns))) - done)
-    assert {number for number, lane in enumerate(timings.lanes) if lane.lost} == lost
-    assert all("cudaErrorIllegalAddress" in (timings.lanes[number].lost or "") for number in lost)
-    assert timings.voxels == sum(lane.voxels for lane in timings.lanes) == whole.sum()
+    assert {number for number, lane in enumerate(timings.workers) if lane.lost} == lost
+    assert all("cudaErrorIllegalAddress" in (timings.workers[number].lost or "") for number in lost)
+    assert timings.voxels == sum(lane.voxels for lane in timings.workers) == whole.sum()
     assert no_thread_is_left()
 
 
@@ -256,4 +256,4 @@ def test_a_lane_waits_while_another_may_still_be_lost() -> None:
     output, timings = went([late, quick], columns)
     assert released.is_set()
     assert sorted(output.finished) == list(range(6))
-    assert [bool(lane.lost) for lane in timings.lanes] == [True, False]
+    assert [bool(lane.lost) for lane in timings.workers] == [True, False]

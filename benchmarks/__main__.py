@@ -1,0 +1,60 @@
+"""`python -m benchmarks layers|networks|planner|io|papers|tables`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+PROGRAMS = {
+    "layers": "How fast is one layer, by every method and in PyTorch?",
+    "networks": "How fast is a whole network, in every mode and in PyTorch? How exact?",
+    "planner": "Are predictions and choices of the planner right, and how long does planning take?",
+    "io": "How fast are volumes read and written?",
+    "papers": "What the papers measured, measured here.",
+    "tables": "Fill the tables in README.md and docs/ from results/current.",
+}
+
+
+class Programs(click.Group):
+    """Loads the module of a program when it is asked for."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the names of all programs."""
+        return list(PROGRAMS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Return the `command` of the module of that name."""
+        if name not in PROGRAMS:
+            return None
+        command = import_module(f"benchmarks.{name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write names and questions, without loading any program."""
+        with formatter.section("Programs"):
+            formatter.write_dl(list(PROGRAMS.items()))
+
+
+@click.command(cls=Programs, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Benchmarks of znnpy."""
+
+
+def without_forced_blas_kernels() -> None:
+    """Start again without OPENBLAS_CORETYPE: forced kernels can halve the speed of all products.
+
+    The variable is read when numpy is loaded, so the process has to begin without it.
+    """
+    forced = [name for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE") if name in os.environ]
+    if forced:
+        environment = {name: value for name, value in os.environ.items() if name not in forced}
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], environment)
+
+
+if __name__ == "__main__":
+    without_forced_blas_kernels()
+    main(prog_name="python -m benchmarks")

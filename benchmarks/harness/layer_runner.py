@@ -1,0 +1,249 @@
+"""Runs one primitive on one layer, prepared once, on the CPU or on a GPU: the two differ in where their arrays lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import znnpy
+from benchmarks.harness.inputs import Vec3, random_kernels, relu_of_noise
+from benchmarks.harness.timing import DeviceClock, Rotation, WallClock
+from znnpy.machine import this_machine
+
+ALIGNMENT = 256  # bytes, of scratch and of arrays on the CPU
+CORNER = 4  # output voxels along an axis of the boxes that are compared with the definition
+Shape = Any  # znnpy.ConvShape, PoolShape or FilterShape
+Floats = npt.NDArray[np.float64]
+
+
+class Host:
+    """The CPU, with threads of its own."""
+
+    device = "cpu"
+    opened = None
+
+    def __init__(self, crew: Any) -> None:
+        self._crew, self.threads = crew, crew.threads
+        self.machine, self.clock = this_machine(), WallClock()
+
+    def put(self, array: npt.NDArray[Any]) -> Any:
+        """Return a copy of an array on ALIGNMENT."""
+        made = self.empty(array.shape, array.dtype)
+        made[...] = array
+        return made
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array on ALIGNMENT that holds NaN where it holds floats; its memory is touched."""
+        nbytes = prod(shape) * np.dtype(dtype).itemsize
+        block = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -block.ctypes.data % ALIGNMENT
+        made = block[start : start + nbytes].view(dtype).reshape(shape)
+        made.fill(np.nan if made.dtype.kind == "f" else 0)
+        return made
+
+    def get(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array."""
+        return np.asarray(array)
+
+    def bind(self, primitive: Any, shape: Shape, variant: Any, weights: Any) -> Any:
+        """Prepare the weights and return a step for the shape."""
+        return primitive.bind(primitive.prepare(weights, variant, self._crew), shape, variant, self._crew)
+
+    def peaks(self, footprint: Any, largest: float) -> dict[str, int]:
+        """Return nothing: on the CPU no step takes them."""
+        return {}
+
+    @property
+    def free_bytes(self) -> int:
+        """Half of the machine's memory."""
+        return self.machine.ram_bytes // 2
+
+
+class OnGpu:
+    """A GPU, or a device that emulates one."""
+
+    device = "gpu"
+    threads = 1
+
+    def __init__(self, device: Any) -> None:
+        self.opened, self.clock = device, DeviceClock(device)
+        self.machine = replace(this_machine(), gpu=device.gpu)
+        self._values: Any = None
+
+    def put(self, array: npt.NDArray[Any]) -> Any:
+        """Return a copy in the memory of the device."""
+        return self.opened.put(array, "an array of the benchmark")
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array of the device that holds NaN where it holds floats."""
+        device, kind = self.opened, np.dtype(dtype)
+        made = device.view(device.allocate(prod(shape) * kind.itemsize, "an array of the benchmark"), shape, kind)
+        if kind.kind == "f":
+            made.fill(np.nan)
+            device.synchronize()
+        return made
+
+    def get(self, array: Any) -> npt.NDArray[Any]:
+        """Wait for the device and return a copy of the array in the host's memory."""
+        self.opened.synchronize()
+        return np.asarray(self.opened.get(array))
+
+    def bind(self, primitive: Any, shape: Shape, variant: Any, weights: Any) -> Any:
+        """Prepare the weights and return a step for the shape."""
+        return primitive.bind(primitive.prepare(weights, variant, self.opened), shape, variant, self.opened)
+
+    def peaks(self, footprint: Any, largest: float) -> dict[str, int]:
+        """Return the addresses of the largest input value and of that of the output, where the footprint asks."""
+        self._values = self.opened.put(np.array([largest, 0], np.float32), "largest values")
+        first = self.opened.address(self._values)
+        words = {"x_peak": first} if footprint.reads_peak else {}
+        return words | ({"out_peak": first + 4} if footprint.raises_peak else {})
+
+    @property
+    def free_bytes(self) -> int:
+        """What is free on the device."""
+        return int(self.opened.free_bytes())
+
+
+Place = Host | OnGpu
+
+
+@contextmanager
+def place_of(device: str, threads: int | None = None) -> Iterator[Place]:
+    """Open the CPU with so many threads, all cores by default, or the first GPU."""
+    if device == "gpu":
+        with znnpy.Device(znnpy.find_gpu()) as opened:
+            yield OnGpu(opened)
+    else:
+        with znnpy.Crew(threads or this_machine().cores) as crew:
+            yield Host(crew)
+
+
+@dataclass
+class Problem:
+    """A layer with input and weights, there and in the memory of the host.
+
+    x  arrays that take turns as input, together larger than the cache of a GPU; all hold the same values.
+    """
+
+    shape: Shape
+    place: Place
+    values: npt.NDArray[np.float32]
+    weights: Any
+    x: Rotation
+    out: Any
+    _exact: dict[Vec3, Floats] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shape: Shape, place: Place) -> Problem:
+        """Make input and weights."""
+        values = relu_of_noise(shape.in_shape)
+        kept = np.float16 if shape.precision == "fp16" else np.float32
+        cache = place.machine.gpu.l2_bytes if place.machine.gpu is not None else 0
+        count = Rotation.count(shape.in_bytes, cache) if cache else 1
+        arrays = [place.put(values.astype(kept)) for _ in range(count)]
+        weights = random_kernels(shape.fin, shape.fout, shape.k) if shape.kind == "conv" else None
+        return cls(shape, place, values, weights, Rotation(arrays), place.empty(shape.out_shape, kept))
+
+    def bound(self, primitive: Any, variant: Any) -> Callable[[], None]:
+        """Return a function that runs the primitive once, or queues it; MemoryError where its scratch does not fit."""
+        footprint = primitive.footprint(self.shape, variant, self.place.threads)
+        needed = sum(one.nbytes for one in footprint.scratch) + footprint.allowance + 2 * footprint.resident
+        if needed > 0.9 * self.place.free_bytes:
+            raise MemoryError(f"{primitive.name} {variant} takes {needed:,} bytes beside input and output")
+        step = self.place.bind(primitive, self.shape, variant, self.weights)
+        scratch = {one.name: self.place.empty((one.nbytes,), np.uint8) for one in footprint.scratch}
+        words = self.place.peaks(footprint, float(self.values.max()) * (1 + 2**-10))
+
+        def run() -> None:
+            step.run(self.x(), self.out, scratch, **words)
+
+        return run
+
+    def error(self, crop: Callable[[tuple[slice, ...]], npt.NDArray[Any]]) -> float:
+        """Return the rms error of boxes of an output, over the rms of the definition in float64.
+
+        crop  gives a box of the output (S, z, y, x, f).
+        """
+        size: Any = tuple(min(CORNER, n) for n in self.shape.out_shape[1:4])
+        last = tuple(n - m for n, m in zip(self.shape.out_shape[1:4], size, strict=True))
+        wrong = right = 0.0
+        for lo in {(0, 0, 0), last, (last[0] // 2, last[1] // 3, 2 * last[2] // 3)}:
+            exact = self._exact.setdefault(lo, self._definition(lo, size))
+            box = _box(lo, size)
+            wrong += float(np.square(crop(box).astype(np.float64) - exact).sum())
+            right += float(np.square(exact).sum())
+        return float(np.sqrt(wrong / right)) if right else float("nan")
+
+    def own_error(self) -> float:
+        """Return the error of the last run's output."""
+        return self.error(lambda box: self.place.get(self.out[box]))
+
+    def _definition(self, lo: Vec3, size: Vec3) -> Floats:
+        """Return a box of the layer's output by its definition, of all images, (S, z, y, x, f) float64."""
+        shape = self.shape
+        p = shape.pool if shape.kind == "conv" else shape.p
+        if shape.kind == "maxfilter":
+            return _maxima(self.values[_box(lo, _sum(size, p, -1))], p)
+        start = tuple(a * b for a, b in zip(lo, p, strict=True))
+        count = _sum(tuple(a * b for a, b in zip(size, p, strict=True)), p, -1)
+        if shape.kind == "conv":
+            return _fragments(_maxima(np.maximum(self._sums(start, count), 0), p), p)
+        found = _maxima(self.values[_box(start, count)], p)
+        return np.asarray(_fragments(found, p) if shape.fragments else found[:, :: p[0], :: p[1], :: p[2]])
+
+    def _sums(self, lo: tuple[int, ...], size: tuple[int, ...]) -> Floats:
+        """Return a box of the convolution's sums and biases, before anything else."""
+        total = np.zeros((self.shape.batch, *size, self.shape.fout)) + self.weights.bias
+        for tap in product(*map(range, self.shape.k)):
+            part = self.values[_box(_sum(lo, tap), size)].astype(np.float64)
+            total += part @ self.weights.weight[(..., *tap)].T.astype(np.float64)
+        return total
+
+
+def _sum(a: Sequence[int], b: Sequence[int], more: int = 0) -> tuple[int, ...]:
+    return tuple(x + y + more for x, y in zip(a, b, strict=True))
+
+
+def _box(lo: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return (slice(None), *(slice(a, a + n) for a, n in zip(lo, size, strict=True)))
+
+
+def _maxima(x: Any, p: Vec3) -> Floats:
+    """Return the maximum of the window p at every position of (S, z, y, x, f)."""
+    size = tuple(n - w + 1 for n, w in zip(x.shape[1:4], p, strict=True))
+    found: Any = x[_box((0, 0, 0), size)].astype(np.float64)
+    for tap in product(*map(range, p)):
+        found = np.maximum(found, x[_box(tap, size)])
+    return np.asarray(found)
+
+
+def _fragments(x: Floats, p: Vec3) -> Floats:
+    """Return every offset of (S, z, y, x, f) as an image of its own: S * product(p) images."""
+    parts = [x[:, a :: p[0], b :: p[1], c :: p[2]] for a, b, c in product(*map(range, p))]
+    size = tuple(n // w for n, w in zip(x.shape[1:4], p, strict=True))
+    return np.stack([part[_box((0, 0, 0), size)] for part in parts], 1).reshape(-1, *size, x.shape[4])
+
+
+def fastest(problem: Problem, primitive: Any, variants: Sequence[Any]) -> tuple[float, Any]:
+    """Return seconds and variant of the fastest; RuntimeError or MemoryError where none of them runs."""
+    found: list[tuple[float, int]] = []
+    failed: Exception | None = None
+    for number, variant in enumerate(variants):
+        try:
+            run = problem.bound(primitive, variant)
+            problem.place.clock.seconds(run)
+            found.append((problem.place.clock.seconds(run), number))
+        except (RuntimeError, MemoryError, znnpy.ZnnpyError) as error:
+            failed = error
+    if not found:
+        raise failed or RuntimeError(f"{primitive.name} has no variant")
+    seconds, number = min(found)
+    return seconds, variants[number]

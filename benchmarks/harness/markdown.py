@@ -1,0 +1,59 @@
+"""Markdown tables and the numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.harness.results import Result
+
+NOTHING = "No current result: run `python -m benchmarks {command}`."
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """Return a Markdown table whose first `left` columns are aligned left and all others right."""
+    lines = [head, [":--" if column < left else "--:" for column in range(len(head))], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits, without exponent: "0.0123", "1,230"."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return "-"
+    if value == 0:
+        return "0"
+    size = len(f"{abs(value):.0f}") if abs(value) >= 1 else 0
+    if size >= digits:
+        rounded = round(value, digits - size)
+        return f"{rounded:,.0f}"
+    if size:
+        return f"{value:.{digits - size}f}"
+    return f"{float(f'{value:.{digits}g}'):.10f}".rstrip("0")
+
+
+def speed(voxels_per_second: float) -> str:
+    """Return a speed in a unit that fits: "31 k", "4.2 M"."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if voxels_per_second >= factor:
+            return f"{number(voxels_per_second / factor)} {unit}"
+    return number(voxels_per_second)
+
+
+def times(ratio: float) -> str:
+    """Return a ratio: "2.4x"."""
+    return f"{ratio:.2g}x" if ratio < 9.95 else f"{ratio:.0f}x"
+
+
+def source_of(result: Result) -> str:
+    """Return a line that says where and when a table was measured."""
+    header = result.header
+    where = header["gpu"]["name"] if header.get("gpu") else f"{header['processor']}, {header['cores']} cores"
+    return (
+        f"*{where}; {str(header['date'])[:10]}, commit {header['commit']}; "
+        f"`results/current/{result.benchmark}-{result.machine}.json`*"
+    )
+
+
+def sections(results: Sequence[Result], parts: Iterable[str], command: str) -> str:
+    """Join a table for each result, each with its source; say which command is missing where there is none."""
+    made = [f"{part}\n\n{source_of(result)}" for result, part in zip(results, parts, strict=True) if part]
+    return "\n\n".join(made) or NOTHING.format(command=command)

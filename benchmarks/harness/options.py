@@ -1,0 +1,28 @@
+"""Options of the command line that all benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+DEVICE = click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True)
+MINUTES = click.option("--minutes", type=float, default=6.0, show_default=True, help="Nothing new begins after them.")
+QUICK = click.option("--quick", is_flag=True, help="Tiny cases, to see that everything works; writes only to --out.")
+OUT = click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Result file instead of that in results/current."
+)
+AGAINST = click.option(
+    "--against",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Source tree of another version: run its cases and ours in turn, and print the ratios.",
+)
+
+
+def shared(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --device, --minutes, --quick and --out."""
+    for option in (OUT, QUICK, MINUTES, DEVICE):
+        command = option(command)
+    return command

@@ -1,0 +1,165 @@
+"""How work is timed: interleaved rounds, clocks of host and device, a time budget, peaks of memory.
+
+Rounds are interleaved: each runs every entry once, in an order that alternates, so that a drift of the machine's speed
+meets all entries alike. Every entry runs once before the first round counts: memory is touched for the first time,
+kernels are compiled and libraries choose their algorithms then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, Protocol, Self
+
+PAUSE = 0.02  # seconds before a run on the CPU: OpenMP's threads spin for a while when their work is done
+LEAST_SECONDS = 4e-3  # of work that is timed together: shorter work is repeated
+MOST_REPEATS = 50
+LOOK_SECONDS = 0.02  # between two readings of memory
+
+
+class Budget:
+    """The time that a benchmark may take; it writes what it has when the time is up."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    def allows(self, seconds: float) -> bool:
+        """Whether work that takes so many seconds fits into what is left."""
+        return seconds <= self.left
+
+
+class Clock(Protocol):
+    """Something that times work."""
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
+        """Seconds of one run, when `repeats` of them follow each other."""
+        ...
+
+
+class WallClock:
+    """Times work on the CPU, which is done when the call returns."""
+
+    def __init__(self, pause: float = PAUSE) -> None:
+        self._pause = pause
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
+        """Seconds of one run, by the host's clock."""
+        time.sleep(self._pause)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - begin) / repeats
+
+
+class DeviceClock:
+    """Times work queued on the stream of a `znnpy.Device`, by events of the device."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
+        """Seconds of one run, when `repeats` are queued one behind the other on an idle device."""
+        self._device.synchronize()
+        return float(sum(self._device.elapsed(run, repeats))) / repeats
+
+
+class TorchClock:
+    """Times work that PyTorch queues on a GPU, by events."""
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
+        """Seconds of one run, when `repeats` are queued one behind the other on an idle device."""
+        import torch
+
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+class Rotation:
+    """Input arrays that take turns, so that none is found in the cache: together they are larger than it."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays, self._next = arrays, 0
+
+    def __call__(self) -> Any:
+        """Return the next array."""
+        self._next = (self._next + 1) % len(self._arrays)
+        return self._arrays[self._next]
+
+    @staticmethod
+    def count(nbytes: int, cache_bytes: int, most: int = 8) -> int:
+        """How many arrays of `nbytes` exceed twice the cache; at least 1, at most `most`."""
+        return max(1, min(most, ceil(2 * cache_bytes / max(1, nbytes)) + 1)) if nbytes < 2 * cache_bytes else 1
+
+
+@dataclass
+class Entry:
+    """Work that takes part in interleaved rounds."""
+
+    name: str
+    run: Callable[[], Any]
+    clock: Clock
+    seconds: list[float] = field(default_factory=list)
+    repeats: int = 1
+
+
+def interleave(entries: Sequence[Entry], rounds: int, budget: Budget) -> None:
+    """Fill `seconds` of all entries; at least one round is run, and no other when the time is up.
+
+    Every entry has run before.
+    """
+    for entry in entries:
+        once = entry.clock.seconds(entry.run)
+        entry.repeats = min(MOST_REPEATS, max(1, ceil(LEAST_SECONDS / max(once, 1e-9))))
+    for number in range(rounds):
+        if number and not budget.allows(sum(entry.seconds[-1] * entry.repeats for entry in entries)):
+            return
+        for entry in entries if number % 2 == 0 else reversed(entries):
+            entry.seconds.append(entry.clock.seconds(entry.run, entry.repeats))
+
+
+class LowestFree:
+    """The least memory that was free on a device while this was open.
+
+    free_bytes  so far.
+    """
+
+    def __init__(self, device: Any, pause: float = LOOK_SECONDS) -> None:
+        self._device, self._pause = device, pause
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.free_bytes = int(device.free_bytes())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *cause: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._pause):
+            self.free_bytes = min(self.free_bytes, int(self._device.free_bytes()))
+
+
+def peak_bytes() -> int:
+    """The most resident memory that this process ever had."""
+    import resource
+
+    scale = 1 if os.uname().sysname == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

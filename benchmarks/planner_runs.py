@@ -1,0 +1,237 @@
+"""Plans and runs of `planner.py`, each in a process of its own: what is asked for, and what the processes do.
+
+Processes use the public API of znnpy alone, so that they run in any version that has the arguments in question:
+`planner.py --against` compares two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import znnpy
+from benchmarks.harness.inputs import field_of_view, layers_of, network_file, noise, volume_file
+from benchmarks.harness.isolate import ROOT, run_child
+from benchmarks.harness.timing import Budget, LowestFree, peak_bytes
+from benchmarks.io_runs import Nowhere
+
+PLANNING_SECONDS = 300.0  # limit of one plan
+LATE = 20.0  # limit of a run: so many times as long as predicted, and a minute
+STAGES = ("preparing", "computing", "waiting")  # what a plan predicts
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A network, a cubic volume and a limit of memory: of RAM, or of VRAM on a GPU."""
+
+    network: str
+    side: int
+    limit: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.network} {self.side}^3 within {self.limit}"
+
+
+@dataclass
+class Planner:
+    """Plans and runs points in child processes.
+
+    run_seconds  that the part of a run is predicted to take.
+    costs        cache folder by state; "measured" is there once `measure` ran.
+    """
+
+    device: str
+    budget: Budget
+    folder: Path
+    run_seconds: float
+    machine: Path | None = None
+
+    def cache(self, state: str) -> Path:
+        """Return the cache folder of a state."""
+        return self.folder / state
+
+    def measure(self, minutes: float) -> str | None:
+        """Run `znnpy measure` for the state "measured"; return why it failed."""
+        request = {"cache": str(self.cache("measured")), "device": self.device, "minutes": minutes}
+        return run_child("benchmarks.planner_runs:measure", request, seconds=60 * minutes + 120).failure
+
+    def request(self, point: Point, state: str, **wishes: Any) -> Facts:
+        """Return what a child is asked for a plan; `wishes` are further arguments of `znnpy.plan`."""
+        size = (point.side,) * 3
+        limit = "ram" if self.device == "cpu" else "vram"
+        wanted = {"shape": size, limit: point.limit, "device": self.device, **wishes}
+        if self.machine is not None:
+            wanted["machine"] = str(self.machine)
+        return {
+            "network": str(network_file(self.folder, point.network)),
+            "cache": str(self.cache(state)),
+            "calibrate": state != "assumed",
+            "wishes": wanted,
+        }
+
+    def primitives(self) -> list[str]:
+        """Return the names of all primitives of the device that run here."""
+        command = [sys.executable, "-m", "znnpy", "primitives", "--json"]
+        said = subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout
+        return [row["name"] for row in json.loads(said) if row["name"].startswith(self.device) and not row["why_not"]]
+
+    def plan(self, point: Point, state: str, **wishes: Any) -> Facts:
+        """Plan in a cold process; `failure` says why there is no plan."""
+        asked = self.request(point, state, **wishes)
+        outcome = run_child("benchmarks.planner_runs:plan", asked, seconds=PLANNING_SECONDS)
+        return outcome.answer if outcome.failure is None else {"failure": outcome.failure}
+
+    def run(self, point: Point, made: Facts, times: int = 1) -> list[Facts]:
+        """Run a plan on its part so often; each with `speed`, in output voxels per second of the whole output.
+
+        On a GPU one process runs it, once more than is asked for; the first run compiles kernels and does not count.
+        """
+        runs = times + (self.device == "gpu")
+        part = part_of(made, self.run_seconds)
+        size = tuple(length + field_of_view(point.network) - 1 for length in part)
+        on_disk = self.device == "cpu"
+        request = {
+            "network": str(network_file(self.folder, point.network)),
+            "cache": str(self.cache("measured")),
+            "volume": str(volume_file(self.folder, size)) if on_disk else size,  # type: ignore[arg-type]
+            "out": str(self.folder / "out.h5") if on_disk else [layers_of(point.network)[-1].maps, *part],
+            "plan": self._plan_file(made["plan"]),
+            "part": part,
+            "device": self.device,
+            "times": runs,
+        }
+        limit = 60 + LATE * runs * max(1.0, self.run_seconds)
+        outcome = run_child("benchmarks.planner_runs:run", request, seconds=limit)
+        if outcome.failure is not None:
+            return [{"failure": outcome.failure}]
+        found = []
+        for answer in outcome.answers[runs - times :]:
+            scale = made["seconds"] / answer["predicted_seconds"]
+            found.append({**answer, "speed": prod(made["output"]) / (scale * answer["seconds"])})
+        return found
+
+    def _plan_file(self, plan: str) -> str:
+        path = self.folder / "plan.json"
+        path.write_text(plan)
+        return str(path)
+
+
+def part_of(made: Facts, most_seconds: float) -> tuple[int, ...]:
+    """Return the output of a run: all, or steps along the plan's axis and then columns, about `most_seconds` long.
+
+    One step at the least.
+    """
+    output, step, axis = made["output"], made["patch_out"], made["axis"]
+    part = [min(a, b) for a, b in zip(step, output, strict=True)]
+    for along in sorted(range(3), key=lambda other: other != axis):
+        while part[along] < output[along]:
+            larger = [*part]
+            larger[along] = min(part[along] + step[along], output[along])
+            if made["seconds"] * prod(larger) > most_seconds * prod(output):
+                return tuple(part)
+            part = larger
+    return tuple(part)
+
+
+# --- what the processes do ---
+
+
+def measure(request: Facts) -> Facts:
+    """Fill a cache folder with the costs of this machine."""
+    words = ["measure", "--device", request["device"], "--minutes", str(request["minutes"]), "--quiet"]
+    environment = {**os.environ, "XDG_CACHE_HOME": request["cache"]}
+    done = subprocess.run(
+        [sys.executable, "-m", "znnpy", *words], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-300:])
+    return {}
+
+
+def plan(request: Facts) -> Facts:
+    """Make a plan; `failure` says why there is none."""
+    os.environ["XDG_CACHE_HOME"] = request["cache"]
+    wishes: Facts = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in request["wishes"].items()
+    }
+    if not request["calibrate"] and "calibrate" in inspect.signature(znnpy.plan).parameters:
+        wishes["calibrate"] = False
+    begin, begin_wall = time.process_time(), time.perf_counter()
+    make: Callable[..., Any] = znnpy.plan
+    try:
+        made = make(request["network"], **wishes, tell=lambda sentence: None)
+    except (znnpy.NoPlanError, znnpy.ShapeError, ValueError) as error:
+        return {"failure": f"{type(error).__name__}: {error}"[:300]}
+    spent = {"planning_seconds": time.process_time() - begin, "planning_wall_seconds": time.perf_counter() - begin_wall}
+    return spent | {"peak_bytes": peak_bytes()} | facts_of(made)
+
+
+def facts_of(made: Any) -> Facts:
+    """Return what `planner.py` needs to know of a `znnpy.Plan`; `decisions` are the same where two plans run alike."""
+    primitives = [choice.primitive for choice in made.choices]
+    sizes: Facts = {"patch_out": made.patch_out, "axis": made.axis, "column": made.column}
+    ways = [f"{choice.primitive} {choice.variant} {choice.shape.batch}" for choice in made.choices]
+    return {
+        "plan": made.to_json(),
+        "seconds": made.seconds,
+        "voxels_per_second": made.voxels_per_second,
+        "output": made.output,
+        "primitives": primitives,
+        "decisions": f"{sizes} {ways}",
+        **sizes,
+    }
+
+
+def run(request: Facts) -> Iterator[Facts]:
+    """Run a plan; on a CPU from file to file, on a GPU from memory to memory, where `volume` and `out` are sizes."""
+    os.environ["XDG_CACHE_HOME"] = request["cache"]
+    gpu = request["device"] == "gpu"
+    volume: Any = noise(tuple(request["volume"])) if gpu else request["volume"]
+    out: Any = Nowhere(tuple(request["out"])) if gpu else request["out"]
+    with ExitStack() as stack:
+        taken, lowest = used_vram(), None
+        if gpu:
+            device = stack.enter_context(znnpy.Device(znnpy.find_gpu()))
+            lowest = stack.enter_context(LowestFree(device))
+        for _ in range(request["times"]):
+            words: Facts = {} if gpu else {"overwrite": True}
+            report = znnpy.infer(
+                volume, request["network"], plan=request["plan"], out=out, device=request["device"], **words
+            )
+            said = report.as_json()
+            peak = None
+            if lowest is not None and taken is not None:
+                peak = device.gpu.memory_bytes - lowest.free_bytes - taken
+            yield {
+                "part": request["part"],
+                "seconds": sum(said["stage_seconds"].get(stage, 0.0) for stage in STAGES),
+                "whole_seconds": said["seconds"],
+                "predicted_seconds": said["predicted"]["seconds"],
+                "peak_bytes": None if gpu else said["peak_bytes"],
+                "ram_promised": said["predicted"]["peak_bytes"],
+                "vram_peak_bytes": peak,
+                "vram_promised": said["predicted"]["vram_bytes"],
+            }
+
+
+def used_vram() -> int | None:
+    """Return the bytes of the first GPU that are taken, by the driver's tool; None where there is none."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return int(said.split()[0]) * 2**20

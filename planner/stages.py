@@ -1,0 +1,132 @@
+"""The stages of a plan: what the layers of each need in its memory, and how long two stages take together.
+
+Most plans have one stage. A plan with two runs its first layers with tensors in the memory of the host and all others
+on a GPU. Layers of the host stage run one at a time, each on all images. Their activations lie in the host's arena,
+except the last one, which is handed over: it lies in page-locked memory of its own, from which the GPU takes as many
+images at a time as its first layer does. A layer of the host stage that a GPU computes (`IN_HOST_RAM`) has its scratch
+on the GPU. It and the layers of the GPU stage never run at the same time, so they share the GPU's arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from znnpy.kernels.primitive import Footprint
+from znnpy.planner.layout import Tensor, carried_bytes, chain, loops
+from znnpy.planner.memory import DeviceKind, StageMemory
+from znnpy.shapes import LayerShape
+
+Steps = Sequence[tuple[LayerShape, Footprint]]
+Runs = Sequence[tuple[int, float]]  # of each choice: the steps in which it runs, and its seconds in one step
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeeds:
+    """What one stage needs: its tensors, not yet placed, and the bytes beside its arena."""
+
+    tensors: tuple[Tensor, ...]
+    memory: StageMemory
+
+
+def in_host_ram(footprint: Footprint) -> bool:
+    """Return whether input and output of a primitive are in the memory of the host although a GPU computes."""
+    return footprint.input_until < 0
+
+
+def stage_needs(steps: Steps, offloaded: int, new: int, device: DeviceKind) -> tuple[StageNeeds, ...]:
+    """Return what each stage needs.
+
+    steps      shape and footprint of every choice
+    offloaded  leading choices that are a stage of their own, in the memory of the host; 0: there is one stage
+    new        planes that a step reads
+    device     of the last stage
+    """
+    if not offloaded:
+        return (last_stage(steps, 0, new, device),)
+    front, back = steps[:offloaded], steps[offloaded:]
+    return host_stage(front, new), last_stage(back, offloaded, front[-1][0].out[0], device, front)
+
+
+def host_stage(front: Steps, new: int) -> StageNeeds:
+    """Return what the choices of a host stage need in the memory of the host."""
+    held = [(shape, Footprint() if in_host_ram(footprint) else footprint) for shape, footprint in front]
+    own = [footprint for _, footprint in front if not in_host_ram(footprint)]
+    memory = StageMemory(
+        "cpu",
+        carries=carried_bytes([shape for shape, _ in front], new),
+        residents=sum(footprint.resident for footprint in own),
+        allowance=max((footprint.allowance for footprint in own), default=0),
+    )
+    return StageNeeds(chain(held, new)[:-1], memory)  # the last tensor is handed over
+
+
+def last_stage(back: Steps, first: int, new: int, device: DeviceKind, front: Steps = ()) -> StageNeeds:
+    """Return what the choices of the last stage need, together with what choices of the host stage take of a GPU.
+
+    first  number of the first of these choices
+    new    planes that are read or handed over in a step
+    """
+    scratches, tick = [], 0
+    lent = [(index, footprint) for index, (_, footprint) in enumerate(front) if in_host_ram(footprint)]
+    for index, footprint in lent:
+        for scratch in footprint.scratch:
+            begin, end = tick + scratch.first, tick + scratch.last
+            scratches.append(Tensor(f"step{index}.{scratch.name}", scratch.nbytes, begin, end))
+        tick += footprint.stages
+    later = [replace(t, first=t.first + tick, last=t.last + tick) for t in chain(back, new, first=first)]
+    every = [footprint for _, footprint in lent] + [footprint for _, footprint in back]
+    times = loops([shape for shape, _ in (*front, *back)])[len(front)]
+    memory = StageMemory(
+        device,
+        carries=times * carried_bytes([shape for shape, _ in back], new),
+        residents=sum(footprint.resident for footprint in every),
+        allowance=max(footprint.allowance for footprint in every),
+        pinned=sum(footprint.host for footprint in every),
+    )
+    return StageNeeds((*scratches, *later), memory)
+
+
+def handover_buffers(*, overlap: bool) -> int:
+    """Return the number of buffers for handed-over tensors: with overlap one is filled while the other is read."""
+    return 2 if overlap else 1
+
+
+def two_stage_seconds(front: Runs, back: Runs, wait_seconds: float, columns: int, *, overlap: bool) -> float:
+    """Return the seconds for the whole output of a host stage and a GPU stage, one after the other or overlapped.
+
+    front, back   of each choice the steps of all columns in which it runs, and its seconds in one
+    wait_seconds  how long the GPU waits for its input, in each step in which the last choice of the front runs
+    columns       number of columns; in the first steps of each, few choices run
+
+    With overlap the back of a step runs beside the front of the next one, which may belong to the next column, and each
+    waits for the other. The first front and the last back run alone.
+    """
+    back = [(front[-1][0], wait_seconds), *back]
+    if not overlap:
+        return sum(steps * seconds for steps, seconds in (*front, *back))
+    output = back[-1][0]
+    one, other = ([((steps - output) // columns, seconds) for steps, seconds in side] for side in (front, back))
+    first = max(0, *(ahead for ahead, _ in (*one, *other)))  # first step of a column that gives output
+
+    def once(stage: Runs, step: int) -> float:
+        return sum(seconds for ahead, seconds in stage if ahead >= first - step)
+
+    changes = {1, 1 + first, *(first - ahead for ahead, _ in one), *(1 + first - ahead for ahead, _ in other)}
+    later = sum(
+        (until - step) * max(once(one, step), once(other, step - 1))
+        for step, until in pairwise(sorted(change for change in changes if 1 <= change <= 1 + first))
+    )
+    begin, front_seconds, back_seconds = once(one, 0), once(one, first), once(other, first)
+    alike = (output - columns) * max(front_seconds, back_seconds)
+    return columns * (max(begin, back_seconds) + later) + alike + min(begin, back_seconds)
+
+
+def upload_wait_seconds(upload: float, parts: int, once: float) -> float:
+    """Return how long a GPU waits in a step: the first part is uploaded before it computes, later ones meanwhile.
+
+    upload  seconds for one part
+    once    seconds of all that is computed in the step
+    """
+    return upload + (parts - 1) * max(0.0, upload - once / parts)

@@ -1,0 +1,77 @@
+"""The pages of docs/, README.md and CONTRIBUTING.md name files, functions, words and tables that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import znnpy
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((REPOSITORY / "docs").rglob("*.md"))
+FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs", ".ci")
+INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"^<!-- (begin|end) table: ([\w-]+) -->$", re.MULTILINE)
+TABLES = {
+    "README.md": ["readme-networks"],
+    "docs/performance.md": [
+        "networks-cpu",
+        "networks-gpu",
+        "layers-cpu",
+        "layers-gpu",
+        "modes",
+        "planner-accuracy",
+        "planner-time",
+        "io",
+        "exactness",
+        "papers",
+        "benchmarks-index",
+    ],
+}
+
+
+def paths_in(text: str) -> list[str]:
+    """Words in backticks that look like a file or folder of the repository: `znnpy/ops.py`, `tests/`."""
+    codes = INLINE_CODE.findall(FENCED.sub("", text))
+    return [code for code in codes if code.partition("/")[0] in FOLDERS and "/" in code and "*" not in code]
+
+
+def id_of(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=id_of)
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    assert [path for path in paths_in(page.read_text()) if not (REPOSITORY / path).exists()] == []
+
+
+def test_a_missing_file_would_be_found() -> None:
+    assert paths_in("`znnpy/gone.py`, `a/b`, `--ram 2G`, `tests/` and\n```text\n`znnpy/code.py`\n```\n") == [
+        "znnpy/gone.py",
+        "tests/",
+    ]
+
+
+def test_reference_holds_every_public_name() -> None:
+    """A name that is missing here is missing on the page docs/python.md; add `autofunction` or `autoclass` for it."""
+    page = (REPOSITORY / "docs" / "python.md").read_text()
+    named = set(re.findall(r"auto(?:function|class):: (\w+)", page)) | set(
+        re.findall(r"automodule:: znnpy\.(\w+)", page)
+    )
+    errors = {name for name in znnpy.__all__ if name.endswith("Error")}  # all of them are in znnpy.errors
+    assert set(znnpy.__all__) - errors == named - {"errors"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=id_of)
+def test_tables_are_marked_as_the_benchmarks_expect(page: Path) -> None:
+    names = TABLES.get(id_of(page), [])
+    assert MARK.findall(page.read_text()) == [(mark, name) for name in names for mark in ("begin", "end")]
+
+
+def test_glossary_is_short_and_sorted() -> None:
+    terms = re.findall(r"^\*\*(.+)\*\*$", (REPOSITORY / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 0 < len(terms) <= 40
+    assert terms == sorted(terms)
