@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import znnpy
+from znnpy.kernels.table import IN_HOST_RAM, TABLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((REPOSITORY / "docs").rglob("*.md"))
 FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs", ".ci")
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PRIMITIVE = re.compile(r"`((?:cpu|gpu)\.[a-z]+\.\w+)`")
 MARK = re.compile(r"^<!-- (begin|end) table: ([\w-]+) -->$", re.MULTILINE)
 TABLES = {
     "README.md": ["readme-networks"],
@@ -53,6 +55,13 @@ def test_a_missing_file_would_be_found() -> None:
         "znnpy/gone.py",
         "tests/",
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=id_of)
+def test_primitives_that_a_page_names_exist(page: Path) -> None:
+    known = {primitive.name for primitive in (*TABLE, *IN_HOST_RAM)}
+    example = {"cpu.conv.direct_rows"} if page.name == "adding_a_primitive.md" else set()
+    assert set(PRIMITIVE.findall(page.read_text())) - known == example
 
 
 def test_reference_holds_every_public_name() -> None:
