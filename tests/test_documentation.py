@@ -8,29 +8,15 @@ from pathlib import Path
 import pytest
 
 import znnpy
+from znnpy.kernels.table import IN_HOST_RAM, TABLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((REPOSITORY / "docs").rglob("*.md"))
 FOLDERS = ("znnpy", "kernels", "planner", "tests", "benchmarks", "docs", ".ci")
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PRIMITIVE = re.compile(r"`((?:cpu|gpu)\.[a-z]+\.\w+)`")
 MARK = re.compile(r"^<!-- (begin|end) table: ([\w-]+) -->$", re.MULTILINE)
-TABLES = {
-    "README.md": ["readme-networks"],
-    "docs/performance.md": [
-        "networks-cpu",
-        "networks-gpu",
-        "layers-cpu",
-        "layers-gpu",
-        "modes",
-        "planner-accuracy",
-        "planner-time",
-        "io",
-        "exactness",
-        "papers",
-        "benchmarks-index",
-    ],
-}
 
 
 def paths_in(text: str) -> list[str]:
@@ -55,6 +41,13 @@ def test_a_missing_file_would_be_found() -> None:
     ]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=id_of)
+def test_primitives_that_a_page_names_exist(page: Path) -> None:
+    known = {primitive.name for primitive in (*TABLE, *IN_HOST_RAM)}
+    example = {"cpu.conv.direct_rows"} if page.name == "adding_a_primitive.md" else set()
+    assert set(PRIMITIVE.findall(page.read_text())) - known == example
+
+
 def test_reference_holds_every_public_name() -> None:
     """A name that is missing here is missing on the page docs/python.md; add `autofunction` or `autoclass` for it."""
     page = (REPOSITORY / "docs" / "python.md").read_text()
@@ -66,9 +59,12 @@ def test_reference_holds_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=id_of)
-def test_tables_are_marked_as_the_benchmarks_expect(page: Path) -> None:
-    names = TABLES.get(id_of(page), [])
-    assert MARK.findall(page.read_text()) == [(mark, name) for name in names for mark in ("begin", "end")]
+def test_marks_of_tables_are_pairs(page: Path) -> None:
+    marks = MARK.findall(page.read_text())
+    names = [name for mark, name in marks if mark == "begin"]
+    assert marks == [(mark, name) for name in names for mark in ("begin", "end")]
+    assert len(names) == len(set(names))
+    assert len(names) == 1 if page.name == "README.md" else bool(names) == (page.name == "performance.md")
 
 
 def test_glossary_is_short_and_sorted() -> None:
