@@ -196,12 +196,12 @@ class Problem:
         count = _sum(tuple(a * b for a, b in zip(size, p, strict=True)), p, -1)
         if shape.kind == "conv":
             return _fragments(_maxima(np.maximum(self._sums(start, count), 0), p), p)
-        found = _maxima(self.values[_box(start, count)], p)
+        found: Any = _maxima(self.values[_box(start, count)], p)
         return np.asarray(_fragments(found, p) if shape.fragments else found[:, :: p[0], :: p[1], :: p[2]])
 
     def _sums(self, lo: tuple[int, ...], size: tuple[int, ...]) -> Floats:
         """Return a box of the convolution's sums and biases, before anything else."""
-        total = np.zeros((self.shape.batch, *size, self.shape.fout)) + self.weights.bias
+        total: Floats = np.zeros((self.shape.batch, *size, self.shape.fout)) + self.weights.bias
         for tap in product(*map(range, self.shape.k)):
             part = self.values[_box(_sum(lo, tap), size)].astype(np.float64)
             total += part @ self.weights.weight[(..., *tap)].T.astype(np.float64)
