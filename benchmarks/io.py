@@ -4,7 +4,7 @@
 
 read     GB/s of reading a volume by format, chunks and compression, in boxes that cut chunks as those of a run do: with
          the file in the page cache, and without it. A plain reader of the same package reads all of it at once beside.
-write    GB/s of writing an output until the system has the bytes, by format, type and shape of the steps; and of a plain
+write    GB/s of writing an output until the system has the bytes, by format, type and shape of the steps; of a plain
          file of as many bytes.
 journal  Seconds of a run of many columns, and without waiting for the disk: `fsync` counted, timed, and left out.
 whole    Output voxels per second of a real network from file to file, and from memory to memory; with --volume of a

@@ -34,7 +34,7 @@ from benchmarks.harness.isolate import Child, run_child
 from benchmarks.harness.machine import find_gpu, header, machine_name
 from benchmarks.harness.results import Program, Result, Row, ratio_of
 from benchmarks.harness.timing import Budget
-from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point
+from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point, told
 from benchmarks.planner_tables import TABLES, headline
 
 EXPERIMENTS = ("predict", "first", "regret", "memory", "time")
@@ -102,12 +102,6 @@ def _predicted(point: Point, state: str, made: Facts, runs: Sequence[Facts], gro
     about |= {"whole_seconds": [run["whole_seconds"] for run in runs]}
     yield Row(group, str(point), state, unit, tuple(made["voxels_per_second"] / speed for speed in speeds), facts=about)
     yield from promise_rows(str(point), f"plan with {state} costs", runs, {})
-
-
-def told(made: Facts) -> Facts:
-    """Return what a result keeps of a plan."""
-    names = ("voxels_per_second", "planning_seconds", "patch_out", "column", "primitives")
-    return {("predicted" if name == names[0] else name): made[name] for name in names if name in made}
 
 
 def rivals(pick: Facts, names: Sequence[str], step: int, rng: np.random.Generator) -> Iterator[tuple[str, str, Facts]]:

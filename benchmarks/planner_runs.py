@@ -69,7 +69,10 @@ class Planner:
         return run_child("benchmarks.planner_runs:measure", request, seconds=60 * minutes + 120).failure
 
     def request(self, point: Point, state: str, **wishes: Any) -> Facts:
-        """Return what a child is asked for a plan; `wishes` are further arguments of `znnpy.plan`."""
+        """Return what a child is asked for a plan.
+
+        wishes  further arguments of `znnpy.plan`, and `why`: whether schemes that no session runs are planned, too.
+        """
         size = (point.side,) * 3
         limit = "ram" if self.device == "cpu" else "vram"
         wanted = {"shape": size, limit: point.limit, "device": self.device, **wishes}
@@ -146,6 +149,12 @@ def part_of(made: Facts, most_seconds: float) -> tuple[int, ...]:
     return tuple(part)
 
 
+def told(made: Facts) -> Facts:
+    """Return what a result keeps of a plan."""
+    names = ("voxels_per_second", "planning_seconds", "patch_out", "column", "primitives")
+    return {("predicted" if name == names[0] else name): made[name] for name in names if name in made}
+
+
 # --- what the processes do ---
 
 
@@ -170,6 +179,8 @@ def plan(request: Facts) -> Facts:
     if not request["calibrate"] and "calibrate" in inspect.signature(znnpy.plan).parameters:
         wishes["calibrate"] = False
     begin, begin_wall = time.process_time(), time.perf_counter()
+    if wishes.pop("why", False):  # only then are schemes planned that no session runs
+        wishes["tell_why"] = lambda rows: None
     make: Callable[..., Any] = znnpy.plan
     try:
         made = make(request["network"], **wishes, tell=lambda sentence: None)
@@ -191,6 +202,7 @@ def facts_of(made: Any) -> Facts:
         "output": made.output,
         "primitives": primitives,
         "decisions": f"{sizes} {ways}",
+        "schemes": {kind.scheme: kind.best.voxels_per_second for kind in made.kinds if kind.scheme},
         **sizes,
     }
 

@@ -1,20 +1,15 @@
-"""Clocks of `papers.py`, for work that is shorter than its launch, and where the time of a whole experiment goes."""
+"""A clock for work on a GPU that is shorter than its launch, as small layers of the papers are."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import ceil
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from gpu_card import Clock, Device, TorchClock
-
-if TYPE_CHECKING:
-    from layer_entries_gpu import Times
 
 HOLD_BYTES = 2**27  # of the copy that holds work back, a tenth of a millisecond long
 MOST_HOLDS = 300
@@ -23,16 +18,10 @@ USUAL_SECONDS = 5e-5  # that the host needs to queue a run, until it is known
 LONG_SECONDS = 2e-3  # such a run finds nothing in a cache that was put there before it
 TRIES = 3
 COPIES = 3  # the median counts
-SERIES_SECONDS, MOST_RUNS = 1e-3, 12  # of one series, at least and at most
-
-
-def series_of(once_seconds: float) -> int:
-    """Runs between two events."""
-    return min(MOST_RUNS, max(1, ceil(SERIES_SECONDS / max(once_seconds, 1e-9))))
 
 
 def holds(host_seconds: float, copy_seconds: float) -> int:
-    """Copies that take longer than the host takes."""
+    """Return how many copies take longer than the host takes."""
     return min(MOST_HOLDS, ceil(SPARE * host_seconds / copy_seconds))
 
 
@@ -40,17 +29,17 @@ class HeldClock:
     """Seconds of work by events of the device, without the host: a launch takes it longer than a small layer runs.
 
     Work waits on the device behind copies until the host has queued all of it; where the host was slower than known,
-    once more. The copies empty the L2 cache, so a run that does not count goes before the first event: those that do
-    find the cache as a run before them left it.
+    the series is timed again. The copies empty the L2 cache, so a run that does not count precedes the first event: the
+    runs that count find the cache as a run before them left it.
     """
 
-    def __init__(self, device: Device, nbytes: int = HOLD_BYTES) -> None:
+    def __init__(self, device: Any, nbytes: int = HOLD_BYTES) -> None:
         self._device, self._nbytes = device, nbytes
         self._source, self._target = (device.allocate(nbytes, "what holds work back") for _ in range(2))
-        self._begin(Clock(device))
+        self._begin()
 
     def seconds(self, run: Callable[[], Any], repeats: int = 1) -> float:
-        """Of one run, when `repeats` are queued one behind the other."""
+        """Return the seconds of one run, when `repeats` are queued one behind the other."""
         warm = 1 if self._spent.get(run, 0.0) < LONG_SECONDS else 0
         spent = 0.0
         for _ in range(TRIES):
@@ -78,7 +67,10 @@ class HeldClock:
         return spent
 
     def copied_seconds(self, nbytes: int) -> float:
-        """Of a copy that reads half of so many bytes and writes the other half; larger ones than `HOLD_BYTES` scale."""
+        """Return the seconds of a copy that reads half of so many bytes and writes the other half.
+
+        Larger ones than `HOLD_BYTES` are scaled.
+        """
         half = max(1, nbytes // 2)
         part = min(half, self._nbytes)
         source, target = (self._device.view(one, (part,), np.uint8) for one in (self._source, self._target))
@@ -86,37 +78,42 @@ class HeldClock:
         def copy() -> None:
             self._device.copy_async(target, source, self._device.stream)
 
-        times = series_of(self.seconds(copy))
-        return median(self.seconds(copy, times) for _ in range(COPIES)) * half / part
+        self.seconds(copy)
+        return median(self.seconds(copy, 4) for _ in range(COPIES)) * half / part
 
-    def _begin(self, clock: Times) -> None:
-        clock.seconds(self._copy)
-        self._copy_seconds = clock.seconds(self._copy, 4)  # not of the first
-        # Of a run that the clock has seen: what the host takes to queue it, what the device to run it.
+    def _begin(self) -> None:
+        """Find out how long a copy takes, by a series of them."""
+        self._elapsed(self._copy)
+        self._copy_seconds = self._elapsed(self._copies) / COPIES
+        # What the host takes to queue a run that the clock has seen, and what the device takes to run it.
         self._host: WeakKeyDictionary[Callable[[], Any], float] = WeakKeyDictionary()
         self._spent: WeakKeyDictionary[Callable[[], Any], float] = WeakKeyDictionary()
 
     def _copy(self) -> None:
         self._device.copy_async(self._target, self._source, self._device.stream)
 
-    def _elapsed(self, work: Callable[[], None]) -> float:
+    def _copies(self) -> None:
+        for _ in range(COPIES):
+            self._copy()
+
+    def _elapsed(self, work: Callable[[], Any]) -> float:
         return float(sum(self._device.elapsed(work)))
 
 
 class HeldTorchClock(HeldClock):
-    """The same for work that PyTorch queues."""
+    """Times work that PyTorch queues in the same way."""
 
-    def __init__(self, device: Device, nbytes: int = HOLD_BYTES) -> None:
+    def __init__(self, device: Any, nbytes: int = HOLD_BYTES) -> None:
         import torch
 
         self._tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
         self._device = device
-        self._begin(TorchClock())
+        self._begin()
 
     def _copy(self) -> None:
         self._tensors[0].copy_(self._tensors[1])
 
-    def _elapsed(self, work: Callable[[], None]) -> float:
+    def _elapsed(self, work: Callable[[], Any]) -> float:
         import torch
 
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -125,27 +122,3 @@ class HeldTorchClock(HeldClock):
         end.record()
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
-
-
-class Spent:
-    """Where the time goes: seconds by what they were for, those of what is within something else not counted twice."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._within = [0.0]  # seconds of what is done within each that is open
-
-    @contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        self._within.append(0.0)
-        try:
-            yield
-        finally:
-            total = time.perf_counter() - begin
-            self.seconds[what] = self.seconds.get(what, 0.0) + total - self._within.pop()
-            self._within[-1] += total
-
-    def line(self) -> str:
-        parts = sorted(self.seconds.items(), key=lambda item: -item[1])
-        told = "; ".join(f"{what} {seconds:.1f}" for what, seconds in parts)
-        return f"{sum(self.seconds.values()):.0f} s went into: {told}"
