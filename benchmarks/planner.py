@@ -37,7 +37,7 @@ from benchmarks.harness.timing import Budget
 from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point, told
 from benchmarks.planner_tables import TABLES, headline
 
-EXPERIMENTS = ("predict", "first", "regret", "memory", "time")
+EXPERIMENTS = ("first", "time", "predict", "regret", "memory")
 STATES = ("assumed", "calibrated", "measured")  # what the costs come from
 GIVE_UP = 3.0  # times as long as the pick: such a rival is not run
 BESIDE = 3  # rivals that take turns with the pick
@@ -76,7 +76,7 @@ def promise_rows(case: str, subject: str, runs: Sequence[Facts], facts: Facts) -
 def predict(planner: Planner, points: Sequence[Point], states: Sequence[str], rounds: int, group: str) -> Iterator[Row]:
     """Yield predicted over measured speed of the plan of each state; plans that are the same run once."""
     for point in points:
-        if not planner.budget.allows(0):
+        if not planner.budget.left:
             return
         caches = {state: state if group == "predict" else f"first {point}" for state in states}  # the latter is empty
         made = {state: planner.plan(point, cache) for state, cache in caches.items()}
@@ -142,6 +142,8 @@ def _random(pick: Facts, names: Sequence[str], step: int, rng: np.random.Generat
 def regret(planner: Planner, points: Sequence[Point], rounds: int, most: int) -> Iterator[Row]:
     """Yield the speed of rivals over that of the pick, which takes turns with a few of them at a time."""
     for point in points:
+        if not planner.budget.left:
+            return
         pick = planner.plan(point, "measured")
         if pick.get("failure"):
             yield Row("regret", str(point), "pick", "times the pick", failure=pick["failure"])
@@ -228,6 +230,8 @@ def planning_time(planner: Planner, points: Sequence[Point], rounds: int, agains
     """
     trees: dict[str, Path | None] = {"here": None} | ({"against": against} if against else {})
     for point in points:
+        if not planner.budget.left:
+            return
         found: dict[str, list[Facts]] = {tree: [] for tree in trees}
         for number in range(rounds + 1):
             if number > 1 and not planner.budget.allows(sum(some[-1]["wall_seconds"] for some in found.values())):
@@ -271,22 +275,23 @@ def command(device: str, minutes: float, quick: bool, out: Path | None, against:
     with tempfile.TemporaryDirectory() as folder:
         seconds = words["run_seconds"] or (0.2 if quick else {"cpu": 5.0, "gpu": 1.0}[device])
         planner = Planner(device, budget, Path(folder), seconds, words["machine"])
-        experiments = words["experiments"] or EXPERIMENTS
+        experiments = words.pop("experiments") or EXPERIMENTS
         if set(experiments) - {"time", "first"} and (
             why := planner.measure(0.08 if quick else words["measure_minutes"])
         ):
             raise click.ClickException(f"`znnpy measure` failed: {why}")
-        for name, rows in _experiments(planner, quick=quick, against=against, **words):
-            if experiments and name not in experiments:
-                continue
+        made = _experiments(planner, quick=quick, against=against, **words)
+        for number, name in enumerate(experiments):
+            planner.budget = Budget(budget.left / 60 / (len(experiments) - number))  # what one leaves is the others'
+            rows = made[name]
             for row in rows:
                 figure = row.failure or f"{row.median:.3g} {row.unit} ({min(row.values):.3g} to {max(row.values):.3g})"
                 click.echo(f"{row.group:8} {row.case:34} {row.subject:28} {figure}"[:200])
                 result.add([row])
                 if out or not quick:
                     result.write(out)
-            if not budget.allows(0.1):
-                result.left_out.append(f"{name}: the time was up")
+            if not planner.budget.left:
+                result.left_out.append(f"{name}: the time was up before all of it was measured")
 
 
 def _experiments(
@@ -300,8 +305,8 @@ def _experiments(
     most_rivals: int,
     plans: int,
     **_: Any,
-) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Yield each experiment with its rows, the most important ones first."""
+) -> dict[str, Iterator[Row]]:
+    """Return the rows of each experiment, which are measured when they are taken."""
 
     def chosen(usual: dict[str, list[Point]]) -> list[Point]:
         points = QUICK if quick else usual[planner.device]
@@ -309,11 +314,13 @@ def _experiments(
         return [Point(p.network, p.side, limit, p.why) for limit in limits for p in points] if limits else points
 
     rounds = 1 if quick else rounds
-    yield "first", predict(planner, chosen(FIRST), ["calibrated"], rounds, "first")
-    yield "time", planning_time(planner, chosen(TIMED), 2 if quick else 2 * (rounds // 2 or 1), against)
-    yield "predict", predict(planner, chosen(PREDICTED), STATES, rounds, "predict")
-    yield "regret", regret(planner, chosen(FIRST), rounds, 4 if quick else most_rivals)
-    yield "memory", memory(planner, 2 if quick else plans, networks or (["tiny"] if quick else NETWORKS))
+    return {
+        "first": predict(planner, chosen(FIRST), ["calibrated"], rounds, "first"),
+        "time": planning_time(planner, chosen(TIMED), 2 if quick else 2 * (rounds // 2 or 1), against),
+        "predict": predict(planner, chosen(PREDICTED), STATES, rounds, "predict"),
+        "regret": regret(planner, chosen(FIRST), rounds, 4 if quick else most_rivals),
+        "memory": memory(planner, 2 if quick else plans, networks or (["tiny"] if quick else NETWORKS)),
+    }
 
 
 PROGRAM = Program(

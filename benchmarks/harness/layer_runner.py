@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,9 @@ from benchmarks.harness.timing import DeviceClock, Rotation, WallClock
 from znnpy.machine import this_machine
 
 ALIGNMENT = 256  # bytes, of scratch and of arrays on the CPU
+VARIANTS = 6  # of a method, that are tried
+HOPELESS = 2.0  # times the best variant's time: no second run, since the first one touches memory
+OPERATIONS = {"product": 1.0, "fft": 5.0, "copy": 8.0, "pool": 8.0, "lane_product": 0.8, "lane_fft": 1.3}  # in products
 CORNER = 4  # output voxels along an axis of the boxes that are compared with the definition
 Shape = Any  # znnpy.ConvShape, PoolShape or FilterShape
 Floats = npt.NDArray[np.float64]
@@ -232,18 +236,37 @@ def _fragments(x: Floats, p: Vec3) -> Floats:
     return np.stack([part[_box((0, 0, 0), size)] for part in parts], 1).reshape(-1, *size, x.shape[4])
 
 
-def fastest(problem: Problem, primitive: Any, variants: Sequence[Any]) -> tuple[float, Any]:
-    """Return seconds and variant of the fastest; RuntimeError or MemoryError where none of them runs."""
-    found: list[tuple[float, int]] = []
+def likely(primitive: Any, shape: Shape, place: Place) -> list[Any]:
+    """Return the variants that are most likely fast, by the work that they do."""
+    offered = primitive.variants(shape, place.machine)
+    return sorted(offered, key=lambda variant: effort(primitive.work(shape, variant)))[:VARIANTS]
+
+
+def effort(work: Sequence[Any]) -> float:
+    """Return a number that grows with the time of all stages: operations of a product, roughly."""
+    return float(sum(max(OPERATIONS.get(stage.unit, 1.0) * stage.flops, 16 * stage.nbytes) for stage in work))
+
+
+def fastest(problem: Problem, primitive: Any, variants: Sequence[Any], seconds: float) -> tuple[float, Any]:
+    """Return seconds and variant of the fastest; RuntimeError or MemoryError where none of them runs.
+
+    seconds  after which no other variant is tried.
+    """
+    end = time.monotonic() + seconds
+    clock, found = problem.place.clock, list[tuple[float, int]]()
     failed: Exception | None = None
     for number, variant in enumerate(variants):
+        if found and time.monotonic() > end:
+            break
         try:
             run = problem.bound(primitive, variant)
-            problem.place.clock.seconds(run)
-            found.append((problem.place.clock.seconds(run), number))
+            spent = clock.seconds(run)
+            if not found or spent < HOPELESS * min(found)[0]:
+                spent = min(spent, clock.seconds(run))
+            found.append((spent, number))
         except (RuntimeError, MemoryError, znnpy.ZnnpyError) as error:
             failed = error
     if not found:
         raise failed or RuntimeError(f"{primitive.name} has no variant")
-    seconds, number = min(found)
-    return seconds, variants[number]
+    best, number = min(found)
+    return best, variants[number]
