@@ -23,8 +23,17 @@ import numpy as np
 
 import znnpy
 from benchmarks.harness import against, markdown, options, plots
-from benchmarks.harness.layer_runner import Place, Problem, Shape, fastest, likely, place_of
-from benchmarks.harness.machine import copy_rate, header, machine_name, product_rates, torch_sees_a_gpu
+from benchmarks.harness.layer_runner import (
+    Place,
+    Problem,
+    Shape,
+    effort,
+    fastest,
+    likely,
+    limits_of,
+    place_of,
+)
+from benchmarks.harness.machine import header, machine_name, torch_sees_a_gpu
 from benchmarks.harness.peers import compute_in, dtype_of, in_layout, largest, placed
 from benchmarks.harness.results import Program, Result, Results, Row, device_of, ratio_of
 from benchmarks.harness.timing import Budget, Clock, Entry, TorchClock, WallClock, interleave, repeats_of
@@ -34,6 +43,7 @@ MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3, "bf16": 2e-2}  # rms; be
 ROUNDS = 6
 SHARES = 1.5  # times its even share of the time that is left, which a case may take
 FAR = 4.0  # times the fastest method's time: one variant and one round will do
+LEAST_METHODS = 2  # of a case, however little time there is
 FAILURES = (RuntimeError, MemoryError, znnpy.ZnnpyError)  # of one method; the others are measured
 SLOW_SECONDS = {"cpu": 4.0, "gpu": 0.2}
 KERNELS = (2, 3, 5, 7, 9)
@@ -112,8 +122,9 @@ class Bench:
         row = partial(Row, case.group, case.name, unit="ns/voxel")
         rows: list[Row] = []
         trials: dict[str, tuple[Any, float]] = {}  # of one variant of each method, on the smaller volume
-        for primitive in self._methods(case.shape):
-            if trials and not self._budget.left:
+        trying, choosing = Budget(seconds / 180), Budget(seconds / 90)  # a third of the time, and the second third
+        for primitive in sorted(self._methods(case.shape), key=partial(self._effort, small)):
+            if len(trials) >= LEAST_METHODS and not trying.left:
                 break
             try:
                 trials[primitive.name] = (
@@ -123,9 +134,11 @@ class Bench:
             except FAILURES as failure:
                 rows.append(row(subject=primitive.name, failure=said(failure)))
         best = min((spent for _, spent in trials.values()), default=inf)
-        share = seconds / 2 / max(1, len(trials))  # the other half is for the rounds
+        share = seconds / 3 / max(1, len(trials))
         contestants: list[tuple[Entry, Problem, dict[str, Any]]] = []
-        for primitive, spent in trials.values():
+        for primitive, spent in sorted(trials.values(), key=lambda trial: trial[1]):
+            if len(contestants) >= LEAST_METHODS and not choosing.left:
+                break
             is_far = spent > FAR * best  # variants do not differ by so much
             fits = spent * ratio(problem.shape, small.shape) <= slow
             where = problem if fits and not is_far else small
@@ -146,8 +159,12 @@ class Bench:
         for entry, error, where in peers(problem, small, slow):
             contestants.append((entry, where, {"error": error} if error == error else {}))
         close = [entry for entry, _, facts in contestants if not facts.get("is_far")]
-        interleave(close, ROUNDS, Budget(min(seconds / 2, self._budget.left) / 60))
+        interleave(close, ROUNDS, Budget(min(seconds / 3, self._budget.left) / 60))
         return rows + [self._row(case, *contestant) for contestant in contestants]
+
+    def _effort(self, problem: Problem, primitive: Any) -> float:
+        variants = self._likely(primitive, problem)
+        return effort(primitive.work(problem.shape, variants[0])) if variants else inf
 
     def _likely(self, primitive: Any, problem: Problem) -> list[Any]:
         return likely(primitive, problem.shape, self._place)
@@ -271,18 +288,6 @@ def _torch_entry(given: Problem, precision: str, layout: str, where: str, clock:
     return Entry(f"PyTorch {precision}, {layout}", run, clock), error
 
 
-def limits_of(place: Place, device: Any) -> dict[str, Any]:
-    """Return what the machine can do at most: bytes per second of a copy, operations per second of products."""
-    if device is not None:
-        found = {"copy": copy_rate(device, min(2**30, device.gpu.memory_bytes // 16))}
-        return found | (product_rates() if torch_sees_a_gpu() else {})
-    source, target = (np.full(2**25, 0.5, np.float32) for _ in range(2))
-    a = np.full((1024, 1024), 0.5, np.float32)
-    copied = median(place.clock.seconds(lambda: np.copyto(target, source)) for _ in range(3))
-    multiplied = median(place.clock.seconds(lambda: a @ a) for _ in range(3))
-    return {"copy": 2 * source.nbytes / copied, "fp32": 2 * 1024**3 / multiplied}
-
-
 def show(rows: Sequence[Row]) -> None:
     """Print the rows of one case, the fastest first."""
     click.echo(f"\n{rows[0].group}: {rows[0].case}")
@@ -302,14 +307,9 @@ def fastest_of(rows: Sequence[Row], *, peer: bool) -> Row | None:
     return min(found, key=lambda row: row.median, default=None)
 
 
-def of_device(results: Results, device: str) -> list[Result]:
-    """Return the results of a device."""
-    return [result for result in results.get("layers", ()) if device_of(result) == device]
-
-
 def layers_table(device: str, results: Results) -> str:
     """Return a table for each machine: the fastest method of each layer, beside PyTorch's."""
-    found, parts = of_device(results, device), []
+    found, parts = [result for result in results.get("layers", ()) if device_of(result) == device], []
     for result in found:
         rows = []
         for group in ("layers", "first", "few-maps", "pools", "pooled"):
@@ -418,7 +418,7 @@ def measure_all(
     """Measure all cases on an open device, and write after each."""
     gpu = place.machine.gpu
     result = Result("layers", machine_name(gpu), header(gpu))
-    limits = limits_of(place, place.opened)
+    limits = limits_of(place)
     result.header = {**result.header, "limits": limits}
     precisions = (precision or ("tf32", "fp16", "fp32")) if gpu is not None else ("fp32",)
     wanted = [(case, p) for p in precisions for case in cases(place.device, p, place.threads, quick=quick)]

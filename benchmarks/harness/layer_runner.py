@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 import znnpy
 from benchmarks.harness.inputs import Vec3, random_kernels, relu_of_noise
+from benchmarks.harness.machine import copy_rate, product_rates, torch_sees_a_gpu
 from benchmarks.harness.timing import DeviceClock, Rotation, WallClock
 from znnpy.machine import this_machine
 
@@ -128,6 +130,19 @@ def place_of(device: str, threads: int | None = None) -> Iterator[Place]:
     else:
         with znnpy.Crew(threads or this_machine().cores) as crew:
             yield Host(crew)
+
+
+def limits_of(place: Place) -> dict[str, Any]:
+    """Return what the machine can do at most: bytes per second of a copy, operations per second of products."""
+    device = place.opened
+    if device is not None:
+        found = {"copy": copy_rate(device, min(2**30, device.gpu.memory_bytes // 16))}
+        return found | (product_rates() if torch_sees_a_gpu() else {})
+    source, target = (np.full(2**25, 0.5, np.float32) for _ in range(2))
+    a = np.full((1024, 1024), 0.5, np.float32)
+    copied = median(place.clock.seconds(lambda: np.copyto(target, source)) for _ in range(3))
+    multiplied = median(place.clock.seconds(lambda: a @ a) for _ in range(3))
+    return {"copy": 2 * source.nbytes / copied, "fp32": 2 * 1024**3 / multiplied}
 
 
 @dataclass
