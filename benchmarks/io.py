@@ -399,7 +399,7 @@ def headline(result: Result) -> str:
 PROGRAM = Program(
     name="io",
     question="How fast are volumes read and written, by format; what do journal and disk cost?",
-    command="io",
+    command="io [--device gpu]",
     tables={"io": io_table},
     headline=headline,
 )

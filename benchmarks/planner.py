@@ -326,7 +326,7 @@ def _experiments(
 PROGRAM = Program(
     name="planner",
     question="Are predictions and choices of the planner right, are promises of memory kept, how long does it take?",
-    command="planner",
+    command="planner [--device gpu]",
     tables=TABLES,
     headline=headline,
 )

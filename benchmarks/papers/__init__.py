@@ -114,7 +114,7 @@ def product_rate(size: int) -> float:
 PROGRAM = Program(
     name="papers",
     question="What did the papers measure, and what do their methods reach here?",
-    command="papers",
+    command="papers [--device gpu]",
     tables=TABLES,
     headline=headline,
 )

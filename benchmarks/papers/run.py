@@ -43,9 +43,7 @@ MODES = {"cpu": ("cpu",), "gpu": ("gpu", "gpu-host", "cpu-to-gpu", "side-by-side
 class Plain(Problem):
     """A convolution without activation, whose biases are zeros: peers need not add them."""
 
-    kept: ClassVar[deque[Any]] = deque(
-        maxlen=256
-    )  # peaks on a GPU outlive what was bound with them
+    kept: ClassVar[deque[Any]] = deque(maxlen=256)  # peaks on a GPU outlive what was bound with them
 
     @classmethod
     def of(cls, shape: Any, place: Place) -> Plain:

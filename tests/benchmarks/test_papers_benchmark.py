@@ -1,4 +1,4 @@
-"""`python -m benchmarks papers`: layers are those of the papers, and run on an emulated GPU and the CPU; tables count."""
+"""`python -m benchmarks papers`: layers are those of the papers, run on an emulated GPU and the CPU, and counted."""
 
 from __future__ import annotations
 
