@@ -32,6 +32,8 @@ from benchmarks.harness.layer_runner import (
     likely,
     limits_of,
     place_of,
+    ratio,
+    smaller,
 )
 from benchmarks.harness.machine import header, machine_name, torch_sees_a_gpu
 from benchmarks.harness.peers import compute_in, dtype_of, in_layout, largest, placed
@@ -145,8 +147,7 @@ class Bench:
             try:
                 spent, variant = fastest(where, primitive, self._likely(primitive, where), 0.0 if is_far else share)
                 run = where.bound(primitive, variant)
-                run()
-                error = where.own_error()
+                error = where.error_of(run)
             except FAILURES as failure:
                 rows.append(row(subject=primitive.name, failure=said(failure)))
                 continue
@@ -182,7 +183,12 @@ class Bench:
         shape, spent = problem.shape, median(entry.seconds)
         work = facts.pop("work", ())
         voxels = prod((shape.out_shape if shape.kind == "conv" else shape.in_shape)[:4])
-        facts |= {"measured": shape.n, "is_smaller": shape != case.shape, "precision": shape.precision, "why": case.why}
+        facts |= {
+            "measured": list(shape.n),
+            "is_smaller": shape != case.shape,
+            "precision": shape.precision,
+            "why": case.why,
+        }
         facts["threads"] = self._place.threads
         facts["of_copy"] = (shape.in_bytes + shape.out_bytes) / spent / self._limits["copy"]
         if work and self._limits.get("fp32"):
@@ -211,22 +217,6 @@ class Bench:
 def said(failure: Exception) -> str:
     """Return what a failure says, in few words."""
     return f"{type(failure).__name__}: {failure}"[:300]
-
-
-def smaller(shape: Shape) -> Shape:
-    """Return the same layer on about an eighth of the volume."""
-    if shape.kind == "conv":
-        step = shape.pool
-        out = tuple(max(p, (n - k + 1) // 2 // p * p) for n, k, p in zip(shape.n, shape.k, step, strict=True))
-        less = 1 if shape.pools else 0
-        n = tuple(o + k - 1 + (p - 1) * less for o, k, p in zip(out, shape.k, step, strict=True))
-        return replace(shape, n=n)
-    return replace(shape, n=tuple(max(p, n // 2 // p * p) + p - 1 for n, p in zip(shape.n, shape.p, strict=True)))
-
-
-def ratio(shape: Shape, other: Shape) -> float:
-    """Return how many times the output voxels of another a shape has."""
-    return float(prod(shape.out_shape[:4]) / prod(other.out_shape[:4]))
 
 
 def peers(problem: Problem, small: Problem, slow: float) -> Iterator[tuple[Entry, float, Problem]]:
@@ -282,6 +272,8 @@ def _torch_entry(given: Problem, precision: str, layout: str, where: str, clock:
         if shape.pools:  # it leaves its maxima where they are, so there are no fragments to compare
             return Entry(f"PyTorch {precision}, {layout}", run, clock), float("nan")
         error = given.error(lambda box: np.asarray(kept[0].permute(0, 2, 3, 4, 1)[box].float().cpu().numpy()))
+        if not error <= MOST_ERROR[precision]:
+            raise RuntimeError(f"void: rms error {error:.1e}")
     except RuntimeError as failure:
         click.echo(f"  PyTorch {precision}, {layout}: {failure}"[:300])
         return None
@@ -437,6 +429,10 @@ def measure_all(
         else:
             rows = Bench(result, place, budget, only, limits).measure(named, seconds)
         result.left_out.pop(0)
+        if torch_sees_a_gpu():
+            import torch
+
+            torch.cuda.empty_cache()  # of the peers, for the next case
         if rows:
             show(rows)
             result.add(rows)

@@ -12,7 +12,7 @@ import pytest
 
 import znnpy
 from benchmarks import layers, networks
-from benchmarks.harness.layer_runner import OnGpu, Problem, fastest, place_of
+from benchmarks.harness.layer_runner import OnGpu, Problem, fastest, place_of, ratio, smaller
 from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
 from benchmarks.harness.timing import Budget
@@ -72,19 +72,16 @@ def test_every_method_is_as_exact_as_the_definition(shape: Any) -> None:
         for primitive in of_kind(shape.kind):
             if primitive.name.startswith("cpu.") and primitive.why_not(shape, place.machine) is None:
                 _, variant = fastest(problem, primitive, primitive.variants(shape, place.machine)[:1], 0.0)
-                problem.bound(primitive, variant)()
-                assert problem.own_error() < 1e-6, primitive.name
+                assert problem.error_of(problem.bound(primitive, variant)) < 1e-6, primitive.name
                 found.append(primitive.name)
         if found:
-            problem.out[...] += 0.5
-            assert problem.own_error() > 0.01
-            problem.out[...] = np.nan
-            assert not problem.own_error() <= 1.0
+            assert problem.error_of(lambda: problem.out.fill(0.5)) > 0.01
+            assert np.isnan(problem.error_of(lambda: None)), "it wrote nothing"
     assert found or shape.kind == "conv", "only on GPUs a convolution pools as well"
 
 
 def test_a_method_that_is_wrong_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Problem, "own_error", lambda self: 1e-3)
+    monkeypatch.setattr(Problem, "error_of", lambda self, run: 1e-3)
     with place_of("cpu", 1) as place:
         bench = layers.Bench(Result("layers", "here", HEADER), place, Budget(1), ("cpu.conv.direct",), {"copy": 1e9})
         (row,) = [
@@ -101,8 +98,8 @@ def test_cases_ask_what_the_plan_of_benchmarks_asks() -> None:
         assert {"layers", "first", "few-maps", "pools"} <= {case.group for case in found}
         assert len({(case.group, case.name) for case in found}) == len(found)
         for case in found:
-            less = layers.smaller(case.shape)
-            assert layers.ratio(case.shape, less) > 4 or case.group == "preparing"
+            less = smaller(case.shape)
+            assert ratio(case.shape, less) > 4 or case.group == "preparing"
 
 
 def test_networks_run_on_the_cpu(repository: Path, tmp_path: Path) -> None:
