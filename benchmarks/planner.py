@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks.harness import options
 from benchmarks.harness.inputs import NETWORKS, SEED, period
 from benchmarks.harness.isolate import Child, run_child
+from benchmarks.harness.joined import join
 from benchmarks.harness.machine import find_gpu, header, machine_name
 from benchmarks.harness.results import Program, Result, Row, ratio_of
 from benchmarks.harness.timing import Budget
@@ -276,6 +277,8 @@ def command(device: str, minutes: float, quick: bool, out: Path | None, against:
         seconds = words["run_seconds"] or (0.2 if quick else {"cpu": 5.0, "gpu": 1.0}[device])
         planner = Planner(device, budget, Path(folder), seconds, words["machine"])
         experiments = words.pop("experiments") or EXPERIMENTS
+        if set(experiments) != set(EXPERIMENTS):
+            join(result, out, experiments)
         if set(experiments) - {"time", "first"} and (
             why := planner.measure(0.08 if quick else words["measure_minutes"])
         ):

@@ -25,10 +25,10 @@ import click
 import numpy as np
 
 from benchmarks.harness import options
+from benchmarks.harness.joined import join
 from benchmarks.harness.layer_runner import place_of
 from benchmarks.harness.machine import find_gpu, header, machine_name
 from benchmarks.harness.results import CURRENT, Program, Result
-from benchmarks.harness.results import read as read_result
 from benchmarks.harness.timing import Budget
 from benchmarks.papers.cases import LAYERS, PAPERS
 from benchmarks.papers.run import layer_rows, network_rows
@@ -41,7 +41,7 @@ WRITE_SECONDS = 30.0  # after so long the file is written again
 @click.command()
 @options.shared
 @click.option("--paper", "papers", type=click.Choice(PAPERS), multiple=True, help="Default: all of them.")
-@click.option("--resume", is_flag=True, help="Go on with the result file: cases that it has are replaced.")
+@click.option("--resume", is_flag=True, help="Go on with the result file: its cases are not measured again.")
 @click.option("--rounds", type=int, default=6, show_default=True)
 @click.option("--variants", type=int, default=4, show_default=True, help="Of a method, that are tried.")
 @click.option(
@@ -62,9 +62,8 @@ def command(
     gpu = find_gpu(device)
     result = Result("papers", machine_name(gpu), header(gpu))
     path = out or CURRENT / f"papers-{result.machine}.json"
-    if resume and path.exists():
-        old = read_result(path)
-        result.rows, result.left_out = old.rows, old.left_out
+    if resume or papers:
+        join(result, path, () if resume else papers)
     about: dict[str, Any] = dict(result.header)
     about["peak_flops"] = peak_flops(about) if gpu is not None else {"fp32": product_rate(128 if quick else MATRIX)}
     result.header = about
@@ -76,8 +75,9 @@ def command(
         result.left_out = [line for line in result.left_out if not line.startswith(paper)]
         if paper in LAYERS:
             with place_of(device) as place:
+                known = {row.case for row in result.of_group(paper)}
                 rows = layer_rows(paper, place, budget, result.left_out, quick=quick, rounds=rounds, variants=variants,
-                                  slow=slow_seconds)  # fmt: skip
+                                  slow=slow_seconds, known=known)  # fmt: skip
                 keep(result, rows, None if quick and out is None else path)
         else:
             rows = network_rows(device, budget, result.left_out, quick=quick, rounds=rounds)

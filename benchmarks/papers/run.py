@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -67,7 +67,8 @@ class Plain(Problem):
 class Contender:
     """Something that computes a layer.
 
-    crop  gives a box of its last output, (S, z, y, x, f).
+    error    rms of boxes of its output, over the rms of the definition.
+    seconds  of one run each; at first of one behind another.
     """
 
     name: str
@@ -75,7 +76,6 @@ class Contender:
     variant: str
     run: Callable[[], Any]
     clock: Clock
-    crop: Callable[[tuple[slice, ...]], Any]
     error: float = 0.0
     seconds: list[float] = field(default_factory=list)
     failure: str | None = None
@@ -172,30 +172,23 @@ class LayerBench:
                 failure = f"{variant} takes {scratch / 2**30:.2f} GiB, and {most} are allowed"
                 continue
             try:
-                run = problem.bound(primitive, variant)
+                run, crop = problem.bound(primitive, variant), _cropped(problem)
+                crop(np.s_[:1, :1, :1, :1])  # waits for earlier work
+                problem.out.fill(np.nan)  # what is not written is seen
                 run()
+                error = problem.error(crop)
                 spent = self.clock.seconds(run)
-            except (RuntimeError, MemoryError, znnpy.ZnnpyError) as error:
-                failure = f"{type(error).__name__}: {error}"[:300]
+            except (RuntimeError, MemoryError, znnpy.ZnnpyError) as failed:
+                failure = f"{type(failed).__name__}: {failed}"[:300]
                 continue
             any_ran = True
             name = "cuDNN" if who == PEER else primitive.name
             if experiments()[self.paper].get("copies") and self.place.device == "gpu":
                 name = f"{name} {variant}".strip()
-            yield self._checked(
-                Contender(name, who, str(variant), run, self.clock, _cropped(problem), seconds=[spent]), problem
-            )
+            one = Contender(name, who, str(variant), run, self.clock, error, [spent])
+            yield judged(one, shape.precision)
         if not any_ran:
-            yield Contender(primitive.name, who, "", lambda: None, self.clock, _cropped(problem), failure=failure)
-
-    def _checked(self, one: Contender, problem: Problem) -> Contender:
-        """Compare a box of the output with the definition: ours may be void, a peer inexact or wrong."""
-        one.error = problem.error(one.crop)
-        if one.error <= MOST_ERROR[problem.shape.precision]:
-            return one
-        if one.who == PEER and one.error <= WRONG:
-            return replace(one, who=INEXACT, name=f"{one.name}, inexact")
-        return replace(one, failure=f"void: rms error {one.error:.1e}", seconds=[])
+            yield Contender(primitive.name, who, "", lambda: None, self.clock, failure=failure)
 
     def _torch(self, problem: Problem) -> Iterator[Contender]:
         """Yield PyTorch's conv2d in both layouts: it finds the plans that cuDNN has for two dimensions alone."""
@@ -223,14 +216,15 @@ class LayerBench:
             def crop(box: tuple[slice, ...], kept: list[Any] = kept) -> Any:
                 return kept[0].permute(0, 2, 3, 1)[:, None][box].float().cpu().numpy()
 
-            one = Contender(f"PyTorch, {layout}", PEER, "", run, self.torch_clock, crop)
+            one = Contender(f"PyTorch, {layout}", PEER, "", run, self.torch_clock)
             try:
                 run()
+                one.error = problem.error(crop)
                 one.seconds = [one.clock.seconds(run)]
             except RuntimeError as error:  # PyTorch's own, for lack of memory too
                 yield replace(one, failure=str(error)[:300])
                 continue
-            yield self._checked(one, problem)
+            yield judged(one, shape.precision)
 
     def _with_copies(self, problem: Problem, found: Sequence[Contender]) -> Iterator[Contender]:
         """Yield our fastest method from the host's memory to the host's memory, by the host's clock."""
@@ -293,6 +287,15 @@ class LayerBench:
         return Row(self.paper, str(case), one.name, "us", values, one.failure, facts)
 
 
+def judged(one: Contender, precision: str) -> Contender:
+    """Return a contender whose error is known: ours may be void, a peer inexact or wrong."""
+    if one.error <= MOST_ERROR[precision]:
+        return one
+    if one.who == PEER and one.error <= WRONG:
+        return replace(one, who=INEXACT, name=f"{one.name}, inexact")
+    return replace(one, failure=f"void: rms error {one.error:.1e}", seconds=[])
+
+
 def _cropped(problem: Problem) -> Callable[[tuple[slice, ...]], Any]:
     return lambda box: problem.place.get(problem.out[box])
 
@@ -307,10 +310,12 @@ def layer_rows(
     rounds: int,
     variants: int,
     slow: float,
+    known: Collection[str] = (),
 ) -> Iterator[Row]:
     """Yield the rows of a paper's layers at a place; cases for which no time is left are counted.
 
-    slow  seconds that a run may take on a CPU, roughly.
+    slow   seconds that a run may take on a CPU, roughly.
+    known  cases that are not measured again.
     """
     gpu = place.opened
     most = float("inf") if gpu is not None else slow * CPU_FLOPS * place.threads
@@ -320,7 +325,7 @@ def layer_rows(
     if find_spec("torch") is not None:
         torch_clock = clock if gpu is None else HeldTorchClock(gpu, **nbytes) if torch_sees_a_gpu() else None
     bench = LayerBench(paper, place, budget, rounds, variants, most, clock, torch_clock, left_out)
-    cases = cases_of(paper, place.device, quick=quick)
+    cases = [case for case in cases_of(paper, place.device, quick=quick) if str(case) not in known]
     for number, case in enumerate(cases):
         if not budget.left:
             left_out.append(f"{paper}: no time left for {len(cases) - number} of {len(cases)} cases")

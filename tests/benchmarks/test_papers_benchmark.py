@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+import znnpy
 from benchmarks.harness.layer_runner import Host, OnGpu, place_of
 from benchmarks.harness.results import Result, Row, read
 from benchmarks.harness.timing import Budget, WallClock
@@ -27,6 +27,7 @@ from benchmarks.papers.run import (
     Contender,
     LayerBench,
     Plain,
+    judged,
     layer_rows,
 )
 from benchmarks.papers.tables import (
@@ -111,7 +112,7 @@ def test_layers_run_on_the_cpu_within_time_and_are_kept(tmp_path: Path) -> None:
 
 
 def contender(who: str, seconds: float, error: float = 0.0) -> Contender:
-    return Contender(who, who, "", lambda: None, WallClock(0.0), lambda box: np.zeros(1), error, [seconds])
+    return Contender(who, who, "", lambda: None, WallClock(0.0), error, [seconds])
 
 
 @pytest.fixture
@@ -121,21 +122,34 @@ def bench() -> Any:
         yield LayerBench("cudnn", place, Budget(1), 3, 1, 1e12, WallClock(0.0), None, [])
 
 
-def test_a_peer_beyond_the_error_allowed_is_inexact_and_ours_is_void(bench: LayerBench) -> None:
+def test_a_peer_beyond_the_error_allowed_is_inexact_and_ours_is_void() -> None:
+    assert judged(contender(OURS, 1.0, 5e-6), "fp32").failure is None
+    assert judged(contender(OURS, 1.0, 1e-3), "fp32").failure == "void: rms error 1.0e-03"
+    assert judged(contender(OURS, 1.0, 1e-3), "tf32").failure is None
+    assert judged(contender(PEER, 1.0, 1e-3), "fp32").who == INEXACT
+    assert judged(contender(PEER, 1.0, 0.1), "fp32").failure == "void: rms error 1.0e-01"
+
+
+def test_a_method_that_writes_nothing_is_void(bench: LayerBench) -> None:
     problem = Plain.of(cases_of("cudnn", "cpu", quick=True)[0].shape, bench.place)
+    direct = znnpy.primitive("cpu.conv.direct")
+    (right,) = bench._variants(direct, problem, OURS)
+    assert right.error < 1e-6
 
-    def checked(who: str, error: float) -> Contender:
-        def crop(box: tuple[slice, ...]) -> Any:
-            lo = tuple(part.start for part in box[1:])
-            size = tuple(part.stop - part.start for part in box[1:])
-            return problem._definition(lo, size) * (1 + error)
+    class Idle:
+        """A primitive whose step does nothing."""
 
-        return bench._checked(replace(contender(who, 1.0), crop=crop), problem)
+        name = "idle"
+        variants, footprint, work, prepare = direct.variants, direct.footprint, direct.work, direct.prepare
 
-    assert checked(OURS, 5e-6).failure is None
-    assert checked(OURS, 1e-3).failure == "void: rms error 1.0e-03"
-    assert checked(PEER, 1e-3).who == INEXACT
-    assert checked(PEER, 0.1).failure == "void: rms error 1.0e-01"
+        def bind(self, *given: Any) -> Any:
+            return self
+
+        def run(self, *given: Any) -> None:
+            pass
+
+    (idle,) = bench._variants(Idle(), problem, OURS)
+    assert idle.failure == "void: rms error nan", "what the method before it wrote does not count"
 
 
 def test_only_what_is_close_to_the_best_of_its_side_takes_part_in_rounds(bench: LayerBench) -> None:
