@@ -19,7 +19,7 @@ def join(result: Result, path: Path | None, anew: Collection[str]) -> None:
     if not path.exists():
         return
     old = read(path)
-    result.rows = [row for row in old.rows if row.group not in anew]
-    result.left_out = [line for line in old.left_out if not line.startswith(tuple(anew))]
+    result.rows += [row for row in old.rows if row.group not in anew]
+    result.left_out += [line for line in old.left_out if not line.startswith(tuple(anew))]
     earlier = [*old.header.get("joined", ()), {key: old.header[key] for key in ("date", "commit")}]
     result.header = {**result.header, "joined": earlier}
