@@ -117,7 +117,8 @@ def cuconv_table(result: Result) -> str:
         for kernel in sorted({match.case.kernel for match in alike}):
             for batch in sorted({match.case.batch for match in alike if match.case.kernel == kernel}):
                 some = [match for match in alike if (match.case.kernel, match.case.batch) == (kernel, batch)]
-                lines.append(gain_line(f"k = {kernel}, batch {batch}, {precision}", gains(some)))
+                if (gain := gains(some))["cases"]:
+                    lines.append(gain_line(f"k = {kernel}, batch {batch}, {precision}", gain))
                 if batch == 1 and (said := paper["batch_1"].get(kernel)):
                     lines.append(
                         [f"k = {kernel}, batch 1, paper", *["-"] * 5, f"{said['mean']:.2f}", "-", f"{said['most']:.2f}"]
@@ -151,7 +152,8 @@ def pascal_table(result: Result) -> str:
         alike = [match for match in found if match.case.set == name]
         for kernel, side in sorted({(match.case.kernel, match.case.side) for match in alike}):
             some = [match for match in alike if (match.case.kernel, match.case.side) == (kernel, side)]
-            lines.append([*gain_line(f"{name}, k = {kernel}, side {side}", gains(some)), _possible(some, flops)])
+            if (gain := gains(some))["cases"]:
+                lines.append([*gain_line(f"{name}, k = {kernel}, side {side}", gain), _possible(some, flops)])
         lines += [[*line, _possible(alike, flops)] for line in _gain_lines(alike, f"{name}, all")]
     return markdown.table([*GAIN_HEAD, "possible, mean"], lines) if found else ""
 
