@@ -23,6 +23,7 @@ import numpy as np
 
 import znnpy
 from benchmarks.harness import against, markdown, options, plots
+from benchmarks.harness.joined import join
 from benchmarks.harness.layer_runner import (
     Place,
     Problem,
@@ -418,7 +419,10 @@ def measure_all(
     wanted.sort(key=lambda one: order.index(one[0].group))  # what matters most in every precision first
     wanted = [(case, p) for case, p in wanted if not groups or case.group in groups]
     named_cases = [replace(case, name=f"{case.name}, {p}") if gpu is not None else case for case, p in wanted]
-    result.left_out = [f"{case.group}: {case.name}" for case in named_cases]
+    missing = [f"{case.group}: {case.name}" for case in named_cases]
+    if out is not None or not quick:
+        join(result, out, groups or GROUPS)
+    earlier = list(result.left_out)
     for place_in_list, named in enumerate(named_cases):
         if not budget.left:
             break
@@ -428,7 +432,8 @@ def measure_all(
                 rows = Bench(result, fewer, budget, only, limits).measure(named, seconds)
         else:
             rows = Bench(result, place, budget, only, limits).measure(named, seconds)
-        result.left_out.pop(0)
+        missing.pop(0)
+        result.left_out = [*earlier, *missing]
         if torch_sees_a_gpu():
             import torch
 
@@ -438,6 +443,6 @@ def measure_all(
             result.add(rows)
         if out is not None or not quick:
             result.write(out)
-    if result.left_out:
-        click.echo(f"no time left for {'; '.join(result.left_out)}")
+    if missing:
+        click.echo(f"no time left for {'; '.join(missing)}")
     return result

@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.harness import against, markdown, options, plots
 from benchmarks.harness.inputs import LAYERS, NETWORKS, field_of_view, network_file, period
 from benchmarks.harness.isolate import Answer, Outcome, run_child
+from benchmarks.harness.joined import join
 from benchmarks.harness.machine import find_gpu, header, machine_name, torch_sees_a_gpu
 from benchmarks.harness.peers import difference, sides
 from benchmarks.harness.results import Program, Result, Results, Row, device_of
@@ -420,7 +421,10 @@ def measure_all(asked: Asked, groups: Sequence[str], budget: Budget, out: Path |
     """Measure network by network, group by group, and write after each."""
     result = Result("networks", machine_name(gpu, asked.gpus), {**header(gpu), "ram": asked.ram})
     wanted = [(group, name) for group in groups for name in asked.networks]
-    result.left_out = [f"{group} of {name}" for group, name in wanted]
+    missing = [f"{group} of {name}" for group, name in wanted]
+    if out is not None or not asked.quick:
+        join(result, out, groups)
+    earlier = list(result.left_out)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(asked, Path(folder), budget)
         for group, name in wanted:
@@ -429,9 +433,10 @@ def measure_all(asked: Asked, groups: Sequence[str], budget: Budget, out: Path |
             for row in getattr(bench, group)(name):
                 show(row)
                 result.add([row])
-            result.left_out.pop(0)
+            missing.pop(0)
+            result.left_out = [*earlier, *missing]
             if out is not None or not asked.quick:
                 result.write(out)
-    if result.left_out:
-        click.echo(f"no time left for {'; '.join(result.left_out)}")
+    if missing:
+        click.echo(f"no time left for {'; '.join(missing)}")
     return result
