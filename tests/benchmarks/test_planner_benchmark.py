@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import znnpy
+from benchmarks import planner_runs
 from benchmarks.harness.machine import machine_name
 from benchmarks.harness.results import Result, Row, read
+from benchmarks.io_runs import Nowhere
 from benchmarks.planner import promise_rows, rivals
 from benchmarks.planner_runs import part_of
 from benchmarks.planner_tables import (
@@ -144,3 +148,45 @@ def test_tables_and_headline_say_what_was_found() -> None:
     )
     for table in TABLES.values():
         assert "python -m benchmarks planner" in table({}), "without a result the command is named"
+
+
+def test_runs_on_a_gpu_go_from_memory_to_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:
+        """A device with 700 bytes free at first and 400 from then on."""
+
+        def __init__(self, gpu: str) -> None:
+            assert gpu == "the first one"
+            self.free = [700]
+
+        def __enter__(self) -> Gpu:
+            return self
+
+        def __exit__(self, *cause: object) -> None:
+            pass
+
+        def free_bytes(self) -> int:
+            return self.free.pop() if self.free else 400
+
+    class Report:
+        def as_json(self) -> dict[str, Any]:
+            time.sleep(0.1)  # somebody looks at the memory meanwhile
+            stages = {"planning": 9.0, "preparing": 1.0, "computing": 2.0, "waiting": 3.0, "reading": 2.5}
+            return {"stage_seconds": stages, "seconds": 20.0, "peak_bytes": 1,
+                    "predicted": {"seconds": 5.0, "peak_bytes": 2, "vram_bytes": 620}}  # fmt: skip
+
+    def infer(volume: Any, network: str, *, plan: str, out: Nowhere, device: str) -> Report:
+        assert (volume.shape, out.shape, device, plan) == ((6, 7, 8), (2, 3, 4, 5), "gpu", "plan.json")
+        return Report()
+
+    monkeypatch.setattr(znnpy, "infer", infer)
+    monkeypatch.setattr(znnpy, "Device", Gpu)
+    monkeypatch.setattr(znnpy, "find_gpu", lambda: "the first one")
+    monkeypatch.setattr(planner_runs, "free_vram", lambda: 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")  # the run sets it
+    request = {"device": "gpu", "volume": [6, 7, 8], "out": [2, 3, 4, 5], "part": [3, 4, 5], "times": 2}
+    found = list(planner_runs.run({**request, "cache": "nowhere", "network": "n", "plan": "plan.json"}))
+    assert [one["seconds"] for one in found] == [6.0, 6.0], "neither planning nor what overlaps with computing"
+    assert found[1]["vram_peak_bytes"] == 600
+    assert found[1]["peak_bytes"] is None, "of the host nothing is promised here"
+    (row,) = promise_rows("case", "plan", found[1:], {})
+    assert (row.case, row.values) == ("case, VRAM", (620 / 600,))
