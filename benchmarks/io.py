@@ -4,7 +4,7 @@
 
 read     GB/s of reading a volume by format, chunks and compression, in boxes that cut chunks as those of a run do: with
          the file in the page cache, and without it. A plain reader of the same package reads all of it at once beside.
-write    GB/s of writing an output until the system has the bytes, by format, type and shape of the steps; and of a plain
+write    GB/s of writing an output until the system has the bytes, by format, type and shape of the steps; of a plain
          file of as many bytes.
 journal  Seconds of a run of many columns, and without waiting for the disk: `fsync` counted, timed, and left out.
 whole    Output voxels per second of a real network from file to file, and from memory to memory; with --volume of a
@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks.harness import markdown, options
 from benchmarks.harness.inputs import Vec3, field_of_view, layers_of, network_file, noise
 from benchmarks.harness.isolate import Child
+from benchmarks.harness.joined import join
 from benchmarks.harness.machine import find_gpu, header, machine_name
 from benchmarks.harness.results import Program, Result, Results, Row
 from benchmarks.harness.timing import Budget
@@ -334,6 +335,8 @@ def command(
     """Reading and writing by format, the journal, and whole runs on disk."""
     gpu = find_gpu(device)
     result, budget = Result("io", machine_name(gpu), header(gpu)), Budget(minutes)
+    if experiments:
+        join(result, out, experiments)
     trees: dict[str, Path | None] = {"here": None} | ({"against": against} if against else {})
     with (
         tempfile.TemporaryDirectory(dir=folder) as name,
@@ -346,15 +349,17 @@ def command(
             "journal": journal(runs, size, (20, 25, 30) if quick else (100, 40, 40)),
             "whole": whole(runs, "tiny" if quick else "fib25", 30 if quick else 256, volume),
         }
-        for experiment in experiments or EXPERIMENTS:
+        wanted = experiments or EXPERIMENTS
+        for number, experiment in enumerate(wanted):
+            runs.budget = Budget(budget.left / 60 / (len(wanted) - number))  # what one leaves is the others'
             for row in made[experiment]:
                 figure = row.failure or f"{row.median:.3g} {row.unit} ({min(row.values):.3g} to {max(row.values):.3g})"
                 click.echo(f"{row.group:8} {row.case:52} {row.subject:24} {figure}"[:200])
                 result.add([row])
                 if out or not quick:
                     result.write(out)
-            if not budget.allows(0.1):
-                result.left_out.append(f"{experiment}: the time was up")
+            if not runs.budget.left:
+                result.left_out.append(f"{experiment}: the time was up before all of it was measured")
 
 
 def _table(result: Result, group: str, subjects: Sequence[str], head: str, digits: int = 3) -> str:
@@ -399,7 +404,7 @@ def headline(result: Result) -> str:
 PROGRAM = Program(
     name="io",
     question="How fast are volumes read and written, by format; what do journal and disk cost?",
-    command="io",
+    command="io [--device gpu]",
     tables={"io": io_table},
     headline=headline,
 )

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,16 +23,31 @@ import numpy as np
 
 import znnpy
 from benchmarks.harness import against, markdown, options, plots
-from benchmarks.harness.layer_runner import Place, Problem, Shape, fastest, place_of
-from benchmarks.harness.machine import copy_rate, header, machine_name, product_rates, torch_sees_a_gpu
+from benchmarks.harness.joined import join
+from benchmarks.harness.layer_runner import (
+    Place,
+    Problem,
+    Shape,
+    effort,
+    fastest,
+    likely,
+    limits_of,
+    place_of,
+    ratio,
+    smaller,
+)
+from benchmarks.harness.machine import header, machine_name, torch_sees_a_gpu
 from benchmarks.harness.peers import compute_in, dtype_of, in_layout, largest, placed
 from benchmarks.harness.results import Program, Result, Results, Row, device_of, ratio_of
-from benchmarks.harness.timing import Budget, Clock, Entry, TorchClock, WallClock, interleave
+from benchmarks.harness.timing import Budget, Clock, Entry, TorchClock, WallClock, interleave, repeats_of
 from znnpy.kernels.table import of_kind
 
 MOST_ERROR = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 5e-3, "bf16": 2e-2}  # rms; beyond, a figure is void
 ROUNDS = 6
-VARIANTS = 8  # of a method, that are tried
+SHARES = 1.5  # times its even share of the time that is left, which a case may take
+FAR = 4.0  # times the fastest method's time: one variant and one round will do
+LEAST_METHODS = 2  # of a case, however little time there is
+FAILURES = (RuntimeError, MemoryError, znnpy.ZnnpyError)  # of one method; the others are measured
 SLOW_SECONDS = {"cpu": 4.0, "gpu": 0.2}
 KERNELS = (2, 3, 5, 7, 9)
 GPU_OUT = {2: 160, 3: 160, 5: 168, 7: 156, 9: 160}  # output voxels along an axis: whole tiles of FFTs of 16 and 32
@@ -63,15 +78,15 @@ def cases(device: str, precision: Any, cores: int, *, quick: bool = False) -> li
         return [Case("layers", "4 -> 5 maps, k = 3", conv, "trial"), Case("pools", "4 maps, fragments", pool, "trial")]
     found = []
     for k in KERNELS:
-        out = GPU_OUT[k] if device == "gpu" else 60
+        out = GPU_OUT[k] if device == "gpu" else 48
         found.append(Case("layers", f"80 -> 80 maps, k = {k}", convolution(80, 80, out, k), "most of a network's work"))
     for k in KERNELS[:-1]:
-        out = 160 if device == "gpu" else 64
+        out = 160 if device == "gpu" else 48
         found.append(
             Case("first", f"1 -> 80 maps, k = {k}", convolution(1, 80, out, k), "a first layer: mostly writing")
         )
     for f, k in ((16, 3), (24, 3), (16, 5)):
-        out = GPU_OUT[k] if device == "gpu" else 60
+        out = GPU_OUT[k] if device == "gpu" else 48
         found.append(Case("few-maps", f"{f} -> {f} maps, k = {k}", convolution(f, f, out, k), "as in small networks"))
     n = 159 if device == "gpu" else 79
     pools = {"fragments": znnpy.PoolShape(1, 80, (n,) * 3, (2, 2, 2)),
@@ -84,7 +99,7 @@ def cases(device: str, precision: Any, cores: int, *, quick: bool = False) -> li
             found.append(Case("pooled", f"80 -> 80 maps, k = {k}, pool 2", shape, "a layer and the pooling behind it"))
     found = [replace(case, shape=replace(case.shape, precision=precision)) for case in found]
     if device == "cpu":
-        shape = convolution(80, 80, 40, 5)
+        shape = convolution(80, 80, 32, 5)
         found += [Case("preparing", f"80 -> 80 maps, k = {k}", convolution(80, 80, 8, k), "done once, for all patches")
                   for k in (3, 5, 9)]  # fmt: skip
         found += [Case("threads", f"80 -> 80 maps, k = 5, {t} threads", shape, "how methods share the work", t)
@@ -101,42 +116,60 @@ class Bench:
         self._result, self._place, self._budget, self._only = result, place, budget, only
         self._limits = limits  # of the machine: bytes and operations per second
 
-    def measure(self, case: Case) -> list[Row]:
-        """Measure every method on a case."""
+    def measure(self, case: Case, seconds: float) -> list[Row]:
+        """Measure every method on a case, in about so many seconds."""
         if case.group == "preparing":
             return self._preparing(case)
         slow = SLOW_SECONDS[self._place.device]
         problem, small = Problem.of(case.shape, self._place), Problem.of(smaller(case.shape), self._place)
+        row = partial(Row, case.group, case.name, unit="ns/voxel")
         rows: list[Row] = []
-        entries: list[Entry] = []
-        about: dict[str, tuple[Problem, dict[str, Any]]] = {}
-        for primitive in self._methods(case.shape):
-            row = partial(Row, case.group, case.name, primitive.name, "ns/voxel")
-            if not self._budget.left:
+        trials: dict[str, tuple[Any, float]] = {}  # of one variant of each method, on the smaller volume
+        trying, choosing = Budget(seconds / 180), Budget(seconds / 90)  # a third of the time, and the second third
+        for primitive in sorted(self._methods(case.shape), key=partial(self._effort, small)):
+            if len(trials) >= LEAST_METHODS and not trying.left:
                 break
             try:
-                variants = primitive.variants(small.shape, self._place.machine)[:VARIANTS]
-                spent, variant = fastest(small, primitive, variants)
-                where = problem if spent * ratio(problem.shape, small.shape) <= slow else small
-                if variant not in primitive.variants(where.shape, self._place.machine):
-                    where = small
+                trials[primitive.name] = (
+                    primitive,
+                    fastest(small, primitive, self._likely(primitive, small)[:1], 0.0)[0],
+                )
+            except FAILURES as failure:
+                rows.append(row(subject=primitive.name, failure=said(failure)))
+        best = min((spent for _, spent in trials.values()), default=inf)
+        share = seconds / 3 / max(1, len(trials))
+        contestants: list[tuple[Entry, Problem, dict[str, Any]]] = []
+        for primitive, spent in sorted(trials.values(), key=lambda trial: trial[1]):
+            if len(contestants) >= LEAST_METHODS and not choosing.left:
+                break
+            is_far = spent > FAR * best  # variants do not differ by so much
+            fits = spent * ratio(problem.shape, small.shape) <= slow
+            where = problem if fits and not is_far else small
+            try:
+                spent, variant = fastest(where, primitive, self._likely(primitive, where), 0.0 if is_far else share)
                 run = where.bound(primitive, variant)
-                run()
-                error = where.own_error()
-            except (RuntimeError, MemoryError, znnpy.ZnnpyError) as failure:
-                rows.append(row(failure=f"{type(failure).__name__}: {failure}"[:300]))
+                error = where.error_of(run)
+            except FAILURES as failure:
+                rows.append(row(subject=primitive.name, failure=said(failure)))
                 continue
             if not error <= MOST_ERROR[case.shape.precision]:
-                rows.append(row(failure=f"void: rms error {error:.1e}"))
+                rows.append(row(subject=primitive.name, failure=f"void: rms error {error:.1e}"))
                 continue
-            entries.append(Entry(primitive.name, run, self._place.clock))
-            work = primitive.work(where.shape, variant)
-            about[primitive.name] = where, {"variant": str(variant), "error": error, "work": work}
-        for entry, error, measured in peers(problem, small, slow):
-            entries.append(entry)
-            about[entry.name] = measured, {"error": error} if error == error else {}
-        interleave(entries, ROUNDS, self._budget)
-        return rows + [self._row(case, entry, *about[entry.name]) for entry in entries]
+            entry = Entry(primitive.name, run, self._place.clock, [spent] if is_far else [], repeats_of(spent))
+            facts = {"variant": str(variant), "error": error, "is_far": is_far}
+            contestants.append((entry, where, facts | {"work": primitive.work(where.shape, variant)}))
+        for entry, error, where in peers(problem, small, slow):
+            contestants.append((entry, where, {"error": error} if error == error else {}))
+        close = [entry for entry, _, facts in contestants if not facts.get("is_far")]
+        interleave(close, ROUNDS, Budget(min(seconds / 3, self._budget.left) / 60))
+        return rows + [self._row(case, *contestant) for contestant in contestants]
+
+    def _effort(self, problem: Problem, primitive: Any) -> float:
+        variants = self._likely(primitive, problem)
+        return effort(primitive.work(problem.shape, variants[0])) if variants else inf
+
+    def _likely(self, primitive: Any, problem: Problem) -> list[Any]:
+        return likely(primitive, problem.shape, self._place)
 
     def _methods(self, shape: Shape) -> Iterator[Any]:
         for primitive in of_kind(shape.kind):
@@ -151,7 +184,12 @@ class Bench:
         shape, spent = problem.shape, median(entry.seconds)
         work = facts.pop("work", ())
         voxels = prod((shape.out_shape if shape.kind == "conv" else shape.in_shape)[:4])
-        facts |= {"measured": shape.n, "is_smaller": shape != case.shape, "precision": shape.precision, "why": case.why}
+        facts |= {
+            "measured": list(shape.n),
+            "is_smaller": shape != case.shape,
+            "precision": shape.precision,
+            "why": case.why,
+        }
         facts["threads"] = self._place.threads
         facts["of_copy"] = (shape.in_bytes + shape.out_bytes) / spent / self._limits["copy"]
         if work and self._limits.get("fp32"):
@@ -177,20 +215,9 @@ class Bench:
         return [Row(case.group, case.name, e.name, "s", tuple(e.seconds), facts={"why": case.why}) for e in entries]
 
 
-def smaller(shape: Shape) -> Shape:
-    """Return the same layer on about an eighth of the volume."""
-    if shape.kind == "conv":
-        step = shape.pool
-        out = tuple(max(p, (n - k + 1) // 2 // p * p) for n, k, p in zip(shape.n, shape.k, step, strict=True))
-        less = 1 if shape.pools else 0
-        n = tuple(o + k - 1 + (p - 1) * less for o, k, p in zip(out, shape.k, step, strict=True))
-        return replace(shape, n=n)
-    return replace(shape, n=tuple(max(p, n // 2 // p * p) + p - 1 for n, p in zip(shape.n, shape.p, strict=True)))
-
-
-def ratio(shape: Shape, other: Shape) -> float:
-    """Return how many times the output voxels of another a shape has."""
-    return float(prod(shape.out_shape[:4]) / prod(other.out_shape[:4]))
+def said(failure: Exception) -> str:
+    """Return what a failure says, in few words."""
+    return f"{type(failure).__name__}: {failure}"[:300]
 
 
 def peers(problem: Problem, small: Problem, slow: float) -> Iterator[tuple[Entry, float, Problem]]:
@@ -246,22 +273,12 @@ def _torch_entry(given: Problem, precision: str, layout: str, where: str, clock:
         if shape.pools:  # it leaves its maxima where they are, so there are no fragments to compare
             return Entry(f"PyTorch {precision}, {layout}", run, clock), float("nan")
         error = given.error(lambda box: np.asarray(kept[0].permute(0, 2, 3, 4, 1)[box].float().cpu().numpy()))
+        if not error <= MOST_ERROR[precision]:
+            raise RuntimeError(f"void: rms error {error:.1e}")
     except RuntimeError as failure:
         click.echo(f"  PyTorch {precision}, {layout}: {failure}"[:300])
         return None
     return Entry(f"PyTorch {precision}, {layout}", run, clock), error
-
-
-def limits_of(place: Place, device: Any) -> dict[str, Any]:
-    """Return what the machine can do at most: bytes per second of a copy, operations per second of products."""
-    if device is not None:
-        found = {"copy": copy_rate(device, min(2**30, device.gpu.memory_bytes // 16))}
-        return found | (product_rates() if torch_sees_a_gpu() else {})
-    source, target = (np.full(2**25, 0.5, np.float32) for _ in range(2))
-    a = np.full((1024, 1024), 0.5, np.float32)
-    copied = median(place.clock.seconds(lambda: np.copyto(target, source)) for _ in range(3))
-    multiplied = median(place.clock.seconds(lambda: a @ a) for _ in range(3))
-    return {"copy": 2 * source.nbytes / copied, "fp32": 2 * 1024**3 / multiplied}
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -283,14 +300,9 @@ def fastest_of(rows: Sequence[Row], *, peer: bool) -> Row | None:
     return min(found, key=lambda row: row.median, default=None)
 
 
-def of_device(results: Results, device: str) -> list[Result]:
-    """Return the results of a device."""
-    return [result for result in results.get("layers", ()) if device_of(result) == device]
-
-
 def layers_table(device: str, results: Results) -> str:
     """Return a table for each machine: the fastest method of each layer, beside PyTorch's."""
-    found, parts = of_device(results, device), []
+    found, parts = [result for result in results.get("layers", ()) if device_of(result) == device], []
     for result in found:
         rows = []
         for group in ("layers", "first", "few-maps", "pools", "pooled"):
@@ -399,27 +411,38 @@ def measure_all(
     """Measure all cases on an open device, and write after each."""
     gpu = place.machine.gpu
     result = Result("layers", machine_name(gpu), header(gpu))
-    limits = limits_of(place, place.opened)
+    limits = limits_of(place)
     result.header = {**result.header, "limits": limits}
     precisions = (precision or ("tf32", "fp16", "fp32")) if gpu is not None else ("fp32",)
     wanted = [(case, p) for p in precisions for case in cases(place.device, p, place.threads, quick=quick)]
+    order = [case.group for case, _ in wanted]
+    wanted.sort(key=lambda one: order.index(one[0].group))  # what matters most in every precision first
     wanted = [(case, p) for case, p in wanted if not groups or case.group in groups]
-    result.left_out = [f"{case.name}, {p}" for case, p in wanted]
-    for case, kept in wanted:
+    named_cases = [replace(case, name=f"{case.name}, {p}") if gpu is not None else case for case, p in wanted]
+    missing = [f"{case.group}: {case.name}" for case in named_cases]
+    if out is not None or not quick:
+        join(result, out, groups or GROUPS)
+    earlier = list(result.left_out)
+    for place_in_list, named in enumerate(named_cases):
         if not budget.left:
             break
-        named = replace(case, name=f"{case.name}, {kept}") if gpu is not None else case
-        if case.threads is not None and case.threads != place.threads:
-            with place_of("cpu", case.threads) as fewer:
-                rows = Bench(result, fewer, budget, only, limits).measure(named)
+        seconds = SHARES * budget.left / (len(named_cases) - place_in_list)
+        if named.threads is not None and named.threads != place.threads:
+            with place_of("cpu", named.threads) as fewer:
+                rows = Bench(result, fewer, budget, only, limits).measure(named, seconds)
         else:
-            rows = Bench(result, place, budget, only, limits).measure(named)
-        result.left_out.pop(0)
+            rows = Bench(result, place, budget, only, limits).measure(named, seconds)
+        missing.pop(0)
+        result.left_out = [*earlier, *missing]
+        if torch_sees_a_gpu():
+            import torch
+
+            torch.cuda.empty_cache()  # of the peers, for the next case
         if rows:
             show(rows)
             result.add(rows)
         if out is not None or not quick:
             result.write(out)
-    if result.left_out:
-        click.echo(f"no time left for {'; '.join(result.left_out)}")
+    if missing:
+        click.echo(f"no time left for {'; '.join(missing)}")
     return result

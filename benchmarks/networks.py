@@ -1,354 +1,442 @@
-"""Whole networks, dense output, one patch after the other: znnpy by its own plan, PyTorch both ways, the original ZNNi.
+"""Whole networks, dense output: znnpy in every mode, PyTorch three ways, from memory and from disk, and how exact.
 
-    python benchmarks/networks.py [--quick | --largest] [--networks n337 ...] [--ram 16G] [--out RESULT.json]
-
-Every run is a process of its own with `--ram` as its limit of memory, so one that fails is recorded as that. znnpy
-runs steps of the plan it makes for a long run, through its pipeline: patches, or one column from its beginning on. Its
-figure is of steps after the first; the first steps of a column, which give no output, are shared out to as many as a
-column of the plan has. PyTorch runs one patch in memory, without reading or writing; its best figure counts. Every
-output is compared with znnpy's, on the same random volume with the same random weights.
-
-`--quick` gives PyTorch small patches, and so not its best figure; the full mode gives it the patches it was fastest
-with when it was measured before; `--largest` adds the largest that fit into 16 GiB, ten minutes each in the worst case.
-What does not fit into `--minutes` is recorded as not run. Results and picture are written after every run.
-
-With `--device gpu` everything is another: see networks_gpu.py, and `--device gpu --help` for its words.
+Every run is a process of its own, on the CPU with `--ram` as its limit of memory. znnpy predicts a whole cube of noise,
+uint8, by its own plan; the cube is as large as the planned speed fills `--run-seconds` with. A speed counts output
+voxels over seconds from the first voxel that is read to the last that is written: planning and preparing, done once
+for a volume of any size, are told apart. A first run that takes less than 20 s does not count. PyTorch runs single
+patches, from voxels in the host's memory to a prediction in it, from the largest that fits down, until a smaller one
+is slower; its best counts. Weights are random, outputs are compared.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from itertools import product, zip_longest
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import bars
+import click
 import numpy as np
-from apart import Outcome, run_apart
-from header import machine_header, taken_device, without_forced_blas_kernels
 
-from znnpy.errors import MissingExtraError
-from znnpy.formats.networks import read_network
+from benchmarks.harness import against, markdown, options, plots
+from benchmarks.harness.inputs import LAYERS, NETWORKS, field_of_view, network_file, period
+from benchmarks.harness.isolate import Answer, Outcome, run_child
+from benchmarks.harness.joined import join
+from benchmarks.harness.machine import find_gpu, header, machine_name, torch_sees_a_gpu
+from benchmarks.harness.peers import difference, sides
+from benchmarks.harness.results import Program, Result, Results, Row, device_of
+from benchmarks.harness.timing import Budget
 from znnpy.machine import parse_bytes, this_machine
-from znnpy.shapes import ConvShape, Vec3, text
 
-CHILD = Path(__file__).with_name("contestants.py")
-CL, NC = "channels_last_3d", "contiguous"
-FULL_MINUTES = {"quick": 8.0, "full": 25.0, "largest": 75.0}
-LARGEST_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.5}  # rms, of the standard deviation of the output: else a figure is void
+CHILDREN = "benchmarks.network_children"
+GROUPS = ("networks", "columns", "disk", "modes", "gpus", "exactness")
+MODES = ("gpu", "gpu-host", "cpu-to-gpu", "side-by-side")
+LARGEST_SIDE = 1024
+MOST_DIFFERENCE = {"fp32": 1e-3, "tf32": 5e-2, "fp16": 5e-2, "bf16": 0.5}  # rms, relative; beyond, a figure is void
+ORIGINAL: dict[
+    str, dict[str, float]
+] = {  # voxels/s: on the CPU its code of 2016 on 2 Zen 5 cores; on a GPU Table V, a Titan X and 72 cores
+    "cpu": {"n337": 30_804, "n537": 7_908, "n726": 23_883, "n926": 12_497},
+    "gpu": {"n337": 1.06e6, "n537": 0.33e6, "n726": 0.47e6, "n926": 0.375e6},
+}
+SPARE_SECONDS = 60.0  # of a process beside what is predicted: imports, planning, kernels
 
-ORIGINAL = {"n337": 30_804, "n537": 7_908, "n726": 23_883, "n926": 12_497}  # voxels/s, with FFTW, 11 to 12 GB
-ORIGINAL_SOURCE = (
-    "ZNNi's own code (commit 0c98d73 of 2016-04-07; g++ 12 -O3 -march=native, FFTW 3.3.10, 2 threads), "
-    "measured on 2026-11-20 on the same model of machine: 2 cores of a Zen 5 EPYC, 24 GiB"
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for."""
+
+    device: str
+    networks: tuple[str, ...]
+    ram: str
+    vram: tuple[str, ...]
+    precisions: tuple[str, ...]
+    run_seconds: float
+    rounds: int
+    gpus: int
+    quick: bool
+
+
+class Bench:
+    """Runs networks in children and keeps what they said."""
+
+    def __init__(self, asked: Asked, folder: Path, budget: Budget) -> None:
+        self._asked, self._folder, self._budget = asked, folder, budget
+        self._sides: dict[tuple[str, ...], int] = {}
+        self._threads = this_machine().cores
+
+    def networks(self, name: str) -> Iterator[Row]:
+        """Measure znnpy in every precision, then PyTorch every way."""
+        for precision in self._asked.precisions:
+            yield self._znnpy("networks", name, f"znnpy {precision}", precision=precision, corner=precision)
+        yield from self._torch(name)
+
+    def columns(self, name: str) -> Iterator[Row]:
+        """Compare columns with patches, within less memory."""
+        for ram in dict.fromkeys(("2G", self._asked.ram)):
+            side = 0
+            for cover in ("columns", "patches"):
+                row = self._znnpy("columns", f"{name} within {ram}", cover, name=name, ram=ram, cover=cover, side=side)
+                side = row.facts.get("side", 0)
+                yield row
+
+    def disk(self, name: str) -> Iterator[Row]:
+        """Predict from an HDF5 file into another."""
+        yield self._znnpy("disk", name, "from file to file", folder=str(self._folder))
+
+    def modes(self, name: str) -> Iterator[Row]:
+        """Measure all modes of a GPU within several limits of its memory, and the CPU alone."""
+        yield self._znnpy("modes", f"{name} without GPU", "cpu", name=name, mode="cpu", precision="fp32")
+        for vram in self._asked.vram:
+            for mode in MODES:
+                yield self._znnpy("modes", f"{name} within {vram} of VRAM", mode, name=name, mode=mode, vram=vram,
+                                  precision="fp32")  # fmt: skip
+
+    def gpus(self, name: str) -> Iterator[Row]:
+        """Compare several GPUs with one."""
+        for count in dict.fromkeys((1, self._asked.gpus)):
+            yield self._znnpy("gpus", name, f"{count} GPUs" if count > 1 else "1 GPU", gpus=count, precision="tf32")
+
+    def exactness(self, name: str) -> Iterator[Row]:
+        """Hold outputs against the definition in float64."""
+        on_gpu = self._asked.device == "gpu"
+        devices = [["cpu", "fp32"], *(["gpu", precision] for precision in self._asked.precisions if on_gpu)]
+        request = {"folder": str(self._folder), "network": name, "side": 8, "devices": devices}
+        seconds = max(30.0, self._budget.left)
+        outcome = run_child(f"{CHILDREN}:exactness", request, seconds=seconds)
+        for answer in outcome.answers:
+            yield Row("exactness", name, answer["subject"], "largest relative error", (answer["most"],),
+                      facts={"rms": answer["rms"], "side": answer["side"]})  # fmt: skip
+        if outcome.failure:
+            yield Row("exactness", name, "all others", "largest relative error", failure=outcome.failure)
+
+    def _znnpy(self, group: str, case: str, subject: str, **more: Any) -> Row:
+        """Run znnpy; `more` are options of `infer`, and of the child: name, side, folder, corner."""
+        asked = self._asked
+        name = more.pop("name", case)
+        given = {"side": more.pop("side", 0), "folder": more.pop("folder", None), "corner": more.pop("corner", None)}
+        mode = more.get("mode", "auto")
+        words = {"ram": asked.ram, **more}
+        if mode == "auto":
+            words["device"] = asked.device
+        if asked.device == "cpu" or mode == "cpu":
+            words.pop("precision", None)
+        row = partial(Row, group, case, subject, "voxels/s")
+        if not self._budget.left:
+            return row(failure="no time left")
+        try:
+            side = given["side"] or self._side(name, words)
+        except RuntimeError as error:
+            return row(failure=str(error))
+        path = str(network_file(self._folder, name))
+        corner = str(self._corner(name, given["corner"])) if given["corner"] else None
+        request = {"network": path, "side": side, "options": words, "rounds": asked.rounds, "folder": given["folder"],
+                   "corner": corner}  # fmt: skip
+        limit = min(self._budget.left, (2 + asked.rounds) * 4 * asked.run_seconds) + SPARE_SECONDS
+        ram = parse_bytes(words["ram"]) if asked.device == "cpu" else None
+        room = (maps_of(name) * 4 + 1) * side**3  # the volume and the output lie in the child too
+        outcome = run_child(f"{CHILDREN}:run_znnpy", request, seconds=limit, ram_bytes=ram and ram + room)
+        return self._row(row, side, outcome, corner, name)
+
+    def _row(self, row: Callable[..., Row], side: int, outcome: Outcome, corner: str | None, name: str) -> Row:
+        counted = [answer for answer in outcome.answers if not answer["is_warm_up"]] or list(outcome.answers)
+        if not counted:
+            return row(failure=outcome.failure or "it gave no answer")
+        last = counted[-1]
+        facts = {"side": side, "planned": last["predicted"]["voxels_per_second"], **last}
+        if outcome.failure:
+            facts["ended"] = outcome.failure
+        if last["not_written"]:
+            return row(failure=f"void: {last['not_written']} values were not written")
+        if corner and (reference := self._corner(name, "fp32")).exists() and Path(corner).exists():
+            facts["difference"] = difference(np.load(reference), np.load(corner))[1]
+            if not facts["difference"] <= MOST_DIFFERENCE[last["precision"]]:
+                return row(failure=f"void: rms {facts['difference']:.1e} from the output in fp32")
+        return row(values=tuple(answer["voxels_per_second"] for answer in counted), facts=facts)
+
+    def _side(self, name: str, words: dict[str, Any]) -> int:
+        """Return the side of a cube that the planned speed fills `run_seconds` with."""
+        asked = self._asked
+        least = field_of_view(name) + 2 * period(name) - 1
+        if asked.quick:
+            return least
+        known = {key: value for key, value in words.items() if key not in ("gpus", "cover", "ram", "precision")}
+        key = (name, *map(str, known.values()))
+        if key not in self._sides:
+            request = {"network": str(network_file(self._folder, name)), "side": LARGEST_SIDE, "options": words}
+            outcome = run_child(f"{CHILDREN}:speed_of_plan", request, seconds=self._budget.left + SPARE_SECONDS)
+            if outcome.failure:
+                raise RuntimeError(outcome.failure)
+            inner = (outcome.answer["voxels_per_second"] * asked.run_seconds) ** (1 / 3)
+            self._sides[key] = min(LARGEST_SIDE, max(least, int(inner) // 8 * 8 + field_of_view(name) - 1))
+        return self._sides[key]
+
+    def _corner(self, name: str, what: str) -> Path:
+        return self._folder / f"{name}-{what}.npy"
+
+    def _torch(self, name: str) -> Iterator[Row]:
+        """Yield PyTorch's best of each way."""
+        if find_spec("torch") is None:
+            return
+        on_gpu = self._asked.device == "gpu"
+        if on_gpu and not torch_sees_a_gpu():
+            return
+        ways = [
+            ("fragments", "bf16"),
+            ("fragments", "tf32" if on_gpu else "fp32"),
+            ("dilated", "bf16"),
+            ("plain", "bf16"),
+        ]
+        if on_gpu:
+            ways.append(("fragments", "fp32"))
+        for method, precision in ways:
+            yield self._way(name, method, precision, "cuda" if on_gpu else "cpu")
+
+    def _way(self, name: str, method: str, precision: str, device: str) -> Row:
+        asked, best = self._asked, Answer()
+        row = partial(Row, "networks", name, f"PyTorch {precision} {method}", "voxels/s")
+        corner = self._folder / "peer.npy"
+        corner.unlink(missing_ok=True)
+        todo = [2 * period(name)] if asked.quick else sides(name)
+        failure: str | None = "no time left"
+        seconds = min(self._budget.left, 3 * asked.run_seconds)
+        while todo and self._budget.left > 1 and seconds > 1:
+            request = {"network": name, "folder": str(self._folder), "method": method, "precision": precision,
+                       "layout": "contiguous" if (precision, device) == ("fp32", "cuda") else "channels_last_3d",
+                       "device": device, "threads": self._threads, "algorithms": 4, "sides": todo, "seconds": seconds,
+                       "run_seconds": asked.run_seconds, "corner": str(corner)}  # fmt: skip
+            ram = parse_bytes(asked.ram) if device == "cpu" else None
+            outcome = run_child(f"{CHILDREN}:run_torch", request, seconds=seconds + SPARE_SECONDS, ram_bytes=ram)
+            ran = [answer for answer in outcome.answers if not answer["failure"]]
+            best = max([best, *ran] if best else ran, key=speed_of, default=Answer())
+            failure = outcome.failure or next(
+                (a["failure"] for a in outcome.answers[::-1] if a["failure"]), "no patch fits"
+            )
+            if outcome.failure is None:
+                break
+            reached = outcome.answers[-1]["side"] if outcome.answers else 0
+            todo = [side for side in todo if side < reached]  # what killed the process is not tried again
+            seconds -= outcome.seconds
+        if not best:
+            return row(failure=failure)
+        facts: dict[str, Any] = {key: best[key] for key in ("side", "voxels", "peak_bytes")}
+        reference = self._corner(name, "fp32")
+        if corner.exists() and reference.exists():
+            facts["difference"] = difference(np.load(reference), np.load(corner))[1]
+            if not facts["difference"] <= MOST_DIFFERENCE[precision]:
+                return row(failure=f"void: rms {facts['difference']:.1e} from znnpy's output")
+        return row(values=tuple(best["voxels"] / spent for spent in best["seconds"]), facts=facts)
+
+
+def maps_of(name: str) -> int:
+    """Return the output maps of a network: its last word."""
+    return int(LAYERS[name][-1].split()[-1])
+
+
+def speed_of(answer: Answer) -> float:
+    """Return the voxels per second of an answer of `run_torch`."""
+    return float(answer["voxels"] / median(answer["seconds"]))
+
+
+def show(row: Row) -> None:
+    """Print one row."""
+    what = f"{row.group}: {row.case:28} {row.subject:26}"
+    if row.failure:
+        click.echo(f"{what} {row.failure}")
+    elif row.unit == "voxels/s":
+        planned = row.facts.get("planned")
+        beside = f", {row.median / planned:.2f} of the plan" if planned else ""
+        click.echo(f"{what} {row.median:14,.0f} voxels/s +- {row.spread:.0%}{beside}, side {row.facts['side']}")
+    else:
+        click.echo(f"{what} {row.median:.1e}")
+
+
+def fastest_of(rows: Sequence[Row], start: str) -> Row | None:
+    """Return the fastest row whose subject begins so."""
+    found = [row for row in rows if row.values and row.subject.startswith(start)]
+    return max(found, key=lambda row: row.median, default=None)
+
+
+def of_device(results: Results, device: str, group: str) -> list[Result]:
+    """Return the results of a device that have a group."""
+    return [r for r in results.get("networks", ()) if device_of(r) == device and r.of_group(group)]
+
+
+def networks_table(device: str, results: Results) -> str:
+    """Return a table for each machine: znnpy in each precision, PyTorch's best, ratios."""
+    found, parts = of_device(results, device, "networks"), []
+    for result in found:
+        rows = []
+        for case, of_case in result.cases("networks"):
+            peer = fastest_of(of_case, "PyTorch")
+            original = ORIGINAL[device].get(case)
+            for row in of_case:
+                if not row.subject.startswith("znnpy") or not row.values:
+                    continue
+                speed, planned = row.median, row.facts["planned"]
+                of_plan = f"{speed / planned:.2f}" if planned else "-"
+                beside = f"{markdown.speed(peer.median)} ({peer.subject})" if peer else "-"
+                times = [markdown.times(speed / other) if other else "-" for other in (peer and peer.median, original)]
+                volume = f"{row.facts['side']}^3"
+                rows.append((case, row.subject, markdown.speed(speed), volume, of_plan, beside, *times))
+        head = ("network", "", "voxels/s", "volume", "of the plan", "fastest peer", "times", "times ZNNi (2016)")
+        parts.append(markdown.table(head, rows, left=2))
+    return markdown.sections(found, parts, f"networks --device {device}")
+
+
+def pairs_table(group: str, device: str, results: Results) -> str:
+    """Return a table for each machine with a column for every subject of a group."""
+    found, parts = of_device(results, device, group), []
+    for result in found:
+        subjects = list(dict.fromkeys(row.subject for row in result.of_group(group)))
+        rows = []
+        for case, of_case in result.cases(group):
+            by = {row.subject: row for row in of_case}
+            cells = [markdown.speed(by[s].median) if s in by and by[s].values else "-" for s in subjects]
+            rows.append((case, *cells))
+        parts.append(markdown.table(("voxels/s", *subjects), rows))
+    return markdown.sections(found, parts, f"networks --device {device} -g {group}")
+
+
+def exactness_table(results: Results) -> str:
+    """Return the largest and the rms error of every network and method, on every machine."""
+    found = [result for result in results.get("networks", ()) if result.of_group("exactness")]
+    parts = []
+    for result in found:
+        rows = [(row.case, row.subject, f"{row.median:.1e}", f"{row.facts['rms']:.1e}")
+                for row in result.of_group("exactness") if row.values]  # fmt: skip
+        parts.append(markdown.table(("network", "", "largest error", "rms error"), rows, left=2))
+    return markdown.sections(found, parts, "networks -g exactness")
+
+
+def headline(result: Result) -> str:
+    """Return the speed of the first network, and how many times as fast as PyTorch it is."""
+    for case, rows in result.cases("networks"):
+        if ours := fastest_of(rows, "znnpy"):
+            peer = fastest_of(rows, "PyTorch")
+            times = f", {markdown.times(ours.median / peer.median)} as fast as {peer.subject}" if peer else ""
+            return f"{case}: {markdown.speed(ours.median)} voxels/s{times}"
+    return "-"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw all networks of all machines as bars."""
+    groups = []
+    for result in results.get("networks", ()):
+        for case, rows in result.cases("networks"):
+            shown = sorted((row for row in rows if row.values), key=lambda row: -row.median)
+            bars = [
+                plots.Bar(r.subject, r.median, markdown.speed(r.median), r.subject.startswith("znnpy")) for r in shown
+            ]
+            groups.append((f"{result.machine}: {case}", bars))
+    plots.bars(path, "Dense inference, output voxels per second", groups)
+
+
+PROGRAM = Program(
+    "networks",
+    "How fast is a whole network, and how exact?",
+    "networks [--device gpu]",
+    {
+        "networks-cpu": partial(networks_table, "cpu"),
+        "networks-gpu": partial(networks_table, "gpu"),
+        "columns": partial(pairs_table, "columns", "cpu"),
+        "modes": partial(pairs_table, "modes", "gpu"),
+        "gpus": partial(pairs_table, "gpus", "gpu"),
+        "exactness": exactness_table,
+    },
+    headline,
+    {"networks": draw},
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One way to run a network in PyTorch."""
-
-    method: str  # fragments | dilated
-    precision: str  # fp32 | bf16
-    layout: str  # contiguous | channels_last_3d
-    side: int  # output voxels per axis
-
-    def __str__(self) -> str:
-        return f"PyTorch {self.precision} {self.method} {self.layout}"
-
-
-QUICK = {
-    "n337": (Peer("dilated", "bf16", CL, 64), Peer("dilated", "fp32", CL, 64)),
-    "n537": (Peer("fragments", "bf16", CL, 32),),
-    "n726": (Peer("fragments", "bf16", CL, 32),),
-    "n926": (Peer("fragments", "bf16", CL, 8),),
-}
-# Best first. Patches and order come from runs of 2026-11-20 on 2 Zen 5 cores: bf16 with channels last was the fastest
-# in each network, dilated in n337 and as fragments in the others, and larger patches were always faster.
-FULL = {
-    "n337": (
-        Peer("dilated", "bf16", CL, 176),
-        Peer("fragments", "bf16", CL, 128),
-        Peer("dilated", "fp32", CL, 128),
-        Peer("fragments", "fp32", CL, 128),
-        Peer("dilated", "bf16", NC, 64),
-        Peer("fragments", "fp32", NC, 64),
-        Peer("dilated", "bf16", CL, 224),
-    ),
-    "n537": (
-        Peer("fragments", "bf16", CL, 104),
-        Peer("dilated", "bf16", CL, 104),
-        Peer("fragments", "fp32", CL, 32),
-        Peer("fragments", "bf16", NC, 32),
-    ),
-    "n726": (
-        Peer("fragments", "bf16", CL, 96),
-        Peer("dilated", "bf16", CL, 96),
-        Peer("dilated", "fp32", CL, 32),
-        Peer("fragments", "bf16", NC, 32),
-    ),
-    "n926": (
-        Peer("fragments", "bf16", CL, 64),
-        Peer("dilated", "bf16", CL, 32),
-        Peer("fragments", "fp32", CL, 8),
-        Peer("fragments", "bf16", NC, 8),
-    ),
-}
-LARGEST = {
-    "n337": (Peer("fragments", "bf16", CL, 224),),
-    "n537": (Peer("fragments", "bf16", CL, 160), Peer("fragments", "fp32", CL, 104)),
-    "n726": (Peer("fragments", "bf16", CL, 144), Peer("fragments", "bf16", CL, 208)),
-    "n926": (Peer("fragments", "bf16", CL, 112), Peer("fragments", "bf16", CL, 160)),
-}
+def run_against(other: Path, device: str, ram: str, budget: Budget, rounds: int) -> list[Row]:
+    """Compare whole networks and planning times with another source tree."""
+    words = {"device": device, "ram": ram}
+    scale = 2.5 if device == "gpu" else 1.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs = [(f"{network} {round(scale * side)}^3 within {ram}",
+                 against.session_request(folder, network, round(scale * side), **words))
+                for network, side in (("fib25", 250), ("n337", 180), ("n926", 190))]  # fmt: skip
+        plans = [(f"plan of {network}", against.plan_request(network, 512, **words))
+                 for network in ("fib25_boundary", "n337", "n926")]  # fmt: skip
+        found = [*against.compare(plans, other, 2, budget, alone=True)]
+        found += against.compare(runs, other, rounds, budget, alone=True)
+    return [row for rows in found for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One contestant with one network."""
-
-    network: str
-    name: str
-    precision: str
-    patch_out: Vec3
-    voxels_per_second: float  # of output; 0 when it failed
-    seconds: tuple[float, ...]  # every patch, step that gives output, or run
-    border_waste: float  # arithmetic over that of the same output inside an endless patch; 0 if unknown
-    peak_mib: float
-    cores_used: float  # processor time over time
-    difference: float | None  # rms from znnpy's output over its standard deviation
-    failure: str | None
-    details: dict[str, Any]  # what else the child said
-
-
-def peers_of(name: str, mode: str, options: argparse.Namespace) -> tuple[Peer, ...]:
-    """The runs of a network; with `--sides`, all eight ways at each of them."""
-    if options.sides or name not in FULL:
-        sides = options.sides or [2 * max(read_network(name).network.period)]
-        ways = product(sides, ("bf16", "fp32"), (CL, NC), ("fragments", "dilated"))
-        peers = tuple(Peer(method, precision, layout, side) for side, precision, layout, method in ways)
-    else:
-        peers = {"quick": QUICK[name], "full": FULL[name], "largest": FULL[name] + LARGEST[name]}[mode]
-    return tuple(peer for peer in peers if peer.precision in options.precisions and peer.layout in options.layouts)
-
-
-def border_waste(name: str, patch: Vec3) -> float:
-    """Multiply-adds of all convolutions for one patch, over those that as many voxels cost far from any border."""
-    network = read_network(name).network
-    convolutions = [s for s in network.layer_shapes(patch) if isinstance(s, ConvShape)]
-    spent = sum(prod(s.out_shape) * s.fin * prod(s.k) for s in convolutions)
-    needed = sum(s.fout * s.fin * prod(s.k) for s in convolutions) * prod(patch)
-    return spent / needed
-
-
-def row_of(name: str, who: str, precision: str, patch: Vec3, outcome: Outcome, difference: float | None) -> Row:
-    answer = dict(outcome.answer)
-    seconds = tuple(answer.pop("seconds", ()))
-    steady = median(seconds[1:] or seconds) if seconds else 0.0  # the first run touches memory for the first time
-    steady += sum(answer.get("ahead_seconds", ())) / answer.get("steps_of_a_column", 1)
-    waste = answer.pop("border_waste", None) or (border_waste(name, patch) if min(patch) else 0.0)
-    return Row(
-        network=name,
-        name=who,
-        precision=precision,
-        patch_out=tuple(answer.pop("patch_out", patch)),
-        voxels_per_second=prod(patch) / steady if steady else 0.0,
-        seconds=seconds,
-        border_waste=waste,
-        peak_mib=answer.pop("peak_bytes", 0) / 2**20,
-        cores_used=answer.pop("cores_used", 0.0),
-        difference=difference,
-        failure=outcome.failure,
-        details=answer | {"wall_seconds": outcome.wall_seconds},
-    )
+@click.command()
+@options.shared
+@options.AGAINST
+@click.option("--groups", "-g", multiple=True, type=click.Choice(GROUPS), help="Only these groups of cases.")
+@click.option("--network", "-n", "names", multiple=True, type=click.Choice(list(LAYERS)), help="Only these networks.")
+@click.option("--ram", default="16G", show_default=True, help="Memory of each process.")
+@click.option("--vram", multiple=True, default=("4G", "12G"), show_default=True, help="Limits, for the modes.")
+@click.option("--precision", "precisions", multiple=True, type=click.Choice(["fp32", "tf32", "fp16"]), help="On a GPU.")
+@click.option("--gpus", default=1, show_default=True, help="GPUs of --groups gpus.")
+@click.option("--run-seconds", type=float, help="Of one run, as planned [default: a thirtieth of --minutes].")
+@click.option("--rounds", default=2, show_default=True)
+def command(
+    device: str,
+    minutes: float,
+    quick: bool,
+    out: Path | None,
+    against: Path | None,
+    groups: tuple[str, ...],
+    names: tuple[str, ...],
+    ram: str,
+    vram: tuple[str, ...],
+    precisions: tuple[str, ...],
+    gpus: int,
+    run_seconds: float | None,
+    rounds: int,
+) -> None:
+    """How fast is a whole network, in every mode and in PyTorch? How exact?"""
+    budget = Budget(minutes)
+    if against is not None:
+        compare_trees(against, device, ram, budget, rounds, out)
+        return
+    on_gpu = device == "gpu"
+    kinds = precisions or (("fp32", "tf32", "fp16") if on_gpu else ("fp32",))
+    asked = Asked(device, names or (("tiny",) if quick else NETWORKS), ram, vram, kinds, run_seconds or 2 * minutes,
+                  1 if quick else rounds, gpus, quick)  # fmt: skip
+    default = ("networks", "exactness", "modes") if on_gpu else ("networks", "columns", "disk", "exactness")
+    default = (*default, "gpus") if gpus > 1 else default
+    measure_all(asked, groups or default, budget, out, find_gpu(device))
 
 
-class Match:
-    """Runs contestants one by one and keeps what they gave."""
-
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self._options, self._folder = options, folder
-        self._shared = {"threads": options.threads}
-        self.rows: list[Row] = []
-
-    def ours(self, name: str) -> Row:
-        options = self._options
-        wish = {"patch": options.patch, "only": options.only, "steps": options.steps}
-        request = self._shared | wish | {"job": "znnpy_steps", "network": name, "corner": self._corner(name)}
-        outcome = run_apart(CHILD, request, ram_bytes=parse_bytes(options.ram), seconds=options.run_seconds)
-        patch: Vec3 = tuple(outcome.answer.get("patch_out", (0, 0, 0)))
-        return self._add(row_of(name, "znnpy", "fp32", patch, outcome, None))
-
-    def peer(self, name: str, peer: Peer, seconds_left: float) -> Row:
-        patch = (peer.side, peer.side, peer.side)
-        outcome = Outcome({}, "not run: no time left", 0.0)
-        corner = str(self._folder / "peer.npy")
-        if seconds_left > 0:
-            limit = min(self._options.run_seconds, seconds_left)
-            request = self._shared | {k: v for k, v in asdict(peer).items() if k != "side"}
-            request |= {"job": "torch_patch", "network": name, "patch": patch, "corner": corner}
-            request |= {"repeat_seconds": self._options.repeat_seconds}
-            outcome = run_apart(CHILD, request, ram_bytes=parse_bytes(self._options.ram), seconds=limit)
-        difference = None if outcome.failure else self._difference(name, corner, peer)
-        return self._add(row_of(name, str(peer), peer.precision, patch, outcome, difference))
-
-    def _corner(self, name: str) -> str:
-        return str(self._folder / f"{Path(name).stem}.npy")
-
-    def _difference(self, name: str, corner: str, peer: Peer) -> float:
-        """SystemExit when it is not the same function, or when outputs that are all alike could not tell."""
-        a, b = np.load(self._corner(name)), np.load(corner)
-        z, y, x = np.minimum(a.shape[1:], b.shape[1:])
-        a, b = a[:, :z, :y, :x], b[:, :z, :y, :x]
-        spread = float(a.std())
-        if not spread > 0:
-            raise SystemExit(f"{name}: znnpy's output is {a.flat[0]} in all of {a.shape}: nothing can be compared")
-        difference = float(np.sqrt(np.mean(np.square(b - a)))) / spread
-        if not difference <= LARGEST_DIFFERENCE[peer.precision]:
-            raise SystemExit(f"{name}: {peer} is {difference:.1e} of the output's standard deviation away from znnpy")
-        return difference
-
-    def _add(self, row: Row) -> Row:
-        self.rows.append(row)
-        what = f"{row.network:8} {row.name:44} {text(row.patch_out):>12}"
-        if row.failure:
-            print(f"{what}  {row.failure}", flush=True)
-        else:
-            apart = "" if row.difference is None else f"   {row.difference:.1e} apart"
-            speed = f"{row.voxels_per_second:11,.0f} voxels/s {row.peak_mib:7,.0f} MiB x{row.border_waste:.2f} borders"
-            print(f"{what} {speed}{apart}", flush=True)
-        return row
+def compare_trees(other: Path, device: str, ram: str, budget: Budget, rounds: int, out: Path | None) -> None:
+    """Run `--against`, and fail where ours is slower."""
+    rows = run_against(other, device, ram, budget, rounds)
+    if out is not None:
+        Result("networks", machine_name(), header(), rows).write(out)
+    against.report(rows)
 
 
-def best(rows: Sequence[Row], precisions: Sequence[str]) -> Row | None:
-    """PyTorch's fastest run in one of these precisions."""
-    ran = [row for row in rows if row.name.startswith("PyTorch") and row.precision in precisions and not row.failure]
-    return max(ran, key=lambda row: row.voxels_per_second, default=None)
-
-
-def summary(rows: Sequence[Row], mode: str) -> Iterator[dict[str, Any]]:
-    """Per network: our figure, what the plan said, and how many times the others it is."""
-    for name in dict.fromkeys(row.network for row in rows):
-        of_network = [row for row in rows if row.network == name]
-        ours = of_network[0].voxels_per_second
-        found: dict[str, Any] = {"network": name, "mode": mode, "voxels_per_second": ours}
-        if planned := of_network[0].details.get("planned_voxels_per_second"):
-            found["of_the_planned"] = ours / planned
-        if name in ORIGINAL:
-            found["times_original"] = ours / ORIGINAL[name]
-        for key, precisions in (("fp32", ("fp32",)), ("bf16", ("bf16",)), ("best", ("fp32", "bf16"))):
-            if fastest := best(of_network, precisions):
-                found[f"times_torch_{key}"] = ours / fastest.voxels_per_second
-                found[f"torch_{key}"] = f"{fastest.name} {text(fastest.patch_out)}"
-        yield found
-
-
-def picture(path: Path, rows: Sequence[Row], header: dict[str, Any], ram: str, mode: str) -> None:
-    groups = []
-    for name in dict.fromkeys(row.network for row in rows):
-        of_network = [row for row in rows if row.network == name and not row.failure]
-        shown = [row for row in (*of_network[:1], best(of_network, ["bf16"]), best(of_network, ["fp32"])) if row]
-        colours = (bars.OURS, bars.PEER_LESS_EXACT, bars.PEER)
-        group = [
-            bars.Bar(
-                f"{row.name}, {'column by' if row.details.get('column') else 'patch'} {text(row.patch_out)}",
-                row.voxels_per_second,
-                f"{row.voxels_per_second:,.0f} voxels/s",
-                colours[0] if row.name == "znnpy" else colours[1] if row.precision == "bf16" else colours[2],
-            )
-            for row in shown
-        ]
-        if name in ORIGINAL:
-            speed = ORIGINAL[name]
-            group.append(bars.Bar("original ZNNi, measured earlier", speed, f"{speed:,} voxels/s", bars.ORIGINAL))
-        groups.append(bars.Group(name, group))
-    machine = f"{header['processor']}, {header['layer_threads']} threads, {ram} of memory, {header['date'][:10]}"
-    note = "PyTorch: the fastest of all runs in each precision" + (", small patches only" * (mode == "quick"))
-    bars.draw(path, "Dense inference, output voxels per second", [machine, note], groups)
-
-
-def write(options: argparse.Namespace, rows: Sequence[Row], mode: str) -> None:
-    """Everything so far, as JSON and as a picture."""
-    header = machine_header() | {"layer_threads": options.threads, "ram": options.ram, "mode": mode}
-    result = {
-        "header": header,
-        "summary": list(summary(rows, mode)),
-        "original": {"voxels_per_second": ORIGINAL, "source": ORIGINAL_SOURCE},
-        "rows": [asdict(row) for row in rows],
-    }
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    picture(options.out.with_suffix(".png"), rows, header, options.ram, mode)
-
-
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="under two minutes a network")
-    effort.add_argument("--largest", action="store_true", help="PyTorch's largest patches too")
-    parser.add_argument("--networks", nargs="+", default=list(FULL), help="names of those that ship, or files")
-    parser.add_argument("--ram", default="16G", help="of each process")
-    parser.add_argument("--threads", type=int, default=this_machine().cores)
-    parser.add_argument("--steps", type=int, default=3, help="with output, that znnpy runs; the first does not count")
-    parser.add_argument("--patch", type=int, nargs=3, help="znnpy's output of a step, instead of the plan's")
-    parser.add_argument("--only", nargs="*", default=[], help="primitives znnpy may use, where they apply")
-    parser.add_argument(
-        "--sides", type=int, nargs="*", default=[], help="PyTorch: these output patches, all eight ways"
-    )
-    parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
-    parser.add_argument("--layouts", nargs="+", choices=(CL, NC), default=[CL, NC])
-    parser.add_argument("--repeat-seconds", type=float, default=20, help="shorter runs of PyTorch are repeated")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--run-seconds", type=float, default=900, help="limit of one run")
-    parser.add_argument("--minutes", type=float, help="limit of all runs; 8 quick, 25 full, 75 with --largest")
-    name = "-".join(this_machine().processor.lower().split()[:3])
-    default = Path(__file__).parent / "results" / f"networks-{name}-{date.today()}.json"
-    parser.add_argument("--out", type=Path, default=default, help="the picture stands beside it")
-    return parser.parse_args(given)
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
-    mode = "quick" if options.quick else "largest" if options.largest else "full"
-    if not options.no_torch:
-        require_torch()
-    end = time.monotonic() + 60 * (options.minutes or FULL_MINUTES[mode])
+def measure_all(asked: Asked, groups: Sequence[str], budget: Budget, out: Path | None, gpu: Any) -> Result:
+    """Measure network by network, group by group, and write after each."""
+    result = Result("networks", machine_name(gpu, asked.gpus), {**header(gpu), "ram": asked.ram})
+    wanted = [(group, name) for group in groups for name in asked.networks]
+    missing = [f"{group} of {name}" for group, name in wanted]
+    if out is not None or not asked.quick:
+        join(result, out, groups)
+    earlier = list(result.left_out)
     with tempfile.TemporaryDirectory() as folder:
-        match = Match(options, Path(folder))
-        for name in options.networks:
-            if reason := match.ours(name).failure:
-                raise SystemExit(f"{name}: znnpy did not run, so there is nothing to compare with: {reason}")
-            write(options, match.rows, mode)
-        peers = [] if options.no_torch else [peers_of(name, mode, options) for name in options.networks]
-        for round_of_peers in zip_longest(*peers):  # in turn, so that every network has its best when time is up
-            for name, peer in zip(options.networks, round_of_peers, strict=True):
-                if peer is not None:
-                    match.peer(name, peer, end - time.monotonic())
-                    write(options, match.rows, mode)
-    for found in summary(match.rows, mode):
-        print(json.dumps(found))
-    print(options.out)
-
-
-def require_torch() -> None:
-    if find_spec("torch") is None:
-        raise MissingExtraError("the comparison needs PyTorch, which is not installed; pip install 'znnpy[bench]'")
-
-
-if __name__ == "__main__":
-    without_forced_blas_kernels()
-    device, words = taken_device()
-    if device == "gpu":
-        import networks_gpu
-
-        networks_gpu.main(words)
-    else:
-        main(words)
+        bench = Bench(asked, Path(folder), budget)
+        for group, name in wanted:
+            if not budget.left:
+                break
+            for row in getattr(bench, group)(name):
+                show(row)
+                result.add([row])
+            missing.pop(0)
+            result.left_out = [*earlier, *missing]
+            if out is not None or not asked.quick:
+                result.write(out)
+    if missing:
+        click.echo(f"no time left for {'; '.join(missing)}")
+    return result

@@ -31,13 +31,14 @@ import numpy as np
 from benchmarks.harness import options
 from benchmarks.harness.inputs import NETWORKS, SEED, period
 from benchmarks.harness.isolate import Child, run_child
+from benchmarks.harness.joined import join
 from benchmarks.harness.machine import find_gpu, header, machine_name
 from benchmarks.harness.results import Program, Result, Row, ratio_of
 from benchmarks.harness.timing import Budget
-from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point
+from benchmarks.planner_runs import PLANNING_SECONDS, Facts, Planner, Point, told
 from benchmarks.planner_tables import TABLES, headline
 
-EXPERIMENTS = ("predict", "first", "regret", "memory", "time")
+EXPERIMENTS = ("first", "time", "predict", "regret", "memory")
 STATES = ("assumed", "calibrated", "measured")  # what the costs come from
 GIVE_UP = 3.0  # times as long as the pick: such a rival is not run
 BESIDE = 3  # rivals that take turns with the pick
@@ -76,7 +77,7 @@ def promise_rows(case: str, subject: str, runs: Sequence[Facts], facts: Facts) -
 def predict(planner: Planner, points: Sequence[Point], states: Sequence[str], rounds: int, group: str) -> Iterator[Row]:
     """Yield predicted over measured speed of the plan of each state; plans that are the same run once."""
     for point in points:
-        if not planner.budget.allows(0):
+        if not planner.budget.left:
             return
         caches = {state: state if group == "predict" else f"first {point}" for state in states}  # the latter is empty
         made = {state: planner.plan(point, cache) for state, cache in caches.items()}
@@ -102,12 +103,6 @@ def _predicted(point: Point, state: str, made: Facts, runs: Sequence[Facts], gro
     about |= {"whole_seconds": [run["whole_seconds"] for run in runs]}
     yield Row(group, str(point), state, unit, tuple(made["voxels_per_second"] / speed for speed in speeds), facts=about)
     yield from promise_rows(str(point), f"plan with {state} costs", runs, {})
-
-
-def told(made: Facts) -> Facts:
-    """Return what a result keeps of a plan."""
-    names = ("voxels_per_second", "planning_seconds", "patch_out", "column", "primitives")
-    return {("predicted" if name == names[0] else name): made[name] for name in names if name in made}
 
 
 def rivals(pick: Facts, names: Sequence[str], step: int, rng: np.random.Generator) -> Iterator[tuple[str, str, Facts]]:
@@ -148,6 +143,8 @@ def _random(pick: Facts, names: Sequence[str], step: int, rng: np.random.Generat
 def regret(planner: Planner, points: Sequence[Point], rounds: int, most: int) -> Iterator[Row]:
     """Yield the speed of rivals over that of the pick, which takes turns with a few of them at a time."""
     for point in points:
+        if not planner.budget.left:
+            return
         pick = planner.plan(point, "measured")
         if pick.get("failure"):
             yield Row("regret", str(point), "pick", "times the pick", failure=pick["failure"])
@@ -234,6 +231,8 @@ def planning_time(planner: Planner, points: Sequence[Point], rounds: int, agains
     """
     trees: dict[str, Path | None] = {"here": None} | ({"against": against} if against else {})
     for point in points:
+        if not planner.budget.left:
+            return
         found: dict[str, list[Facts]] = {tree: [] for tree in trees}
         for number in range(rounds + 1):
             if number > 1 and not planner.budget.allows(sum(some[-1]["wall_seconds"] for some in found.values())):
@@ -277,22 +276,25 @@ def command(device: str, minutes: float, quick: bool, out: Path | None, against:
     with tempfile.TemporaryDirectory() as folder:
         seconds = words["run_seconds"] or (0.2 if quick else {"cpu": 5.0, "gpu": 1.0}[device])
         planner = Planner(device, budget, Path(folder), seconds, words["machine"])
-        experiments = words["experiments"] or EXPERIMENTS
+        experiments = words.pop("experiments") or EXPERIMENTS
+        if set(experiments) != set(EXPERIMENTS):
+            join(result, out, experiments)
         if set(experiments) - {"time", "first"} and (
             why := planner.measure(0.08 if quick else words["measure_minutes"])
         ):
             raise click.ClickException(f"`znnpy measure` failed: {why}")
-        for name, rows in _experiments(planner, quick=quick, against=against, **words):
-            if experiments and name not in experiments:
-                continue
+        made = _experiments(planner, quick=quick, against=against, **words)
+        for number, name in enumerate(experiments):
+            planner.budget = Budget(budget.left / 60 / (len(experiments) - number))  # what one leaves is the others'
+            rows = made[name]
             for row in rows:
                 figure = row.failure or f"{row.median:.3g} {row.unit} ({min(row.values):.3g} to {max(row.values):.3g})"
                 click.echo(f"{row.group:8} {row.case:34} {row.subject:28} {figure}"[:200])
                 result.add([row])
                 if out or not quick:
                     result.write(out)
-            if not budget.allows(0.1):
-                result.left_out.append(f"{name}: the time was up")
+            if not planner.budget.left:
+                result.left_out.append(f"{name}: the time was up before all of it was measured")
 
 
 def _experiments(
@@ -306,8 +308,8 @@ def _experiments(
     most_rivals: int,
     plans: int,
     **_: Any,
-) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Yield each experiment with its rows, the most important ones first."""
+) -> dict[str, Iterator[Row]]:
+    """Return the rows of each experiment, which are measured when they are taken."""
 
     def chosen(usual: dict[str, list[Point]]) -> list[Point]:
         points = QUICK if quick else usual[planner.device]
@@ -315,17 +317,19 @@ def _experiments(
         return [Point(p.network, p.side, limit, p.why) for limit in limits for p in points] if limits else points
 
     rounds = 1 if quick else rounds
-    yield "first", predict(planner, chosen(FIRST), ["calibrated"], rounds, "first")
-    yield "time", planning_time(planner, chosen(TIMED), 2 if quick else 2 * (rounds // 2 or 1), against)
-    yield "predict", predict(planner, chosen(PREDICTED), STATES, rounds, "predict")
-    yield "regret", regret(planner, chosen(FIRST), rounds, 4 if quick else most_rivals)
-    yield "memory", memory(planner, 2 if quick else plans, networks or (["tiny"] if quick else NETWORKS))
+    return {
+        "first": predict(planner, chosen(FIRST), ["calibrated"], rounds, "first"),
+        "time": planning_time(planner, chosen(TIMED), 2 if quick else 2 * (rounds // 2 or 1), against),
+        "predict": predict(planner, chosen(PREDICTED), STATES, rounds, "predict"),
+        "regret": regret(planner, chosen(FIRST), rounds, 4 if quick else most_rivals),
+        "memory": memory(planner, 2 if quick else plans, networks or (["tiny"] if quick else NETWORKS)),
+    }
 
 
 PROGRAM = Program(
     name="planner",
     question="Are predictions and choices of the planner right, are promises of memory kept, how long does it take?",
-    command="planner",
+    command="planner [--device gpu]",
     tables=TABLES,
     headline=headline,
 )

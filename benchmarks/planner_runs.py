@@ -69,7 +69,10 @@ class Planner:
         return run_child("benchmarks.planner_runs:measure", request, seconds=60 * minutes + 120).failure
 
     def request(self, point: Point, state: str, **wishes: Any) -> Facts:
-        """Return what a child is asked for a plan; `wishes` are further arguments of `znnpy.plan`."""
+        """Return what a child is asked for a plan.
+
+        wishes  further arguments of `znnpy.plan`, and `why`: whether schemes that no session runs are planned, too.
+        """
         size = (point.side,) * 3
         limit = "ram" if self.device == "cpu" else "vram"
         wanted = {"shape": size, limit: point.limit, "device": self.device, **wishes}
@@ -146,6 +149,12 @@ def part_of(made: Facts, most_seconds: float) -> tuple[int, ...]:
     return tuple(part)
 
 
+def told(made: Facts) -> Facts:
+    """Return what a result keeps of a plan."""
+    names = ("voxels_per_second", "planning_seconds", "patch_out", "column", "primitives")
+    return {("predicted" if name == names[0] else name): made[name] for name in names if name in made}
+
+
 # --- what the processes do ---
 
 
@@ -170,6 +179,8 @@ def plan(request: Facts) -> Facts:
     if not request["calibrate"] and "calibrate" in inspect.signature(znnpy.plan).parameters:
         wishes["calibrate"] = False
     begin, begin_wall = time.process_time(), time.perf_counter()
+    if wishes.pop("why", False):  # only then are schemes planned that no session runs
+        wishes["tell_why"] = lambda rows: None
     make: Callable[..., Any] = znnpy.plan
     try:
         made = make(request["network"], **wishes, tell=lambda sentence: None)
@@ -191,6 +202,7 @@ def facts_of(made: Any) -> Facts:
         "output": made.output,
         "primitives": primitives,
         "decisions": f"{sizes} {ways}",
+        "schemes": {kind.scheme: kind.best.voxels_per_second for kind in made.kinds if kind.scheme},
         **sizes,
     }
 
@@ -202,19 +214,15 @@ def run(request: Facts) -> Iterator[Facts]:
     volume: Any = noise(tuple(request["volume"])) if gpu else request["volume"]
     out: Any = Nowhere(tuple(request["out"])) if gpu else request["out"]
     with ExitStack() as stack:
-        taken, lowest = used_vram(), None
-        if gpu:
-            device = stack.enter_context(znnpy.Device(znnpy.find_gpu()))
-            lowest = stack.enter_context(LowestFree(device))
+        free, lowest = free_vram() if gpu else None, None
+        if free is not None:
+            lowest = stack.enter_context(LowestFree(stack.enter_context(znnpy.Device(znnpy.find_gpu()))))
         for _ in range(request["times"]):
             words: Facts = {} if gpu else {"overwrite": True}
             report = znnpy.infer(
                 volume, request["network"], plan=request["plan"], out=out, device=request["device"], **words
             )
             said = report.as_json()
-            peak = None
-            if lowest is not None and taken is not None:
-                peak = device.gpu.memory_bytes - lowest.free_bytes - taken
             yield {
                 "part": request["part"],
                 "seconds": sum(said["stage_seconds"].get(stage, 0.0) for stage in STAGES),
@@ -222,14 +230,17 @@ def run(request: Facts) -> Iterator[Facts]:
                 "predicted_seconds": said["predicted"]["seconds"],
                 "peak_bytes": None if gpu else said["peak_bytes"],
                 "ram_promised": said["predicted"]["peak_bytes"],
-                "vram_peak_bytes": peak,
+                "vram_peak_bytes": free - lowest.free_bytes if free is not None and lowest is not None else None,
                 "vram_promised": said["predicted"]["vram_bytes"],
             }
 
 
-def used_vram() -> int | None:
-    """Return the bytes of the first GPU that are taken, by the driver's tool; None where there is none."""
-    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+def free_vram() -> int | None:
+    """Return the bytes of the first GPU that nobody holds, by the driver's tool; None where there is none.
+
+    Unlike a call of CUDA it makes no context, which a plan promises too.
+    """
+    words = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id=0"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

@@ -10,7 +10,7 @@ from benchmarks.harness import markdown
 from benchmarks.harness.results import Result, Results, Row
 
 MARGIN = 0.03  # by which a rival has to be faster, in every round, to beat the pick
-COMMAND = "planner"
+COMMAND = "planner [--device gpu]"
 
 
 def error_of(row: Row) -> float:

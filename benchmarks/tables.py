@@ -19,6 +19,10 @@ from benchmarks.harness.results import Program, Results, current
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ("layers", "networks", "planner", "io", "papers")
 INDEX = "benchmarks-index"
+COMPOSED = {  # blocks that hold all tables whose names begin so
+    "planner-accuracy": ("planner-speed", "planner-regret", "planner-memory"),
+    "papers": ("papers-",),
+}
 BLOCK = re.compile(
     r"(?P<begin>^<!-- begin table: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(?P<end>^<!-- end table: (?P=name) -->$)",
     re.MULTILINE | re.DOTALL,
@@ -34,6 +38,8 @@ def programs() -> list[Program]:
 def blocks(results: Results, known: list[Program]) -> dict[str, str]:
     """Return the text of every block by name."""
     made = {name: make(results).strip() for program in known for name, make in program.tables.items()}
+    for name, parts in COMPOSED.items():
+        made[name] = "\n\n".join(dict.fromkeys(made[part] for part in made if part.startswith(parts)))
     return made | {INDEX: index(results, known)}
 
 

@@ -151,7 +151,7 @@ class Child:
         said = self._stderr.read().decode(errors="replace").strip().splitlines()
         if code == KILLED:
             return self._known("MemoryError: killed by the system")
-        return self._known(said[-1] if said else f"exit code {code}")
+        return self._known(f"exit code {code}" + (f": {said[-1]}" if said else ""))
 
     def _known(self, said: str) -> str:
         """Return the failure in one form, whichever library found that there is no memory."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,14 @@ import numpy.typing as npt
 
 import znnpy
 from benchmarks.harness.inputs import Vec3, random_kernels, relu_of_noise
+from benchmarks.harness.machine import copy_rate, product_rates, torch_sees_a_gpu
 from benchmarks.harness.timing import DeviceClock, Rotation, WallClock
 from znnpy.machine import this_machine
 
 ALIGNMENT = 256  # bytes, of scratch and of arrays on the CPU
+VARIANTS = 6  # of a method, that are tried
+HOPELESS = 2.0  # times the best variant's time: no second run, since the first one touches memory
+OPERATIONS = {"product": 1.0, "fft": 5.0, "copy": 8.0, "pool": 8.0, "lane_product": 0.8, "lane_fft": 1.3}  # in products
 CORNER = 4  # output voxels along an axis of the boxes that are compared with the definition
 Shape = Any  # znnpy.ConvShape, PoolShape or FilterShape
 Floats = npt.NDArray[np.float64]
@@ -126,6 +132,19 @@ def place_of(device: str, threads: int | None = None) -> Iterator[Place]:
             yield Host(crew)
 
 
+def limits_of(place: Place) -> dict[str, Any]:
+    """Return what the machine can do at most: bytes per second of a copy, operations per second of products."""
+    device = place.opened
+    if device is not None:
+        found = {"copy": copy_rate(device, min(2**30, device.gpu.memory_bytes // 16))}
+        return found | (product_rates() if torch_sees_a_gpu() else {})
+    source, target = (np.full(2**25, 0.5, np.float32) for _ in range(2))
+    a = np.full((1024, 1024), 0.5, np.float32)
+    copied = median(place.clock.seconds(lambda: np.copyto(target, source)) for _ in range(3))
+    multiplied = median(place.clock.seconds(lambda: a @ a) for _ in range(3))
+    return {"copy": 2 * source.nbytes / copied, "fp32": 2 * 1024**3 / multiplied}
+
+
 @dataclass
 class Problem:
     """A layer with input and weights, there and in the memory of the host.
@@ -176,14 +195,19 @@ class Problem:
         last = tuple(n - m for n, m in zip(self.shape.out_shape[1:4], size, strict=True))
         wrong = right = 0.0
         for lo in {(0, 0, 0), last, (last[0] // 2, last[1] // 3, 2 * last[2] // 3)}:
-            exact = self._exact.setdefault(lo, self._definition(lo, size))
+            if lo not in self._exact:
+                self._exact[lo] = self._definition(lo, size)
+            exact = self._exact[lo]
             box = _box(lo, size)
             wrong += float(np.square(crop(box).astype(np.float64) - exact).sum())
             right += float(np.square(exact).sum())
         return float(np.sqrt(wrong / right)) if right else float("nan")
 
-    def own_error(self) -> float:
-        """Return the error of the last run's output."""
+    def error_of(self, run: Callable[[], None]) -> float:
+        """Run on an output that holds NaN, so that what is not written is seen, and return the error."""
+        self.place.get(self.out[:1, :1, :1, :1])  # waits for earlier work
+        self.out.fill(np.nan)
+        run()
         return self.error(lambda box: self.place.get(self.out[box]))
 
     def _definition(self, lo: Vec3, size: Vec3) -> Floats:
@@ -196,12 +220,12 @@ class Problem:
         count = _sum(tuple(a * b for a, b in zip(size, p, strict=True)), p, -1)
         if shape.kind == "conv":
             return _fragments(_maxima(np.maximum(self._sums(start, count), 0), p), p)
-        found = _maxima(self.values[_box(start, count)], p)
+        found: Any = _maxima(self.values[_box(start, count)], p)
         return np.asarray(_fragments(found, p) if shape.fragments else found[:, :: p[0], :: p[1], :: p[2]])
 
     def _sums(self, lo: tuple[int, ...], size: tuple[int, ...]) -> Floats:
         """Return a box of the convolution's sums and biases, before anything else."""
-        total = np.zeros((self.shape.batch, *size, self.shape.fout)) + self.weights.bias
+        total: Floats = np.zeros((self.shape.batch, *size, self.shape.fout)) + self.weights.bias
         for tap in product(*map(range, self.shape.k)):
             part = self.values[_box(_sum(lo, tap), size)].astype(np.float64)
             total += part @ self.weights.weight[(..., *tap)].T.astype(np.float64)
@@ -232,18 +256,53 @@ def _fragments(x: Floats, p: Vec3) -> Floats:
     return np.stack([part[_box((0, 0, 0), size)] for part in parts], 1).reshape(-1, *size, x.shape[4])
 
 
-def fastest(problem: Problem, primitive: Any, variants: Sequence[Any]) -> tuple[float, Any]:
-    """Return seconds and variant of the fastest; RuntimeError or MemoryError where none of them runs."""
-    found: list[tuple[float, int]] = []
+def smaller(shape: Shape) -> Shape:
+    """Return the same layer on about an eighth of the volume."""
+    if shape.kind == "conv":
+        step = shape.pool
+        out = tuple(max(p, (n - k + 1) // 2 // p * p) for n, k, p in zip(shape.n, shape.k, step, strict=True))
+        less = 1 if shape.pools else 0
+        n = tuple(o + k - 1 + (p - 1) * less for o, k, p in zip(out, shape.k, step, strict=True))
+        return replace(shape, n=n)
+    return replace(shape, n=tuple(max(p, n // 2 // p * p) + p - 1 for n, p in zip(shape.n, shape.p, strict=True)))
+
+
+def ratio(shape: Shape, other: Shape) -> float:
+    """Return how many times the output voxels of another a shape has."""
+    return float(prod(shape.out_shape[:4]) / prod(other.out_shape[:4]))
+
+
+def likely(primitive: Any, shape: Shape, place: Place) -> list[Any]:
+    """Return the variants that are most likely fast, by the work that they do."""
+    offered = primitive.variants(shape, place.machine)
+    return sorted(offered, key=lambda variant: effort(primitive.work(shape, variant)))[:VARIANTS]
+
+
+def effort(work: Sequence[Any]) -> float:
+    """Return a number that grows with the time of all stages: operations of a product, roughly."""
+    return float(sum(max(OPERATIONS.get(stage.unit, 1.0) * stage.flops, 16 * stage.nbytes) for stage in work))
+
+
+def fastest(problem: Problem, primitive: Any, variants: Sequence[Any], seconds: float) -> tuple[float, Any]:
+    """Return seconds and variant of the fastest; RuntimeError or MemoryError where none of them runs.
+
+    seconds  after which no other variant is tried.
+    """
+    end = time.monotonic() + seconds
+    clock, found = problem.place.clock, list[tuple[float, int]]()
     failed: Exception | None = None
     for number, variant in enumerate(variants):
+        if found and time.monotonic() > end:
+            break
         try:
             run = problem.bound(primitive, variant)
-            problem.place.clock.seconds(run)
-            found.append((problem.place.clock.seconds(run), number))
+            spent = clock.seconds(run)
+            if not found or spent < HOPELESS * min(found)[0]:
+                spent = min(spent, clock.seconds(run))
+            found.append((spent, number))
         except (RuntimeError, MemoryError, znnpy.ZnnpyError) as error:
             failed = error
     if not found:
         raise failed or RuntimeError(f"{primitive.name} has no variant")
-    seconds, number = min(found)
-    return seconds, variants[number]
+    best, number = min(found)
+    return best, variants[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -42,13 +43,17 @@ def machine_name(gpu: Any = None, gpus: int = 1) -> str:
 
 
 def header(gpu: Any = None) -> dict[str, Any]:
-    """Return processor, memory, BLAS kernels, versions, commit, command and time; of a `znnpy.Gpu` what it is too."""
+    """Return processor, memory, BLAS kernels, versions, commit, command and time; of a `znnpy.Gpu` what it is too.
+
+    load  processes that ran on average in the last minute: others, since this one has just begun.
+    """
     machine = this_machine()
     about: dict[str, Any] = {
         "processor": machine.processor,
         "simd": machine.simd,
         "cores": machine.cores,
         "ram_gib": round(machine.ram_bytes / 2**30, 1),
+        "load": round(os.getloadavg()[0], 1),
         "blas": machine.blas,
         "python": sys.version.split()[0],
         "libraries": {name: version for name in LIBRARIES if (version := _version(name))},

@@ -47,8 +47,9 @@ def source_of(result: Result) -> str:
     """Return a line that says where and when a table was measured."""
     header = result.header
     where = header["gpu"]["name"] if header.get("gpu") else f"{header['processor']}, {header['cores']} cores"
+    busy = f", while other programs ran (load {header['load']})" if header.get("load", 0) > header["cores"] / 2 else ""
     return (
-        f"*{where}; {str(header['date'])[:10]}, commit {header['commit']}; "
+        f"*{where}{busy}; {str(header['date'])[:10]}, commit {header['commit']}; "
         f"`results/current/{result.benchmark}-{result.machine}.json`*"
     )
 

@@ -108,13 +108,16 @@ class Rotation:
 
 @dataclass
 class Entry:
-    """Work that takes part in interleaved rounds."""
+    """Work that takes part in interleaved rounds.
+
+    repeats  runs that are timed together; 0: as many as last LEAST_SECONDS.
+    """
 
     name: str
     run: Callable[[], Any]
     clock: Clock
     seconds: list[float] = field(default_factory=list)
-    repeats: int = 1
+    repeats: int = 0
 
 
 def interleave(entries: Sequence[Entry], rounds: int, budget: Budget) -> None:
@@ -123,13 +126,17 @@ def interleave(entries: Sequence[Entry], rounds: int, budget: Budget) -> None:
     Every entry has run before.
     """
     for entry in entries:
-        once = entry.clock.seconds(entry.run)
-        entry.repeats = min(MOST_REPEATS, max(1, ceil(LEAST_SECONDS / max(once, 1e-9))))
+        entry.repeats = entry.repeats or repeats_of(entry.clock.seconds(entry.run))
     for number in range(rounds):
         if number and not budget.allows(sum(entry.seconds[-1] * entry.repeats for entry in entries)):
             return
         for entry in entries if number % 2 == 0 else reversed(entries):
             entry.seconds.append(entry.clock.seconds(entry.run, entry.repeats))
+
+
+def repeats_of(seconds: float) -> int:
+    """Return how many runs of so many seconds are timed together."""
+    return min(MOST_REPEATS, max(1, ceil(LEAST_SECONDS / max(seconds, 1e-9))))
 
 
 class LowestFree:

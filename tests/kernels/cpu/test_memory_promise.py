@@ -28,7 +28,7 @@ def test_footprint_is_what_the_system_counts(primitive: Primitive, repository: P
     """Random shapes of 24 MiB and more, one thread and three, each in a process of its own."""
     out = tmp_path / "memory.json"
     words = ["--shapes", "3", "--threads", "1", "3", "--only", primitive.name, "--most-mib", "80", "--out", str(out)]
-    command = [sys.executable, str(repository / "benchmarks" / "memory.py"), *words]
+    command = [sys.executable, str(repository / "tests" / "support" / "footprint_promise.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
