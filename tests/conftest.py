@@ -17,9 +17,9 @@ from znnpy.network import Conv, Layer, Network, Normalise, Pool
 
 if TYPE_CHECKING:
     from tests.support.cli import Place
+    from tests.support.emulated_gpus import EmulatedGpus
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device
-    from znnpy.machine import Gpu
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/support/emulator/compiling.py
@@ -117,18 +117,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.fixture
+def emulated_gpus() -> Iterator[EmulatedGpus]:
+    """The GPUs that znnpy sees: as the machine has them, until `emulated_gpus.use(...)` or `.remove(...)`."""
+    from tests.support.emulated_gpus import EmulatedGpus
+
+    gpus = EmulatedGpus()
+    yield gpus
+    gpus.restore()
+
+
 @pytest.fixture(autouse=True)
 def _the_gpu_is_for_tests_that_want_it(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of all others find none, here and in processes that they start: they say on which device they run."""
     if not has_driver() or request.node.get_closest_marker("gpu"):
         return
-    from znnpy.errors import DeviceError
-    from znnpy.run import devices
-
-    def none() -> Gpu:
-        raise DeviceError("tests that are not marked for it have no GPU")
-
-    monkeypatch.setattr(devices, "find_gpu", none)
+    gpus: EmulatedGpus = request.getfixturevalue("emulated_gpus")
+    gpus.remove("tests that are not marked for it have no GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 

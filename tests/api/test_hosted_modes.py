@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EmulatedDevice, compiler
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
@@ -21,7 +22,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices, modes, pipeline
+from znnpy.run import choice, modes, pipeline
 from znnpy.run.layer import HostRamLayer, Position
 from znnpy.verify import TOLERANCES
 
@@ -30,17 +31,9 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a
 MODES = ("gpu-host", "cpu-to-gpu")
 
 
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    return assumed_rates(machine, 1, "gpu")
-
-
 @pytest.fixture(autouse=True)
-def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (devices, choice):
-        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(2), EMULATED_GPU))
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", assumed)
+def _emulated(emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.use(count=2)
 
 
 def go(place: Place, mode: str, **words: Any) -> Report:
@@ -157,7 +150,7 @@ def test_primitives_of_either_device(place: Place, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: EmulatedGpus, mode: str) -> None:
     """It is planned anew in the same mode, and what was finished stays."""
 
     class Refusing(EmulatedDevice):
@@ -169,7 +162,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
                 raise VramError("cudaErrorMemoryAllocation: out of memory")
             super().copy_async(target, source, stream)
 
-    monkeypatch.setattr(devices, "Device", Refusing)
+    emulated_gpus.open_as(Refusing)
     report = go(place, mode, patch=(4, 8, 4), cover="patches")
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert report.plan.mode == mode
@@ -193,8 +186,10 @@ def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rate
     return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 
 
-def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "measured_rates", slow)
+def test_auto_takes_the_mode_that_is_fastest(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
+    emulated_gpus.measure_as(slow)
     monkeypatch.setattr(modes, "plan_beside", _none_fits)
     assert go(place, "auto").plan.mode == "gpu", "so short a run is not looked at"
     monkeypatch.setattr(modes, "LONG_SECONDS", 0.0)
@@ -250,9 +245,9 @@ def test_plan_tells_of_both_modes(place: Place) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, "side-by-side"])
 def test_layers_are_timed_and_held_against_the_definition_where_they_run(
-    place: Place, monkeypatch: pytest.MonkeyPatch, mode: str
+    place: Place, emulated_gpus: EmulatedGpus, mode: str
 ) -> None:
-    monkeypatch.setattr(devices, "measured_rates", slow)  # about as an emulator is: few other ways are tried
+    emulated_gpus.measure_as(slow)  # about as an emulator is: few other ways are tried
     told: list[str] = []
     words: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
     words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EmulatedDevice, compiler
 from znnpy.errors import DeviceError, ResumeError, VramError
 from znnpy.inference import infer
-from znnpy.machine import Machine
-from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run import choice, devices
 from znnpy.verify import TOLERANCES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
@@ -26,17 +24,9 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a
 CARDS = 3
 
 
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    return assumed_rates(machine, 1, "gpu")
-
-
 @pytest.fixture(autouse=True)
-def _cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (devices, choice):
-        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "find_gpus", lambda: dict.fromkeys(range(CARDS), EMULATED_GPU))
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", assumed)
+def _emulated(emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.use(count=CARDS)
 
 
 def go(place: Place, **words: Any) -> Report:
@@ -100,8 +90,10 @@ class Failing(EmulatedDevice):
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
-    monkeypatch.setattr(devices, "Device", Failing)
+def test_a_gpu_that_fails_hands_its_patch_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus, faulty: int
+) -> None:
+    emulated_gpus.open_as(Failing)
     monkeypatch.setattr(Failing, "copies", 0)
     monkeypatch.setattr(Failing, "faulty", faulty)
     report = go(place, gpus=2, patch=(2, 4, 4))
@@ -112,9 +104,11 @@ def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_the_only_gpu_that_fails_says_where(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_gpu_that_fails_says_where(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
     """Not that it could not be closed."""
-    monkeypatch.setattr(devices, "Device", Failing)
+    emulated_gpus.open_as(Failing)
     monkeypatch.setattr(Failing, "copies", 0)
     monkeypatch.setattr(Failing, "faulty", 0)
     with pytest.raises(DeviceError, match=r"^output voxels .*, step 0 of column \d+: cudaErrorECCUncorrectable"):
@@ -140,9 +134,11 @@ class Full(EmulatedDevice):
         return super().allocate(nbytes, what)
 
 
-def test_memory_that_is_refused_within_a_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_refused_within_a_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
     """What was finished is kept; the rest follows with a leaner plan, once."""
-    monkeypatch.setattr(devices, "Device", Full)
+    emulated_gpus.open_as(Full)
     monkeypatch.setattr(Full, "copies", 0)
     monkeypatch.setattr(Full, "held", [])
     report = go(place, patch=(2, 4, 4))
@@ -155,9 +151,11 @@ def test_memory_that_is_refused_within_a_run(place: Place, monkeypatch: pytest.M
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_memory_that_is_refused_before_anything_is_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_refused_before_anything_is_finished(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
     """The run begins anew, with whatever patches suit."""
-    monkeypatch.setattr(devices, "Device", Full)
+    emulated_gpus.open_as(Full)
     monkeypatch.setattr(Full, "copies", 8)
     report = go(place)
     (said,) = (sentence for sentence in report.warnings if sentence.startswith("planned anew within "))
@@ -191,14 +189,11 @@ def test_more_than_there_are(place: Place) -> None:
     )
 
 
-def test_gpus_that_are_asked_for_are_no_wish(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_are_asked_for_are_no_wish(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """No run goes to the CPU where several were asked for."""
     assert "this process sees 3" in place.refusal(*place.words, "--gpus", CARDS + 1)
 
-    def none() -> Any:
-        raise DeviceError("there is no device")
-
-    monkeypatch.setattr(devices, "find_gpu", none)
+    emulated_gpus.remove("there is no device")
     assert place.refusal(*place.words, "--gpus", 2) == "there is no device"
 
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EMULATED_GPU, compiler
 from znnpy import measurement
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
-from znnpy.machine import Gpu, Machine, this_machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.machine import Gpu, this_machine
 from znnpy.planner.costs import Costs
-from znnpy.run import devices
 from znnpy.run.layer import DeviceLayer, Position
 from znnpy.run.shelf import stored_path
 from znnpy.shapes import LayerShape
@@ -34,12 +33,8 @@ def refused(gpu: Gpu, number: int) -> Any:
     raise DeviceError("cudaErrorMemoryAllocation: out of memory")
 
 
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    return assumed_rates(machine, 1, "gpu")
-
-
 @pytest.fixture(autouse=True)
-def _here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(place: Place, emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and a GPU that takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
@@ -48,9 +43,7 @@ def _here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
-    monkeypatch.setattr(devices, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", assumed)
+    emulated_gpus.use()
 
 
 def costs_of_the_cpu() -> Any:
@@ -58,9 +51,9 @@ def costs_of_the_cpu() -> Any:
 
 
 def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, emulated_gpus: EmulatedGpus
 ) -> None:
-    monkeypatch.setattr(devices, "Device", refused)
+    emulated_gpus.open_as(refused)
     result = place.run("measure", "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)

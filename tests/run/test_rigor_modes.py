@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EMULATED_GPU
 from znnpy import planning
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
@@ -24,7 +25,7 @@ from znnpy.planner.memory import DeviceKind
 from znnpy.planner.options import JOINING, KEEPING
 from znnpy.planner.plan import Plan
 from znnpy.planner.sizes import SIZES
-from znnpy.run import choice, devices, modes, rigor
+from znnpy.run import modes, rigor
 from znnpy.run.devices import Site, opened
 from znnpy.run.hosted import ALL
 from znnpy.run.learning import Known
@@ -95,11 +96,8 @@ class Clocks:
 
 
 @pytest.fixture(autouse=True)
-def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (devices, choice):
-        monkeypatch.setattr(room, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(devices, "Device", EmulatedDevice)
-    monkeypatch.setattr(devices, "measured_rates", gpu_rates)
+def _emulated(emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_gpus.use(rates=gpu_rates)
     monkeypatch.setattr(modes, "processor_rates", cpu_rates)
 
 
