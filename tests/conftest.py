@@ -109,7 +109,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `long` or `torch` run only where `-m` names their marker, and so do those marked `gpu` where no
-    driver is; the others are deselected, not listed one by one."""
+    driver is; the others are deselected, not listed one by one. Tests of the benchmarks are marked `slow`."""
+    for item in items:
+        if item.path.is_relative_to(REPOSITORY / "tests" / "benchmarks"):  # they run whole benchmarks
+            item.add_marker(pytest.mark.slow)
     on_request = {"long", "torch"} if has_driver() else {"long", "torch", "gpu"}
     unnamed = {marker for marker in on_request if marker not in config.option.markexpr}
     left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in unnamed)}
@@ -148,7 +151,7 @@ def cuda_device() -> Iterator[Device]:
         yield device
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("emulated", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A Device; each test that asks for it runs on the emulator and, where there is one, on a CUDA device."""
     if request.param == "cuda":

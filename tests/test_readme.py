@@ -12,6 +12,8 @@ import h5py
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 BLOCKS = [(match[1], match[2]) for match in BLOCK.finditer(README)]

@@ -31,7 +31,7 @@ from znnpy.run.pipeline import Event
 from znnpy.trained import load_network
 from znnpy.verify import TOLERANCES, verify
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from znnpy.run import choice, modes, pipeline
 from znnpy.run.layer import HostRamLayer, Position
 from znnpy.verify import TOLERANCES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
 
 MODES = ("gpu-host", "cpu-to-gpu")
 

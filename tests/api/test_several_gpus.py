@@ -19,7 +19,7 @@ from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.verify import TOLERANCES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
 
 CARDS = 3
 

@@ -29,7 +29,7 @@ from znnpy.run import choice, modes, pipeline
 from znnpy.run.session import Session
 from znnpy.verify import TOLERANCES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
 
 
 def nearly_as_slow_as_the_processor(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:

@@ -24,6 +24,8 @@ from znnpy.kernels.gpu import device as device_room
 from znnpy.machine import Gpu
 from znnpy.run import devices
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 CARD = replace(EMULATED_GPU, name="a card", memory_bytes=4 * 2**30)
 

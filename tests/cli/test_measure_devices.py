@@ -21,6 +21,8 @@ from znnpy.run.layer import DeviceLayer, Position
 from znnpy.run.shelf import stored_path
 from znnpy.shapes import LayerShape
 
+pytestmark = pytest.mark.slow
+
 
 class Clock:
     """Every layer takes a millisecond; nothing is run."""

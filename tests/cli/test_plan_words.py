@@ -14,6 +14,8 @@ from tests.support.cli import Place
 from znnpy import progress
 from znnpy.planner.throughput import Point
 
+pytestmark = pytest.mark.slow
+
 
 def test_in_words_and_as_json(place: Place) -> None:
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "cpu")

@@ -20,6 +20,8 @@ from znnpy.availability import primitives_table
 from znnpy.doors import PIPED_WIDTH, print_lines, print_table, wrapped
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(sys.executable).with_name("znnpy")
 EVERY = (*TABLE, *IN_HOST_RAM)
 SENTENCE = (

@@ -30,6 +30,7 @@ def plan() -> Plan:
     return hosted(MIXED, (20, 11, 8), PLENTY, PLENTY)
 
 
+@pytest.mark.slow
 def test_than_is_a_word_of_modes(plan: Plan) -> None:
     with pytest.raises(TypeError, match="give a mode"):
         hosted(MIXED, (20, 11, 8), PLENTY, PLENTY, mode=None, device="gpu", host_rates=None, than=plan)
@@ -83,6 +84,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
             Plan.from_json(edited(plan, *path, to=to)).check_runs(MIXED, WITH_GPU, table=table)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_kept() -> None:
     some_patch: Vec3 = (2, 2, 4)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
@@ -97,6 +99,7 @@ def test_what_is_asked_for_is_kept() -> None:
     assert {choice.shape.precision for choice in plan.choices[: plan.hosted]} == {"fp32"}
 
 
+@pytest.mark.slow
 def test_what_no_plan_does() -> None:
     with pytest.raises(
         NoPlanError, match=r"hands float32 from the host to the GPU: choose precision='tf32' or precision='fp32'"
@@ -114,6 +117,7 @@ def test_what_no_plan_does() -> None:
         make_plan(MIXED, (20, 11, 8), replace(WITH_GPU, gpu=None), Limits(PLENTY, 2, PLENTY), mode="cpu-to-gpu")
 
 
+@pytest.mark.slow
 def test_the_nearest_miss(plan: Plan) -> None:
     """The limits that the message asks for are enough."""
     with pytest.raises(NoPlanError) as caught:
@@ -127,6 +131,7 @@ def test_the_nearest_miss(plan: Plan) -> None:
         hosted(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu"])
 def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     limits = Limits(PLENTY, THREADS + 1, PLENTY)
@@ -153,6 +158,7 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
         Plan.from_json(json.dumps(wrong))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
     """Layer by layer, in both memories, and which side waits for the other."""
@@ -175,6 +181,7 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
         assert row in told
 
 
+@pytest.mark.slow
 def test_the_side_that_waits_is_told() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
     assert "the CPU waits 100% of the time" in " ".join(replace(plan, handover_seconds=9.0).explain().split())

@@ -28,7 +28,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.sides import device_side, host_side
 from znnpy.shapes import LayerShape, Vec3
 
-pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sublayers_take_no_longer")]
 
 FEWER = replace(HOST_RATES, slower=(THREADS + 1) / THREADS)
 

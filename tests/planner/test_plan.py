@@ -282,6 +282,7 @@ def test_waste_is_what_borders_cost(network: Network, plan: Plan, column: Plan) 
     assert dot.waste == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [(20, 31, 8), (1, 1, 1), (47, 5, 3), (10, 310, 80)], ids=str)
 def test_the_same_columns_for_another_output(
     plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, output: Vec3

@@ -42,12 +42,14 @@ def several(
     )
 
 
+@pytest.mark.slow
 def test_one_is_as_ever() -> None:
     plan = several(1)
     assert plan == make(MIXED, OUTPUT, PLENTY)
     assert (plan.devices, plan.alone) == (1, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None:
     plan = several(devices)
@@ -58,6 +60,7 @@ def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None
     assert edges == pytest.approx(nbytes / EDGE_BYTES, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
 def test_columns_for_all(devices: int, columns: bool) -> None:
@@ -77,6 +80,7 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
     assert f"{alone.seconds / plan.seconds:.2f} times as fast as one GPU alone" in plan.explain()
 
 
+@pytest.mark.slow
 def test_it_is_cut_where_borders_cost_least() -> None:
     plan = several(2, DEEP, (24, 24, 24))
     assert plan.patch_out[0] == 24 or plan.column >= 24, "not along z"
@@ -99,6 +103,7 @@ def test_memory_is_promised_for_all() -> None:
     assert memory.vram == replace(memory, devices=1).vram, "of each"
 
 
+@pytest.mark.slow
 def test_each_has_its_part_of_the_process() -> None:
     """22 MiB are taken for each, whatever it computes."""
     tight = replace(PLENTY, ram_bytes=BASELINE + 50 * MIB)

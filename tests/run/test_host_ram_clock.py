@@ -20,6 +20,8 @@ from znnpy.run.layer import HostRamLayer
 from znnpy.run.timing import ON_GPU, Where
 from znnpy.shapes import ConvShape
 
+pytestmark = pytest.mark.slow
+
 (HOST_RAM,) = IN_HOST_RAM
 SHAPE = ConvShape(2, 3, 4, (6, 7, 8), (3, 2, 3), "relu")
 DIRECT = Variant.of(

@@ -24,7 +24,7 @@ from znnpy.run.hosted import HostedSession
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from znnpy.run.shares import Shares
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = pytest.mark.usefixtures("collects_nothing")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("collects_nothing")]
 
 
 def failing(at: str, stage: str, patch: int) -> None:

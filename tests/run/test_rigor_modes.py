@@ -36,6 +36,8 @@ from znnpy.shapes import ConvShape, LayerShape
 if TYPE_CHECKING:
     from tests.support.cli import Place
 
+pytestmark = pytest.mark.slow
+
 THREADS = 3  # of which one feeds a GPU where the processor computes beside it
 (HOST_RAM,) = IN_HOST_RAM
 CREWS = {"gpu": 3, "gpu-host": 3, "cpu-to-gpu": 2, "side-by-side": 2}

@@ -43,6 +43,8 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
+pytestmark = pytest.mark.slow
+
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
 NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
