@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy import inference
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
@@ -31,7 +31,7 @@ from znnpy.run.pipeline import Event
 from znnpy.trained import load_network
 from znnpy.verify import TOLERANCES, verify
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus
-from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
@@ -26,7 +26,7 @@ from znnpy.run import choice, modes, pipeline
 from znnpy.run.layer import HostRamLayer, Position
 from znnpy.verify import TOLERANCES
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 MODES = ("gpu-host", "cpu-to-gpu")
 

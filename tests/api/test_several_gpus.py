@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus
-from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy.errors import DeviceError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.planner.plan import Plan
@@ -19,7 +19,7 @@ from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.verify import TOLERANCES
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 CARDS = 3
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus, assumed_gpu_rates
-from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy import inference
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
 from znnpy.formats.networks import read_network
@@ -29,7 +29,7 @@ from znnpy.run import choice, modes, pipeline
 from znnpy.run.session import Session
 from znnpy.verify import TOLERANCES
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")]
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
 def nearly_as_slow_as_the_processor(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cli import Place
 from tests.support.emulated_gpus import EmulatedGpus
-from tests.support.emulator import EMULATED_GPU, compiler
+from tests.support.emulator import EMULATED_GPU, needs_compiler
 from znnpy import measurement
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
@@ -65,7 +65,7 @@ def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
     assert place.refusal("measure", "--device", "gpu") == "cudaErrorMemoryAllocation: out of memory"
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 def test_threads_are_none_of_a_gpu(place: Place) -> None:
     result = place.run("measure", "--device", "gpu", "--threads", 2)
     assert result.exit_code == 2
@@ -77,7 +77,7 @@ def test_threads_are_none_of_a_gpu(place: Place) -> None:
     assert document["notes"] == ["--threads are for the processor, and the GPU was measured"]
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) -> None:
     """The CPU's plan beside the GPU's is estimated without them."""
     place.write_small_volume()
@@ -94,7 +94,7 @@ def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) ->
     assert note.startswith("stored costs are not used: BLAS was mkl none and is ")
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_layers_of_a_gpu_are_held_against_the_definition(
     place: Place, monkeypatch: pytest.MonkeyPatch, precision: str

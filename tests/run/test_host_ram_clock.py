@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.closeness import MACHINE
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy.errors import DeviceError, DeviceLostError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
@@ -56,7 +56,7 @@ def test_all_of_a_run_counts(device: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert spent == (3.0 + 5.0) / 2
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 def test_where_layers_run_says_who_times_them() -> None:
     device: Any = EmulatedDevice()
     for where, kind in ((Where("cpu", 2), CpuClock), (ON_GPU, GpuClock), (Where("gpu", 2), HostRamClock)):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from tests.support.hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
 from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.odd_networks import NETWORKS, ODDER, Poisoned, assert_dense, definition, small, some_volume, trained
@@ -33,7 +33,7 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = needs_compiler
 ON_CPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("cpu."))
 LAYERS = [network for network in (*NETWORKS, *ODDER) if len(network.layers) > 1]
 CUTS = [(network, theta) for network in LAYERS for theta in range(1, len(network.layers))]
