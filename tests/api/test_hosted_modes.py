@@ -50,7 +50,7 @@ def expected(place: Place) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cover", ["columns", "patches"])
-def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> None:
+def test_output_equals_that_of_the_cpu(place: Place, mode: str, cover: str) -> None:
     report = go(place, mode, cover=cover, trace=place.folder / "trace.json")
     made = report.plan
     assert made.mode == mode
@@ -67,7 +67,7 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
+def test_stopped_run_resumes_where_it_stopped(place: Place, mode: str) -> None:
     def stop(event: pipeline.Event) -> None:
         if event.columns_done >= 2:
             raise KeyboardInterrupt
@@ -86,7 +86,7 @@ def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
+def test_several_gpus_and_fp16_are_refused_with_host_modes(place: Place, mode: str) -> None:
     with pytest.raises(ValueError, match=f"mode='{mode}' runs on one GPU: leave out `gpus`"):
         go(place, mode, gpus=2)
     with pytest.raises(NoPlanError, match="choose precision='tf32' or precision='fp32'"):
@@ -95,7 +95,7 @@ def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("output_dtype", ["float16", "uint8"])
-def test_other_outputs(place: Place, mode: str, output_dtype: str) -> None:
+def test_output_in_float16_and_uint8_equals_that_of_the_cpu(place: Place, mode: str, output_dtype: str) -> None:
     made = go(place, mode, output_dtype=output_dtype).plan
     assert made.itemsize_out == np.dtype(output_dtype).itemsize
     found = place.prediction()

@@ -107,7 +107,7 @@ def test_a_gpu_that_fails_hands_its_patch_back(
 def test_the_only_gpu_that_fails_says_where(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
-    """Not that it could not be closed."""
+    """The error is the failure itself, not that the GPU could not be closed."""
     emulated_gpus.open_as(Failing)
     monkeypatch.setattr(Failing, "copies", 0)
     monkeypatch.setattr(Failing, "faulty", 0)
@@ -134,7 +134,7 @@ class Full(EmulatedDevice):
         return super().allocate(nbytes, what)
 
 
-def test_memory_that_is_refused_within_a_run(
+def test_memory_refused_within_a_run_is_planned_anew_and_keeps_what_was_finished(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     """What was finished is kept; the rest follows with a leaner plan, once."""
@@ -151,7 +151,7 @@ def test_memory_that_is_refused_within_a_run(
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_memory_that_is_refused_before_anything_is_finished(
+def test_memory_refused_before_anything_is_finished_begins_the_run_anew(
     place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
 ) -> None:
     """The run begins anew, with whatever patches suit."""
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_another_number(place: Place) -> None:
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_more_than_there_are(place: Place) -> None:
+def test_more_gpus_than_the_machine_has_are_refused(place: Place) -> None:
     result = place.infer("--device", "gpu", "--gpus", CARDS + 1)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1] == (
@@ -189,7 +189,7 @@ def test_more_than_there_are(place: Place) -> None:
     )
 
 
-def test_gpus_that_are_asked_for_are_no_wish(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_run_on_several_gpus_never_falls_back_to_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """No run goes to the CPU where several were asked for."""
     assert "this process sees 3" in place.refusal(*place.words, "--gpus", CARDS + 1)
 
@@ -220,7 +220,7 @@ def test_a_run_that_goes_on_with_more_keeps_its_limit(place: Place) -> None:
         (("--gpus", "2", "--device", "cpu"), "--gpus are for runs on GPUs, and --device cpu was asked for: drop one"),
     ],
 )
-def test_words_that_are_none(place: Place, words: tuple[str, ...], said: str) -> None:
+def test_invalid_gpus_options_are_usage_errors(place: Place, words: tuple[str, ...], said: str) -> None:
     for result in (place.infer(*words), place.run("plan", place.folder / "net.yaml", *words)):
         assert result.exit_code == 2
         assert said in result.output

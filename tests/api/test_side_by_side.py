@@ -151,7 +151,7 @@ def test_a_gpu_computes_what_the_processor_is_late_with(place: Place) -> None:
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_it_goes_on_where_it_stopped(place: Place) -> None:
+def test_stopped_run_resumes_where_it_stopped(place: Place) -> None:
     seen: list[pipeline.Event] = []
 
     def stop(event: pipeline.Event) -> None:
@@ -167,7 +167,7 @@ def test_it_goes_on_where_it_stopped(place: Place) -> None:
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_words_that_contradict_a_run_that_began(place: Place) -> None:
+def test_resume_with_contradicting_options_is_refused(place: Place) -> None:
     with pytest.raises(KeyboardInterrupt):
         go(place, patch=(2, 4, 4), progress=_stop_at_two)
     with pytest.raises(ResumeError, match="the run began with mode='side-by-side', and now it is mode='gpu'"):
@@ -179,7 +179,7 @@ def _stop_at_two(event: pipeline.Event) -> None:
         raise KeyboardInterrupt
 
 
-def test_where_the_processor_would_only_wait(place: Place, emulated_gpus: EmulatedGpus) -> None:
+def test_side_by_side_is_refused_where_the_cpu_would_only_wait(place: Place, emulated_gpus: EmulatedGpus) -> None:
     emulated_gpus.measure_as(assumed_gpu_rates)
     with pytest.raises(
         NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the processor takes"
@@ -199,7 +199,7 @@ def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPa
         assert go(place, mode="auto").plan.mode == mode
 
 
-def test_ram_is_shared(place: Place) -> None:
+def test_ram_limit_covers_gpu_and_cpu_plan_together(place: Place) -> None:
     whole = go(place).plan
     least = go(place, mode="gpu").plan.memory.peak
     with pytest.raises(NoPlanError, match=r"the GPU's part takes .* MiB of RAM, and the processor needs"):
@@ -218,7 +218,7 @@ def test_ram_is_shared(place: Place) -> None:
         ({"mode": "cpu", "vram": "1G", "precision": None}, "`vram` limits the memory of a GPU, and none is used"),
     ],
 )
-def test_words_that_contradict_each_other(place: Place, words: dict[str, Any], sentence: str) -> None:
+def test_contradicting_options_are_refused(place: Place, words: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         go(place, **words)
 
