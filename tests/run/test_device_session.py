@@ -39,7 +39,7 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
 ALL = NETWORKS + ODDER
@@ -71,7 +71,6 @@ def on_gpu(
     return planned(network, network.dense_size(volume.shape[1:]), patch, ways=chosen, **words)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("network", ALL, ids=ids)
 def test_patches_equal_the_definition(device: EmulatedDevice, network: Network) -> None:
     net, volume = trained(network), some_volume(network, seed=41)
@@ -82,7 +81,6 @@ def test_patches_equal_the_definition(device: EmulatedDevice, network: Network) 
     assert_dense(ran(plan, net, volume, table=STAND_INS, device=device), definition(net, volume))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "axis"), [(network, index % 3) for index, network in enumerate((*ALL, ALL[0], ALL[0]))], ids=ids
 )
@@ -96,7 +94,6 @@ def test_columns_in_parts_equal_the_definition(device: EmulatedDevice, network: 
     assert_dense(ran(plan, net, volume, table=STAND_INS, device=device), definition(net, volume))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
 @pytest.mark.parametrize("axis", [0, 2], ids=ids)
 def test_activations_are_as_wide_as_the_precision_says(device: EmulatedDevice, precision: Precision, axis: int) -> None:
@@ -114,7 +111,6 @@ def test_activations_are_as_wide_as_the_precision_says(device: EmulatedDevice, p
         assert (sum(t.nbytes for t in plan.tensors) < sum(t.nbytes for t in wide.tensors)) == (precision == "fp16")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", "f2", ">f4", "f8"])
 def test_any_real_dtype_is_normalised_alike(device: EmulatedDevice, dtype: str) -> None:
     network = Network("n", 2, (Conv((2, 2, 2), 2, "none"),), Normalise((130.0, 7.0), (33.5, 70.0)))
@@ -124,7 +120,6 @@ def test_any_real_dtype_is_normalised_alike(device: EmulatedDevice, dtype: str) 
     assert_dense(got, definition(net, volume))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["uint8", "float16"])
 def test_other_outputs_of_columns(device: EmulatedDevice, dtype: str) -> None:
     """The output's type is not known in the first steps of a column."""
@@ -137,7 +132,6 @@ def test_other_outputs_of_columns(device: EmulatedDevice, dtype: str) -> None:
     np.testing.assert_array_equal(got, wanted.astype(dtype))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=ids)
 def test_nan_is_written_where_the_field_of_view_holds_one(device: EmulatedDevice, axis: int) -> None:
     network = NETWORKS[0]
@@ -156,7 +150,6 @@ def test_nan_is_written_where_the_field_of_view_holds_one(device: EmulatedDevice
         assert_dense(got[:, ~unknown], exact[:, ~unknown])
 
 
-@pytest.mark.slow
 def test_arrays_of_any_strides_are_taken_and_given(device: EmulatedDevice) -> None:
     """Also without the session's own buffers."""
     network = NETWORKS[0]
@@ -184,7 +177,6 @@ def steps_of(plan: Plan, volume: Any, network: Network) -> Iterator[tuple[Any, A
             yield raw, out if step.write.voxels else None, number == 0
 
 
-@pytest.mark.slow
 def test_two_steps_are_under_way_and_no_third(device: EmulatedDevice) -> None:
     """Results come with the wait, and a column begins while another one ends."""
     network = NETWORKS[0]
@@ -222,7 +214,6 @@ def hot(layer: int, *layers: Any) -> TrainedNetwork:
     return net
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("only", ["gpu.conv.plain", "gpu.conv.peaks"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_overflow_names_its_layer_and_where(device: EmulatedDevice, only: str, precision: Precision) -> None:
@@ -251,7 +242,6 @@ def test_the_first_steps_of_a_column_find_overflows_too(device: EmulatedDevice) 
         ran(plan, net, volume, table=STAND_INS, device=device)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "value", "precision", "said"),
     [
@@ -275,7 +265,6 @@ def test_an_input_beyond_what_activations_hold_is_refused(
         ran(plan, trained(network), volume, table=STAND_INS, device=device)
 
 
-@pytest.mark.slow
 def test_an_output_beyond_float16_is_refused(device: EmulatedDevice) -> None:
     network = Network("n", 1, (Pool((2, 1, 1)),))
     volume = np.full((1, 3, 3, 3), 65519.0, np.float32)
@@ -287,7 +276,6 @@ def test_an_output_beyond_float16_is_refused(device: EmulatedDevice) -> None:
         ran(plan, trained(network), volume, dtype=np.float16, table=STAND_INS, device=device)
 
 
-@pytest.mark.slow
 def test_peaks_are_those_of_a_column(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """They grow from step to step, and the next column begins with its own; poolings have none."""
     network = Network("n", 1, (Conv((2, 1, 1), 1), Pool((1, 2, 1)), Conv((1, 1, 1), 1)))
@@ -310,7 +298,6 @@ def test_peaks_are_those_of_a_column(device: EmulatedDevice, monkeypatch: pytest
     ]
 
 
-@pytest.mark.slow
 def test_what_the_device_refuses_is_given_back() -> None:
     """Also while the error is looked at: then a run is planned anew."""
     network = NETWORKS[0]
@@ -323,7 +310,6 @@ def test_what_the_device_refuses_is_given_back() -> None:
         assert device.allocated == 0, caught.value
 
 
-@pytest.mark.slow
 def test_a_session_holds_what_its_plan_says(device: EmulatedDevice) -> None:
     network = NETWORKS[3]
     net, volume = trained(network), some_volume(network, seed=53)
@@ -342,7 +328,6 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice) -> None:
         assert device.allocated == 0
 
 
-@pytest.mark.slow
 def test_another_run_in_the_same_process(device: EmulatedDevice) -> None:
     """After one that ended with an error, and beside one that is still open."""
     network = NETWORKS[0]
@@ -368,7 +353,6 @@ class _Endless:
         return self._gone.is_set() and self._event.done
 
 
-@pytest.mark.slow
 def test_ctrl_c_is_noticed_while_the_device_computes(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=55)
@@ -397,7 +381,6 @@ def test_ctrl_c_is_noticed_while_the_device_computes(device: EmulatedDevice, mon
     presser.join()
 
 
-@pytest.mark.slow
 def test_a_stopped_crew_submits_and_waits_no_more(device: EmulatedDevice) -> None:
     network = NETWORKS[0]
     net, volume = trained(network), some_volume(network, seed=56)
@@ -412,7 +395,6 @@ def test_a_stopped_crew_submits_and_waits_no_more(device: EmulatedDevice) -> Non
             session.wait(ticket)
 
 
-@pytest.mark.slow
 def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer, and those before it that are done in no more than so many seconds: predicted are two each."""
     network = ODDER[5]
@@ -437,7 +419,6 @@ def test_no_more_is_queued_than_ctrl_c_may_wait_for(device: EmulatedDevice, monk
     assert (most[5.0], most[0.1]) == (3, 1)
 
 
-@pytest.mark.slow
 def test_a_fault_of_the_device_is_told_once(device: EmulatedDevice) -> None:
     """Not again by what the end of the session asks of a device that answers nothing else any more."""
     network = NETWORKS[0]
