@@ -17,9 +17,9 @@ from znnpy.network import Conv, Layer, Network, Normalise, Pool
 
 if TYPE_CHECKING:
     from tests.support.cli import Place
+    from tests.support.emulated_gpus import EmulatedGpus
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device
-    from znnpy.machine import Gpu
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/support/emulator/compiling.py
@@ -109,7 +109,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `long` or `torch` run only where `-m` names their marker, and so do those marked `gpu` where no
-    driver is; the others are deselected, not listed one by one."""
+    driver is; the others are deselected, not listed one by one. Tests of the benchmarks are marked `slow`."""
+    for item in items:
+        if item.path.is_relative_to(REPOSITORY / "tests" / "benchmarks"):  # they run whole benchmarks
+            item.add_marker(pytest.mark.slow)
     on_request = {"long", "torch"} if has_driver() else {"long", "torch", "gpu"}
     unnamed = {marker for marker in on_request if marker not in config.option.markexpr}
     left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in unnamed)}
@@ -117,18 +120,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.fixture
+def emulated_gpus() -> Iterator[EmulatedGpus]:
+    """The GPUs that znnpy sees: as the machine has them, until `emulated_gpus.use(...)` or `.remove(...)`."""
+    from tests.support.emulated_gpus import EmulatedGpus
+
+    gpus = EmulatedGpus()
+    yield gpus
+    gpus.restore()
+
+
 @pytest.fixture(autouse=True)
 def _the_gpu_is_for_tests_that_want_it(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of all others find none, here and in processes that they start: they say on which device they run."""
     if not has_driver() or request.node.get_closest_marker("gpu"):
         return
-    from znnpy.errors import DeviceError
-    from znnpy.run.target import DRIVER
-
-    def none() -> Gpu:
-        raise DeviceError("tests that are not marked for it have no GPU")
-
-    monkeypatch.setattr(DRIVER, "find", none)
+    gpus: EmulatedGpus = request.getfixturevalue("emulated_gpus")
+    gpus.remove("tests that are not marked for it have no GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -143,7 +151,7 @@ def cuda_device() -> Iterator[Device]:
         yield device
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("emulated", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A Device; each test that asks for it runs on the emulator and, where there is one, on a CUDA device."""
     if request.param == "cuda":

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def packages_on_disk(repository: Path) -> set[str]:
     """Dotted names of all folders with an __init__.py, `kernels` and `planner` under znnpy."""

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 TEST = "tests/formats/test_networks.py::test_the_default_network_is_the_trained_one"
 
 

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from znnpy.errors import DeviceError
 from znnpy.kernels.cpu.native.library import why_not
-from znnpy.kernels.gpu.device import find_gpu
 from znnpy.kernels.primitive import Kind, Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.planner.widths import WideOrNarrow, columns_for, indented
+from znnpy.run.target import DRIVER
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 
 CUBE: Vec3 = (15, 15, 15)  # pooled into fragments by windows of 2
@@ -32,7 +32,7 @@ def why_not_here(table: Sequence[Primitive] = TABLE) -> dict[str, str]:
     machine = this_machine()
     no_gpu = ""
     try:
-        machine = replace(machine, gpu=find_gpu())
+        machine = replace(machine, gpu=DRIVER.find())
     except DeviceError as error:
         no_gpu = str(error)
     lacking = {}

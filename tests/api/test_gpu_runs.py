@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -16,11 +15,12 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy import inference
 from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
-from znnpy.machine import Gpu, Machine
+from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
@@ -28,40 +28,16 @@ from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import target
 from znnpy.run.pipeline import Event
-from znnpy.run.target import DRIVER
 from znnpy.shapes import Precision
 from znnpy.trained import load_network
 from znnpy.verify import TOLERANCES, verify
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
-
-
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    """Not measured: an emulator takes long, and what it takes says nothing."""
-    assert device.gpu == machine.gpu
-    return assumed_rates(machine, 1, "gpu")
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`card()` gives the machine a GPU; `card(None)` takes it away."""
-
-    def there(gpu: Gpu | None = EMULATED_GPU) -> None:
-        def found() -> Gpu:
-            if gpu is None:
-                raise DeviceError("there is no device any more")
-            return gpu
-
-        monkeypatch.setattr(DRIVER, "find", found)
-        monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
-        monkeypatch.setattr(DRIVER, "rates", assumed)
-
-    return there
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
 @pytest.fixture(autouse=True)
-def _emulated(card: Callable[..., None]) -> None:
-    card()
+def _emulated(emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.use()
 
 
 def go(place: Place, **words: Any) -> Report:
@@ -96,7 +72,7 @@ def test_auto_takes_the_gpu(place: Place) -> None:
     assert go(place, device="auto", only="cpu.conv.direct", overwrite=True).gpu is None
 
 
-def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_run_on_the_gpu_too(place: Place, emulated_gpus: EmulatedGpus) -> None:
     net = load_network(place.folder / "net.yaml")
     array = np.random.default_rng(2).integers(0, 256, (14, 23, 25), np.uint8)
     opened: list[EmulatedDevice] = []
@@ -106,7 +82,7 @@ def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch
             opened.append(self)
             return self
 
-    monkeypatch.setattr(DRIVER, "open", Noted)
+    emulated_gpus.open_as(Noted)
     found = net(array, device="gpu", precision="tf32")
     assert len(opened) == 1
     np.testing.assert_allclose(found, net(array, device="cpu"), atol=TOLERANCES["tf32"])
@@ -114,11 +90,12 @@ def test_arrays_run_on_the_gpu_too(place: Place, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_cudas_libraries_take_of_the_process_is_promised(place: Place) -> None:
-    on_gpu, on_cpu = (plan(place.folder / "net.yaml", volume=place.volume, device=word) for word in ("gpu", "cpu"))
+    # the CPU's first: what this process holds is measured for each plan, and grows with the first
+    on_cpu, on_gpu = (plan(place.folder / "net.yaml", volume=place.volume, device=word) for word in ("cpu", "gpu"))
     assert on_gpu.memory.baseline >= on_cpu.memory.baseline + target.LATER_BYTES
 
 
-def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_made_with_what_was_measured(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """By default, and not where a plan is given; within what CUDA and its libraries leave of the limit."""
     asked: list[Any] = []
 
@@ -130,7 +107,7 @@ def test_plans_are_made_with_what_was_measured(place: Place, monkeypatch: pytest
         return replace(rates, stage_seconds=1.0)
 
     whole = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M")
-    monkeypatch.setattr(DRIVER, "rates", measured)
+    emulated_gpus.measure_as(measured)
     made = plan(place.folder / "net.yaml", volume=place.volume, device="gpu", vram="800M", precision="tf32")
     assert made.seconds > 1 > whole.seconds
     load_network(place.folder / "net.yaml")(np.zeros((9, 10, 11), np.uint8), device="gpu", vram="800M")
@@ -184,14 +161,16 @@ def test_a_plan_takes_no_other_device(place: Place, words: dict[str, Any], said:
         go(place, **{"plan": made, "threads": None, "device": "auto", **words})
 
 
-def test_a_plan_that_does_not_fit_into_what_is_free_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_fit_into_what_is_free_is_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume)
 
     class Full(EmulatedDevice):
         def free_bytes(self) -> int:
             return made.memory.vram - made.memory.context
 
-    monkeypatch.setattr(DRIVER, "open", Full)
+    emulated_gpus.open_as(Full)
     monkeypatch.setattr(target, "MOST_CONTEXT_BYTES", 0)
     with pytest.raises(
         PlanFileError, match=r"bytes of VRAM, and of the 1,073,741,824 bytes of the emulated only [\d,]+ "
@@ -230,7 +209,7 @@ def test_a_finished_run_hears_nothing_of_the_cpu(place: Place, monkeypatch: pyte
     assert any("no compiled kernels" in warning for warning in go(place, resume=True, device="cpu").warnings)
 
 
-def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, emulated_gpus: EmulatedGpus) -> None:
     copies = 0
 
     class Failing(EmulatedDevice):
@@ -241,12 +220,12 @@ def test_a_gpu_that_fails_loses_only_what_is_not_finished(place: Place, monkeypa
                 raise DeviceError("cudaMemcpyAsync was refused: cudaErrorIllegalAddress")
             super().copy_async(target, source, stream)
 
-    monkeypatch.setattr(DRIVER, "open", Failing)
+    emulated_gpus.open_as(Failing)
     words: dict[str, Any] = {"patch": (4, 8, 8), "cover": "patches"}
     with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
         go(place, **words)
     assert not place.out.exists()
-    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
+    emulated_gpus.open_as(EmulatedDevice)
     report = go(place, resume=True, **words)
     assert 0 < report.computed < report.voxels
     resumed = place.prediction()
@@ -271,9 +250,9 @@ def test_a_stopped_run_goes_on_as_it_began(stopped: Place, words: dict[str, Any]
     "change", [{"name": "another card"}, {"driver": 13010}, {"versions": (("cupy", "15.0"),)}], ids=str
 )
 def test_another_gpu_driver_or_library_is_named(
-    stopped: Place, card: Callable[..., None], change: dict[str, Any]
+    stopped: Place, emulated_gpus: EmulatedGpus, change: dict[str, Any]
 ) -> None:
-    card(replace(EMULATED_GPU, **change))
+    emulated_gpus.use(gpu=replace(EMULATED_GPU, **change))
     with pytest.raises(ResumeError) as caught:
         go(stopped, resume=True)
     assert str(caught.value).startswith("the run began with gpu {")
@@ -281,15 +260,15 @@ def test_another_gpu_driver_or_library_is_named(
     assert json.dumps(new if not isinstance(new, tuple) else new[0][1]) in str(caught.value)
 
 
-def test_a_gpu_that_is_gone_is_named(stopped: Place, card: Callable[..., None]) -> None:
-    card(None)
+def test_a_gpu_that_is_gone_is_named(stopped: Place, emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.remove("there is no device any more")
     with pytest.raises(
         ResumeError, match=r"the run began on a GPU \(.*emulated.*\): there is no device any more; resume"
     ):
         go(stopped, resume=True)
 
 
-def test_a_run_that_began_on_the_cpu_goes_on_there(place: Place, card: Callable[..., None]) -> None:
+def test_a_run_that_began_on_the_cpu_goes_on_there(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """Also where a GPU has come since, with the words that it began with."""
 
     def interrupt(event: Event) -> None:
@@ -297,10 +276,10 @@ def test_a_run_that_began_on_the_cpu_goes_on_there(place: Place, card: Callable[
             raise KeyboardInterrupt
 
     words: dict[str, Any] = {"device": "auto", "precision": "tf32", "vram": "600M", "patch": (4, 8, 8)}
-    card(None)
+    emulated_gpus.remove("there is no device any more")
     with pytest.raises(KeyboardInterrupt):
         go(place, progress=interrupt, **words)
-    card()
+    emulated_gpus.use()
     report = go(place, resume=True, **words)
     assert (report.gpu, report.precision) == (None, "fp32")
     assert report.notes[-2:] == (
@@ -324,9 +303,9 @@ def refusing(times: int) -> type[EmulatedDevice]:
     return Refusing
 
 
-def test_refused_memory_is_planned_anew_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_memory_is_planned_anew_once(place: Place, emulated_gpus: EmulatedGpus) -> None:
     whole = go(place).plan
-    monkeypatch.setattr(DRIVER, "open", refusing(1))
+    emulated_gpus.open_as(refusing(1))
     report = go(place, overwrite=True)
     limit, before = report.plan.limits.vram_bytes, whole.limits.vram_bytes
     assert limit is not None
@@ -339,16 +318,16 @@ def test_refused_memory_is_planned_anew_once(place: Place, monkeypatch: pytest.M
     with h5py.File(place.out) as file:
         assert Plan.from_json(file["prediction"].attrs["plan"]) == report.plan
     np.testing.assert_allclose(place.prediction(), on_the_cpu(place), atol=1e-5)
-    monkeypatch.setattr(DRIVER, "open", refusing(2))
+    emulated_gpus.open_as(refusing(2))
     with pytest.raises(VramError, match="cudaMalloc for the arena"):
         go(place, overwrite=True)
 
 
 @pytest.mark.parametrize(("ram", "limit"), [(None, 5 * 2**29), ("2G", 2**31)])
 def test_refused_memory_keeps_finished_patches(
-    stopped: Place, monkeypatch: pytest.MonkeyPatch, ram: str | None, limit: int
+    stopped: Place, emulated_gpus: EmulatedGpus, ram: str | None, limit: int
 ) -> None:
-    monkeypatch.setattr(DRIVER, "open", refusing(1))
+    emulated_gpus.open_as(refusing(1))
     report = go(stopped, resume=True, ram=ram)
     assert 0 < report.computed < report.voxels
     assert report.plan.patch_out == (4, 8, 8)
@@ -359,8 +338,8 @@ def test_refused_memory_keeps_finished_patches(
     assert prod(stopped.prediction().shape[1:]) == report.voxels
 
 
-def test_a_given_plan_is_not_planned_anew(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_plan_is_not_planned_anew(place: Place, emulated_gpus: EmulatedGpus) -> None:
     made = plan(place.folder / "net.yaml", volume=place.volume)
-    monkeypatch.setattr(DRIVER, "open", refusing(1))
+    emulated_gpus.open_as(refusing(1))
     with pytest.raises(VramError, match="cudaMalloc for the arena"):
         go(place, plan=made, threads=None)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
@@ -24,24 +25,16 @@ from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import pipeline, target
 from znnpy.run.layer import HostRamLayer, Position
-from znnpy.run.target import DRIVER
 from znnpy.verify import TOLERANCES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 MODES = OFFLOAD_MODES
 
 
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    return assumed_rates(machine, 1, "gpu")
-
-
 @pytest.fixture(autouse=True)
-def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
-    monkeypatch.setattr(DRIVER, "find_all", lambda: dict.fromkeys(range(2), EMULATED_GPU))
-    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
-    monkeypatch.setattr(DRIVER, "rates", assumed)
+def _emulated(emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.use(count=2)
 
 
 def go(place: Place, mode: str, **words: Any) -> Report:
@@ -58,7 +51,7 @@ def expected(place: Place) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cover", ["columns", "patches"])
-def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> None:
+def test_output_equals_that_of_the_cpu(place: Place, mode: str, cover: str) -> None:
     report = go(place, mode, cover=cover, trace=place.folder / "trace.json")
     made = report.plan
     assert made.mode == mode
@@ -75,7 +68,7 @@ def test_the_output_is_the_processors(place: Place, mode: str, cover: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
+def test_stopped_run_resumes_where_it_stopped(place: Place, mode: str) -> None:
     def stop(event: pipeline.Event) -> None:
         if event.columns_done >= 2:
             raise KeyboardInterrupt
@@ -94,7 +87,7 @@ def test_it_goes_on_where_it_stopped(place: Place, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
+def test_several_gpus_and_fp16_are_refused_with_host_modes(place: Place, mode: str) -> None:
     with pytest.raises(ValueError, match=f"mode='{mode}' runs on one GPU: leave out `gpus`"):
         go(place, mode, gpus=2)
     with pytest.raises(NoPlanError, match="choose precision='tf32' or precision='fp32'"):
@@ -103,7 +96,7 @@ def test_what_it_does_not_go_with(place: Place, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("output_dtype", ["float16", "uint8"])
-def test_other_outputs(place: Place, mode: str, output_dtype: str) -> None:
+def test_output_in_float16_and_uint8_equals_that_of_the_cpu(place: Place, mode: str, output_dtype: str) -> None:
     made = go(place, mode, output_dtype=output_dtype).plan
     assert made.itemsize_out == np.dtype(output_dtype).itemsize
     found = place.prediction()
@@ -158,7 +151,7 @@ def test_primitives_of_either_device(place: Place, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: EmulatedGpus, mode: str) -> None:
     """It is planned anew in the same mode, and what was finished stays."""
 
     class Refusing(EmulatedDevice):
@@ -170,7 +163,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
                 raise VramError("cudaErrorMemoryAllocation: out of memory")
             super().copy_async(target, source, stream)
 
-    monkeypatch.setattr(DRIVER, "open", Refusing)
+    emulated_gpus.open_as(Refusing)
     report = go(place, mode, patch=(4, 8, 4), cover="patches")
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert report.plan.mode == mode
@@ -194,8 +187,10 @@ def slow(device: Any, machine: Machine, *asked: object, **words: object) -> Rate
     return rates.scaled(1e-6, 1e-6).replaced(gpu_upload=rates.of("gpu_upload"), gpu_link=rates.of("gpu_link"))
 
 
-def test_auto_takes_the_mode_that_is_fastest(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRIVER, "rates", slow)
+def test_auto_takes_the_mode_that_is_fastest(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
+    emulated_gpus.measure_as(slow)
     monkeypatch.setattr(modes, "plan_beside", _none_fits)
     assert go(place, "auto").plan.mode == "gpu", "so short a run is not looked at"
     thresholds = replace(modes.THRESHOLDS, long_seconds=0.0)
@@ -251,9 +246,9 @@ def test_plan_tells_of_both_modes(place: Place) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, "side-by-side"])
 def test_layers_are_timed_and_held_against_the_definition_where_they_run(
-    place: Place, monkeypatch: pytest.MonkeyPatch, mode: str
+    place: Place, emulated_gpus: EmulatedGpus, mode: str
 ) -> None:
-    monkeypatch.setattr(DRIVER, "rates", slow)  # about as an emulator is: few other ways are tried
+    emulated_gpus.measure_as(slow)  # about as an emulator is: few other ways are tried
     told: list[str] = []
     words: dict[str, Any] = {"mode": mode, "precision": "fp32", "threads": 2, "volume": place.volume}
     words |= {"patch": (4, 8, 4)} | ({"only": "gpu.conv.host_ram"} if mode == "gpu-host" else {})

@@ -10,32 +10,23 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy.errors import DeviceError, ResumeError, VramError
 from znnpy.inference import infer
-from znnpy.machine import Machine
-from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report import Report
-from znnpy.run.target import DRIVER
 from znnpy.verify import TOLERANCES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 CARDS = 3
 
 
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    return assumed_rates(machine, 1, "gpu")
-
-
 @pytest.fixture(autouse=True)
-def _cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
-    monkeypatch.setattr(DRIVER, "find_all", lambda: dict.fromkeys(range(CARDS), EMULATED_GPU))
-    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
-    monkeypatch.setattr(DRIVER, "rates", assumed)
+def _emulated(emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.use(count=CARDS)
 
 
 def go(place: Place, **words: Any) -> Report:
@@ -99,8 +90,10 @@ class Failing(EmulatedDevice):
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
-    monkeypatch.setattr(DRIVER, "open", Failing)
+def test_a_gpu_that_fails_hands_its_patch_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus, faulty: int
+) -> None:
+    emulated_gpus.open_as(Failing)
     monkeypatch.setattr(Failing, "copies", 0)
     monkeypatch.setattr(Failing, "faulty", faulty)
     report = go(place, gpus=2, patch=(2, 4, 4))
@@ -111,9 +104,11 @@ def test_a_gpu_that_fails_hands_its_patch_back(place: Place, monkeypatch: pytest
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_the_only_gpu_that_fails_says_where(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that it could not be closed."""
-    monkeypatch.setattr(DRIVER, "open", Failing)
+def test_the_only_gpu_that_fails_says_where(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
+    """The error is the failure itself, not that the GPU could not be closed."""
+    emulated_gpus.open_as(Failing)
     monkeypatch.setattr(Failing, "copies", 0)
     monkeypatch.setattr(Failing, "faulty", 0)
     with pytest.raises(DeviceError, match=r"^output voxels .*, step 0 of column \d+: cudaErrorECCUncorrectable"):
@@ -139,9 +134,11 @@ class Full(EmulatedDevice):
         return super().allocate(nbytes, what)
 
 
-def test_memory_that_is_refused_within_a_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_refused_within_a_run_is_planned_anew_and_keeps_what_was_finished(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
     """What was finished is kept; the rest follows with a leaner plan, once."""
-    monkeypatch.setattr(DRIVER, "open", Full)
+    emulated_gpus.open_as(Full)
     monkeypatch.setattr(Full, "copies", 0)
     monkeypatch.setattr(Full, "held", [])
     report = go(place, patch=(2, 4, 4))
@@ -154,9 +151,11 @@ def test_memory_that_is_refused_within_a_run(place: Place, monkeypatch: pytest.M
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_memory_that_is_refused_before_anything_is_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_refused_before_anything_is_finished_begins_the_run_anew(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
     """The run begins anew, with whatever patches suit."""
-    monkeypatch.setattr(DRIVER, "open", Full)
+    emulated_gpus.open_as(Full)
     monkeypatch.setattr(Full, "copies", 8)
     report = go(place)
     (said,) = (sentence for sentence in report.warnings if sentence.startswith("planned anew within "))
@@ -181,7 +180,7 @@ def test_a_run_goes_on_with_another_number(place: Place) -> None:
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_more_than_there_are(place: Place) -> None:
+def test_more_gpus_than_the_machine_has_are_refused(place: Place) -> None:
     result = place.infer("--device", "gpu", "--gpus", CARDS + 1)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1] == (
@@ -190,14 +189,11 @@ def test_more_than_there_are(place: Place) -> None:
     )
 
 
-def test_gpus_that_are_asked_for_are_no_wish(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_on_several_gpus_never_falls_back_to_the_cpu(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """No run goes to the CPU where several were asked for."""
     assert "this process sees 3" in place.refusal(*place.words, "--gpus", CARDS + 1)
 
-    def none() -> Any:
-        raise DeviceError("there is no device")
-
-    monkeypatch.setattr(DRIVER, "find", none)
+    emulated_gpus.remove("there is no device")
     assert place.refusal(*place.words, "--gpus", 2) == "there is no device"
 
 
@@ -224,7 +220,7 @@ def test_a_run_that_goes_on_with_more_keeps_its_limit(place: Place) -> None:
         (("--gpus", "2", "--device", "cpu"), "--gpus are for runs on GPUs, and --device cpu was asked for: drop one"),
     ],
 )
-def test_words_that_are_none(place: Place, words: tuple[str, ...], said: str) -> None:
+def test_invalid_gpus_options_are_usage_errors(place: Place, words: tuple[str, ...], said: str) -> None:
     for result in (place.infer(*words), place.run("plan", place.folder / "net.yaml", *words)):
         assert result.exit_code == 2
         assert said in result.output

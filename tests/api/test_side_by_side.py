@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus, assumed_gpu_rates
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy import inference
 from znnpy.errors import DeviceError, NoPlanError, PlanFileError, ResumeError, VramError
 from znnpy.formats.networks import read_network
@@ -27,23 +28,19 @@ from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import choice, pipeline
 from znnpy.run.session import Session
-from znnpy.run.target import DRIVER
 from znnpy.verify import TOLERANCES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    """Nearly as slow as the processor, so that both have cells to compute."""
+def nearly_as_slow_as_the_processor(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """Return rates with which both have cells to compute."""
     return assumed_rates(machine, 1, "gpu").scaled(1e-4, 1e-4)
 
 
 @pytest.fixture(autouse=True)
-def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
-    monkeypatch.setattr(DRIVER, "find_all", lambda: dict.fromkeys(range(2), EMULATED_GPU))
-    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
-    monkeypatch.setattr(DRIVER, "rates", assumed)
+def _emulated(emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.use(count=2, rates=nearly_as_slow_as_the_processor)
 
 
 def go(place: Place, **words: Any) -> Report:
@@ -122,8 +119,10 @@ class Broken(EmulatedDevice):
         super().copy_async(target, source, stream)
 
 
-def test_the_processor_goes_on_without_the_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRIVER, "open", Broken)
+def test_the_processor_goes_on_without_the_gpu(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
+    emulated_gpus.open_as(Broken)
     monkeypatch.setattr(Broken, "copies", 0)
     report = go(place, patch=(2, 4, 4))
     assert any("GPU was lost, and the others went on" in sentence for sentence in report.warnings)
@@ -153,7 +152,7 @@ def test_a_gpu_computes_what_the_processor_is_late_with(place: Place) -> None:
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_it_goes_on_where_it_stopped(place: Place) -> None:
+def test_stopped_run_resumes_where_it_stopped(place: Place) -> None:
     seen: list[pipeline.Event] = []
 
     def stop(event: pipeline.Event) -> None:
@@ -169,7 +168,7 @@ def test_it_goes_on_where_it_stopped(place: Place) -> None:
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_words_that_contradict_a_run_that_began(place: Place) -> None:
+def test_resume_with_contradicting_options_is_refused(place: Place) -> None:
     with pytest.raises(KeyboardInterrupt):
         go(place, patch=(2, 4, 4), progress=_stop_at_two)
     with pytest.raises(ResumeError, match="the run began with mode='side-by-side', and now it is mode='gpu'"):
@@ -181,8 +180,8 @@ def _stop_at_two(event: pipeline.Event) -> None:
         raise KeyboardInterrupt
 
 
-def test_where_the_processor_would_only_wait(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRIVER, "rates", lambda device, machine, *asked, **words: assumed_rates(machine, 1, "gpu"))
+def test_side_by_side_is_refused_where_the_cpu_would_only_wait(place: Place, emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.measure_as(assumed_gpu_rates)
     with pytest.raises(
         NoPlanError, match=r"the GPU is done in .*, and of the parts that suit both the processor takes"
     ):
@@ -200,7 +199,7 @@ def test_auto_takes_what_gains_enough(place: Place, monkeypatch: pytest.MonkeyPa
         assert go(place, mode="auto").plan.mode == mode
 
 
-def test_ram_is_shared(place: Place) -> None:
+def test_ram_limit_covers_gpu_and_cpu_plan_together(place: Place) -> None:
     whole = go(place).plan
     least = go(place, mode="gpu").plan.memory.peak
     with pytest.raises(NoPlanError, match=r"the GPU's part takes .* MiB of RAM, and the processor needs"):
@@ -219,7 +218,7 @@ def test_ram_is_shared(place: Place) -> None:
         ({"mode": "cpu", "vram": "1G", "precision": None}, "`vram` limits the memory of a GPU, and none is used"),
     ],
 )
-def test_words_that_contradict_each_other(place: Place, words: dict[str, Any], sentence: str) -> None:
+def test_contradicting_options_are_refused(place: Place, words: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         go(place, **words)
 
@@ -259,7 +258,7 @@ def test_a_plan_for_a_volume_of_another_type(place: Place) -> None:
 
 
 @pytest.mark.parametrize("done", [0, 3])
-def test_the_gpu_refuses_memory_midway(place: Place, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+def test_the_gpu_refuses_memory_midway(place: Place, emulated_gpus: EmulatedGpus, done: int) -> None:
     """The processor does not compute the rest alone: the GPU is planned anew."""
 
     class Refusing(EmulatedDevice):
@@ -272,7 +271,7 @@ def test_the_gpu_refuses_memory_midway(place: Place, monkeypatch: pytest.MonkeyP
                     raise VramError("cudaErrorMemoryAllocation: out of memory")
             super().copy_async(target, source, stream)
 
-    monkeypatch.setattr(DRIVER, "open", Refusing)
+    emulated_gpus.open_as(Refusing)
     report = go(place, patch=(2, 4, 4))
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert not any("was lost" in sentence for sentence in report.warnings)
@@ -280,7 +279,9 @@ def test_the_gpu_refuses_memory_midway(place: Place, monkeypatch: pytest.MonkeyP
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
 
 
-def test_a_leaner_plan_along_another_axis_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaner_plan_along_another_axis_is_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch, emulated_gpus: EmulatedGpus
+) -> None:
     """The processor's columns go on along the axis that they began along, over cells that would be the same."""
 
     class Refusing(EmulatedDevice):
@@ -299,7 +300,7 @@ def test_a_leaner_plan_along_another_axis_is_refused(place: Place, monkeypatch: 
         chosen.append(choice.choose(*asked, **words))
         return chosen[-1] if len(chosen) == 1 else replace(chosen[-1], axis=(chosen[-1].axis + 1) % 3)
 
-    monkeypatch.setattr(DRIVER, "open", Refusing)
+    emulated_gpus.open_as(Refusing)
     monkeypatch.setattr(inference, "choose", choose)
     with pytest.raises(VramError, match="out of memory"):
         go(place, patch=(2, 4, 4))
@@ -308,7 +309,7 @@ def test_a_leaner_plan_along_another_axis_is_refused(place: Place, monkeypatch: 
     assert leaner.limits.ram_bytes == first.limits.ram_bytes - first.memory.beside
 
 
-def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: EmulatedGpus) -> None:
     """It is planned anew, the processor beside it again."""
 
     class Full(EmulatedDevice):
@@ -320,7 +321,7 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, monkeypatch: pytest
                 raise VramError(f"{nbytes} bytes are not free")
             return super().allocate(nbytes, what)
 
-    monkeypatch.setattr(DRIVER, "open", Full)
+    emulated_gpus.open_as(Full)
     report = go(place)
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert report.plan.mode == "side-by-side"

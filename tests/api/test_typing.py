@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 RIGHT = """
 from pathlib import Path
 from typing import assert_type

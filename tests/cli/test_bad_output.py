@@ -17,6 +17,8 @@ from znnpy.patches import Box
 from znnpy.volume.hdf5_store import Hdf5Store
 from znnpy.volume.lock import OutputLock
 
+pytestmark = pytest.mark.slow
+
 
 def test_output_exists(place: Place) -> None:
     place.out.write_text("precious")

@@ -16,6 +16,8 @@ from znnpy import demo
 from znnpy.errors import ShapeError
 from znnpy.shapes import Vec3
 
+pytestmark = pytest.mark.slow
+
 SIZE: Vec3 = (37, 61, 50)  # more than two slabs, no tile whole
 
 

@@ -17,14 +17,14 @@ import pytest
 
 import znnpy
 from tests.support.cli import Place
+from tests.support.emulated_gpus import EmulatedGpus, show_traces_of_cuda
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
-from znnpy import primitive_list
 from znnpy.errors import DeviceError
 from znnpy.kernels.gpu import device as device_room
-from znnpy.machine import Gpu, Machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.machine import Gpu
 from znnpy.run import target
-from znnpy.run.target import DRIVER
+
+pytestmark = pytest.mark.slow
 
 MIB = 2**20
 CARD = replace(EMULATED_GPU, name="a card", memory_bytes=4 * 2**30)
@@ -69,22 +69,21 @@ def answer(patch: pytest.MonkeyPatch, cuda: Cuda | None) -> None:
     patch.setattr(device_room, "_cupy", cupy)
 
 
+@pytest.fixture(autouse=True)
+def _asks_cupy(emulated_gpus: EmulatedGpus) -> None:
+    """Let GPUs be looked for, also where other tests find none."""
+    emulated_gpus.restore()
+
+
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither driver nor CuPy."""
     answer(monkeypatch, None)
-    monkeypatch.setattr(target, "DRIVERS", ())
-    monkeypatch.setattr(target, "find_spec", lambda name: None)
-
-
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    """Not measured: an emulator takes long, and what it takes says nothing."""
-    assert device.gpu == machine.gpu
-    return assumed_rates(machine, 1, "gpu")
+    show_traces_of_cuda(monkeypatch, cupy=False)
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def card(emulated_gpus: EmulatedGpus) -> Callable[..., None]:
     """`card()` gives the machine one, emulated; `taken` bytes of it are other programs'."""
 
     def there(gpu: Gpu = CARD, taken: int = 0) -> None:
@@ -92,9 +91,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             def free_bytes(self) -> int:
                 return super().free_bytes() - taken
 
-        monkeypatch.setattr(DRIVER, "find", lambda: gpu)
-        monkeypatch.setattr(DRIVER, "open", Card)
-        monkeypatch.setattr(DRIVER, "rates", assumed)
+        emulated_gpus.use(gpu=gpu, device=Card)
 
     return there
 
@@ -132,8 +129,7 @@ def test_auto_goes_on_with_the_cpu_and_says_why(
 ) -> None:
     """Where CuPy or a driver is there and the other is not, with what to install."""
     answer(monkeypatch, cuda)
-    monkeypatch.setattr(target, "find_spec", lambda name: None if cuda is None else object())
-    monkeypatch.setattr(target, "DRIVERS", (place.volume,))  # a file that exists
+    show_traces_of_cuda(monkeypatch, cupy=cuda is not None, drivers=(place.volume,))  # a file that exists
     result = place.infer()
     assert result.exit_code == 0
     assert f"\ndevice     CPU; {said}\n" in result.stdout
@@ -314,8 +310,8 @@ def test_primitives_of_the_gpu_are_listed_with_why_they_do_not_run(
     assert all(row["why_not"] is None for row in rows if row["name"] in ("cpu.conv.direct", "cpu.conv.first"))
 
 
-def test_primitives_that_lack_a_library_say_which(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(primitive_list, "find_gpu", lambda: CARD)
+def test_primitives_that_lack_a_library_say_which(place: Place, emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.use(gpu=CARD)
     lacking = {row["name"]: row["why_not"] for row in json.loads(place.run("primitives", "--json").stdout)}
     assert lacking["gpu.conv.fft"] is None
     assert "pip install 'nvidia-cudnn-frontend" in lacking["gpu.conv.cudnn"]

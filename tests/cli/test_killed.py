@@ -19,6 +19,8 @@ from tests.support.forked_commands import Answer, ForkedRuns
 from znnpy.network import Network
 from znnpy.volume.store import RUN_ATTRIBUTE
 
+pytestmark = pytest.mark.slow
+
 KILLS_OF_AN_OUTPUT = 4
 SUFFIXES = (".h5", ".zarr")
 Contents = dict[str, tuple[bytes, int]]

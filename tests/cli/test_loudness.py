@@ -12,6 +12,8 @@ import znnpy
 from tests.support.cli import Place
 from znnpy import run_log
 
+pytestmark = pytest.mark.slow
+
 PHASES = ["opened", "planned", "preparing", "running", "finished"]
 
 

@@ -26,6 +26,8 @@ from znnpy.run import shelf
 from znnpy.run.shelf import stored_path
 from znnpy.shapes import LayerShape
 
+pytestmark = pytest.mark.slow
+
 H200 = Gpu("made up", (9, 0), 132, 140 * 2**30, 60 * 2**20, 227 * 2**10, 228 * 2**10, 4.8e12, 13000, ())
 
 

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from tests.support.cli import Place
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EMULATED_GPU, needs_compiler
 from znnpy import measurement
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
-from znnpy.machine import Gpu, Machine, this_machine
+from znnpy.machine import Gpu, this_machine
 from znnpy.options import MeasureOptions
-from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.costs import Costs
 from znnpy.run.layer import DeviceLayer, Position
 from znnpy.run.shelf import stored_path
-from znnpy.run.target import DRIVER
 from znnpy.shapes import LayerShape
+
+pytestmark = pytest.mark.slow
 
 
 class Clock:
@@ -35,12 +36,8 @@ def refused(gpu: Gpu, number: int) -> Any:
     raise DeviceError("cudaErrorMemoryAllocation: out of memory")
 
 
-def assumed(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
-    return assumed_rates(machine, 1, "gpu")
-
-
 @pytest.fixture(autouse=True)
-def _here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(place: Place, emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and a GPU that takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.folder / "cache"))
 
@@ -49,9 +46,7 @@ def _here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         yield Clock()
 
     monkeypatch.setattr(measurement, "_clock", clock)
-    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
-    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
-    monkeypatch.setattr(DRIVER, "rates", assumed)
+    emulated_gpus.use()
 
 
 def costs_of_the_cpu() -> Any:
@@ -59,9 +54,9 @@ def costs_of_the_cpu() -> Any:
 
 
 def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, emulated_gpus: EmulatedGpus
 ) -> None:
-    monkeypatch.setattr(DRIVER, "open", refused)
+    emulated_gpus.open_as(refused)
     result = place.run("measure", "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -71,7 +66,7 @@ def test_where_the_gpu_does_not_open_the_cpu_is_measured_and_that_is_said(
     assert place.refusal("measure", "--device", "gpu") == "cudaErrorMemoryAllocation: out of memory"
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 def test_threads_are_none_of_a_gpu(place: Place) -> None:
     result = place.run("measure", "--device", "gpu", "--threads", 2)
     assert result.exit_code == 2
@@ -83,7 +78,7 @@ def test_threads_are_none_of_a_gpu(place: Place) -> None:
     assert document["notes"] == ["--threads are for the processor, and the GPU was measured"]
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) -> None:
     """The CPU's plan beside the GPU's is estimated without them."""
     place.write_small_volume()
@@ -100,7 +95,7 @@ def test_stale_costs_of_the_cpu_are_said_where_the_gpu_is_taken(place: Place) ->
     assert note.startswith("stored costs are not used: BLAS was mkl none and is ")
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_layers_of_a_gpu_are_held_against_the_definition(
     place: Place, monkeypatch: pytest.MonkeyPatch, precision: str

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.cli import Place
 
+pytestmark = pytest.mark.slow
+
 Grey = npt.NDArray[np.uint8]
 
 

@@ -12,6 +12,8 @@ from tests.support.audited_command import Touched, touched_by
 from tests.support.cli import Place
 from znnpy.network import Network
 
+pytestmark = pytest.mark.slow
+
 PATCHES = ("--patch", "4,8,8", "--threads", "1")
 
 

@@ -15,6 +15,8 @@ from znnpy import progress
 from znnpy.planner.throughput import Point
 from znnpy.plots.figures import DPI, WIDTH
 
+pytestmark = pytest.mark.slow
+
 
 def test_in_words_and_as_json(place: Place) -> None:
     words = ("plan", place.folder / "net.yaml", "--volume", place.volume, "--device", "cpu")

@@ -18,6 +18,8 @@ from znnpy.report import Report
 from znnpy.run.pipeline import Event
 from znnpy.run.trace import Span, read_spans
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def report(place: Place) -> Report:

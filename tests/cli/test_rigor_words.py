@@ -23,6 +23,8 @@ from znnpy.run import rigor
 from znnpy.run.layer import HostLayer, Position
 from znnpy.shapes import LayerShape
 
+pytestmark = pytest.mark.slow
+
 
 class Clock:
     """As if this machine were half as fast; nothing is run."""

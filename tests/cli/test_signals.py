@@ -22,6 +22,8 @@ from znnpy import progress, stopping
 from znnpy.run.pipeline import Event
 from znnpy.stopping import Terminated, check_stopped, working
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(sys.executable).with_name("znnpy")
 ANSWERS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped by SIGTERM")}
 FEW, MANY = 16, 400

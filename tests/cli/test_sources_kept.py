@@ -14,6 +14,8 @@ from tests.support.cli import Place
 from znnpy.errors import OutputError
 from znnpy.volume import open_volume
 
+pytestmark = pytest.mark.slow
+
 SIZE = (20, 23, 25)
 
 

@@ -20,6 +20,8 @@ import pytest
 from tests.support.cli import Place
 from znnpy.network import Network
 
+pytestmark = pytest.mark.slow
+
 Bits = npt.NDArray[np.uint32]
 
 PROGRAM = Path(sys.executable).with_name("znnpy")

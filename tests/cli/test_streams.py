@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.cli import Place
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(sys.executable).with_name("znnpy")
 
 

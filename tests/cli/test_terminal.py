@@ -20,6 +20,8 @@ from znnpy.doors import PIPED_WIDTH, print_lines, print_table, wrapped
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.primitive_list import primitives_table
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(sys.executable).with_name("znnpy")
 EVERY = (*TABLE, *IN_HOST_RAM)
 SENTENCE = (

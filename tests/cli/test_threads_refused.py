@@ -16,6 +16,8 @@ from tests.support.cli import Place
 from znnpy.errors import ThreadError
 from znnpy.kernels.crew import Crew
 
+pytestmark = pytest.mark.slow
+
 MOST = 40  # threads that a small run may start
 
 

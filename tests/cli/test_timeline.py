@@ -30,6 +30,8 @@ from znnpy.plots.figures import DPI, WIDTH
 from znnpy.run import trace as traces
 from znnpy.run.trace import Span, Trace, read_spans
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(sys.executable).with_name("znnpy")
 WORDS = ("--patch", "4,4,4", "--threads", 1, "--device", "cpu")
 

@@ -173,6 +173,7 @@ def walked(network: Network, thick: int, steps: int) -> list[list[tuple[int, lis
     return story
 
 
+@pytest.mark.slow
 @given(chains, st.integers(1, 3), st.tuples(st.integers(1, 2), st.integers(1, 2)))
 def test_the_planes_of_a_column_add_up(chain: list[Layer], times: int, cross: tuple[int, int]) -> None:
     """Every plane of every layer is computed once, and a layer is ahead of the output by its margin.

@@ -90,6 +90,7 @@ def test_a_layer_may_be_repeated_by_an_alias(tmp_path: Path) -> None:
     assert read_network(write(tmp_path, content)).network.layers == (once, once, Pool((1, 2, 3)))
 
 
+@pytest.mark.slow
 def test_hostile_yaml_ends_within_seconds(tmp_path: Path) -> None:
     """957 bytes of merge keys within each other took over 40 s, and brackets of no depth that is read as long."""
     merges = "a0: &a0 {x: 1}\n" + "".join(
@@ -316,6 +317,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("content", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
     assert refusal(write(tmp_path, content)) == message
@@ -364,6 +366,7 @@ layers = st.one_of(
 numbers = st.floats(-1e30, 1e30, allow_subnormal=False)
 
 
+@pytest.mark.slow
 @given(st.lists(layers, min_size=1, max_size=6), st.text("abc_ é:#'\"-1", min_size=1), numbers, st.floats(1e-30, 1e30))
 def test_what_is_written_is_read(chain: list[Conv | Pool | MaxFilter], name: str, mean: float, std: float) -> None:
     network = Network(name, 2, tuple(chain), Normalise((mean, mean), (std, 1.0)))

@@ -230,6 +230,7 @@ def peak_bytes(path: Path, network: Network = NETWORK) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_a_header_of_many_bytes_is_not_read(tmp_path: Path) -> None:
     """A header of 256 MiB takes 256 KiB in the file. It was read whole, and ended in advice to allow pickles."""
     header = b"\x93NUMPY\x02\x00" + (2**28).to_bytes(4, "little") + b" " * 2**28
@@ -319,6 +320,7 @@ def test_no_array_of_an_npz_is_in_memory_twice(tmp_path: Path) -> None:
     assert nbytes <= peak < nbytes + 2**21, "a part of what the file holds in float64"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
 def test_no_damage_to_an_npz_goes_unseen(save: Callable[..., None], arrays: Arrays, tmp_path: Path) -> None:
     """Every byte flipped, every few bytes cut: the right weights, or a NetworkFileError."""

@@ -39,6 +39,8 @@ from znnpy.planner.samples import samples
 from znnpy.run.trace import Trace, read_spans
 from znnpy.timeline import read_timeline
 
+pytestmark = pytest.mark.slow
+
 MOST_GROWTH = 200 * 2**20  # bytes of the process, over all cases of a test
 
 

@@ -19,6 +19,8 @@ from tests.support.damage import damaged_bytes, damaged_json, ended
 from znnpy.patches import Box
 from znnpy.volume import open_volume
 
+pytestmark = pytest.mark.slow
+
 MOST_GROWTH = 200 * 2**20  # bytes of the process, over all cases of a test
 # HDF5 2.0.0 writes beyond its own memory for a few damaged virtual datasets: 1 or 2 of the first 1,000 files here.
 # The process is ended by a signal then, or stands still until it is.

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 import znnpy
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EMULATED_GPU, compiler
 from znnpy.errors import DeviceError, ShapeError, ValuesOverflowError
-from znnpy.kernels import apply, reference
+from znnpy.kernels import reference
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find, of_kind
-from znnpy.machine import Gpu, this_machine
+from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
 from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision
 
@@ -48,11 +49,10 @@ def test_pooling_takes_no_weights() -> None:
 
 
 @pytest.fixture
-def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def _emulated(emulated_gpus: EmulatedGpus) -> None:
     if compiler() is None:
         pytest.skip("the emulator needs a C++ compiler")
-    monkeypatch.setattr(apply, "find_gpu", lambda: EMULATED_GPU)
-    monkeypatch.setattr(apply, "Device", EmulatedDevice)
+    emulated_gpus.use()
 
 
 ON_GPU = replace(this_machine(), gpu=EMULATED_GPU)
@@ -86,11 +86,8 @@ def test_pooling_and_overflow_on_a_gpu() -> None:
         znnpy.apply("gpu.conv.direct", SHAPE, x, ConvWeights(weights.weight * np.float32(1e38), weights.bias))
 
 
-def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> Gpu:
-        raise DeviceError("no driver")
-
-    monkeypatch.setattr(apply, "find_gpu", none)
+def test_a_gpu_that_is_not_there_is_named(emulated_gpus: EmulatedGpus) -> None:
+    emulated_gpus.remove("no driver")
     with pytest.raises(DeviceError, match="no driver"):
         znnpy.apply("gpu.conv.direct", SHAPE, *arrays(SHAPE))
 

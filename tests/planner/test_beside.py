@@ -82,6 +82,7 @@ def beside(
     return alone, plan_beside(alone, request, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("processor", [0.3, 0.7])
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -101,6 +102,7 @@ def test_both_end_together(columns: bool, processor: float, gpus: int) -> None:
     assert Plan.from_json(both.to_json()) == both
 
 
+@pytest.mark.slow
 def test_seconds_of_the_processor() -> None:
     """Of all cells behind each other, step by step."""
     for columns in (True, False):
@@ -113,6 +115,7 @@ def test_seconds_of_the_processor() -> None:
         assert own.seconds == pytest.approx((sum(ahead) + steps) * own.seconds_per_step, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wider", [0, 2])
 def test_seconds_of_the_gpu(wider: int) -> None:
     """Of the columns that are left, and of those of which the processor computes a part."""
@@ -141,6 +144,7 @@ def test_seconds_of_the_gpu(wider: int) -> None:
     assert one == pytest.approx(both.cells.patch[axis] // step)
 
 
+@pytest.mark.slow
 def test_cells_hold_whole_steps_of_the_gpu() -> None:
     """Along the axis, and across it but for the first: of what the GPU takes alone none is for a part of a step."""
     _, both = beside(0.3)
@@ -177,6 +181,7 @@ def test_the_processor_takes_what_fills_no_column_of_the_gpu() -> None:
     assert rests == {0, 8}
 
 
+@pytest.mark.slow
 def test_the_share_of_the_processor_is_of_voxels() -> None:
     """Cells that lie behind each other along the axis first, and some are narrower."""
     request = asked(MIXED, OUTPUT, LITTLE, columns=True)
@@ -234,6 +239,7 @@ def test_sizes_next_to_a_cell() -> None:
     assert moves == {(own, -4), (own, 4), (own, 8), (a, -4), (b, -4), (b, 4)}
 
 
+@pytest.mark.slow
 def test_the_queue_knows_what_each_takes() -> None:
     _, both = beside(0.3, columns=True, limits=LITTLE)
     assert both.beside is not None
@@ -262,6 +268,7 @@ def test_an_output_narrower_than_a_cell_counts_as_what_it_is() -> None:
     assert begins + queue._free() * each == pytest.approx(there.seconds_for(1.0), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_slow_processor_only_waits() -> None:
     alone, both = beside(1e-6)
     assert both.dealt == 0
@@ -272,6 +279,7 @@ def test_a_slow_processor_only_waits() -> None:
     assert kind.ram_bytes == both.memory.peak
 
 
+@pytest.mark.slow
 def test_memory_is_of_both() -> None:
     alone, both = beside(0.5, output=SMALL, masks=True)
     assert both.beside is not None
@@ -315,6 +323,7 @@ def trials_beside(processor: float) -> _Trials:
     return _Trials(alone, alone.seconds, speed, processor_of(times, deep, PLENTY, columns=True), deep, masks=False)
 
 
+@pytest.mark.slow
 def test_one_cell_may_be_all_that_the_processor_computes() -> None:
     """In four it would take a third longer."""
     trials = trials_beside(1.0)
@@ -324,6 +333,7 @@ def test_one_cell_may_be_all_that_the_processor_computes() -> None:
     assert best.seconds == pytest.approx(0.58 * trials.alone, rel=0.02)
 
 
+@pytest.mark.slow
 def test_cells_suit_a_processor_that_is_slower_than_it_seems() -> None:
     """Those that would end first, were it as fast, are so thick that the GPU alone would be faster than a slow one."""
     trials = trials_beside(0.4)
@@ -335,6 +345,7 @@ def test_cells_suit_a_processor_that_is_slower_than_it_seems() -> None:
     assert likely_seconds(best) < 0.99 * likely_seconds(hoped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [(40, 11, 12), (40, 22, 12), (40, 22, 24)])
 @pytest.mark.parametrize("processor", [0.2, 0.5, 0.9])
 def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
@@ -356,6 +367,7 @@ def test_it_ends_when_the_queue_does(processor: float, cell: Vec3) -> None:
     assert likely_seconds(both) == pytest.approx(np.mean(ends[:-1]), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [0.5, 2.0])
 def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the one that is best alone, and of one for parts, which takes so many times as long for a step."""
@@ -366,6 +378,7 @@ def test_the_best_of_all_plans_of_the_gpu_is_taken(times: float, monkeypatch: py
     assert both.choices == (part if times < 1 else alone).choices
 
 
+@pytest.mark.slow
 def test_a_gpu_has_the_last_cell_from_the_start() -> None:
     """However fast the processor is."""
     _, both = beside(50.0, columns=True, limits=LITTLE)
@@ -382,6 +395,7 @@ def test_a_gpu_waits_for_as_long_as_it_takes_itself(pace: float, ends: float, mo
     assert seconds(both, pace) == ends
 
 
+@pytest.mark.slow
 def test_no_size_next_to_the_best_is_better() -> None:
     """All of them were looked at, and one was better than those before."""
     processor = processor_of(0.9, MIXED, PLENTY, columns=True)
@@ -398,6 +412,7 @@ def test_no_size_next_to_the_best_is_better() -> None:
     assert set(_next_to(alone, found[1].cells.patch)) <= trials.found.keys()
 
 
+@pytest.mark.slow
 def test_why_the_gpu_alone_lost() -> None:
     alone, both = beside(0.5)
     why = kind_of(MIXED, both, alone).why
@@ -417,6 +432,7 @@ def test_for_a_larger_volume() -> None:
     assert there.seconds == pytest.approx(both.seconds * len(there.cells) / len(both.cells), rel=0.3)
 
 
+@pytest.mark.slow
 def test_cells_of_another_grid_are_refused() -> None:
     _, both = beside(0.3)
     assert both.beside is not None

@@ -40,6 +40,7 @@ def wanted(space: Iterable[Known], columns: bool | None, depth_first: bool) -> l
     return [known for known in space if columns in (None, known.walks) and not (known.split and not depth_first)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPACES)
 def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str) -> None:
     """Patches, columns along every axis and every split.
@@ -75,6 +76,7 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str)
     assert missed <= 0.05 * planned_at, f"{missed} of {planned_at} plans are not the best"
 
 
+@pytest.mark.slow
 def test_a_byte_less_is_another_plan(tiny_network: MakeNetwork) -> None:
     """Patches, at each peak that buys time: what is best there is found, and a byte below what was best before."""
     network = tiny_network()
@@ -97,6 +99,7 @@ def test_a_byte_less_is_another_plan(tiny_network: MakeNetwork) -> None:
     assert lengths == {3, 4}, "some plans pool within the convolution, and some do not"
 
 
+@pytest.mark.slow
 def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena larger than its live bytes makes the search look again, and still the promise holds."""
     network = tiny_network()

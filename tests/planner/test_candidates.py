@@ -242,6 +242,7 @@ def test_what_is_held_while_parts_run_by_hand() -> None:
     assert both.largest == max(aligned(x[0]), both.under[-1] + max(both.tensors[3:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [(), ALIKE[:3]], ids=["tiny", "alike"])
 @pytest.mark.parametrize("walks", [False, True])
 def test_no_plan_needs_less_than_the_largest(
@@ -264,6 +265,7 @@ def test_no_plan_needs_less_than_the_largest(
     assert tried > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walks", [False, True])
 @pytest.mark.parametrize("room", [1_000, 3_000, 10_000, 40_000])
 def test_room_leaves_out_what_cannot_fit(tiny_network: Callable[..., Network], room: int, walks: bool) -> None:

@@ -64,6 +64,7 @@ def line(name: str, side: int, ram: str, plan: Plan) -> str:
     return f"{name} {side}^3 {ram}: {column}{text(plan.patch_out)}: {methods}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COMPILED, reason="the plans are for where the kernels are compiled")
 @pytest.mark.parametrize(("name", "side", "ram"), CASES)
 def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
@@ -74,6 +75,7 @@ def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
     plan.check_runs(read_network(name).network, MACHINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "side", "vram", "precision"), GPU_CASES)
 def test_gpu_plans_are_as_they_were(name: str, side: int, vram: str, precision: Precision) -> None:
     plan = planned_on_gpu(name, side, vram, precision)

@@ -51,6 +51,7 @@ def plan() -> Plan:
     return planned_on_gpu(MIXED, (20, 11, 8), PLENTY, CONTEXT + 2**20, table=EVERY, precision="fp16", columns=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fakes", "columns"), [(ON_GPU, None), (ON_GPU, False), (READING, True)], ids=["all", "patches", "columns"]
 )
@@ -99,6 +100,7 @@ def test_what_is_promised_where(plan: Plan) -> None:
     assert on_host.peak == memory.peak + memory.last.total
 
 
+@pytest.mark.slow
 def test_weights_that_are_streamed_count_in_the_process() -> None:
     """They are promised beside what goes in and out, and not more of them are taken than the process has room for."""
     streams = Fake("gpu.conv.streams", "conv", flops=20.0, host=2048, scratch=(0.2,))
@@ -135,6 +137,7 @@ def test_buffers_of_a_gpu_run() -> None:
     assert context_bytes(3 * MIB) == 288 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_device_and_one_precision(precision: Precision) -> None:
     """A table of both kinds gives plans of one; on a CPU they are in fp32 whatever less would do."""
@@ -202,6 +205,7 @@ def test_hand_edited_devices(plan: Plan) -> None:
             Plan.from_json(edited(plan, *path, to=to)).check_runs(MIXED, WITH_GPU, table=EVERY)
 
 
+@pytest.mark.slow
 def test_nearest_miss_on_the_gpu(tiny_network: MakeNetwork) -> None:
     """The limit that the message asks for is enough, and a byte less is not."""
     network = tiny_network()
@@ -225,6 +229,7 @@ def test_nearest_miss_on_the_gpu(tiny_network: MakeNetwork) -> None:
         planned_on_gpu(network, output, PLENTY, least - 1, table=ON_GPU)
 
 
+@pytest.mark.slow
 def test_nearest_miss_in_the_process_or_in_both(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     with pytest.raises(NoPlanError) as caught:
@@ -244,6 +249,7 @@ def test_nearest_miss_in_the_process_or_in_both(tiny_network: MakeNetwork) -> No
     assert re.match(both + r"MiB more and [\d.]+ MiB of VRAM, [\d.]+ MiB more, with ", str(caught.value))
 
 
+@pytest.mark.slow
 def test_no_gpu_no_limit_no_such_primitive() -> None:
     words = {"table": EVERY, "rates": CARRYING, "baseline": 0, "device": "gpu"}
 
@@ -269,6 +275,7 @@ def test_no_gpu_no_limit_no_such_primitive() -> None:
         make(WITH_GPU, Limits(PLENTY, 2, PLENTY), patch=(5, 4, 4))
 
 
+@pytest.mark.slow
 def test_a_faster_plan_beyond_the_memory_of_the_gpu(tiny_network: MakeNetwork) -> None:
     """What more memory would buy is told in bytes of where it lacks."""
     output, room = (30, 21, 17), CONTEXT + 200_000
@@ -282,6 +289,7 @@ def test_a_faster_plan_beyond_the_memory_of_the_gpu(tiny_network: MakeNetwork) -
     assert allowed.voxels_per_second >= over.voxels_per_second
 
 
+@pytest.mark.slow
 def test_large_volumes_are_planned_quickly() -> None:
     """600 voxels and more along each axis, within nearly all memory of a large card."""
     network = read_network("n926").network

@@ -79,6 +79,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
             Plan.from_json(edited(plan, *path, to=to)).check_runs(MIXED, WITH_GPU, table=table)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_kept() -> None:
     some_patch: Vec3 = (2, 2, 4)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
@@ -93,6 +94,7 @@ def test_what_is_asked_for_is_kept() -> None:
     assert {choice.shape.precision for choice in plan.choices[: plan.offloaded]} == {"fp32"}
 
 
+@pytest.mark.slow
 def test_what_no_plan_does() -> None:
     with pytest.raises(
         NoPlanError, match=r"hands float32 from the host to the GPU: choose precision='tf32' or precision='fp32'"
@@ -106,6 +108,7 @@ def test_what_no_plan_does() -> None:
         make_plan(MIXED, (20, 11, 8), replace(WITH_GPU, gpu=None), Limits(PLENTY, 2, PLENTY), mode="cpu-to-gpu")
 
 
+@pytest.mark.slow
 def test_the_nearest_miss(plan: Plan) -> None:
     """The limits that the message asks for are enough."""
     with pytest.raises(NoPlanError) as caught:
@@ -119,6 +122,7 @@ def test_the_nearest_miss(plan: Plan) -> None:
         hosted(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gpu-host", "cpu-to-gpu"])
 def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     limits = Limits(PLENTY, THREADS + 1, PLENTY)
@@ -148,6 +152,7 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
         Plan.from_json(json.dumps(wrong))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
     """Layer by layer, in both memories, and which side waits for the other."""
@@ -171,6 +176,7 @@ def test_a_plan_tells_where_its_layers_run(mode: str) -> None:
         assert row in told
 
 
+@pytest.mark.slow
 def test_the_side_that_waits_is_told() -> None:
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY)
     assert "the CPU waits 100% of the time" in " ".join(

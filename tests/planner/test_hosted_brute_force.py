@@ -27,7 +27,7 @@ from znnpy.planner.plan import Plan
 from znnpy.planner.stages import host_stage, last_stage, two_stage_seconds
 from znnpy.shapes import LayerShape, Vec3
 
-pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sublayers_take_no_longer")]
 
 FEWER = replace(HOST_RATES, slower=(THREADS + 1) / THREADS)
 

@@ -22,6 +22,7 @@ from znnpy.planner.plan import Plan
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
 
 
+@pytest.mark.slow
 def test_layers_of_the_host_that_a_gpu_computes() -> None:
     """Where that is faster; what it takes on both sides is promised, and the arena of the GPU is shared."""
     limits = PLENTY, PLENTY
@@ -41,6 +42,7 @@ def test_layers_of_the_host_that_a_gpu_computes() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as nothing makes up for it."""
     monkeypatch.setattr(sublayers, "SUBLAYER_SECONDS", 1e-3)
@@ -53,12 +55,14 @@ def test_the_host_takes_its_time_for_every_sub_layer(monkeypatch: pytest.MonkeyP
     assert all(choice.seconds > 1e-3 for choice in lent)
 
 
+@pytest.mark.slow
 def test_layers_of_the_host_that_nothing_computes_in_so_little_memory() -> None:
     greedy = replace(IN_HOST, least_bytes=PLENTY)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, mode="gpu-host", in_host_ram=(greedy,))
     assert {choice.device for choice in plan.choices[: plan.offloaded]} == {"cpu"}
 
 
+@pytest.mark.slow
 def test_layers_of_the_host_by_name() -> None:
     """Slower than what the processor offers, and taken all the same; not where both are at work at a time."""
     slow = replace(IN_HOST, flops=1e4)

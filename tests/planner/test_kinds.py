@@ -27,6 +27,7 @@ def times_longer(plan: Plan, index: int, factor: float, **changes: Any) -> Plan:
     return replace(plan, stages=(replace(plan.stages[0], choices=tuple(choices)),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "output", "room"),
     [(MIXED, (20, 31, 8), 100_000), (WIDE, (31, 20, 9), 600_000), (WIDE, (60, 60, 60), 300_000)],
@@ -45,6 +46,7 @@ def test_each_kind_is_what_its_words_find(network: Network, output: Vec3, room: 
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("room", "columns", "depth_first"), [(3300, True, False), (3300, False, True)])
 def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_first: bool) -> None:
     """By as much as the search misses where nothing else is allowed."""
@@ -61,6 +63,7 @@ def test_kinds_that_do_not_fit_say_by_how_much(room: int, columns: bool, depth_f
     planned(WIDE, output, kind.ram_bytes, columns=columns, depth_first=depth_first)
 
 
+@pytest.mark.slow
 def test_words_that_narrow_the_choice_narrow_the_kinds() -> None:
     assert planned(MIXED, (20, 31, 8), AROUND + 2**19, kinds=True, columns=False, depth_first=False).kinds == ()
     for kind in planned(WIDE, (31, 20, 9), AROUND + 600_000, kinds=True, columns=True).kinds:
@@ -116,6 +119,7 @@ def test_a_plan_explains_itself_from_its_file(make: Any) -> None:
     assert max(map(len, told.splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_kinds_are_told_with_speed_memory_and_reason() -> None:
     plan = planned(WIDE, (60, 60, 60), AROUND + 300_000, kinds=True)
     assert plan.kinds

@@ -6,10 +6,14 @@ import sys
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from tests.support.fake_primitives import CARRYING, FILTER, POOL, SLOW, WITH_GPU
 from tests.support.flat_requests import make_plan
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
+
+pytestmark = pytest.mark.slow
 
 
 def calls(layers: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.brute_force import AROUND, planned, steps_of
-from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
+from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, edited
 from tests.support.fake_primitives import FAKES, MACHINE
 from znnpy.errors import PlanFileError
 from znnpy.kernels.primitive import Variant
@@ -103,31 +103,6 @@ PLANS = st.builds(
 @given(PLANS)
 def test_what_is_written_is_read(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
-
-
-@pytest.fixture(scope="module")
-def network() -> Network:
-    return MIXED
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return patches()
-
-
-@pytest.fixture(scope="module")
-def column() -> Plan:
-    return walking()
-
-
-@pytest.fixture(scope="module")
-def wide() -> Network:
-    return WIDE
-
-
-@pytest.fixture(scope="module")
-def split() -> Plan:
-    return in_parts()
 
 
 def test_a_real_plan_survives_and_runs(
@@ -335,6 +310,7 @@ def test_waste_is_what_borders_cost(network: Network, plan: Plan, column: Plan) 
     assert dot.waste == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [(20, 31, 8), (1, 1, 1), (47, 5, 3), (10, 310, 80)], ids=str)
 def test_the_same_columns_for_another_output(
     plan: Plan, column: Plan, network: Network, split: Plan, wide: Network, output: Vec3

@@ -9,37 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_plans import CHOICES_AT, MEMORY_AT, MIXED, TENSORS_AT, WIDE, edited, in_parts, patches, walking
+from tests.support.fake_plans import CHOICES_AT, MEMORY_AT, TENSORS_AT, edited
 from tests.support.fake_primitives import FAKES, FAST, MACHINE, RATES, limits
 from tests.support.flat_requests import make_plan
 from znnpy.errors import PlanFileError
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
-
-
-@pytest.fixture(scope="module")
-def network() -> Network:
-    return MIXED
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return patches()
-
-
-@pytest.fixture(scope="module")
-def column() -> Plan:
-    return walking()
-
-
-@pytest.fixture(scope="module")
-def wide() -> Network:
-    return WIDE
-
-
-@pytest.fixture(scope="module")
-def split() -> Plan:
-    return in_parts()
 
 
 def refused(plan: Plan, network: Network, said: str, **words: Any) -> None:

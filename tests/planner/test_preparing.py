@@ -29,6 +29,7 @@ def prepared(plan: Plan) -> int:
     return plan.memory.last.arena + plan.memory.last.carries + plan.memory.last.residents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("touching", [1e9, 1e11])
 def test_no_plan_of_all_is_faster_by_more_than_what_is_alike(tiny_network: MakeNetwork, touching: float) -> None:
     network = tiny_network()
@@ -49,6 +50,7 @@ def test_no_plan_of_all_is_faster_by_more_than_what_is_alike(tiny_network: MakeN
     assert plan.memory.peak <= free.memory.peak
 
 
+@pytest.mark.slow
 def test_what_preparing_costs_decides(tiny_network: MakeNetwork) -> None:
     """The more it costs the less memory is taken, and the more slowly layers run."""
     network = tiny_network()
@@ -74,6 +76,7 @@ def test_rates_that_are_assumed_have_a_price_for_memory() -> None:
     assert assumed_rates(MACHINE, 8).touching == CPU_TOUCHING, "the host of a virtual machine is not asked faster"
 
 
+@pytest.mark.slow
 def test_a_small_volume_takes_no_gigabytes() -> None:
     """The whole output of 224^3 in one patch would be 25 % faster to compute, and 4.5 GiB take over 4 s to prepare."""
     network = read_network("fib25_boundary").network
@@ -84,6 +87,7 @@ def test_a_small_volume_takes_no_gigabytes() -> None:
     assert other.seconds > ALIKE * plan.seconds
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_and_tells_what_preparing_takes(tiny_network: MakeNetwork) -> None:
     plan = planned(tiny_network(), (40, 40, 40), 2**40, table=TABLE, rates=replace(CARRYING, touching=1e9))
     assert Plan.from_json(plan.to_json()) == plan

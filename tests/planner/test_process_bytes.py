@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from znnpy.machine import process_bytes
 from znnpy.planner.memory import MARGIN_BYTES, MIB, baseline_bytes, reading_bytes, writing_bytes
 
@@ -31,6 +33,7 @@ def test_baseline_holds_what_the_process_holds() -> None:
     del ballast
 
 
+@pytest.mark.slow
 def test_baseline_covers_the_libraries_of_a_run() -> None:
     """A fresh process, where a run begins: what is loaded later stays below the baseline measured there."""
     code = (

@@ -61,6 +61,7 @@ def every_plan(images: int, plain: bool) -> Iterator[tuple[int, float]]:
             yield around + arena + kept, spent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("images", "plain", "words"),
     [(2, False, "2 at a time"), (4, False, "4 at a time"), (1, True, "by plain max-pooling, every offset again")],
@@ -80,6 +81,7 @@ def test_baselines_are_the_best_of_all(images: int, plain: bool, words: str) -> 
     assert fitting > 10
 
 
+@pytest.mark.slow
 def test_baselines_that_do_not_fit_say_by_how_much() -> None:
     least = min(peak for peak, _ in every_plan(4, False))
     limit = least - 1

@@ -27,6 +27,7 @@ from znnpy.shapes import LayerShape, Vec3, turned, turned_back
 MakeNetwork = Callable[..., Network]
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     last = inf
@@ -47,6 +48,7 @@ ADDING_UP = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "output", "room", "walks", "split"), ADDING_UP)
 def test_the_plan_adds_up(
     tiny_network: MakeNetwork, layers: tuple[Layer, ...], output: Vec3, room: int, walks: bool, split: bool
@@ -102,6 +104,7 @@ def test_the_plan_adds_up(
     plan.check_runs(network, MACHINE, table=FAKES)
 
 
+@pytest.mark.slow
 def test_columns_walk_along_the_long_axis(tiny_network: MakeNetwork) -> None:
     """A network and an output turned to another axis: the same plan, turned."""
     network = tiny_network()
@@ -135,6 +138,7 @@ def _turned_back(layer: Layer, axis: int) -> Layer:
             return layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers",
     [
@@ -153,6 +157,7 @@ def test_every_kind_of_network(tiny_network: MakeNetwork, layers: tuple[Layer, .
     plan.check_runs(network, MACHINE, table=FAKES)
 
 
+@pytest.mark.slow
 def test_only_where_it_applies(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     picky = replace(FAST, name="cpu.conv.picky", flops=1.0, refuse="it is Friday")
@@ -166,6 +171,7 @@ def test_only_where_it_applies(tiny_network: MakeNetwork) -> None:
         planned(network, SMALL, 2**30, only=["cpu.conv.fasst"])
 
 
+@pytest.mark.slow
 def test_both_in_one_unless_one_of_them_is_asked_of_another(tiny_network: MakeNetwork) -> None:
     """A primitive for two layers is left out where it would take a layer from one that was asked for."""
     network = tiny_network(Conv((2, 2, 2), 3), Pool((2, 2, 2)))
@@ -181,6 +187,7 @@ def test_both_in_one_unless_one_of_them_is_asked_of_another(tiny_network: MakeNe
     assert chosen(POOL.name) == chosen(POOL.name, BOTH.name) == [BOTH.name, POOL.name]
 
 
+@pytest.mark.slow
 def test_forced_patch(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     plan = planned(network, (30, 30, 30), 2**30, patch=(6, 10, 7), columns=False)
@@ -197,6 +204,7 @@ def test_forced_patch(tiny_network: MakeNetwork) -> None:
         planned(network, (30, 30, 30), 2**30, patch=(5, 10, 7))
 
 
+@pytest.mark.slow
 def test_nearest_miss_is_the_least_that_runs(tiny_network: MakeNetwork) -> None:
     """The limit the message asks for is enough, and a byte less than the smallest need is not."""
     network = tiny_network()
@@ -211,6 +219,7 @@ def test_nearest_miss_is_the_least_that_runs(tiny_network: MakeNetwork) -> None:
         planned(network, output, least - 1)
 
 
+@pytest.mark.slow
 def test_nearest_miss_in_words(tiny_network: MakeNetwork) -> None:
     network = tiny_network(Conv((3, 3, 3), 2, "relu"), Conv((2, 2, 2), 1))
     with pytest.raises(NoPlanError) as caught:
@@ -227,6 +236,7 @@ def test_nearest_miss_in_words(tiny_network: MakeNetwork) -> None:
         planned(network, (2, 2, 2), AROUND, table=(SLOW,), only=[SLOW.name], patch=(2, 1, 1))
 
 
+@pytest.mark.slow
 def test_no_primitive_for_a_layer(tiny_network: MakeNetwork) -> None:
     network = tiny_network()
     refusing = (Fake("cpu.conv.a", "conv", refuse="no compiler"), Fake("cpu.conv.b", "conv", refuse="too wide"), POOL)
@@ -239,6 +249,7 @@ def test_no_primitive_for_a_layer(tiny_network: MakeNetwork) -> None:
         planned(network, SMALL, 2**30, table=(SLOW,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ram_bytes", "threads"), [(0, 1), (-5, 1), (2**30, 0)])
 def test_no_limits_no_plan(tiny_network: MakeNetwork, ram_bytes: int, threads: int) -> None:
     with pytest.raises(NoPlanError, match=f"not {ram_bytes} bytes and {threads} threads"):
@@ -250,12 +261,14 @@ def test_nothing_to_compute(tiny_network: MakeNetwork) -> None:
         planned(tiny_network(), (4, 0, 3), 2**30)
 
 
+@pytest.mark.slow
 def test_a_limit_above_the_machine_is_planned_all_the_same(tiny_network: MakeNetwork) -> None:
     small = replace(MACHINE, ram_bytes=2**20)
     plan = make_plan(tiny_network(), SMALL, small, limits(2**30), table=FAKES, baseline=0)
     assert plan.memory.peak > small.ram_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "room"), [(False, 200_000), (True, 100_000)])
 def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork, columns: bool, room: int) -> None:
     network = tiny_network()
@@ -279,6 +292,7 @@ def test_runners_up_say_why_they_lost(tiny_network: MakeNetwork, columns: bool, 
             assert forced.waste == pytest.approx(runner_up.waste, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
     """Patches that lose to columns, or columns that lose to patches: the best of them, with what they waste."""
     tiny, wide = tiny_network(), tiny_network(*WIDE_BEHIND)
@@ -311,6 +325,7 @@ def test_the_other_way_to_cover_is_told(tiny_network: MakeNetwork) -> None:
     assert parts > 1
 
 
+@pytest.mark.slow
 def test_nothing_to_carry(tiny_network: MakeNetwork) -> None:
     """No column walks along an axis along which the network sees one voxel."""
     network = tiny_network(Conv((1, 4, 1), 2), Pool((1, 1, 2)))
@@ -337,6 +352,7 @@ SLOWER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("output", "slow"), SLOWER, ids=str)
 def test_a_column_takes_no_longer_than_may_be_lost(tiny_network: MakeNetwork, output: Vec3, slow: float) -> None:
     """A run that is killed computes one column again: in at most LOST_SECONDS, unless the column is of one step."""
@@ -348,6 +364,7 @@ def test_a_column_takes_no_longer_than_may_be_lost(tiny_network: MakeNetwork, ou
         plan.check_runs(network, MACHINE, table=FAKES)
 
 
+@pytest.mark.slow
 def test_columns_are_cut_no_shorter_than_they_must(tiny_network: MakeNetwork) -> None:
     """Fast machines walk from end to end; slow ones cut, and what is computed twice is counted."""
     network = tiny_network()
@@ -374,6 +391,7 @@ class Choosy(Fake):
         return replace(Fake.footprint(self, shape, variant, threads), allowance=0 if lean else 2**20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walks", [False, True], ids=["patches", "columns"])
 def test_the_best_size_may_be_far_from_the_best_of_a_few(tiny_network: MakeNetwork, walks: bool) -> None:
     """All sizes of one axis are looked at, not only those beside the best of the few that are combined at first."""
@@ -388,6 +406,7 @@ def test_the_best_size_may_be_far_from_the_best_of_a_few(tiny_network: MakeNetwo
     assert plan.patch_out == (24, 1, 1)
 
 
+@pytest.mark.slow
 def test_masks_are_counted(tiny_network: MakeNetwork) -> None:
     network = tiny_network(input_channels=2)
     for columns in (False, True):
@@ -398,6 +417,7 @@ def test_masks_are_counted(tiny_network: MakeNetwork) -> None:
         assert plan.memory.reading == 2 * 2 * prod(plan.patch_in) + masks + READER_BYTES
 
 
+@pytest.mark.slow
 def test_baseline_is_measured_when_not_given(tiny_network: MakeNetwork) -> None:
     plan = make_plan(tiny_network(), SMALL, MACHINE, limits(2**33), table=FAKES)
     assert 2**25 < plan.memory.baseline < 2**32

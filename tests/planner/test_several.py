@@ -38,6 +38,7 @@ def several(
     return plan_on_devices(request, costs_of("gpu", table=TABLE, rates=HEAVY))
 
 
+@pytest.mark.slow
 def test_one_is_as_ever() -> None:
     plan = several(1)
     alone = {"baseline": BASELINE, "device": "gpu"}
@@ -45,6 +46,7 @@ def test_one_is_as_ever() -> None:
     assert (plan.devices, plan.alone) == (1, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None:
     plan = several(devices)
@@ -55,6 +57,7 @@ def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None
     assert edges == pytest.approx(nbytes / EDGE_BYTES, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
 def test_columns_for_all(devices: int, columns: bool) -> None:
@@ -74,6 +77,7 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
     assert f"{alone.seconds / plan.seconds:.2f} times as fast as one GPU alone" in plan.explain()
 
 
+@pytest.mark.slow
 def test_it_is_cut_where_borders_cost_least() -> None:
     plan = several(2, DEEP, (24, 24, 24))
     assert plan.patch_out[0] == 24 or plan.column >= 24, "not along z"
@@ -96,6 +100,7 @@ def test_memory_is_promised_for_all() -> None:
     assert memory.vram == replace(memory, devices=1).vram, "of each"
 
 
+@pytest.mark.slow
 def test_each_has_its_part_of_the_process() -> None:
     """22 MiB are taken for each, whatever it computes."""
     tight = replace(PLENTY, ram_bytes=BASELINE + 50 * MIB)

@@ -32,6 +32,7 @@ class Within:
 MOST = 3 * 2**25 + 5  # no power of the root of 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [True, False])
 def test_each_point_is_the_best_plan_within_its_limit(columns: bool) -> None:
     """Of limits that are left out, the plans beside them are about as fast."""
@@ -79,6 +80,7 @@ def test_what_never_fits_has_no_points() -> None:
     assert asked == [1000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [1.0, 3.0])
 @pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
 def test_no_longer_than_there_is_time(seconds: float, each: float) -> None:
@@ -97,6 +99,7 @@ def test_no_longer_than_there_is_time(seconds: float, each: float) -> None:
         assert found[-1].done == 1.0
 
 
+@pytest.mark.slow
 def test_a_network_that_the_host_has_no_room_for_is_asked_for_once() -> None:
     """What is needed of the GPU, which would have it."""
     asked: list[int] = []
@@ -111,6 +114,7 @@ def test_a_network_that_the_host_has_no_room_for_is_asked_for_once() -> None:
     assert asked == [MOST]
 
 
+@pytest.mark.slow
 def test_nothing_is_worked_out_between_plans_that_are_as_fast() -> None:
     """A curve that is flat from 2^18 bytes up, and steep below; each plan takes all the memory that it may."""
     asked: list[int] = []

@@ -139,6 +139,7 @@ def test_what_no_time_was_left_for_is_measured_the_next_time() -> None:
     assert more.measured.keys() > rates.measured.keys()
 
 
+@pytest.mark.slow
 def test_what_the_gpu_refuses_is_never_planned_nor_tried_again(folder: Path) -> None:
     table = (STUBBORN, *TABLE)
     assert planned(assumed_rates(WITH_GPU, 1, "gpu"), table) == {REFUSES}
@@ -162,6 +163,7 @@ def test_what_the_gpu_refuses_is_never_planned_nor_tried_again(folder: Path) -> 
     assert set(measured(newer)) == {REFUSES}
 
 
+@pytest.mark.slow
 def test_without_a_way_that_is_not_refused_there_is_no_plan() -> None:
     table = (STUBBORN, *REST)
     with pytest.raises(NoPlanError, match=r"no primitive runs layer 0 .*: gpu\.conv\.stubborn: cuDNN has no plan; "):

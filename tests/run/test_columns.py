@@ -41,6 +41,8 @@ from znnpy.shapes import Vec3, multiply, turned, turned_back
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
+pytestmark = pytest.mark.slow
+
 Floats = npt.NDArray[np.float32]
 
 ALL = NETWORKS + ODDER

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from tests.support.odd_networks import (
     MACHINE,
     NETWORKS,
@@ -39,7 +39,7 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
 ALL = NETWORKS + ODDER

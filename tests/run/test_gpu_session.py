@@ -33,6 +33,8 @@ from znnpy.planner.candidates import splits
 from znnpy.run.pipeline import Event
 from znnpy.shapes import Precision, turned, turned_back
 
+pytestmark = pytest.mark.slow
+
 SURE = ("gpu.conv.direct", "gpu.pool.fragments", "gpu.maxfilter.direct", "gpu.maxout.direct")
 RMS = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 5e-3}  # of a layer, of its rms answer
 SOME = (NETWORKS[0], NETWORKS[3], NETWORKS[5], NETWORKS[6], ODDER[5])

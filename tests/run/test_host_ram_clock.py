@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.closeness import MACHINE
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, compiler
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy.errors import DeviceError, DeviceLostError
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.primitive import Variant
@@ -19,6 +19,8 @@ from znnpy.run.clocks import CpuClock, GpuClock, HostRamClock, clock_of
 from znnpy.run.layer import HostRamLayer
 from znnpy.run.timing import ON_GPU, Where
 from znnpy.shapes import ConvShape
+
+pytestmark = pytest.mark.slow
 
 (HOST_RAM,) = IN_HOST_RAM
 SHAPE = ConvShape(2, 3, 4, (6, 7, 8), (3, 2, 3), "relu")
@@ -54,7 +56,7 @@ def test_all_of_a_run_counts(device: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert spent == (3.0 + 5.0) / 2
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 def test_where_layers_run_says_who_times_them() -> None:
     device: Any = EmulatedDevice()
     for where, kind in ((Where("cpu", 2), CpuClock), (ON_GPU, GpuClock), (Where("gpu", 2), HostRamClock)):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from tests.support.flat_requests import make_plan
 from tests.support.hosted_plans import EVERY, WITH_GPU, WITH_HOST, backs, fronts, hosted_plan
 from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
@@ -33,7 +33,7 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = needs_compiler
 ON_CPU = tuple(primitive for primitive in TABLE if primitive.name.startswith("cpu."))
 LAYERS = [network for network in (*NETWORKS, *ODDER) if len(network.layers) > 1]
 CUTS = [(network, theta) for network in LAYERS for theta in range(1, len(network.layers))]
@@ -79,6 +79,7 @@ def parts_of(network: Network, theta: int, seed: int) -> dict[str, Any]:
     return {"images": images, "later": rng.choice([0, 1])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False], ids=["side by side", "in turn"])
 @pytest.mark.parametrize(("network", "theta"), CUTS, ids=ids)
 def test_patches_equal_the_definition(device: EmulatedDevice, network: Network, theta: int, overlaps: bool) -> None:
@@ -93,6 +94,7 @@ def test_patches_equal_the_definition(device: EmulatedDevice, network: Network, 
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False], ids=["side by side", "in turn"])
 @pytest.mark.parametrize(("network", "theta"), CUTS, ids=ids)
 def test_columns_equal_the_definition(device: EmulatedDevice, network: Network, theta: int, overlaps: bool) -> None:
@@ -110,6 +112,7 @@ def test_columns_equal_the_definition(device: EmulatedDevice, network: Network, 
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", [0, 4])
 def test_layers_of_the_host_that_a_gpu_computes(device: EmulatedDevice, column: int) -> None:
     """gpu.conv.host_ram itself, in parts that leave one over, with sums."""
@@ -135,6 +138,7 @@ def test_one_voxel_of_output(device: EmulatedDevice) -> None:
         assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
+@pytest.mark.slow
 def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the GPU, in page-locked memory, and in the host's arena."""
     network = NETWORKS[3]
@@ -180,6 +184,7 @@ def hot(theta: int, layer: int) -> TrainedNetwork:
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize(("theta", "layer"), [(1, 0), (2, 2), (3, 2), (2, 3)])
 def test_an_overflow_names_its_layer_and_step(device: EmulatedDevice, theta: int, layer: int, overlaps: bool) -> None:
@@ -195,6 +200,7 @@ def test_an_overflow_names_its_layer_and_step(device: EmulatedDevice, theta: int
     assert no_feeder_is_left()
 
 
+@pytest.mark.slow
 def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each goes up as soon as it may: parts that wait in a slot are not written over."""
     copy_async = device.copy_async
@@ -211,6 +217,7 @@ def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: p
         assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cpu-to-gpu", "gpu-host"])
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "patches"])
 def test_what_is_planned_runs(device: EmulatedDevice, mode: OffloadMode, columns: bool) -> None:
@@ -233,6 +240,7 @@ def cut_at(plan: Plan, count: int) -> tuple[Stage, ...]:
     return replace(one, choices=plan.choices[:count]), replace(other, choices=plan.choices[count:])
 
 
+@pytest.mark.slow
 def test_plans_that_no_session_runs() -> None:
     plan, _, _ = a_plan(front=replace(fronts(), in_one=False))
     one, other = plan.stages

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.emulator import EmulatedDevice, compiler
+from tests.support.emulator import EmulatedDevice, needs_compiler
 from tests.support.hosted_plans import hosted_plan
 from tests.support.hosted_sessions import SMALL, a_plan, emulated_device, no_feeder_is_left, session_for
 from tests.support.odd_networks import Poisoned, assert_dense, definition, some_volume, trained
@@ -24,7 +24,7 @@ from znnpy.run.session import Session
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.emulator import compiler
+from tests.support.emulator import needs_compiler
 from tests.support.fake_pipeline import COLUMNS, Output, Session, no_thread_is_left, quiet, volume
 from tests.support.fake_pipeline import Source as Voxels
 from tests.support.hosted_sessions import a_plan, emulated_device, session_for
@@ -27,7 +27,7 @@ from znnpy.run.worker import Worker
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
-pytestmark = pytest.mark.usefixtures("collects_nothing")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("collects_nothing")]
 
 
 def failing(at: str, stage: str, patch: int) -> None:
@@ -110,7 +110,7 @@ def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
     assert [there() for there in go()] == [None] * (2 + lanes)
 
 
-@pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("fails", [False, True])
 def test_hosted_sessions(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     plan, net, voxels = a_plan()

@@ -23,6 +23,8 @@ from znnpy.run.session import Session
 from znnpy.shapes import Vec3
 from znnpy.trained import load_network
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 SIZE = (300, 300, 300)  # 108 MB of float32, more than the limits below leave to a run

@@ -15,6 +15,8 @@ from znnpy.errors import NoPlanError
 from znnpy.inference import infer as infer_here
 from znnpy.shapes import Vec3
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 Store = Callable[[Path], Path]

@@ -48,6 +48,7 @@ def go_on(place: Place, *, resume: bool = True, **changed: Any) -> Report:
     return infer(place.volume, place.folder / "net.yaml", out=place.out, resume=resume, **words)
 
 
+@pytest.mark.slow
 def test_goes_on_where_it_stopped(stopped: Place) -> None:
     report = go_on(stopped)
     assert 0 < report.computed < report.voxels
@@ -56,6 +57,7 @@ def test_goes_on_where_it_stopped(stopped: Place) -> None:
     np.testing.assert_array_equal(resumed.view(np.uint32), stopped.prediction().view(np.uint32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -77,11 +79,13 @@ def test_other_words(stopped: Place, changed: dict[str, Any], said: str) -> None
     go_on(stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", [{"threads": None}, {"patch": None}, {"ram": "20G"}])
 def test_words_left_out_are_those_it_began_with(stopped: Place, left_out: dict[str, Any]) -> None:
     assert go_on(stopped, **left_out).plan.patch_out == BEGUN["patch"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_the_plan_fits_in_is_taken_and_the_report_says_so(place: Place) -> None:
     """The plan stays, as rounding depends on it."""
 
@@ -97,6 +101,7 @@ def test_a_limit_that_the_plan_fits_in_is_taken_and_the_report_says_so(place: Pl
     assert [warning for warning in report.warnings if warning.startswith(said)]
 
 
+@pytest.mark.slow
 def test_the_limit_that_it_began_with_needs_no_words(place: Place) -> None:
     def interrupt(event: Event) -> None:
         if event.columns_done > 3:
@@ -113,6 +118,7 @@ def change_output(header: dict[str, Any]) -> None:
     header["plan"] = json.dumps(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -153,12 +159,14 @@ def test_the_whole_volume_by_its_numbers_is_the_whole_volume(stopped: Place) -> 
     assert 0 < report.computed < report.voxels
 
 
+@pytest.mark.slow
 def test_other_plan(stopped: Place) -> None:
     other = znnpy.plan(stopped.folder / "net.yaml", volume=stopped.volume, patch=(2, 2, 2))
     with pytest.raises(ResumeError, match="another plan than `plan` gives"):
         go_on(stopped, plan=other)
 
 
+@pytest.mark.slow
 def test_other_libraries(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         header["settings"]["versions"]["numpy"] = "1.0"
@@ -168,6 +176,7 @@ def test_other_libraries(stopped: Place) -> None:
         go_on(stopped)
 
 
+@pytest.mark.slow
 def test_other_processor(stopped: Place) -> None:
     def elsewhere(header: dict[str, Any]) -> None:
         header["settings"]["processor"] = "Z80"
@@ -177,6 +186,7 @@ def test_other_processor(stopped: Place) -> None:
         go_on(stopped)
 
 
+@pytest.mark.slow
 def test_other_version_of_a_primitive(stopped: Place) -> None:
     def older(header: dict[str, Any]) -> None:
         plan = json.loads(header["plan"])
@@ -188,6 +198,7 @@ def test_other_version_of_a_primitive(stopped: Place) -> None:
         go_on(stopped)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_format(stopped: Place) -> None:
     """It cannot be made again, so nothing says that it should be."""
 
@@ -203,6 +214,7 @@ def test_a_plan_of_another_format(stopped: Place) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
@@ -230,6 +242,7 @@ def test_a_finished_output_whose_plan_cannot_be_read(place: Place, plan: str | N
     assert go_on(place).computed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("primitive", ["cpu.conv.fft_tiled", "cpu.conv.fft_data", "cpu.conv.direct"])
 def test_every_primitive_goes_on_byte_for_byte(place: Place, primitive: str) -> None:
     """Begun under a limit, resumed under none: the plan is the journal's, not a better one."""
@@ -247,6 +260,7 @@ def test_every_primitive_goes_on_byte_for_byte(place: Place, primitive: str) -> 
     np.testing.assert_array_equal(resumed.view(np.uint32), place.prediction().view(np.uint32))
 
 
+@pytest.mark.slow
 def test_other_blas_kernels(stopped: Place) -> None:
     def elsewhere(header: dict[str, Any]) -> None:
         header["blas"] = "openblas Prescott"
@@ -295,6 +309,7 @@ def record(place: Place) -> list[str]:
     return lines[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "primitive", "column", "steps"),
     [
@@ -324,6 +339,7 @@ def test_a_column_that_was_killed_is_run_again_from_its_first_step(
     np.testing.assert_array_equal(resumed.view(np.uint32), place.prediction().view(np.uint32))
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_volume_goes_on_as_well(place: Place) -> None:
     """How often its layers run depends on the volume; what they are does not."""
     network = read_network(place.folder / "net.yaml").network

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice
+from tests.support.emulated_gpus import EmulatedGpus
+from tests.support.emulator import EMULATED_GPU
 from znnpy import planning
 from znnpy.errors import DeviceError
 from znnpy.kernels.primitive import Primitive, Variant
@@ -30,12 +31,14 @@ from znnpy.run import rigor, target
 from znnpy.run.asked import AskedDevices
 from znnpy.run.rigor import Study
 from znnpy.run.session import ALL
-from znnpy.run.target import DRIVER, OpenTarget, Targets
+from znnpy.run.target import OpenTarget, Targets
 from znnpy.run.timing import ON_GPU, Progress, Where, bytes_of, lacking, layers_of
 from znnpy.shapes import ConvShape, LayerShape
 
 if TYPE_CHECKING:
     from tests.support.cli import Place
+
+pytestmark = pytest.mark.slow
 
 THREADS = 3  # of which one feeds a GPU where the processor computes beside it
 (HOST_RAM,) = IN_HOST_RAM
@@ -97,10 +100,8 @@ class Clocks:
 
 
 @pytest.fixture(autouse=True)
-def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRIVER, "find", lambda: EMULATED_GPU)
-    monkeypatch.setattr(DRIVER, "open", EmulatedDevice)
-    monkeypatch.setattr(DRIVER, "rates", gpu_rates)
+def _emulated(emulated_gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_gpus.use(rates=gpu_rates)
     monkeypatch.setattr(target, "processor_rates", cpu_rates)
 
 

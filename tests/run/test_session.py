@@ -19,6 +19,7 @@ from znnpy.run.session import Session
 from znnpy.trained import TrainedNetwork, load_network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS + ODDER, ids=lambda n: n.name)
 def test_equals_the_sliding_window_for_any_patch(network: Network) -> None:
     trained = TrainedNetwork(network, random_weights(network, seed=3))
@@ -36,6 +37,7 @@ def test_equals_the_sliding_window_for_any_patch(network: Network) -> None:
         assert_dense(trained(volume, patch=patch, threads=2), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("primitive", [p.name for p in TABLE if p.name.startswith("cpu.conv")])
 def test_every_primitive_gives_the_same_prediction(primitive: str, threads: int) -> None:
@@ -63,6 +65,7 @@ def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np
     return out
 
 
+@pytest.mark.slow
 @IN_ONE
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pooling_within_the_convolution_changes_rounding_alone(threads: int) -> None:
@@ -79,6 +82,7 @@ def test_pooling_within_the_convolution_changes_rounding_alone(threads: int) -> 
     assert np.abs(apart - in_one).max() <= 1e-5  # a product of shifts against a transform
 
 
+@pytest.mark.slow
 @IN_ONE
 def test_what_overflows_in_two_layers_in_one_is_named() -> None:
     network = small("hot", 1, Conv((2, 2, 2), 3, "relu"), Pool((2, 2, 2)))
@@ -88,6 +92,7 @@ def test_what_overflows_in_two_layers_in_one_is_named() -> None:
         run_one_patch(TrainedNetwork(network, weights), (find("cpu.conv.fft_lanes"),), raw, 1)
 
 
+@pytest.mark.slow
 def test_reflecting_borders_give_an_output_as_large_as_the_input() -> None:
     network = NETWORKS[3]  # an even field of view along z: 5, 8, 5
     trained = TrainedNetwork(network, random_weights(network, seed=6))
@@ -98,6 +103,7 @@ def test_reflecting_borders_give_an_output_as_large_as_the_input() -> None:
     assert_dense(trained(volume, border="reflect"), definition(trained, padded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "<i4", "f2", ">f4", "f8"])
 def test_any_real_dtype_is_normalised_alike(dtype: str) -> None:
     network = Network("n", 1, (Conv((2, 2, 2), 2, "none"),), Normalise((130.0,), (33.5,)))
@@ -114,6 +120,7 @@ def test_large_offsets_do_not_cost_digits() -> None:
     assert_dense(trained(volume), definition(trained, volume))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalise", [None, Normalise((0.0,), (1e-30,))], ids=["as stored", "normalised"])
 def test_values_beyond_float32_are_refused(normalise: Normalise | None) -> None:
     network = Network("n", 1, (Pool((2, 1, 1)),), normalise)
@@ -123,6 +130,7 @@ def test_values_beyond_float32_are_refused(normalise: Normalise | None) -> None:
         TrainedNetwork(network, ())(volume)
 
 
+@pytest.mark.slow
 def test_an_overflow_names_its_layer() -> None:
     network = Network("n", 1, (Conv((2, 2, 2), 2, "relu"), Conv((1, 1, 1), 2, "relu"), Conv((2, 2, 2), 1, "sigmoid")))
     weights = random_weights(network, seed=9)
@@ -132,6 +140,7 @@ def test_an_overflow_names_its_layer() -> None:
         TrainedNetwork(network, weights)(volume)
 
 
+@pytest.mark.slow
 def test_nan_in_the_array_is_counted_and_located() -> None:
     network = NETWORKS[0]
     volume = some_volume(network, seed=17).astype(np.float32)
@@ -141,6 +150,7 @@ def test_nan_in_the_array_is_counted_and_located() -> None:
         TrainedNetwork(network, random_weights(network, seed=1))(volume)
 
 
+@pytest.mark.slow
 def test_a_volume_smaller_than_the_field_of_view_says_by_how_much() -> None:
     network = NETWORKS[0]
     fov = network.field_of_view

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.emulator import EMULATED_GPU, EmulatedDevice, EmulatedEvent, compiler
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice, EmulatedEvent, needs_compiler
 from tests.support.odd_networks import (
     MACHINE,
     NETWORKS,
@@ -43,8 +43,9 @@ from znnpy.trained import TrainedNetwork
 from znnpy.volume.array import ArrayVolume
 from znnpy.volume.source import Source
 
+pytestmark = pytest.mark.slow
+
 WITH_GPU = replace(MACHINE, gpu=EMULATED_GPU)
-NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
 
 def spans_of(path: Path) -> list[Span]:
@@ -181,7 +182,7 @@ def test_every_layer_of_every_step_is_there_on_the_cpu(tmp_path: Path, network: 
     assert {span.name for span in spans} - {*case.names} == {"load", "store"} | ({"clear", "carry"} if walks else set())
 
 
-@NEEDS_COMPILER
+@needs_compiler
 @pytest.mark.parametrize("walks", [False, True], ids=["patches", "columns"])
 @pytest.mark.parametrize("network", [NETWORKS[0], ODDER[5]], ids=lambda network: network.name)
 def test_every_layer_of_every_step_is_there_on_a_gpu(
@@ -204,7 +205,7 @@ def test_every_layer_of_every_step_is_there_on_a_gpu(
         assert down.begin <= down.end
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_several_devices_have_tracks_of_their_own(tmp_path: Path, device: EmulatedDevice) -> None:
     path = tmp_path / "trace.json"
     for on in (None, device):
@@ -219,7 +220,7 @@ def test_several_devices_have_tracks_of_their_own(tmp_path: Path, device: Emulat
         }
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_a_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each stream that of its own: here copies to the device take long, and those from it longer."""
     copy, path = EmulatedDevice.copy_async, tmp_path / "trace.json"
@@ -240,7 +241,7 @@ def test_a_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, m
     assert took["download"] >= 0.12  # the output, and the peaks
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_a_step_is_told_when_it_is_waited_for(tmp_path: Path, device: EmulatedDevice) -> None:
     told: list[Any] = []
 
@@ -257,7 +258,7 @@ def test_a_step_is_told_when_it_is_waited_for(tmp_path: Path, device: EmulatedDe
             assert set(told) == set(range(number + 1))
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_a_device_whose_seconds_are_others_stays_with_the_host(
     tmp_path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +324,7 @@ def test_a_stream_that_is_busy_has_no_clock(tmp_path: Path) -> None:
     assert span.end - span.begin == pytest.approx(11)
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_the_error_of_a_run_comes_before_that_of_its_trace(tmp_path: Path, device: EmulatedDevice) -> None:
     class Full(Trace):
         def record(self, track: str, name: str, begin: float, end: float, **facts: int | float | str) -> None:
@@ -344,7 +345,7 @@ def test_the_error_of_a_run_comes_before_that_of_its_trace(tmp_path: Path, devic
         run(None)
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_what_a_gpu_did_before_a_run_ended_is_there(tmp_path: Path, device: EmulatedDevice) -> None:
     """Also of a step that nobody has waited for, and of one that overflows."""
     case = Case.of(NETWORKS[0], device, walks=False)
@@ -381,7 +382,7 @@ def test_what_a_gpu_did_before_a_run_ended_is_there(tmp_path: Path, device: Emul
     assert why.startswith("layer 0 (conv")
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_without_a_trace_nothing_is_timed(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     event = EmulatedDevice.event

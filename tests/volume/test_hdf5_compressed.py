@@ -85,6 +85,7 @@ def made(path: Path, codec: str, content: bytes | None = None) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_chunks_that_unpack_to_too_much(tmp_path: Path) -> None:
     bad = [made(tmp_path / f"{codec}.h5", codec, bomb(codec, tmp_path)) for codec in CODECS]
     done = subprocess.run(
@@ -108,6 +109,7 @@ def test_good_chunks_are_read_as_before(tmp_path: Path, codec: str) -> None:
     np.testing.assert_array_equal(out[0], GOOD)
 
 
+@pytest.mark.slow
 def test_a_size_that_zstandard_does_not_say_is_not_believed(tmp_path: Path) -> None:
     block = struct.pack("<I", 1 << 1 | 2**17 << 3)[:3] + b"\x07"
     last = struct.pack("<I", 1 | 1 << 1 | 2**17 << 3)[:3] + b"\x07"

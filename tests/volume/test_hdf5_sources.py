@@ -177,6 +177,7 @@ def circle(path: Path, kind: str) -> Path:
     return virtual(path, (4, 5, 6), (np.s_[:], h5py.VirtualSource(other.name, "main", (4, 5, 6))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
 @pytest.mark.parametrize("kind", ["by name", "through another"])
 def test_circles_are_found_before_a_read(tmp_path: Path, kind: str, named: bool) -> None:

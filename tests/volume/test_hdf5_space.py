@@ -76,6 +76,7 @@ def test_odd_attributes_are_a_line_of_the_log(
     assert len(line) < 500
 
 
+@pytest.mark.slow
 def test_an_output_carries_it(place: Place) -> None:
     path = made(place.folder / "em.h5", element_size_um=[0.04, 0.004, 0.008])
     result = place.run("infer", path, "--network", place.folder / "net.yaml", "--out", place.out, "--roi", "4:,:,1:")

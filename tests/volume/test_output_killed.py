@@ -17,6 +17,8 @@ import pytest
 from znnpy.patches import cover
 from znnpy.volume.journal import Journal, journal_path
 
+pytestmark = pytest.mark.slow
+
 WRITER = """
 import sys, time
 from pathlib import Path

@@ -65,6 +65,7 @@ def place(at: Path, kind: str, target: Path) -> None:
 KINDS = ("file", "folder", "symlink", "dangling", "hard link")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ending", ["old", "journal.new", "draft", "partial.old"])
 @pytest.mark.parametrize("kind", KINDS)

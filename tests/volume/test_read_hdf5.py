@@ -272,6 +272,7 @@ with hdf5.open_volume(Path(sys.argv[1]), None) as volume:
 """
 
 
+@pytest.mark.slow
 def test_missing_filter(tmp_path: Path) -> None:
     pytest.importorskip("hdf5plugin")
     path = tmp_path / "volume.h5"

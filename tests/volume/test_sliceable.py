@@ -78,6 +78,7 @@ def test_datasets_of_h5py_are_read_and_written(place: Place, expected: np.ndarra
         np.testing.assert_array_equal(out[:], expected)
 
 
+@pytest.mark.slow
 def test_arrays_of_zarr_are_read_and_written(
     place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
 ) -> None:
@@ -88,6 +89,7 @@ def test_arrays_of_zarr_are_read_and_written(
     np.testing.assert_array_equal(out[:], expected)
 
 
+@pytest.mark.slow
 def test_objects_that_are_arrays_only_when_asked(
     place: Place, voxels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
 ) -> None:
@@ -205,6 +207,7 @@ def test_it_is_read_in_pieces_along_its_chunks_and_the_memory_is_counted() -> No
     assert SliceVolume(lazy).extra_bytes == STEPS * 4 * 64 * 200 * 1024 - READER_BYTES
 
 
+@pytest.mark.slow
 def test_the_prediction_of_one_map_has_three_axes_where_the_output_has(place: Place) -> None:
     file = place.write_network("max.yaml", weights=None, layers=[{"type": "maxfilter", "window": [2, 2, 2]}])
     with h5py.File(place.volume) as opened:

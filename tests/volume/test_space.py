@@ -43,6 +43,7 @@ def predict(place: Place, *words: str) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_zarr_in_is_zarr_out_at_the_same_place(place: Place) -> None:
     result = predict(place)
     out = place.folder / "volume_tiny.zarr"
@@ -60,6 +61,7 @@ def test_zarr_in_is_zarr_out_at_the_same_place(place: Place) -> None:
         assert volume.space.units == ("nanometer",) * 3
 
 
+@pytest.mark.slow
 def test_an_hdf5_output_says_it_too(place: Place) -> None:
     predict(place, "--out", str(place.out))
     with h5py.File(place.out) as file:

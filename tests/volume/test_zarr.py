@@ -192,6 +192,7 @@ def test_resume_with_another_shape(path: Path) -> None:
         output(path, "resume", 2).__enter__()
 
 
+@pytest.mark.slow
 def test_without_the_package(tmp_path: Path) -> None:
     program = """
 import sys

@@ -119,6 +119,7 @@ def read_in_child(good: list[Path], bad: list[Path]) -> tuple[int, list[str]]:
 CODECS = ["gzip", "zlib", "bz2", "lzma", "zstd", "zstd that does not say", "zstd of two frames", "blosc", "lz4"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of zarr: codecs that are not in the specification
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_chunks_that_unpack_to_too_much(tmp_path: Path, zarr_format: int) -> None:
@@ -135,6 +136,7 @@ def test_chunks_that_unpack_to_too_much(tmp_path: Path, zarr_format: int) -> Non
     assert memory < MEMORY
 
 
+@pytest.mark.slow
 def test_a_chunk_within_a_shard(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.zarr", tmp_path / "bad.zarr"
     for path in (good, bad):

@@ -121,6 +121,7 @@ def test_every_tile_writes_its_own_windows(tile: Vec3, group: int) -> None:
     assert_equals_two_layers(run(LANES, shape, x, weights, variant, threads=2).out, x, weights, shape)
 
 
+@pytest.mark.slow
 def test_images_may_be_apart() -> None:
     shape = SHAPES[1]
     x, weights = random_input(shape), random_weights(shape)
@@ -140,6 +141,7 @@ def test_threads_and_repetition_change_no_byte() -> None:
         assert run(LANES, shape, x, weights, threads=threads).out.tobytes() == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_footprint_is_what_is_used(threads: int) -> None:
     shape = pooled(1, (24, 24), (24, 25, 26), (3, 3, 3), (2, 2, 2), "relu")

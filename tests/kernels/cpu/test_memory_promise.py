@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from znnpy.kernels.primitive import Primitive
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the peak of one process is known on Linux only"),
+]
 
 
 ON_CPU = [primitive for primitive in TABLE if primitive.name.startswith("cpu.")]

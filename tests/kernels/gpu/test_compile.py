@@ -14,6 +14,8 @@ from tests.support.nvrtc import compile_for
 from znnpy.kernels.gpu.instances import ARCHITECTURES, instances
 from znnpy.kernels.gpu.modules import KERNELS, ONE_CARD, Instance
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = "ZNNPY_COMPILE_EVERYTHING"  # set: all instances for all architectures, minutes
 SLOW = "inverse_z_pool<", "gemm<", "gemm_by_warpgroups<"  # seconds each: of these only some otherwise
 SHOWN = (

@@ -14,6 +14,8 @@ from znnpy.errors import DeviceError
 from znnpy.kernels.gpu.modules import KERNELS, source_text
 from znnpy.shapes import ACTIVATIONS
 
+pytestmark = pytest.mark.slow
+
 SOURCE = str(Path(__file__).parent / "ops.cu")
 NAMES = (
     "add_one",

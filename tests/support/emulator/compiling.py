@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from znnpy.kernels.gpu.modules import kernel_words, source_text
 
 HEADER = Path(__file__).parent / "emulator.hpp"
@@ -31,6 +33,9 @@ class Launch(ctypes.Structure):
 def compiler() -> str | None:
     """The C++ compiler that is here."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="the emulator needs a C++ compiler")
 
 
 @functools.cache

@@ -1,0 +1,39 @@
+"""Plans of primitives with made-up costs, that tests of the planner ask for by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fake_plans import MIXED, WIDE, in_parts, patches, walking
+from znnpy.network import Network
+from znnpy.planner.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    """A network with one layer of every kind."""
+    return MIXED
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan of `network` that computes one patch."""
+    return patches()
+
+
+@pytest.fixture(scope="module")
+def column() -> Plan:
+    """A plan of `network` with columns along y."""
+    return walking()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Network:
+    """A network that has more maps behind its pooling than before."""
+    return WIDE
+
+
+@pytest.fixture(scope="module")
+def split() -> Plan:
+    """A plan of `wide` that takes the fragments one by one."""
+    return in_parts()

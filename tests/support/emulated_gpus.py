@@ -1,0 +1,68 @@
+"""GPUs of the machine, replaced by emulated ones or taken away: only this module changes `znnpy.run.target.DRIVER`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.emulator import EMULATED_GPU, EmulatedDevice
+from znnpy.errors import DeviceError
+from znnpy.machine import Gpu, Machine
+from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.run import target
+from znnpy.run.target import DRIVER, Driver
+
+
+def assumed_gpu_rates(device: Any, machine: Machine, *asked: object, **words: object) -> Rates:
+    """Return assumed rates: measuring an emulator takes long and says nothing."""
+    assert device.gpu == machine.gpu
+    return assumed_rates(machine, 1, "gpu")
+
+
+class EmulatedGpus:
+    """The GPUs that znnpy sees, until `restore`."""
+
+    def use(
+        self,
+        count: int = 1,
+        *,
+        gpu: Gpu = EMULATED_GPU,
+        device: Callable[..., Any] = EmulatedDevice,
+        rates: Callable[..., Rates] = assumed_gpu_rates,
+    ) -> None:
+        """Let the machine have `count` equal GPUs; `device` opens one, `rates` stands in for measuring it."""
+        DRIVER.find = lambda: gpu
+        DRIVER.find_all = lambda: dict.fromkeys(range(count), gpu)
+        self.open_as(device)
+        self.measure_as(rates)
+
+    def open_as(self, device: Callable[..., Any]) -> None:
+        """Open each GPU as `device(gpu, number)`."""
+        DRIVER.open = device
+
+    def measure_as(self, rates: Callable[..., Rates]) -> None:
+        """Call `rates` where layers of a network would be measured on a GPU."""
+        DRIVER.rates = rates
+
+    def remove(self, why: str) -> None:
+        """Let the machine have no GPU: looking for one raises DeviceError(why)."""
+
+        def none() -> Any:
+            raise DeviceError(why)
+
+        DRIVER.find = none
+
+    def restore(self) -> None:
+        """Let znnpy find, open and measure the GPUs of the machine again."""
+        for field in fields(Driver):
+            setattr(DRIVER, field.name, field.default)
+
+
+def show_traces_of_cuda(monkeypatch: pytest.MonkeyPatch, *, cupy: bool, drivers: tuple[Path, ...] = ()) -> None:
+    """Let CuPy be installed or not, and the files that a driver makes be `drivers`, where no GPU is found."""
+    monkeypatch.setattr(target, "DRIVERS", drivers)
+    monkeypatch.setattr(target, "find_spec", lambda name: object() if cupy else None)
