@@ -16,7 +16,7 @@ from tests.support.emulator import EmulatedDevice, needs_compiler
 from znnpy.errors import NoPlanError, PlanFileError, ResumeError, VerifyError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine, this_machine
-from znnpy.option_values import OFFLOAD_MODES, OffloadMode
+from znnpy.option_values import OFFLOAD_MODES, AskedMode, OffloadMode
 from znnpy.planner import modes
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.memory import staging_bytes
@@ -25,6 +25,7 @@ from znnpy.planning import plan
 from znnpy.report import Report
 from znnpy.run import pipeline, target
 from znnpy.run.layer import HostRamLayer, Position
+from znnpy.trained import load_network
 from znnpy.verify import TOLERANCES
 
 pytestmark = [pytest.mark.slow, needs_compiler]
@@ -168,6 +169,33 @@ def test_the_gpu_gives_no_memory_while_it_runs(place: Place, emulated_gpus: Emul
     assert any("planned anew" in sentence for sentence in report.warnings)
     assert report.plan.mode == mode
     assert np.abs(place.prediction() - expected(place)).max() <= TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("mode", [*MODES, "side-by-side"])
+def test_called_networks_run_in_every_mode(place: Place, emulated_gpus: EmulatedGpus, mode: AskedMode) -> None:
+    """A session goes on with the next array; where the GPU refuses memory, it is planned anew."""
+
+    class Refusing(EmulatedDevice):
+        copies = -(10**9)
+
+        def copy_async(self, target: Any, source: Any, stream: Any) -> None:
+            Refusing.copies += 1
+            if Refusing.copies == 4:
+                raise VramError("cudaErrorMemoryAllocation: out of memory")
+            super().copy_async(target, source, stream)
+
+    emulated_gpus.open_as(Refusing)
+    net = load_network(place.folder / "net.yaml")
+    array = np.random.default_rng(5).integers(0, 256, (14, 16, 18), np.uint8)
+    expected = net(array, device="cpu", threads=2)
+    with net.session(array.shape, dtype=np.uint8, mode=mode, precision="fp32", threads=2, patch=(2, 4, 4)) as run:
+        assert run.plan.mode == mode
+        first = run.plan
+        for copies in (-(10**9), -(10**9), 0):
+            Refusing.copies = copies
+            assert np.abs(run(array) - expected).max() <= TOLERANCES["fp32"]
+            assert run.plan.mode == mode
+        assert run.plan.limits != first.limits
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -102,7 +102,7 @@ def test_ctrl_c_while_words_are_read(place: Place, monkeypatch: pytest.MonkeyPat
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("znnpy.words.parse_bytes", interrupt)
+    monkeypatch.setattr("znnpy.command_options.parse_bytes", interrupt)
     result = place.infer("--ram", "2G")
     assert result.exit_code == 128 + signal.SIGINT
     assert "Traceback" not in result.output
