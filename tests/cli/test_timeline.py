@@ -97,7 +97,7 @@ def test_traces_that_may_not_be_written(place: Place) -> None:
         beside = place.out.with_name(f"out.h5{ending}")
         sentence = place.refusal(*place.words, "--trace", beside)
         assert sentence.endswith(f"{beside} is the output or a file that it needs; give another --trace")
-    assert "is no folder; give another --trace" in place.refusal(
+    assert "is not a folder; give another --trace" in place.refusal(
         *place.words, "--trace", place.folder / "no" / "t.json"
     )
     assert "is a folder; give another --trace" in place.refusal(*place.words, "--trace", place.folder)

@@ -381,7 +381,7 @@ def test_arrays_of_the_host_are_refused(device: Any) -> None:
     assert device.holds(x[1:, 2, ::2])
     assert not device.holds(host)
     words = (
-        rf"^ndarray is no array of {re.escape(device.gpu.name)}: bring it there with device.put, or leave device= away$"
+        rf"^ndarray is not an array of {re.escape(device.gpu.name)}: copy it there with device.put, or omit device=$"
     )
     refused: list[Callable[[], object]] = [
         lambda: ops.relu(host, device=device),
@@ -392,7 +392,7 @@ def test_arrays_of_the_host_are_refused(device: Any) -> None:
     for call in refused:
         with pytest.raises(TypeError, match=words):
             call()
-    with pytest.raises(TypeError, match=r"list is no array of "):
+    with pytest.raises(TypeError, match=r"list is not an array of "):
         ops.relu([1.0], device=device)
 
 

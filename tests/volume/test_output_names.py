@@ -158,7 +158,9 @@ def test_a_folder_that_holds_more_than_an_output_is_not_replaced(tmp_path: Path)
     place(other, "folder", other)
     before = everything(tmp_path)
     for out in (path, other):
-        with pytest.raises(OutputError, match="is a folder that is no Zarr array, and replacing it would remove all"):
+        with pytest.raises(
+            OutputError, match="is a folder that is not a Zarr array, and replacing it would remove all"
+        ):
             output(out, "overwrite").__enter__()
     assert everything(tmp_path) == before
 
@@ -246,7 +248,7 @@ def test_a_damaged_partial_output(path: Path, damage: str) -> None:
     file.write_bytes({"cut": content[: len(content) // 2], "overwritten": b"x" * len(content), "empty": b""}[damage])
     with pytest.raises(ResumeError, match=rf"the unfinished .*{path.name}\.partial is damaged \(.*; remove it and"):
         output(path, "resume").__enter__()
-    with pytest.raises(OutputError, match=r"partial is no unfinished output of a run, or is damaged, and is left"):
+    with pytest.raises(OutputError, match=r"partial is not the unfinished output of a run, or is damaged, and is left"):
         output(path, "overwrite").__enter__()
     file.write_bytes(content)
     with output(path, "resume") as opened:
