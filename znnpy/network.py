@@ -258,7 +258,7 @@ class Network:
                 n = (n[0] + extent(layer)[0] - 1, *n[1:])
             batch = images if batches is None else batches[index]
             if batch < 1 or images % batch:
-                raise ShapeError(f"layer {index} ({layer}) gets {images} images, which is not a multiple of {batch}")
+                raise ShapeError(f"layer {index} ({layer}) gets {images} images, which are not a multiple of {batch}")
             shape = layer_shape(layer, batch, maps, n, precision)
             shapes.append(shape)
             n, images = shape.out, shape.out_shape[0]
