@@ -218,9 +218,9 @@ def test_bars_are_where_their_spans_are(trace: Path) -> None:
     (axes,) = figure.axes
     drawn: dict[str, tuple[float, float]] = {}
     for bars in axes.collections:
-        kind = bars.get_label()
-        assert tuple(bars.get_facecolors()[0][:3]) == pytest.approx(colours[kind])
-        times = np.concatenate([path.vertices[:, 0] for path in bars.get_paths()])
+        kind = str(bars.get_label())
+        assert np.ravel(bars.get_facecolor())[:3] == pytest.approx(colours[kind])
+        times = np.concatenate([np.asarray(path.vertices)[:, 0] for path in bars.get_paths()])
         drawn[kind] = float(times.min()), float(times.max())
     assert drawn.keys() == colours.keys()
     for kind, ends in {
@@ -317,9 +317,9 @@ def test_words_that_make_no_picture_get_a_sentence(place: Place, trace: Path) ->
     ("words", "said"),
     [
         (("--from", 2, "--to", 1), "--from 2.0 is not before --to 1.0"),
-        (("--from", "nan"), "--from and --to are seconds of the run, and those are finite"),
-        (("--to", "inf"), "--from and --to are seconds of the run, and those are finite"),
-        (("--overwrite",), "--overwrite replaces the file given as --out: give it too"),
+        (("--from", "nan"), "--from and --to must be finite numbers of seconds"),
+        (("--to", "inf"), "--from and --to must be finite numbers of seconds"),
+        (("--overwrite",), "--overwrite replaces the file given as --out: give --out too"),
     ],
     ids=str,
 )

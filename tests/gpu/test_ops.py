@@ -284,7 +284,9 @@ def test_precisions_that_do_not_fit_are_told(device: Any) -> None:
     half = ops.convert_layout(x, "szyxf -> szyxf", dtype=np.float16, device=device)
     with pytest.raises(ShapeError, match="tf32 multiplies float32 arrays, not float16"):
         ops.convolve(half, weights, precision="tf32", device=device, **gemm)
-    with pytest.raises(ValueError, match="tf32 is for method='implicit_gemm' on a device; all else computes in fp32"):
+    with pytest.raises(
+        ValueError, match="tf32 is for method='implicit_gemm' on a device; everything else computes in fp32"
+    ):
         ops.convolve(x, weights, method="direct", precision="tf32", device=device)
     with pytest.raises(ValueError, match="fp16 is for method='implicit_gemm' on a device"):
         ops.convolve(host, weights, precision="fp16", **gemm)

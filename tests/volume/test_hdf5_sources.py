@@ -231,7 +231,7 @@ def test_links(tmp_path: Path) -> None:
         file["around"] = h5py.ExternalLink("v.h5", "/around")
         file["nowhere"] = h5py.ExternalLink("gone.h5", "/a")
     path = tmp_path / "v.h5"
-    with pytest.raises(VolumeError, match=r"v\.h5: the links of loop lead in a circle; name a dataset that is not a"):
+    with pytest.raises(VolumeError, match=r"v\.h5: the links of loop form a cycle; name a dataset that is not a"):
         open_volume(path, "loop")
     with open_volume(path, "deep/beside") as volume:
         np.testing.assert_array_equal(whole(volume), VOXELS)
@@ -239,7 +239,7 @@ def test_links(tmp_path: Path) -> None:
         open_volume(path, "nowhere")
     with pytest.raises(VolumeError, match=r"link nothing of v\.h5 leads to /b of other\.h5, which is missing; put it"):
         open_volume(path, "nothing")
-    with pytest.raises(VolumeError, match=r"v\.h5: the links of /around lead in a circle; name a dataset"):
+    with pytest.raises(VolumeError, match=r"v\.h5: the links of /around form a cycle; name a dataset"):
         open_volume(path, "around")
 
 

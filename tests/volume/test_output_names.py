@@ -119,7 +119,7 @@ def test_what_takes_the_name_of_the_output_during_the_run_is_not_replaced(path: 
 
 def test_a_link_to_nothing_is_replaced_only_when_asked(path: Path) -> None:
     path.symlink_to("nowhere")
-    with pytest.raises(OutputError, match=r"exists as a link to what does not exist; give overwrite=True to replace"):
+    with pytest.raises(OutputError, match=r"exists as a link to a missing file; give overwrite=True to replace"):
         output(path).__enter__()
     with pytest.raises((OutputError, ResumeError)):
         output(path, "resume").__enter__()
