@@ -219,7 +219,7 @@ def test_the_journal_of_another_run(tmp_path: Path) -> None:
     interrupt(theirs, 9)
     Path(f"{theirs}.journal").replace(f"{ours}.journal")
     before = everything(tmp_path)
-    message = r"journal is the journal of run [0-9a-f]{16}, and .*partial was made by run [0-9a-f]{16}; put back what"
+    message = r"journal is the journal of run [0-9a-f]{16}, and .*partial was made by run [0-9a-f]{16}; put back the"
     with pytest.raises(ResumeError, match=message):
         output(ours, "resume").__enter__()
     assert everything(tmp_path) == before
