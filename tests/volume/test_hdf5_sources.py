@@ -210,7 +210,7 @@ def test_files_that_are_open_already(tmp_path: Path) -> None:
 def test_pipes_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    message = r"refers to .*pipe, which is a pipe, a socket or a device, not a regular file; put the file there"
+    message = r"refers to .*pipe, which is a pipe, a socket or a device, not a regular file; put the intended file"
     refused(virtual(tmp_path / "v.h5", (4, 5, 6), (np.s_[:], h5py.VirtualSource("pipe", "a", (4, 5, 6)))), message, 1)
     with h5py.File("e.h5", "w") as file:
         file.create_dataset("main", (4, 5, 6), "u1", external=[("pipe", 0, 120)])
