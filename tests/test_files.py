@@ -61,9 +61,7 @@ def test_what_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     write_asked(path, "ours", overwrite=False)
     assert path.read_text() == "ours"
     path.write_text("a user's")
-    message = (
-        rf"^cannot write the plan {path}: another file took this name meanwhile; give another `out`, or overwrite="
-    )
+    message = rf"^cannot write the plan {path}: another file took this name in the meantime; .* `out`, or overwrite="
     with pytest.raises(OutputError, match=message):
         write_asked(path, "ours", "out", "the plan ", overwrite=False)
     assert path.read_text() == "a user's"

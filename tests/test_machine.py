@@ -39,7 +39,9 @@ def test_sizes(size: int | str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("size", ["", "G", "-1G", "1e9", "2X", "2GG", "1,5G", "two"])
 def test_text_that_is_no_size(size: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{size!r} is no size: give a number with K, M, G or T, such as")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{size!r} is not a size: give a number with K, M, G or T, such as")
+    ):
         parse_bytes(size)
 
 
@@ -83,7 +85,7 @@ def test_memory_that_other_programs_hold_is_not_promised() -> None:
     with pytest.raises(DeviceError) as caught:
         limits_of(replace(MACHINE, gpu=GPU), vram="60G", free_bytes=20 * 2**30)
     assert str(caught.value) == (
-        "`vram` allows 64,424,509,440 bytes, and of the 85,899,345,920 bytes of the a card only 21,474,836,480 are "
+        "`vram` allows 60.0 GiB, and of the 80.0 GiB of the a card only 20.0 GiB are "
         "free (other programs and the driver hold the rest); end those programs, or give at most vram='20480M'"
     )
 

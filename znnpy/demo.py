@@ -1,9 +1,11 @@
-"""`znnpy demo`: a synthetic electron-microscopy-like volume, predicted with the shipped network, and a picture of both.
+"""`znnpy demo`: predict a synthetic volume like those of electron microscopy, and save a picture of the result.
 
-The volume stands in for a real one that cannot be shipped: winding cells of different greys, dark membranes a few
+The volume stands in for a real one, which cannot be shipped: winding cells of different greys, dark membranes a few
 voxels thick, mottled cytoplasm, some dark organelles, blur and noise, with the grey statistics of 10 nm FIB-SEM
-(mean 130, standard deviation 33). Every voxel is a function of its position and the seed, so the volume is written
-slab by slab, in bounded memory, and the first planes of a large one equal those of a small one.
+(mean 130, standard deviation 33). Every voxel is a function of its position and the seed, so the volume is written slab
+by slab in bounded memory, and the first planes of a large volume equal those of a small one.
+
+The picture is three images side by side, made with Pillow, so that a plain installation can save it.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Greys = npt.NDArray[np.uint8]
 
-SLAB = 16  # planes made and written at a time
-TILE = 16  # voxels along y and x worked on at a time: its arrays stay in cache
+SLAB = 16  # planes that are made and written at a time
+TILE = 16  # voxels along y and x computed at a time, so that arrays stay in cache
 SPACING = 24.0  # voxels between cell centres, on average
-MARGIN = 3  # cubes of SPACING around the volume that hold centres too
-JOIN = 0.6  # share of centres that continue the cell beside them: makes winding processes of them
-WAVES, WOBBLE = 5, 2.6  # sine waves that bend straight walls, per axis; voxels each displaces by
-MEMBRANE_GREY, MEMBRANE_WIDTH = 76.0, 2.0  # in its middle; voxels to where its darkness has fallen to 1/e
+MARGIN = 3  # cubes of SPACING around the volume that also hold centres
+JOIN = 0.6  # share of centres that continue a neighbouring cell, which makes winding processes
+WAVES, WOBBLE = 5, 2.6  # sine waves per axis that bend straight walls; amplitude of each in voxels
+MEMBRANE_GREY, MEMBRANE_WIDTH = 76.0, 2.0  # grey in its middle; distance in voxels at which it has faded to 1/e
 ORGANELLE_GREY, ORGANELLE_RADIUS = 98.0, 8.0  # voxels
-MOTTLE, MOTTLE_STEP = 11.0, 3.0  # greys and voxels: grain of the cytoplasm
-NOISE = 5.5  # greys, of each voxel
+MOTTLE, MOTTLE_STEP = 11.0, 3.0  # grain of the cytoplasm: amplitude in greys, size in voxels
+NOISE = 5.5  # standard deviation in greys, of each voxel
 PICTURE_WIDTH, PICTURE_GAP = 1200, 8  # pixels
 SALT_TISSUE, SALT_MOTTLE, SALT_NOISE = 0, 1, 2  # keep the random streams of one seed apart
 
@@ -59,7 +61,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What `run` wrote."""
+    """The files and results of `run`."""
 
     volume: Path
     truth: Path
@@ -69,7 +71,7 @@ class Demo:
     report: Report
 
     def lines(self) -> list[str]:
-        """In words, one line each, and what to try next."""
+        """Return the results as lines of text, with commands to try next."""
         return [
             *self.report.lines(),
             f"membranes  a voxel on one scores higher than a voxel off one in {self.roc_auc:.1%} of all pairs "
@@ -80,7 +82,7 @@ class Demo:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For machines: plain dictionaries, numbers and text."""
+        """Return the results as plain dictionaries, numbers and text."""
         paths = {name: str(getattr(self, name)) for name in ("volume", "truth", "prediction", "picture")}
         return {**paths, "roc_auc": self.roc_auc, "report": self.report.as_json()}
 
@@ -95,7 +97,7 @@ def run(
 ) -> Demo:
     """Write `volume.h5` and `truth.h5` into `folder`, predict the volume with the shipped network, save `demo.png`.
 
-    OutputError when the folder already holds one of them and `overwrite` is false.
+    OutputError if the folder already holds one of them and `overwrite` is false.
     """
     import h5py
 
@@ -156,7 +158,7 @@ def _write(volume: Path, truth: Path, size: Vec3, seed: int, *, overwrite: bool)
 
 
 def _fill(volume: Path, truth: Path, size: Vec3, seed: int) -> None:
-    """Two new files, slab by slab."""
+    """Create two files and fill them slab by slab."""
     import h5py
 
     with h5py.File(volume, "x") as v, h5py.File(truth, "x") as t:
@@ -168,13 +170,13 @@ def _fill(volume: Path, truth: Path, size: Vec3, seed: int) -> None:
 
 
 def synthesise(size: Vec3, seed: int = 0) -> Iterator[Slab]:
-    """The synthetic volume, `SLAB` planes at a time. ShapeError unless every axis is positive."""
+    """Yield the synthetic volume, `SLAB` planes at a time. ShapeError unless every axis is positive."""
     if min(size) < 1:
         raise ShapeError(f"a volume needs at least one voxel along each axis, not {text(size)}")
     tissue = _Tissue.grow(size, seed)
     for z in range(0, size[0], SLAB):
         planes = min(SLAB, size[0] - z)
-        around = (planes + 2, size[1] + 2, size[2] + 2)  # one voxel more on every side: for blur and truth
+        around = (planes + 2, size[1] + 2, size[2] + 2)  # one more voxel on every side, for blur and truth
         grey, cell = np.empty(around, np.float32), np.empty(around, np.int32)
         mottle, cells = _mottle(z - 1, around, seed), tissue.around(z - 1, z + planes + 1)
         for y, x in product(range(0, around[1], TILE), range(0, around[2], TILE)):
@@ -188,18 +190,18 @@ def synthesise(size: Vec3, seed: int = 0) -> Iterator[Slab]:
 
 @dataclass(frozen=True, slots=True)
 class _Tissue:
-    """Cells as the points nearest to their centres, in space bent by a few sine waves. Positions are (z, y, x)."""
+    """Cells made of the points nearest to their centres, in space bent by sine waves. Positions are (z, y, x)."""
 
     centres: Floats  # (n, 3)
-    cell: npt.NDArray[np.int32]  # (n,) which cell a centre belongs to; a cell may have several
+    cell: npt.NDArray[np.int32]  # (n,) the cell of each centre; a cell may have several centres
     grey: Floats  # (n,) of the cytoplasm, equal within a cell
-    organelle: npt.NDArray[np.bool_]  # (n,) whether one lies at the centre
+    organelle: npt.NDArray[np.bool_]  # (n,) whether there is one at the centre
     waves: Floats  # (3 displaced axes, WAVES, 3) wave vectors
     phases: Floats  # (3, WAVES)
 
     @classmethod
     def grow(cls, size: Vec3, seed: int) -> _Tissue:
-        """One centre at random in each cube of SPACING voxels, in the volume and a margin around it."""
+        """Place one random centre in each cube of SPACING voxels, in the volume and a margin around it."""
         rng = np.random.default_rng((seed, SALT_TISSUE))
         lattice = tuple(int(n / SPACING) + 1 + 2 * MARGIN for n in size)
         corners = np.indices(lattice).reshape(3, -1).T - MARGIN
@@ -220,7 +222,7 @@ class _Tissue:
         return cls(centres.astype(f32), cell, grey.astype(f32), organelle, waves.astype(f32), phases.astype(f32))
 
     def around(self, lo: int, hi: int) -> _Tissue:
-        """The centres that planes `lo` to `hi` can see: within MARGIN cubes, as at the faces of the volume."""
+        """Keep the centres that planes `lo` to `hi` depend on: within MARGIN cubes, as at the faces of the volume."""
         reach = MARGIN * SPACING + WAVES * WOBBLE
         kept = (self.centres[:, 0] > lo - reach) & (self.centres[:, 0] < hi + reach)
         return replace(
@@ -232,7 +234,7 @@ class _Tissue:
         )
 
     def at(self, lo: Vec3, size: Vec3, mottle: Floats) -> tuple[Floats, npt.NDArray[np.int32]]:
-        """Grey before blur and noise, and cell, of the `size` voxels from `lo` on; `mottle` is about N(0, 1)."""
+        """Return grey before blur and noise, and cell, of the `size` voxels from `lo` on; `mottle` is about N(0, 1)."""
         where = self._bent(lo, size)
         near = self._near(where.min(axis=0), where.max(axis=0))
         centres, cells = self.centres[near], self.cell[near]
@@ -249,7 +251,7 @@ class _Tissue:
         return grey, self.cell[nearest]
 
     def _bent(self, lo: Vec3, size: Vec3) -> Floats:
-        """Positions (voxels, 3) of the voxels from `lo` on, displaced by the waves."""
+        """Return the positions (voxels, 3) of the voxels from `lo` on, displaced by the waves."""
         grid = np.indices(size, np.float32).reshape(3, -1).T + np.array(lo, np.float32)
         bent = grid.copy()
         for axis in range(3):
@@ -257,7 +259,7 @@ class _Tissue:
         return bent
 
     def _near(self, lo: Floats, hi: Floats) -> npt.NDArray[np.intp]:
-        """Indices of the centres that can be nearest, or nearest of another cell, anywhere between `lo` and `hi`."""
+        """Return the centres that can be nearest, or nearest of another cell, anywhere between `lo` and `hi`."""
         least = np.square(np.maximum(0, np.maximum(lo - self.centres, self.centres - hi))).sum(axis=1)
         most = np.square(np.maximum(np.abs(self.centres - lo), np.abs(self.centres - hi))).sum(axis=1)
         other = self.cell != self.cell[most.argmin()]
@@ -265,7 +267,7 @@ class _Tissue:
 
 
 def _squared_distances(where: Floats, centres: Floats) -> Floats:
-    """(voxels, centres), of float32 positions; taken from their middle, so that little cancels."""
+    """Return (voxels, centres) for float32 positions; their middle is subtracted, so that little cancels."""
     middle = centres.mean(axis=0)
     a, b = where - middle, centres - middle
     squared: Floats = np.square(a).sum(axis=1)[:, None] + np.square(b).sum(axis=1) - 2 * (a @ b.T)
@@ -273,13 +275,13 @@ def _squared_distances(where: Floats, centres: Floats) -> Floats:
 
 
 def _ramp(x: Floats) -> Floats:
-    """0 below -1, 1 above 1, straight between."""
+    """Return 0 below -1, 1 above 1, and a straight line between."""
     ramp: Floats = np.clip((x + 1) / 2, 0, 1)
     return ramp
 
 
 def _mottle(z: int, size: Vec3, seed: int) -> Floats:
-    """Smooth noise for the planes from `z` on: normal values on a lattice of MOTTLE_STEP voxels, straight between."""
+    """Return smooth noise for the planes from `z` on: normal values on a lattice of MOTTLE_STEP, interpolated."""
     lattice = [int(n / MOTTLE_STEP) + 2 for n in size[1:]]
     planes: list[Floats] = []
     for at in range(z, z + size[0]):
@@ -291,7 +293,7 @@ def _mottle(z: int, size: Vec3, seed: int) -> Floats:
 
 
 def _between(values: Floats, size: int, axis: int) -> Floats:
-    """Linear interpolation of lattice values to `size` voxels along one axis."""
+    """Interpolate lattice values linearly to `size` voxels along one axis."""
     at = np.arange(size, dtype=np.float32) / np.float32(MOTTLE_STEP)
     low = at.astype(np.intp)
     share = np.expand_dims(at - low, 1 - axis)
@@ -300,24 +302,24 @@ def _between(values: Floats, size: int, axis: int) -> Floats:
 
 
 def _normal(key: tuple[int, ...], size: Sequence[int]) -> Floats:
-    """Normal noise that depends on `key` alone."""
+    """Return normal noise that depends on `key` alone."""
     return np.random.default_rng(key).standard_normal(tuple(size), np.float32)
 
 
 def _blur(x: Floats, axis: int) -> Floats:
-    """Weights 1/4, 1/2, 1/4 along one axis; one voxel is lost on each side."""
+    """Blur with weights 1/4, 1/2, 1/4 along one axis; one voxel is lost on each side."""
     middle, before, after = (_along(axis, *ends) for ends in ((1, -1), (0, -2), (2, None)))
     blurred: Floats = 0.5 * x[middle] + 0.25 * (x[before] + x[after])
     return blurred
 
 
 def _along(axis: int, lo: int, hi: int | None) -> tuple[slice, ...]:
-    """Index that cuts one axis of three."""
+    """Return an index that cuts one axis of three."""
     return tuple(slice(lo, hi) if a == axis else slice(None) for a in range(3))
 
 
 def _membranes(cell: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Where a 6-neighbour belongs to another cell; one voxel is lost on each side."""
+    """Mark voxels with a 6-neighbour in another cell; one voxel is lost on each side."""
     inner = cell[1:-1, 1:-1, 1:-1]
     found = np.zeros(inner.shape, np.bool_)
     for axis in range(3):
@@ -328,9 +330,9 @@ def _membranes(cell: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
 
 
 def roc_auc(truth: npt.NDArray[np.bool_], score: npt.NDArray[np.float32]) -> float:
-    """Area under the ROC curve: the chance that a random true voxel scores above a random false one, ties half.
+    """Return the area under the ROC curve: the chance that a random true voxel outscores a false one, ties half.
 
-    Both of one shape; 0.5 when there is only one class. Scores are binned to 1/65536 of their range.
+    Both have one shape. The result is 0.5 if there is only one class. Scores are binned to 1/65536 of their range.
     """
     low, high = float(score.min()), float(score.max())
     bins = ((score - low) * (65535 / (high - low) if high > low else 0)).astype(np.int64)
@@ -344,7 +346,7 @@ def roc_auc(truth: npt.NDArray[np.bool_], score: npt.NDArray[np.float32]) -> flo
 
 
 def draw(raw: Greys, prediction: Floats, truth: Greys) -> Image.Image:
-    """One slice as a picture, raw | prediction | truth: (y, x) arrays of one shape, uint8, 0..1, and 0 or 1."""
+    """Draw one slice, raw | prediction | truth: (y, x) arrays of one shape, uint8, 0..1, and 0 or 1."""
     from PIL import Image
 
     scale = max(1, PICTURE_WIDTH // (3 * raw.shape[1]))

@@ -1,11 +1,11 @@
-"""The errors that znnpy raises for unusable files, sizes, memory and values, as one tree.
+"""The tree of errors that znnpy raises for unusable files, sizes, memory and values.
 
 ZnnpyError
 ├── ShapeError           a size breaks a layer's arithmetic (also a ValueError)
 ├── NetworkFileError     a network or weights file cannot be read or does not fit (also a ValueError)
 ├── VolumeError          the input volume cannot be used as it is (also a ValueError)
 ├── OutputError          the output cannot be written, or may not be (also an OSError)
-├── ResumeError          what is on disk was written by another job (also a ValueError)
+├── ResumeError          the files on disk were written by another job (also a ValueError)
 ├── PlanFileError        a plan or cost file is damaged, foreign, or does not fit this machine (also a ValueError)
 ├── NoPlanError          no patch size and primitives fit the limits (also a MemoryError)
 ├── ValuesOverflowError  a layer's result is infinite or not a number (also an OverflowError)
@@ -15,12 +15,12 @@ ZnnpyError
 ├── ThreadError          the system refuses to start a thread (also a RuntimeError)
 └── MissingExtraError    an optional package is needed for this (also an ImportError)
 
-Each message is one sentence of what happened, with the numbers, and one of what to do. Inner code raises the
-cause; the door that knows more (which layer, which patch) adds it with `with_context`.
+Each message says in one sentence what happened, with numbers, and in one what to do. Inner code raises the cause; a
+caller that knows more (which layer, which patch) adds it with `with_context`.
 
-Words that no function has (border="x", ram="12Q", threads=0) are a plain ValueError or TypeError.
+Invalid arguments (border="x", ram="12Q", threads=0) raise a plain ValueError or TypeError.
 
-Stopped is no error: it unwinds worker threads after Ctrl-C or SIGTERM.
+Stopped is not an error: it unwinds worker threads after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ZnnpyError(Exception):
     """The root. The command line turns it into one sentence and exit code 1."""
 
     def with_context(self, context: str) -> Self:
-        """The same error with `context: ` put in front, for the door that knows where it happened."""
+        """Return the same error with `context: ` in front, for a caller that knows where it happened."""
         return type(self)(f"{context}: {self}")
 
 
@@ -55,7 +55,7 @@ class OutputError(ZnnpyError, OSError):
 
 
 class ResumeError(ZnnpyError, ValueError):
-    """What is on disk was written by another job, so it cannot be continued."""
+    """The files on disk were written by another job, so they cannot be continued."""
 
 
 class PlanFileError(ZnnpyError, ValueError):
@@ -65,8 +65,8 @@ class PlanFileError(ZnnpyError, ValueError):
 class NoPlanError(ZnnpyError, MemoryError):
     """No patch size and primitives fit the limits."""
 
-    needed_bytes: int | None = None  # the least that would do where the layers run, where that is known
-    needs: tuple[int, int] | None = None  # the least bytes of RAM and of VRAM that would do, where they are known
+    needed_bytes: int | None = None  # smallest sufficient memory of the device that runs the layers, if known
+    needs: tuple[int, int] | None = None  # smallest sufficient bytes of RAM and of VRAM, if known
 
 
 class ValuesOverflowError(ZnnpyError, OverflowError):
@@ -86,23 +86,23 @@ class VramError(DeviceError, MemoryError):
 
 
 class DeviceLostError(ZnnpyError, RuntimeError):
-    """A GPU runs nothing any more in this process: the message holds what it said first."""
+    """A GPU no longer runs anything in this process; the message holds its first error."""
 
 
 class ThreadError(ZnnpyError, RuntimeError):
     """The system refuses to start another thread: a limit on processes or on address space is reached."""
 
-    REFUSED = "can't start new thread"  # what Python's RuntimeError says
+    REFUSED = "can't start new thread"  # message of Python's RuntimeError
 
     @classmethod
     def check(cls, error: Exception) -> None:
-        """Raise ThreadError where `error`, of whatever library, says that a thread was refused."""
+        """Raise ThreadError if `error`, of any library, says that a thread was refused."""
         if str(error) == cls.REFUSED:
             raise cls.refused() from error
 
     @classmethod
     def refused(cls) -> Self:
-        """The error with what can be done about it."""
+        """Make the error, with advice on what to do."""
         return cls(
             "the system refuses to start another thread, because a limit on processes or on address space is reached; "
             f"raise it (`ulimit -u`, `ulimit -v`), or give a smaller {option('threads')}"
@@ -114,4 +114,4 @@ class MissingExtraError(ZnnpyError, ImportError):
 
 
 class Stopped(BaseException):
-    """Unwinds worker threads once a run was told to stop."""
+    """Unwinds worker threads after a run was told to stop."""

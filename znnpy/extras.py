@@ -1,4 +1,4 @@
-"""Advice on installing the packages of an extra. This module loads nothing that takes time."""
+"""Advice on installing the packages of an extra. This module imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _REQUIREMENT = re.compile(r"""(?P<package>[^;]+?)\s*;.*\bextra\s*==\s*['"](?P<ex
 
 
 def install(extra: str) -> str:
-    """The `pip` command for the packages of an extra, such as `pip install 'zarr>=3.1.3'`.
+    """Return the `pip` command for the packages of an extra, such as `pip install 'zarr>=3.1.3'`.
 
-    It names the packages and not `znnpy[zarr]`, which pip only finds where znnpy itself came from a package index.
+    It names the packages and not `znnpy[zarr]`, which pip finds only if znnpy itself came from a package index.
     """
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
         found = [_REQUIREMENT.fullmatch(line) for line in requires("znnpy") or ()]
-    except PackageNotFoundError:  # run from its folder, without being installed
+    except PackageNotFoundError:  # znnpy runs from its folder, without being installed
         found = []
     packages = [f"'{match['package']}'" for match in found if match and match["extra"] == extra]
     return f"pip install {' '.join(packages) or repr(f'.[{extra}]')}"

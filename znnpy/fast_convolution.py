@@ -1,9 +1,9 @@
-"""The fastest way to convolve arrays in memory, for `znnpy.ops.convolve` on the CPU.
+"""Convolve arrays in memory with the fastest primitive, for `znnpy.ops.convolve` on the CPU.
 
-Method  Convolutions with stride 1 run through the primitives that plans choose from: the one with the least predicted
-        time, preparation of the kernels counted, within a bound of memory. What they do not compute runs tap by tap.
-Memory  Beside x and the result: up to MOST_BYTES, or twice as much as x and the result together where that is more;
-        and a copy of x where it is padded, float16 or not in C order.
+Method  Convolutions with stride 1 use the primitive with the least predicted time among those that plans choose from,
+        preparation of the kernels included, within a memory bound. All others are computed tap by tap.
+Memory  In addition to x and the result: MOST_BYTES, or twice the bytes of x and the result if that is more, and a copy
+        of x if it is padded, float16 or not in C order.
 Tested  tests/kernels/cpu/test_ops.py, tests/api/test_fast_convolution.py
 """
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from znnpy.shapes import Activation
 
 MOST_BYTES = 2**26
-SMALL = 2e7  # floating-point operations: fewer take less time tap by tap than handing them to threads
-PREPARED = 1e9  # bytes of prepared kernels a second, on any processor: roughly
+SMALL = 2e7  # floating-point operations: fewer are faster tap by tap than with threads
+PREPARED = 1e9  # bytes of kernels prepared per second, roughly, on any processor
 
 
 def convolve(x: npt.NDArray[Any], out: npt.NDArray[Any], weights: ConvWeights, padding: Vec3, act: Activation) -> bool:
-    """Write the convolution of x with stride 1 to `out`; False, and nothing is promised of it, where no way is faster.
+    """Write the convolution of x with stride 1 to `out`; return False, with `out` undefined, if tap by tap is faster.
 
     x, out  (S, z, y, x, f) float32 or float16, any strides.
 
-    A result that is not finite is left to the caller too: transforms would spread it over their tiles.
+    It also returns False if a result is not finite, since transforms would spread it over their tiles.
     """
     size = x.shape[1] + 2 * padding[0], x.shape[2] + 2 * padding[1], x.shape[3] + 2 * padding[2]
     k = weights.weight.shape[2], weights.weight.shape[3], weights.weight.shape[4]
@@ -67,7 +67,7 @@ def convolve(x: npt.NDArray[Any], out: npt.NDArray[Any], weights: ConvWeights, p
 
 @lru_cache(maxsize=256)
 def fastest(shape: ConvShape) -> tuple[Primitive, Variant] | None:
-    """The primitive and variant with the least predicted time within the bound of memory; None: tap by tap."""
+    """Return the primitive and variant with the least predicted time within the memory bound; None: tap by tap."""
     if 2.0 * prod(shape.out_shape) * shape.fin * prod(shape.k) < SMALL:
         return None
     machine = this_machine()

@@ -1,8 +1,8 @@
-"""Functions that write, replace and remove files, and that check where a requested file may be written.
+"""Write, replace and remove files, and check where a requested file may be written.
 
-A file of ours is created exclusively (O_EXCL), or reopened only where it is a regular file with one name; symbolic
-links are never followed to write. The libraries for HDF5 and Zarr open drafts by path: they create exclusively, and
-what they opened is compared by device and inode.
+A file is created exclusively (O_EXCL), or reopened only if it is a regular file with one name; symbolic links are never
+followed to write. The libraries for HDF5 and Zarr open drafts by path: they create exclusively, and the file that they
+opened is compared by device and inode.
 
 Loads no numpy, as the command line does not.
 """
@@ -24,16 +24,16 @@ from pydantic_core import from_json
 from znnpy.errors import OutputError
 from znnpy.messages import option
 
-MOST_METADATA_BYTES = 2**22  # of one file of metadata that is read
+MOST_METADATA_BYTES = 2**22  # that are read of one metadata file
 
-Inputs = Mapping[str, Path | Collection[Path] | None]  # files and folders that are read, by what they are
+Inputs = Mapping[str, Path | Collection[Path] | None]  # files and folders that are read, by their role
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The regular file at `path`, open for unbuffered reading. OSError otherwise, and never a wait.
+    """Open the regular file at `path` for unbuffered reading. Anything else is an OSError; it never waits.
 
-    A pipe would block until somebody writes to it, and a device may do anything: both are OSError with errno EINVAL and
-    a text that says so; a folder is IsADirectoryError. Symbolic links are followed.
+    A pipe would block until another process writes to it, and a device may do anything: both are OSError with errno
+    EINVAL and a text that says so; a folder is IsADirectoryError. Symbolic links are followed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
@@ -49,7 +49,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The first `most` bytes of the regular file at `path`, or all that it has. OSError as from `open_regular`."""
+    """Read the first `most` bytes of the regular file at `path`, or all of it. OSError as from `open_regular`."""
     content = bytearray()
     with open_regular(path) as file:
         while len(content) < most and (part := file.read(most - len(content))):
@@ -58,15 +58,15 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def create_new(path: Path) -> FileIO:
-    """A new empty file, open for unbuffered reading and writing. FileExistsError where anything has the name."""
+    """Create an empty file, open for unbuffered reading and writing. FileExistsError if the name is taken."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return FileIO(os.open(path, flags, 0o666), "r+b")
 
 
 def reopen(path: Path) -> FileIO:
-    """A file that an earlier run created, open for unbuffered reading and writing; nothing in it changes.
+    """Open a file that an earlier run created for unbuffered reading and writing; its content stays.
 
-    OSError where it is a symbolic link, no regular file, or has another name (a hard link) that would change with it.
+    OSError if it is a symbolic link, not a regular file, or has another name (a hard link) that would change with it.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -95,10 +95,10 @@ def is_still(path: Path, descriptor: int) -> bool:
 
 
 def give_name(draft: Path, path: Path) -> None:
-    """Rename a file or folder of ours to a name that nothing has. FileExistsError where something has it.
+    """Rename a file or folder to a name that is free. FileExistsError if it is taken.
 
-    A file has both names for a moment. Where the file system knows no hard links, and for folders, what takes the name
-    within the moment between look and renaming is replaced if it is a file or an empty folder.
+    A file has both names for a moment. For folders, and on file systems without hard links, a file or an empty folder
+    that takes the name between the check and the renaming is replaced.
     """
     if not draft.is_dir():
         try:
@@ -115,7 +115,7 @@ def give_name(draft: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Take away a file, a link (not what it names) or a whole folder of ours, if there is one."""
+    """Remove a file, a link (not its target) or a whole folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -123,12 +123,12 @@ def remove(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the content of a file to disk; OSError, also for a symbolic link."""
+    """Bring the content of a file to disk. OSError if that fails, and for a symbolic link."""
     _sync(path, os.O_NOFOLLOW)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring names created, renamed or removed in a folder to disk."""
+    """Bring to disk which names were created, renamed or removed in a folder."""
     _sync(folder, os.O_DIRECTORY)
 
 
@@ -141,22 +141,22 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def draft_name(path: Path) -> Path:
-    """A name beside `path` that nothing else has: 64 random bits are part of it."""
+    """Return an unused name beside `path`, with 64 random bits in it."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def draft_beside(path: Path) -> tuple[Path, FileIO]:
-    """A new file beside `path`, with a name that nothing else has, and the file open for writing."""
+    """Create a file with an unused name beside `path`; return its path, and the file open for writing."""
     draft = draft_name(path)
     return draft, create_new(draft)
 
 
 def replace_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
-    """Write a file in one step: others see what was there before, or all that is new. OSError, and nothing is left.
+    """Write a file in one step: readers see the old content or all of the new. An OSError leaves no file behind.
 
-    Folders that are not there are made. The content is on disk before it takes its name.
+    Missing folders are created. The content is on disk before it takes its name.
 
-    overwrite  False: FileExistsError where something has the name
+    overwrite  False: FileExistsError if the name is taken
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft, file = draft_beside(path)
@@ -173,24 +173,24 @@ def replace_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
 
 
 def write_all(file: FileIO, content: bytes) -> None:
-    """Write from the file's position on, however often the system takes a part only. OSError."""
+    """Write all of `content` at the file's position, in several calls if needed. OSError if that fails."""
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]
 
 
 def write_asked(path: Path, content: str | bytes, argument: str = "out", what: str = "", *, overwrite: bool) -> None:
-    """`replace_file` for what a user asked for by `argument`; OutputError where that cannot be done.
+    """Replace the file that a user gave as `argument`; OutputError if that is not possible.
 
-    what       in front of the name, for example "the costs ".
-    overwrite  False: OutputError where something took the name since `regular_file` found nothing there
+    what       text in front of the name, for example "the costs ".
+    overwrite  False: OutputError if the name was taken since `regular_file` found it free
     """
     try:
         replace_file(path, content.encode() if isinstance(content, str) else content, overwrite=overwrite)
     except OSError as error:
         if isinstance(error, FileExistsError) and not overwrite and os.path.lexists(path):
             raise OutputError(
-                f"cannot write {what}{path}: another file took this name meanwhile; give another "
+                f"cannot write {what}{path}: another file took this name in the meantime; give another "
                 f"{option(argument)}, or {option('overwrite', True)} to replace it"
             ) from error
         raise OutputError(f"cannot write {what}{path}: {error.strerror}; give another {option(argument)}") from error
@@ -199,9 +199,9 @@ def write_asked(path: Path, content: str | bytes, argument: str = "out", what: s
 def regular_file(path: Path, overwrite: bool, argument: str = "out", *, inputs: Inputs | None = None) -> Path:
     """Return the path to write for `path`, which the user gave as `argument`, with all links resolved.
 
-    inputs  files that are read, by what they are, for example "plan"; None stands for one that is not given.
+    inputs  files that are read, by their role, for example "plan"; None stands for one that is not given.
 
-    OutputError when it may not be replaced, or is one of the inputs.
+    OutputError if it may not be replaced, or is one of the inputs.
     """
     target = Path(os.path.realpath(path))
     refuse_inputs(path, inputs or {}, argument)
@@ -209,7 +209,7 @@ def regular_file(path: Path, overwrite: bool, argument: str = "out", *, inputs: 
         mode = target.lstat().st_mode
     except FileNotFoundError:
         if not target.parent.is_dir():
-            raise OutputError(f"{target.parent} is no folder; give another {option(argument)}") from None
+            raise OutputError(f"{target.parent} is not a folder; give another {option(argument)}") from None
         if path.is_symlink() and not overwrite:
             raise OutputError(
                 f"{path} exists already, as a link to {target}, which does not exist; give another {option(argument)}, "
@@ -229,10 +229,10 @@ def regular_file(path: Path, overwrite: bool, argument: str = "out", *, inputs: 
 
 
 def refuse_inputs(path: Path, inputs: Inputs, argument: str = "out") -> None:
-    """OutputError where writing `path` would replace a file or folder that is read, or something inside or around one.
+    """Raise OutputError if writing `path` would replace an input, or something inside or around one.
 
-    Files are the same where device and inode are, so under every symbolic and hard link. In the folder of an input a
-    new file or folder is allowed (a new array in a Zarr group, for example), but not inside a Zarr array.
+    Files are compared by device and inode, so symbolic and hard links are recognised. A new file or folder is allowed
+    in the folder of an input (a new array in a Zarr group, for example), but not inside a Zarr array.
     """
     mine = Path(os.path.realpath(path))
     advice = f"give another name as {option(argument)}"
@@ -251,7 +251,7 @@ def refuse_inputs(path: Path, inputs: Inputs, argument: str = "out") -> None:
 def _same(one: Path, other: Path) -> bool:
     try:
         return os.path.samefile(one, other)
-    except OSError:  # one of them does not exist, or may not be looked at, and then not be written either
+    except OSError:  # one of them does not exist, or may not be inspected, and then not be written either
         return False
 
 

@@ -1,4 +1,4 @@
-"""The machine a plan is for: cores, memory, libraries. What a process may use, not what the hardware has."""
+"""Describe the machine that a plan is for: the cores, memory and libraries that this process may use."""
 
 from __future__ import annotations
 
@@ -18,54 +18,55 @@ from pathlib import Path, PurePosixPath
 from znnpy.errors import DeviceError
 from znnpy.files import open_regular
 from znnpy.messages import option
+from znnpy.units import human_bytes
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-_FEWEST = 2.0**20  # bytes: a smaller number without a unit lacks it by mistake
+_FEWEST = 2.0**20  # bytes: a smaller number without a unit lacks the unit by mistake
 _LARGEST = 2.0**60  # bytes: longer numbers are mistakes
-_DEFAULT_SHARE = 0.75  # of the machine's memory: the rest stays for the file cache and everybody else
-_DEFAULT_VRAM_SHARE = 0.9  # of what is free on the card: the rest stays for who draws the screen
+_DEFAULT_SHARE = 0.75  # of the machine's memory; the rest is for the file cache and other programs
+_DEFAULT_VRAM_SHARE = 0.9  # of the free memory of the card; the rest is for the programs that draw the screen
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A CUDA device, as it says itself."""
+    """A CUDA device, as it describes itself."""
 
     name: str
     capability: tuple[int, int]  # (9, 0): sm_90
     multiprocessors: int
-    memory_bytes: int  # of the card, whoever uses it
+    memory_bytes: int  # of the card, used or not
     l2_bytes: int
     shared_block_bytes: int  # shared memory that one block may have
     shared_multiprocessor_bytes: int
     bandwidth: float  # bytes per second, from clock and width of its memory
-    driver: int  # version of CUDA that the driver speaks: 13000 is 13.0
-    versions: tuple[tuple[str, str], ...]  # of CuPy, CUDA's libraries, cuDNN's frontend where it is there
+    driver: int  # version of CUDA that the driver supports: 13000 is 13.0
+    versions: tuple[tuple[str, str], ...]  # of CuPy, CUDA's libraries, and cuDNN's frontend if it is installed
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What fixes which primitives apply and how fast they are."""
+    """The properties of a machine that determine which primitives apply and how fast they are."""
 
     processor: str
     simd: str  # widest vector instructions: avx512 | avx2 | other
-    cores: int  # this process may run on (affinity, cgroup quota)
-    ram_bytes: int  # this process may use (cgroup limit, physical memory)
-    blas: str  # kernels BLAS runs, e.g. "openblas SkylakeX"
-    versions: tuple[tuple[str, str], ...]  # libraries that decide speed and rounding
-    gpu: Gpu | None = None  # the one that this run may use; None: it was not asked for, or there is none
+    cores: int  # that this process may run on (affinity, cgroup quota)
+    ram_bytes: int  # that this process may use (cgroup limit, physical memory)
+    blas: str  # kernels that BLAS runs, e.g. "openblas SkylakeX"
+    versions: tuple[tuple[str, str], ...]  # of the libraries that determine speed and rounding
+    gpu: Gpu | None = None  # the GPU that this run may use; None: it was not asked for, or there is none
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all fields: plans and measured costs belong to one fingerprint. Without a GPU it says none."""
+        """Digest of all fields but a GPU that is None. Plans and measured costs belong to one fingerprint."""
         said = {name: value for name, value in asdict(self).items() if name != "gpu" or value is not None}
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def blas_warning(self) -> str | None:
-        """A sentence when BLAS runs kernels below what the processor has."""
+        """A warning if BLAS runs kernels for an older processor than this one; else None."""
         slow = self.simd == "avx512" and any(name in self.blas for name in ("Haswell", "Zen", "Sandybridge", "Nehalem"))
         if not slow:
             return None
@@ -75,26 +76,26 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may use."""
+    """The memory and threads that a run may use."""
 
     ram_bytes: int  # of the whole process
     threads: int
-    vram_bytes: int | None = None  # of the GPU, everything that this process takes there; None: no GPU is used
+    vram_bytes: int | None = None  # of the GPU, including all that this process takes there; None: no GPU is used
 
     def part(self, number: int) -> Limits:
-        """With one `number`-th of the memory where the layers run."""
+        """Return limits with one `number`-th of the memory of the device that runs the layers."""
         if self.vram_bytes is None:
             return replace(self, ram_bytes=self.ram_bytes // number)
         return replace(self, vram_bytes=self.vram_bytes // number)
 
     def less_feeders(self, gpus: int) -> Limits:
-        """Of the processor while GPUs compute: each has a thread that feeds it, and that a core of its own."""
+        """Return limits without the cores of the threads that feed GPUs, one for each GPU."""
         return replace(self, threads=max(1, self.threads - gpus))
 
 
 @cache
 def this_machine() -> Machine:
-    """The machine this process runs on. Imports numpy, to ask BLAS which kernels it runs."""
+    """Describe the machine this process runs on. Imports numpy, to ask BLAS which kernels it runs."""
     return Machine(
         processor=processor(),
         simd=_simd(),
@@ -106,9 +107,9 @@ def this_machine() -> Machine:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from `2G`, `600M`, `1.5T` (powers of 1024) or a plain number; ValueError for any other text.
+    """Return the bytes of `2G`, `600M`, `1.5T` (powers of 1024) or a plain number; ValueError for other text.
 
-    TypeError for what is neither text nor a whole number: 2e9 is a float.
+    TypeError for a value that is neither text nor a whole number: 2e9 is a float.
     """
     if not isinstance(size, str):
         try:
@@ -120,12 +121,10 @@ def parse_bytes(size: int | str) -> int:
             ) from None
     match = _SIZE.fullmatch(size.strip())
     if match is None:
-        raise ValueError(f"{size!r} is no size: give a number with K, M, G or T, such as 600M or 2G")
+        raise ValueError(f"{size!r} is not a size: give a number with K, M, G or T, such as 600M or 2G")
     size_bytes = float(match[1]) * _UNITS[match[2].upper()]
     if match[1] == size.strip() and 0 < size_bytes < _FEWEST:
-        raise ValueError(
-            f"{size!r} has no unit and is a number of bytes, too few for a run: write {match[1]}M or {match[1]}G"
-        )
+        raise ValueError(f"{size!r} has no unit and means bytes, too few for a run: write {match[1]}M or {match[1]}G")
     if size_bytes > _LARGEST:
         raise ValueError(f"{size[:20]!r}.. is beyond any memory: give a size such as 600M or 2G")
     return int(size_bytes)
@@ -140,13 +139,13 @@ def limits_of(
     free_bytes: int | None = None,
     beyond: bool = False,
 ) -> Limits:
-    """Limits as asked for; by default three quarters of the memory and every core this process may use.
+    """Return the limits asked for; by default three quarters of the memory and all cores of this process.
 
-    free_bytes  of the GPU's memory, counting what this process holds of it already: `vram` may be no more, and is nine
-                tenths of it by default. None where no GPU is used: then there is no limit on its memory.
-    beyond      `vram` may be more than is free: nothing is to run now
+    free_bytes  of the GPU's memory, including what this process already holds of it: `vram` may not exceed it, and is
+                nine tenths of it by default. None if no GPU is used; then there is no limit on its memory.
+    beyond      `vram` may exceed the free memory, since nothing runs now
 
-    DeviceError where other programs hold so much of the GPU's memory that `vram` is not free.
+    DeviceError if other programs hold so much of the GPU's memory that `vram` is not free.
     """
     ram_bytes = int(_DEFAULT_SHARE * machine.ram_bytes) if ram is None else parse_bytes(ram)
     count = machine.cores if threads is None else threads
@@ -161,7 +160,7 @@ def limits_of(
 
 def _vram_bytes(machine: Machine, vram: int | str | None, free_bytes: int, beyond: bool) -> int:
     if machine.gpu is None:
-        raise ValueError("memory of a GPU is free on a machine that has none")
+        raise ValueError("free memory of a GPU is given for a machine without one")
     if vram is None:
         return int(_DEFAULT_VRAM_SHARE * free_bytes)
     vram_bytes = parse_bytes(vram)
@@ -169,15 +168,15 @@ def _vram_bytes(machine: Machine, vram: int | str | None, free_bytes: int, beyon
         raise ValueError(f"a VRAM limit must be positive, not {vram_bytes} bytes")
     if vram_bytes > free_bytes and not beyond:
         raise DeviceError(
-            f"{option('vram')} allows {vram_bytes:,} bytes, and of the {machine.gpu.memory_bytes:,} bytes of the "
-            f"{machine.gpu.name} only {free_bytes:,} are free (other programs and the driver hold the rest); end those "
-            f"programs, or give at most {option('vram', f'{free_bytes // 2**20}M')}"
+            f"{option('vram')} allows {human_bytes(vram_bytes)}, and of the {human_bytes(machine.gpu.memory_bytes)} of "
+            f"the {machine.gpu.name} only {human_bytes(free_bytes)} are free (other programs and the driver hold the "
+            f"rest); end those programs, or give at most {option('vram', f'{free_bytes // 2**20}M')}"
         )
     return vram_bytes
 
 
 def blas_kernels() -> str:
-    """Name of the BLAS that numpy runs and of its kernels, e.g. `openblas SkylakeX`."""
+    """Return the name of the BLAS that numpy runs, and of its kernels, e.g. `openblas SkylakeX`."""
     import numpy as np  # noqa: F401 - loads BLAS into the process
     from threadpoolctl import threadpool_info
 
@@ -188,7 +187,7 @@ def blas_kernels() -> str:
 
 
 def process_bytes() -> int:
-    """Resident memory of this process now: interpreter, libraries and what the caller holds."""
+    """Return the resident memory of this process: interpreter, libraries and data of the caller."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -206,10 +205,10 @@ def _ram_bytes() -> int:
 
 
 def cgroup_bytes(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[int]:
-    """Every limit on the memory of this process: of the control groups it is in, and of those around them.
+    """Yield every limit on the memory of this process: of its control groups and those around them.
 
-    own   lists the groups of this process, as /proc/self/cgroup does; need not exist.
-    root  where they are mounted.
+    own   file that lists the groups of this process, as /proc/self/cgroup; it need not exist.
+    root  folder where the groups are mounted.
     """
     for folder in _groups("memory", own, root):
         for name in ("memory.max", "memory.limit_in_bytes"):  # of cgroup v2, v1
@@ -218,7 +217,7 @@ def cgroup_bytes(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[int]
 
 
 def cgroup_cpus(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[float]:
-    """Every quota on the processors of this process, in processors; as `cgroup_bytes`."""
+    """Yield every quota on the processors of this process, in processors; parameters as for `cgroup_bytes`."""
     for folder in _groups("cpu", own, root):
         quotas = (
             _text(folder / "cpu.max").split(),
@@ -231,10 +230,10 @@ def cgroup_cpus(own: Path = OWN_CGROUPS, root: Path = CGROUPS) -> Iterator[float
 
 
 def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
-    """Folders of the groups that this process is in and of all around them, up to where they are mounted.
+    """Yield the folders of the groups of this process and of all groups around them, up to the mount point.
 
-    Seen from a container, a group may lie outside of what is mounted; then the mount itself is the container's. So it
-    is where `own` lists no group.
+    In a container a group may lie outside of the mount; then the mount itself is the group of the container. The same
+    holds if `own` lists no group.
     """
     lines = [line.split(":", 2) for line in _text(own).splitlines() if "\0" not in line]
     listed = [line[1:] for line in lines if len(line) == 3 and line[2].startswith("/")]
@@ -249,16 +248,16 @@ def _groups(controller: str, own: Path, root: Path) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Content of a file of the system; empty where there is none or the system refuses it."""
+    """Return the content of a system file; empty if it does not exist or cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read().decode(errors="replace").strip()
-    except OSError:  # a limit that cannot be known is none
+    except OSError:  # an unknown limit counts as none
         return ""
 
 
 def _count(text: str) -> int | None:
-    """The positive number that a file of the system holds; None for `max`, -1, 0 and whatever else is no limit."""
+    """Return the positive number that a system file holds; None for `max`, -1, 0 and anything else without a limit."""
     return int(text) or None if re.fullmatch("[0-9]{1,19}", text) else None
 
 
@@ -270,7 +269,7 @@ def _cpu_info(field: str) -> str:
 
 
 def processor() -> str:
-    """Name of the processor, as the system gives it."""
+    """Return the name of the processor, as the system gives it."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 

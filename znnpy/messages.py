@@ -1,4 +1,4 @@
-"""How a message names an argument, and how it shows what a file holds. Loads no numpy, as the command line does not."""
+"""Name arguments in messages, and show the content of files. This module imports no numpy, as the command line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LONGEST_EXCERPT = 200  # characters of a file's content in one message
+LONGEST_EXCERPT = 200  # characters of the content of a file in one message
 
-_NEGATED = {"depth_first": "no-depth-first", "calibrate": "no-calibrate"}  # arguments whose option switches them off
-_OTHERWISE = {"begin": "from", "end": "to"}  # arguments whose option has another name, because Python keeps that word
-_COMMAND_LINE = [False]  # whether a command of the command line is running in this process
+_NEGATED = {"depth_first": "no-depth-first", "calibrate": "no-calibrate"}  # arguments with an option to disable them
+_OTHERWISE = {"begin": "from", "end": "to"}  # arguments whose option has another name; `from` is reserved in Python
+_COMMAND_LINE = [False]  # whether a command of the command line runs in this process
 
 
 @contextmanager
 def speaking_to_command_line() -> Iterator[None]:
-    """Inside, `option` writes options of the command line, in every thread of the process."""
+    """Make `option` write options of the command line inside the context, in every thread of the process."""
     before = _COMMAND_LINE[0]
     _COMMAND_LINE[0] = True
     try:
@@ -25,10 +25,10 @@ def speaking_to_command_line() -> Iterator[None]:
 
 
 def option(name: str, value: object = None) -> str:
-    """The argument `name` as the caller of this process writes it, with a value where one is given.
+    """Name the argument `name` as the caller of this process writes it, with a value if one is given.
 
     name   the name of the Python argument, for example "output_dtype".
-    value  what to write for it; True and False stand for a flag, a tuple for numbers joined by commas.
+    value  value to write; True and False stand for a flag, a tuple for numbers joined by commas.
 
     Returns `--ram 2G`, `--overwrite`, `--patch 8,16,16` while a command of the command line runs, and otherwise
     `ram='2G'`, `overwrite=True`, `patch=(8, 16, 16)`.
@@ -44,9 +44,9 @@ def option(name: str, value: object = None) -> str:
 
 
 def excerpt(content: object, longest: int = LONGEST_EXCERPT) -> str:
-    """`content` as text on one line: at most `longest` characters, and none that steers a terminal.
+    """Return `content` on one line of at most `longest` characters, none of which controls a terminal.
 
-    Control characters, line ends, surrogates and marks of writing direction come out as escapes such as `\\x1b`.
+    Control characters, line ends, surrogates and marks of writing direction become escapes such as `\\x1b`.
     """
     text = str(content)
     if len(text) > longest:
@@ -57,7 +57,7 @@ def excerpt(content: object, longest: int = LONGEST_EXCERPT) -> str:
 
 
 def one_line(message: str) -> str:
-    """A whole message with every sign escaped that steers a terminal; its length is kept."""
+    """Return a message with every character escaped that controls a terminal; it is not shortened."""
     return "".join(_escaped(sign) for sign in message)
 
 

@@ -1,4 +1,4 @@
-"""A network as a chain of layers: field of view, fragment period, and the shape of every layer for a patch."""
+"""A network as a chain of layers, with its field of view, fragment period, and layer shapes for a patch."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-MOST_LAYERS = 500  # of one network; the time that planning takes grows with them
+MOST_LAYERS = 500  # of one network, since planning takes longer with more layers
 
 
 @dataclass(frozen=True, slots=True)
 class Conv:
-    """Valid convolution, bias, activation."""
+    """A valid convolution with bias and activation."""
 
     kernel: Vec3
     out: int  # maps
@@ -53,7 +53,7 @@ class Conv:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Max-pooling; in dense inference it runs as fragments (MPF)."""
+    """A max-pooling, which dense inference runs as fragments (MPF)."""
 
     window: Vec3
     type: Literal["pool"] = "pool"
@@ -64,7 +64,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class MaxFilter:
-    """Maximum over a window at every position (stride 1)."""
+    """The maximum over a window at every position (stride 1)."""
 
     window: Vec3
     type: Literal["maxfilter"] = "maxfilter"
@@ -75,7 +75,7 @@ class MaxFilter:
 
 @dataclass(frozen=True, slots=True)
 class Maxout:
-    """Maximum over groups of `of` neighbouring maps."""
+    """The maximum over groups of `of` neighbouring maps."""
 
     of: int
     type: Literal["maxout"] = "maxout"
@@ -89,7 +89,7 @@ Layer = Conv | Pool | MaxFilter | Maxout
 
 @dataclass(frozen=True, slots=True)
 class ConvWeights:
-    """Weights of one convolution: cross-correlation, C order; read only."""
+    """The weights of one convolution for cross-correlation, in C order and read only."""
 
     weight: npt.NDArray[np.float32]  # (f', f, kz, ky, kx)
     bias: npt.NDArray[np.float32]  # (f',)
@@ -100,7 +100,7 @@ class ConvWeights:
 
 @dataclass(frozen=True, slots=True)
 class Normalise:
-    """x = (grey - mean) / std, one value per input channel."""
+    """Normalisation of the input, x = (grey - mean) / std, with one value per input channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -108,7 +108,7 @@ class Normalise:
 
 @dataclass(frozen=True)
 class Network:
-    """A chain of layers and what is known of it without weights. Sizes are (z, y, x)."""
+    """A chain of layers, and what follows from it without weights. Sizes are (z, y, x)."""
 
     name: str
     input_channels: int
@@ -134,7 +134,7 @@ class Network:
             maps = _maps_after(layer, maps)
 
     def __repr__(self) -> str:
-        """One line; `layers` lists the layers."""
+        """Return one line; `layers` lists the layers."""
         maps = f"{self.input_channels} -> {self.output_channels} maps"
         return (
             f"<Network {excerpt(self.name, 60)}: {len(self.layers)} layers, {maps}, {self.parameters:,} parameters, "
@@ -176,9 +176,9 @@ class Network:
 
     @cached_property
     def margins(self) -> tuple[Vec3, ...]:
-        """Of the input and of every layer's output: by how much it is larger than the dense output, in its voxels.
+        """How much larger the input and the output of every layer are than the dense output, in its voxels.
 
-        The first is field of view - 1, the last 0.
+        The first margin is field of view - 1, the last is 0.
         """
         margins: list[Vec3] = [(0, 0, 0)]
         period = self.period
@@ -190,23 +190,23 @@ class Network:
         return tuple(reversed(margins))
 
     def turned(self, axis: int) -> Network:
-        """The same network for volumes with `axis` first: kernels and windows turned as by `shapes.turned`."""
+        """Return the network for volumes with `axis` first: kernels and windows reordered by `shapes.turned`."""
         return replace(self, layers=tuple(_turned(layer, axis) for layer in self.layers))
 
     @property
     def convolutions(self) -> tuple[int, ...]:
-        """Indices of the convolutional layers, in order: weights are counted along it."""
+        """Indices of the convolutional layers, in the order of their weights."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, Conv))
 
     @property
     def parameters(self) -> int:
-        """Trainable numbers: kernels and biases."""
+        """Number of trainable values: kernels and biases."""
         pairs = ((self.maps[i], self.layers[i]) for i in self.convolutions)
         return sum(f * c.out * prod(c.kernel) + c.out for f, c in pairs if isinstance(c, Conv))
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of layers, maps and normalisation: equal digests are the same computation for equal weights."""
+        """Digest of layers, maps and normalisation. Networks with equal digests and weights compute the same."""
         what = {
             "input_channels": self.input_channels,
             "layers": [asdict(layer) for layer in self.layers],
@@ -215,11 +215,11 @@ class Network:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def patch_in(self, out: Vec3) -> Vec3:
-        """Input patch that gives the dense output patch `out`."""
+        """Return the size of the input patch for the dense output patch `out`."""
         return subtract(add(out, self.field_of_view), (1, 1, 1))
 
     def dense_size(self, volume: Vec3) -> Vec3:
-        """Dense output of a volume: volume - field of view + 1; ShapeError if the field of view does not fit."""
+        """Return the dense output size of a volume, volume - field of view + 1; ShapeError if that is not positive."""
         for axis, n, fov in zip("zyx", volume, self.field_of_view, strict=True):
             if n < fov:
                 raise ShapeError(
@@ -230,20 +230,20 @@ class Network:
         return valid(volume, self.field_of_view)
 
     def round_up(self, out: Vec3) -> Vec3:
-        """The smallest valid patch that holds `out`: every axis a multiple of the fragment period."""
+        """Return the smallest valid patch that holds `out`: each axis a multiple of the fragment period."""
         return multiply(ceil_divide(out, self.period), self.period)
 
     def layer_shapes(
         self, out: Vec3, *, batches: Sequence[int] | None = None, walks: bool = False, precision: Precision = "fp32"
     ) -> tuple[LayerShape, ...]:
-        """Shape of every layer when a patch gives `out` dense output voxels, all poolings as fragments.
+        """Return the shape of every layer for a patch of `out` dense output voxels, with poolings as fragments.
 
-        batches    images that each layer takes at a time: parts of what the layer before it makes; default: all.
-        walks      `out` is one step along z: a layer's input is what is new since the last step and, before it, the
-                   last planes of what was new then: kernel - 1, or window - 1.
-        precision  of every layer.
+        batches    images that each layer takes at a time, a part of those that the layer before it makes; default: all.
+        walks      `out` is one step along z: the input of a layer is what is new since the last step, preceded by the
+                   last kernel - 1 (or window - 1) planes of the step before.
+        precision  precision of every layer.
 
-        ShapeError when `out` is not a multiple of the fragment period, or batches do not divide.
+        ShapeError if `out` is not a multiple of the fragment period, or batches do not divide.
         """
         if any(o < 1 or o % p for o, p in zip(out, self.period, strict=True)):
             raise ShapeError(
@@ -258,7 +258,7 @@ class Network:
                 n = (n[0] + extent(layer)[0] - 1, *n[1:])
             batch = images if batches is None else batches[index]
             if batch < 1 or images % batch:
-                raise ShapeError(f"layer {index} ({layer}) gets {images} images, which are no multiple of {batch}")
+                raise ShapeError(f"layer {index} ({layer}) gets {images} images, which are not a multiple of {batch}")
             shape = layer_shape(layer, batch, maps, n, precision)
             shapes.append(shape)
             n, images = shape.out, shape.out_shape[0]
@@ -266,7 +266,7 @@ class Network:
 
 
 def extent(layer: Layer) -> Vec3:
-    """Inputs that one output of a layer depends on, along each axis; of a pooling, its window."""
+    """Return how many inputs one output of a layer depends on along each axis; for a pooling, its window."""
     match layer:
         case Conv(kernel=size) | Pool(window=size) | MaxFilter(window=size):
             return size
@@ -285,7 +285,7 @@ def _turned(layer: Layer, axis: int) -> Layer:
 
 
 def layer_shape(layer: Layer, batch: int, maps: int, n: Vec3, precision: Precision = "fp32") -> LayerShape:
-    """The shape of one layer for `batch` images of `maps` maps and size `n`."""
+    """Return the shape of one layer for `batch` images of `maps` maps and size `n`."""
     match layer:
         case Conv():
             return ConvShape(batch, maps, layer.out, n, layer.kernel, layer.activation, precision=precision)

@@ -1,4 +1,4 @@
-"""Operations of convolutional networks on arrays, one call each: on numpy's arrays, or on those of a GPU.
+"""Single operations of convolutional networks on numpy arrays, or on arrays of a GPU.
 
     from znnpy import ops
     y = ops.convolve(x, weights, stride=(1, 2, 2), padding=(1, 1, 1), activation="relu")
@@ -6,22 +6,22 @@
     y = ops.softmax(ops.average_pool(y, y.shape[1:4]))
     z = ops.convert_layout(y, "szyxf -> sfzyx")
 
-Arrays are (S, z, y, x, f), channels last, float32 or float16; a 2D image has depth 1. There may be no images (S is 0),
-but no empty ones; activations and layouts take any array. Arithmetic is in float32 unless `convolve` is told another
-precision; a result has the type of x, and what float16 cannot hold becomes infinite.
+Arrays are (S, z, y, x, f), channels last, float32 or float16; a 2D image has depth 1. S may be 0, but images may not be
+empty; activations and layouts take any array. Arithmetic is in float32 unless `convolve` gets another precision. A
+result has the type of x, and values beyond the range of float16 become infinite.
 
-    x        read only. A numpy array may have any strides; one of a GPU is in C order within an image, images any
-             distance apart (`convert_layout` takes and gives any strides).
-    device   the Device that x and out lie on, opened by `znnpy.Device(znnpy.find_gpu())`; work is queued on its
-             `stream`. `convolve` and softmax over all values wait for it, since they need memory beside; all others
-             return before it is done, and `device.get` waits. Freeing an array that nobody refers to any more waits
-             too. None: they are numpy's, and the work is done on the CPU.
-    out      where the result goes, of its shape and type; it may be x itself for activations and softmax, else the two
-             share no memory. None: new memory. It is returned.
+    x        is only read. A numpy array may have any strides; a GPU array is in C order within an image, and images are
+             any distance apart (`convert_layout` takes and gives any strides).
+    device   the Device that holds x and out, opened by `znnpy.Device(znnpy.find_gpu())`; work is queued on its
+             `stream`. `convolve` and softmax over all values wait for it, since they need further memory; the others
+             return before it is done, and `device.get` waits. Freeing an array that is no longer referenced waits too.
+             None: the arrays are numpy arrays, and the work is done on the CPU.
+    out      array for the result, of its shape and type; it may be x itself for activations and softmax, otherwise the
+             two must not share memory. None: new memory. It is returned.
 
-ShapeError says which size, type or order does not fit; TypeError that something is no array of `device`, or of numpy
-without one.
-Sessions do not run these: they plan (`znnpy.plan`), fuse, and keep what they prepared.
+ShapeError says which size, type or order does not fit; TypeError that an object is not an array of `device`, or not a
+numpy array if there is none.
+Sessions do not run these operations: they plan (`znnpy.plan`), fuse, and keep what they prepared.
 
 Source  Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3: its primitives, in 3D.
 Tested  tests/kernels/cpu/test_ops.py, tests/kernels/gpu/test_ops.py
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from znnpy.kernels.gpu.device import Device
 
-    Array = Any  # numpy.ndarray, or one of a Device
+    Array = Any  # a numpy.ndarray, or an array of a Device
 
 Over = Literal["maps", "all"]
 Mode = Literal["correlation", "convolution"]
@@ -66,30 +66,30 @@ __all__ = [
 
 ONE, ZERO = (1, 1, 1), (0, 0, 0)
 MOST_AXES = 5
-FEW_MAPS = 4  # of the input, up to which one lowered matrix is faster than a product for each tap
-OVERLAP_WORK = 10**5  # steps to find whether two arrays share memory: after so many they do
+FEW_MAPS = 4  # up to this number of input maps one lowered matrix is faster than a product for each tap
+OVERLAP_WORK = 10**5  # steps of the search for shared memory, after which it is assumed
 _LAYOUT = re.compile(r"\s*([a-z]+)\s*->\s*([a-z]+)\s*")
 
 
 def relu(x: Array, *, device: Device | None = None, out: Array | None = None) -> Array:
-    """max(x, 0), value by value, of an array with any number of axes; NaN stays NaN."""
+    """Return max(x, 0) of each value, for an array with any number of axes; NaN stays NaN."""
     return _pointwise("relu", x, device, out)
 
 
 def sigmoid(x: Array, *, device: Device | None = None, out: Array | None = None) -> Array:
-    """1 / (1 + exp(-x)), value by value, of an array with any number of axes."""
+    """Return 1 / (1 + exp(-x)) of each value, for an array with any number of axes."""
     return _pointwise("sigmoid", x, device, out)
 
 
 def tanh(x: Array, *, device: Device | None = None, out: Array | None = None) -> Array:
-    """The hyperbolic tangent, value by value, of an array with any number of axes."""
+    """Return the hyperbolic tangent of each value, for an array with any number of axes."""
     return _pointwise("tanh", x, device, out)
 
 
 def softmax(x: Array, over: Over = "maps", *, device: Device | None = None, out: Array | None = None) -> Array:
-    """exp(x - largest) / sum of exp(x - largest).
+    """Return exp(x - largest) / sum of exp(x - largest).
 
-    over  "maps": over the maps of each voxel; "all": over all values of each image.
+    over  "maps": sums over the maps of each voxel; "all": over all values of each image.
     """
     _check_word("over", over, get_args(Over))
     _check(x, device)
@@ -112,11 +112,11 @@ def max_pool(
     device: Device | None = None,
     out: Array | None = None,
 ) -> Array:
-    """The maximum of each window, (S, floor((n - window + 2 padding) / stride) + 1, f); padding is never the largest.
+    """Return the maximum of each window, (S, floor((n - window + 2 padding) / stride) + 1, f); padding never wins.
 
     window   size (z, y, x) of the window, in voxels.
-    stride   from window to window; default: `window`, so that they do not overlap.
-    padding  planes around the image, less than the window.
+    stride   distance between windows; default: `window`, so that they do not overlap.
+    padding  number of planes around the image, less than the window.
     """
     return _pool("max", x, window, stride, padding, device, out, counts_padding=False)
 
@@ -131,7 +131,7 @@ def average_pool(
     device: Device | None = None,
     out: Array | None = None,
 ) -> Array:
-    """The mean of each window; `window`, `stride`, `padding` and the sizes of the result as for `max_pool`.
+    """Return the mean of each window; `window`, `stride`, `padding` and result sizes as for `max_pool`.
 
     counts_padding  the zeros around the image count as values of the window.
     """
@@ -146,20 +146,20 @@ def convert_layout(
     device: Device | None = None,
     out: Array | None = None,
 ) -> Array:
-    """The same values with their axes in another order, in C order or in the strides of `out`.
+    """Return the same values with their axes in another order, in C order or in the strides of `out`.
 
-    layout  a letter an axis, before and after: "szyxf -> sfzyx" makes channels first of channels last. Up to 5 axes.
+    layout  one letter per axis, before and after, up to 5: "szyxf -> sfzyx" turns channels last into channels first.
     dtype   float32 or float16; default: that of x, or of `out`.
 
-    x and out may have any strides: parts of images, axes that were turned.
+    x and out may have any strides: parts of images, or transposed axes.
     """
     _check_array(x, device)
     match = _LAYOUT.fullmatch(layout)
     if match is None or len(set(match[1])) != len(match[1]) or sorted(match[1]) != sorted(match[2]):
-        raise ShapeError(f"{layout!r} is no layout: write the same letters, each once, before and after '->'")
+        raise ShapeError(f"{layout!r} is not a layout: write the same letters, each once, before and after '->'")
     if len(match[1]) != x.ndim or x.ndim > MOST_AXES:
         raise ShapeError(
-            f"{layout!r} names {len(match[1])} axes of {x.ndim}, {x.shape}; up to {MOST_AXES} may be turned"
+            f"{layout!r} names {len(match[1])} axes of {x.ndim}, {x.shape}; up to {MOST_AXES} may be reordered"
         )
     turned = x.transpose([match[1].index(axis) for axis in match[2]])
     kind = np.dtype(dtype if dtype is not None else x.dtype if out is None else out.dtype)
@@ -188,26 +188,26 @@ def convolve(
     device: Device | None = None,
     out: Array | None = None,
 ) -> Array:
-    """activation(bias + x convolved with the kernels): (S, floor((n - k + 2 padding) / stride) + 1, f').
+    """Return activation(bias + x convolved with the kernels): (S, floor((n - k + 2 padding) / stride) + 1, f').
 
-    activation  applied to the sums: none, relu, tanh, sigmoid, or softmax over the maps of a voxel.
+    activation  function of the sums: none, relu, tanh, sigmoid, or softmax over the maps of a voxel.
     stride   voxels (z, y, x) from one position of the kernels to the next.
-    weights  of numpy: kernels (f', f, kz, ky, kx) float32 and biases (f',) float32.
-    padding  planes of zeros before and behind the image.
-    mode     correlation: out[p] sums x[p * stride + d - padding] * w[d]; convolution: w[k - 1 - d], the kernel turned.
-    method   auto: the fastest. On the CPU with stride 1 that is a method of those that plans choose from, within 64 MiB
-             or twice the memory of x and the result, beside a copy of x where it is padded, float16 or not in C order;
+    weights  numpy arrays: kernels (f', f, kz, ky, kx) float32 and biases (f',) float32.
+    padding  number of planes of zeros before and after the image.
+    mode     correlation: out[p] sums x[p * stride + d - padding] * w[d]; convolution: w[k - 1 - d], the flipped kernel.
+    method   auto: the fastest. On the CPU with stride 1 that is one of the methods that plans choose from, within
+             64 MiB or twice the memory of x and the result, and a copy of x if it is padded, float16 or not in C order;
              transforms round to about 1e-6 of the largest values near a voxel. On a device it is direct, or
-             implicit_gemm for another precision than fp32.
-             direct: tap by tap; implicit_gemm: one matrix product, whose lowered matrix exists a part at a time.
-    precision  of products by implicit_gemm on a device; all else is fp32, and sums are float32 always. Errors are rms,
-               of the rms answer, before a float16 result is rounded.
-               fp32: to 1e-6, but for values under 2^-18 of the largest in x: for tensor cores float32 arrays are split
-               into pairs of float16, scaled by it. Float16 arrays run on float32 units.
-               tf32: float32 arrays, to 1e-3, but for values under 2^-26 of the largest: rounded to 11 significant bits,
-               as kernels are.
-               fp16: float16 arrays, to 2e-3: kernels are rounded to float16. Softmax runs on float32 units.
-               ShapeError where kernels are too large for the shared memory that tensor cores are fed from.
+             implicit_gemm for a precision other than fp32.
+             direct: tap by tap; implicit_gemm: one matrix product, whose lowered matrix is built part by part.
+    precision  precision of products by implicit_gemm on a device; everything else is fp32, and sums are always float32.
+               Errors are rms relative to the rms result, before a float16 result is rounded.
+               fp32: 1e-6, except for values below 2^-18 of the largest in x, by which float32 arrays are scaled when
+               they are split into pairs of float16 for tensor cores. Float16 arrays run on float32 units.
+               tf32: float32 arrays, 1e-3, except for values below 2^-26 of the largest; arrays and kernels are rounded
+               to 11 significant bits.
+               fp16: float16 arrays, 2e-3; kernels are rounded to float16. Softmax runs on float32 units.
+               ShapeError if kernels are too large for the shared memory that feeds the tensor cores.
     """
     for word, given, known in (
         ("activation", activation, ACTIVATIONS),
@@ -275,7 +275,7 @@ def _pool(
     sliding = Sliding(window if stride is None else stride, padding)
     if any(pad >= size for pad, size in zip(padding, window, strict=True)):
         raise ShapeError(
-            f"padding {text(padding)} leaves windows of {text(window)} without a value; give less than the window"
+            f"padding {text(padding)} gives windows of {text(window)} without a value; give less than the window"
         )
     result = _result((x.shape[0], *sliding.positions(x.shape[1:4], window), x.shape[4]), x, device, out)
     if not result.size:
@@ -297,7 +297,7 @@ def _result(
     any_order: bool = False,
     in_place: bool = False,
 ) -> Array:
-    """`out`, checked, or new memory; of x's type if `dtype` does not say another. in_place: it may be x."""
+    """Return `out` after checks, or new memory, of x's type unless `dtype` is given. in_place: `out` may be x."""
     kind = np.dtype(x.dtype if dtype is None else dtype)
     if out is not None:
         _check_array(out, device)
@@ -317,17 +317,17 @@ def _check(x: Array, device: Device | None) -> None:
     if x.ndim != MOST_AXES:
         raise ShapeError(f"x has {x.ndim} axes, {x.shape}; it must be (S, z, y, x, f), with z = 1 for 2D images")
     if 0 in x.shape[1:]:
-        raise ShapeError(f"x is {x.shape}: images without a value; there may be no image, but none may be empty")
+        raise ShapeError(f"x is {x.shape}: its images are empty; S may be 0, but no other axis")
     _check_order("x", x, device)
 
 
 def _check_array(array: Array, device: Device | None) -> None:
     if device is None and not isinstance(array, np.ndarray):
-        raise TypeError(f"{type(array).__name__} is no array of numpy: say on which device it lies, device=")
+        raise TypeError(f"{type(array).__name__} is not a numpy array: name the device that holds it, device=")
     if device is not None and not device.holds(array):
         raise TypeError(
-            f"{type(array).__name__} is no array of {device.gpu.name}: bring it there with device.put, "
-            "or leave device= away"
+            f"{type(array).__name__} is not an array of {device.gpu.name}: copy it there with device.put, "
+            "or omit device="
         )
     if array.dtype not in (np.float32, np.float16):
         raise ShapeError(f"arrays are float32 or float16, not {array.dtype}; use array.astype(numpy.float32)")
@@ -345,13 +345,13 @@ def _check_order(what: str, array: Array, device: Device | None) -> None:
 
 def _check_apart(x: Array, out: Array, device: Device | None, *, in_place: bool) -> None:
     places = _place(x, device), _place(out, device)
-    if not np.may_share_memory(*places, max_work=OVERLAP_WORK):  # type: ignore[arg-type]  # any number will do
+    if not np.may_share_memory(*places, max_work=OVERLAP_WORK):  # type: ignore[arg-type]  # any number is accepted
         return
     if not in_place:
-        raise ShapeError("out shares memory with x, which is read while out is written; give memory of its own")
+        raise ShapeError("out shares memory with x, which is read while out is written; give separate memory")
     steps = [[s for s, n in zip(array.strides, array.shape, strict=True) if n > 1] for array in (x, out)]
     if _address(x, device) != _address(out, device) or steps[0] != steps[1]:
-        raise ShapeError("out shares some memory with x and is not x; give x itself, or memory of its own")
+        raise ShapeError("out shares some memory with x and is not x; give x itself, or separate memory")
 
 
 def _address(array: Array, device: Device | None) -> int:
@@ -359,7 +359,7 @@ def _address(array: Array, device: Device | None) -> int:
 
 
 class _Place:
-    """Where an array lies, for numpy's arithmetic: nothing is read there."""
+    """The memory range of an array, for numpy's comparison; nothing is read there."""
 
     def __init__(self, array: Array, address: int) -> None:
         self.__array_interface__ = {
@@ -392,7 +392,7 @@ def _check_precision(x: Array, precision: Precision, method: Method, device: Dev
     if precision == "fp32":
         return
     if device is None or method != "implicit_gemm":
-        raise ValueError(f"{precision} is for method='implicit_gemm' on a device; all else computes in fp32")
+        raise ValueError(f"{precision} is for method='implicit_gemm' on a device; everything else computes in fp32")
     takes = np.dtype(np.float16 if precision == "fp16" else np.float32)
     if x.dtype != takes:
         raise ShapeError(f"{precision} multiplies {takes} arrays, not {x.dtype}: use ops.convert_layout with dtype")

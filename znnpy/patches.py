@@ -1,7 +1,7 @@
 """Cover a box of dense output with columns, and columns with steps. A patch is a column of one step.
 
-A column that walks takes its input planes in order, each once. Its first steps give no output: they bring in the field
-of view. Where the output ends within the last step, the rest of that step is computed and not written.
+A column that streams reads its input planes in order, each once. Its first steps give no output: they read the field of
+view. If the output ends within the last step, the rest of that step is computed but not written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from znnpy.shapes import Vec3, add, ceil_divide, subtract
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Voxels lo <= (z, y, x) < hi."""
+    """The voxels lo <= (z, y, x) < hi."""
 
     lo: Vec3
     hi: Vec3
@@ -32,7 +32,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, slice, slice]:
-        """To index a (z, y, x) array."""
+        """Index of the voxels in a (z, y, x) array."""
         return (
             slice(self.lo[0], self.hi[0]),
             slice(self.lo[1], self.hi[1]),
@@ -43,7 +43,7 @@ class Box:
         return Box(add(self.lo, by), add(self.hi, by))
 
     def clipped(self, to: Box) -> Box:
-        """The part inside `to`; empty boxes have size 0 along some axis, never negative."""
+        """Return the part inside `to`; an empty box has size 0 along some axis, never a negative size."""
         lo = tuple(min(max(a, b), c) for a, b, c in zip(self.lo, to.lo, to.hi, strict=True))
         hi = tuple(max(min(a, b), c) for a, b, c in zip(self.hi, to.hi, lo, strict=True))
         return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
@@ -51,11 +51,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One run of the session: what is read, what is computed, and which part of it is kept.
+    """One step of a session: what is read, what is computed, and which part of it is written.
 
-    `out` is the full output of a step, always of the planned size; in the first steps of a column that walks it lies
-    before the column. `write` is the part that no other patch writes; empty in those first steps. `read` is where the
-    input begins. All count voxels of the dense output; an output voxel at p depends on input from p on.
+    `out` is the full output of a step, always of the planned size; in the first steps of a column that streams it lies
+    before the column. `write` is the part that no other patch writes; it is empty in those first steps. `read` is where
+    the input begins. All are in voxels of the dense output; an output voxel at p depends on input from p on.
     """
 
     read: Vec3
@@ -68,13 +68,13 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Patches that run one after the other; the unit that a journal records and a resume repeats."""
+    """Patches that run in order; the unit that a journal records and a resumed run repeats."""
 
     steps: tuple[Patch, ...]
 
     @property
     def voxels(self) -> int:
-        """Output voxels written."""
+        """Number of output voxels that are written."""
         return sum(step.write.voxels for step in self.steps)
 
     def shifted(self, by: Vec3) -> Column:
@@ -83,28 +83,28 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Cover(Sequence[Column]):
-    """Columns whose `write` boxes partition the dense output [0, size). Made one by one, when asked for.
+    """Columns whose `write` boxes partition the dense output [0, size). Each is made when it is asked for.
 
-    Columns stand on a grid, z slowest. The last along an axis moves inwards and writes only what is left over, but for
-    the axis along which columns walk: there it has fewer steps. Where the output is smaller than the patch, the patch
-    reaches beyond it (its input beyond the volume). Columns behind the first along an axis may write less than it does.
+    Columns lie on a grid, z slowest. The last column along an axis is moved inwards and writes only the remainder,
+    except along the axis of the columns, where it has fewer steps. If the output is smaller than the patch, the patch
+    exceeds it (and its input the volume). Columns after the first along an axis may write less than the first.
     """
 
     size: Vec3
     patch: Vec3  # output of one step
-    axis: int = 0  # along which columns walk
-    column: int = 0  # output planes that a column writes along it, a multiple of the patch; 0: patches, no column walks
+    axis: int = 0  # axis of the columns
+    column: int = 0  # output planes of a column along it, a multiple of the patch; 0: separate patches
     margin: int = 0  # field of view - 1 along it
-    later: Vec3 | None = None  # of patches: what all but the first along each axis write; None: as much as that
+    later: Vec3 | None = None  # voxels that patches after the first along each axis write; None: as many as the first
 
     @property
     def grid(self) -> Vec3:
-        """Output voxels that columns write, but for the last along each axis."""
+        """Output voxels that a column writes, unless it is the last along an axis."""
         return _with(self.patch, self.axis, self.column) if self.column else self.patch
 
     @property
     def counts(self) -> Vec3:
-        """Columns along each axis."""
+        """Number of columns along each axis."""
         if self.later is None:
             return ceil_divide(self.size, self.grid)
         behind = ceil_divide(subtract(self.size, self.grid), self.later)
@@ -112,18 +112,18 @@ class Cover(Sequence[Column]):
         return z, y, x
 
     def sizes(self, axis: int) -> list[int]:
-        """Output voxels that columns write along an axis, in order."""
+        """Return the number of output voxels that each column writes along an axis, in order."""
         places = (_with((0, 0, 0), axis, place) for place in range(1 + self.counts[axis]))
         ends = [min(self.size[axis], self._corner(place)[axis]) for place in places]
         return [end - begin for begin, end in pairwise(ends)]
 
     @property
     def ahead(self) -> int:
-        """Steps of a column before the first that gives output."""
+        """Number of steps of a column before the first that gives output."""
         return -(-self.margin // self.patch[self.axis]) if self.column else 0
 
     def steps(self, ahead: int) -> int:
-        """Steps of all columns in which something is computed that begins `ahead` planes before the output does."""
+        """Return the steps of all columns, with those that compute up to `ahead` planes before the output."""
         if not self.column:
             return len(self)
         thick = self.patch[self.axis]
@@ -156,14 +156,14 @@ class Cover(Sequence[Column]):
         return Column(tuple(self._steps(out_lo, write)))
 
     def _corner(self, place: Vec3) -> Vec3:
-        """Where a column on the grid begins to write."""
+        """Return where a column on the grid begins to write."""
         later = self.later or self.grid
         ends = zip(place, self.grid, later, strict=True)
         z, y, x = (first + (count - 1) * size if count else 0 for count, first, size in ends)
         return z, y, x
 
     def _steps(self, lo: Vec3, write: Box) -> Iterator[Patch]:
-        """Of the column that writes `write`, whose steps stand at `lo` across the axis."""
+        """Yield the steps of the column that writes `write`; they begin at `lo` across the axis."""
         thick, axis = self.patch[self.axis], self.axis
         first, end = write.lo[axis] - self.ahead * thick, write.hi[axis]
         for plane in range(first, end, thick):
@@ -178,5 +178,5 @@ def _with(v: Vec3, axis: int, size: int) -> Vec3:
 
 
 def cover(size: Vec3, patch: Vec3) -> Cover:
-    """Patches of size `patch`, each for itself, that write a dense output of (z, y, x) voxels, each voxel once."""
+    """Cover a dense output of (z, y, x) voxels with separate patches of size `patch` that write each voxel once."""
     return Cover(size, patch)

@@ -1,7 +1,4 @@
-"""The commands that draw: what tasks wait for, and what a run did when.
-
-Loads no numpy, as the command line does not.
-"""
+"""The commands that draw plots: `znnpy graph` and `znnpy timeline`. This module imports no numpy."""
 
 from __future__ import annotations
 
@@ -25,15 +22,20 @@ from znnpy.stopping import working
     metavar="IN OUT",
     default=(4, 5),
     show_default=True,
-    help="Maps of the layer.",
+    help="Input and output maps of the layer.",
 )
-@click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Images.")
-@click.option("--out", type=NEW_FILE, required=True, help="Write here: NAME.svg, or .dot for Graphviz.")
+@click.option("--batch", type=click.IntRange(1, MOST_VOXELS), default=4, show_default=True, help="Number of images.")
+@click.option(
+    "--out",
+    type=NEW_FILE,
+    required=True,
+    help="Write the plot to this file, NAME.svg, or NAME.dot for Graphviz.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
 def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None:
     """Draw the tasks of a task-parallel convolution.
 
-    What cpu.conv.fft_tasks runs, a task for each map and image, and what each waits for; for small layers.
+    The graph shows the tasks of cpu.conv.fft_tasks, one for each map and image, and what each waits for.
     """
     from znnpy.plots.task_graph import FORMATS, task_graph
 
@@ -47,22 +49,22 @@ def graph(maps: tuple[int, int], batch: int, out: Path, overwrite: bool) -> None
 
 @click.command(cls=Door)
 @click.argument("trace", type=FILE)
-@click.option("--out", type=NEW_FILE, help="Draw the timeline here, NAME.png.")
+@click.option("--out", type=NEW_FILE, help="Draw the timeline to this file, NAME.png.")
 @click.option("--overwrite", is_flag=True, help="Replace the file given as --out.")
-@click.option("--from", "begin", type=float, metavar="S", help="From this second of the run on [default: the first].")
-@click.option("--to", "end", type=float, metavar="S", help="Up to this second of the run [default: the last].")
+@click.option("--from", "begin", type=float, metavar="S", help="First second to show [default: the first of the run].")
+@click.option("--to", "end", type=float, metavar="S", help="Last second to show [default: the last of the run].")
 @json_option
 def timeline(
     trace: Path, out: Path | None, overwrite: bool, begin: float | None, end: float | None, as_json: bool
 ) -> None:
-    """Say how busy each part of a run was, and draw it.
+    """Say how busy each part of a run was, and draw its timeline.
 
-    TRACE is what `znnpy infer --trace` wrote: layers and transfers, reading, waiting and writing, each on a row.
+    TRACE is a file of `znnpy infer --trace`. Layers and transfers, reading, waiting and writing get a row each.
     """
     if overwrite and out is None:
-        raise click.UsageError("--overwrite replaces the file given as --out: give it too")
+        raise click.UsageError("--overwrite replaces the file given as --out: give --out too")
     if not all(isfinite(second) for second in (begin, end) if second is not None):
-        raise click.UsageError("--from and --to are seconds of the run, and those are finite")
+        raise click.UsageError("--from and --to must be finite numbers of seconds")
     if not (-inf if begin is None else begin) < (inf if end is None else end):
         raise click.UsageError(f"--from {begin} is not before --to {end}")
     if out is not None and out.suffix.lower() != ".png":

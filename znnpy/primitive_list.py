@@ -1,4 +1,4 @@
-"""Which primitives run on this machine: each is asked about layers that it is made for."""
+"""List the primitives, and find those that do not run on this machine by asking each about typical layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from znnpy.planner.widths import WideOrNarrow, columns_for, indented
 from znnpy.run.target import DRIVER
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
 
-CUBE: Vec3 = (15, 15, 15)  # pooled into fragments by windows of 2
+CUBE: Vec3 = (15, 15, 15)  # a size that windows of 2 pool into fragments
 SAMPLES: dict[Kind, tuple[LayerShape, ...]] = {
     "conv": tuple(ConvShape(1, fin, 16, CUBE, (3, 3, 3), "relu") for fin in (1, 16)),  # a first layer, and another
     "pool": (PoolShape(1, 16, CUBE, (2, 2, 2)), PoolShape(1, 16, (16, 16, 16), (2, 2, 2), fragments=False)),
@@ -28,7 +28,7 @@ SAMPLES: dict[Kind, tuple[LayerShape, ...]] = {
 
 
 def why_not_here(table: Sequence[Primitive] = TABLE) -> dict[str, str]:
-    """Primitives that do not run on this machine, by name, and why."""
+    """Return the primitives that do not run on this machine, by name, with the reason."""
     machine = this_machine()
     no_gpu = ""
     try:
@@ -43,13 +43,13 @@ def why_not_here(table: Sequence[Primitive] = TABLE) -> dict[str, str]:
             continue
         if primitive.name.startswith("gpu.") and no_gpu:
             lacking[primitive.name] = no_gpu
-        else:  # a layer that a primitive is not made for is no reason that lies in this machine
+        else:  # a reason that concerns the layer says nothing about this machine
             lacking[primitive.name] = str(uncompiled if uncompiled in reasons else reasons[-1])
     return lacking
 
 
 def primitives_table(table: Sequence[Primitive]) -> RenderableType:
-    """Lay out the list of `znnpy primitives`: a table, or on a narrow terminal a paragraph for each primitive."""
+    """Lay out the output of `znnpy primitives`: a table, or on a narrow terminal a paragraph for each primitive."""
     wide = Table(box=SIMPLE_HEAD, show_edge=False)
     wide.add_column("primitive", no_wrap=True)
     wide.add_column("layer", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What a run did, each figure beside what its plan predicted."""
+"""The report of a run, with each figure next to the one that the plan predicted."""
 
 from __future__ import annotations
 
@@ -27,70 +27,69 @@ PRECISION_WORDS: Mapping[Precision, str] = {
 }
 
 
-OFF = 2.0  # times the predicted seconds, or less than one such part of them, from which on a report says why
-LEAST_OFF = 1.0  # seconds; less is lost when a process begins
+OFF = 2.0  # a report explains a run that took this many times the predicted seconds, or that fraction of them
+LEAST_OFF = 1.0  # seconds; smaller differences are due to the start of a process
 
 
 @dataclass(frozen=True)
 class Report:
     """A finished run: where its output is, how long it took, what it held in memory."""
 
-    output: Path  # or what it is called, where blocks were assigned to an object of the caller's
+    output: Path  # path of the output, or a description of the caller's array
     voxels: int  # of the dense output, per map
-    computed: int  # of them in this run; fewer than `voxels` after a resume
-    seconds: float  # from opening the volume to renaming the output: planning and preparation included
+    computed: int  # voxels computed in this run; fewer than `voxels` after a resume
+    seconds: float  # from opening the volume to renaming the output, including planning and preparation
     stage_seconds: Mapping[str, float]  # planning and preparing; then reading, computing, writing, which overlap
-    peak_bytes: int  # most resident memory the process ever had
+    peak_bytes: int  # largest resident memory of the process
     plan: Plan
-    blas: str  # kernels of the matrix products, e.g. `openblas SkylakeX`
+    blas: str  # kernels that BLAS ran, e.g. `openblas SkylakeX`
     warnings: tuple[str, ...]
-    gpu: str | None = None  # name of the one that the layers ran on; None: the CPU, or nothing was left to do
-    vram_bytes: int | None = None  # that the process took of it in the end
-    notes: tuple[str, ...] = ()  # why it is not another device or precision
-    lanes: tuple[WorkerTimings, ...] = ()  # of every device that computed
+    gpu: str | None = None  # name of the GPU that ran the layers; None: the CPU ran them, or nothing was left to do
+    vram_bytes: int | None = None  # GPU memory of the process at the end
+    notes: tuple[str, ...] = ()  # why the run did not use another device or precision
     workers: tuple[WorkerTimings, ...] = ()  # of every device that computed
-    chunks: Chunks | None = None  # of the volume that were looked for; None where nothing was left to do
-    values: Values | None = None  # that this run wrote; None where nothing finite was
-    idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, where a step goes through two
-    earlier_peak_bytes: int = 0  # most resident memory the process had before the run began
+    chunks: Chunks | None = None  # count of the volume's chunks; None if nothing was left to do
+    values: Values | None = None  # range of what this run wrote; None if nothing was finite
+    idle_seconds: Mapping[str, float] = field(default_factory=dict)  # of both sides, if a step uses two devices
+    earlier_peak_bytes: int = 0  # largest resident memory of the process before the run began
 
     def __repr__(self) -> str:
-        """One line; `str(report)` is the whole report in words."""
+        """Return one line; `str(report)` is the whole report."""
         return (
             f"<Report on {excerpt(self.output)}: {self.computed:,} of {self.voxels:,} voxels computed in "
             f"{human_seconds(self.seconds)}, {human_bytes(self.peak_bytes)} at the peak>"
         )
 
     def __str__(self) -> str:
-        """The lines of `lines`."""
+        """Return the lines of `lines` as one text."""
         return "\n".join(self.lines())
 
     @property
     def precision(self) -> Precision:
-        """What was stored and multiplied."""
+        """The precision in which values are stored and multiplied."""
         return self.plan.precision
 
     @property
     def voxels_per_second(self) -> float:
-        """Output voxels computed per second of the whole run, from its start to the finished output."""
+        """Output voxels per second of the whole run, from its start to the finished output."""
         return self.computed / self.seconds
 
     @property
     def predicted_speed(self) -> float:
-        """Output voxels per second, as the plan predicts; 0 where one edited by hand says no possible time."""
+        """Output voxels per second that the plan predicts; 0 if a plan edited by hand states an impossible time."""
         speed = self.voxels / self.plan.seconds if self.plan.seconds else 0.0
         return speed if speed < inf else 0.0
 
     @property
     def predicted_seconds(self) -> float:
-        """What the plan predicts for the voxels computed in this run; 0 like `predicted_speed`."""
+        """Seconds that the plan predicts for the voxels of this run; 0 if `predicted_speed` is 0."""
         if not self.predicted_speed:
             return 0.0
         preparing = self.plan.preparing_seconds
         return preparing + (self.plan.seconds - preparing) * self.computed / self.voxels
 
     def lines(self) -> list[str]:
-        """The report in words, one line each."""
+        """Return the report as lines of text."""
         if not self.computed:
             return [f"{self.output}: {text(self.plan.output)}, {self.voxels:,} voxels, complete already: nothing to do"]
         resumed = f", {self.computed:,} of them in this run" if self.computed < self.voxels else ""
@@ -117,7 +116,7 @@ class Report:
 
     @property
     def above_limit(self) -> tuple[str, ...]:
-        """A sentence with both numbers where this run took the process above its memory limit, and otherwise none."""
+        """A sentence with both numbers if this run took the process above its memory limit; else nothing."""
         limit = self.plan.limits.ram_bytes
         if self.peak_bytes <= max(limit, self.earlier_peak_bytes):
             return ()
@@ -125,7 +124,7 @@ class Report:
         return (f"the process held {peak}, more than the limit of {human_bytes(limit)} ({limit:,} bytes)",)
 
     def _off(self) -> list[str]:
-        """Explain why the run took much more or less time than its plan predicted, and what helps."""
+        """Explain why the run took much more or less time than predicted, and what to do."""
         spent, predicted = self.seconds, self.predicted_seconds
         if not predicted or abs(spent - predicted) < LEAST_OFF or 1 / OFF < spent / predicted < OFF:
             return []
@@ -150,7 +149,7 @@ class Report:
         return [f"{factor:.1f} times from the plan: {why}; its rates are {rates}"]
 
     def _values(self) -> list[str]:
-        """The range of the output, by which one sees that a network answers at all."""
+        """Describe the range of the output, which shows whether the network responds at all."""
         if self.values is None:
             return []
         scale = ", which are 255 times the network's" if self.plan.itemsize_out == 1 else ""
@@ -158,20 +157,20 @@ class Report:
         return [f"values     {self.values}{scale}{part}"]
 
     def _chunks(self) -> list[str]:
-        """Say how much of the volume was never written."""
+        """Describe how much of the volume was never written."""
         if self.chunks is None or not self.chunks.missing:
             return []
         missing, looked = f"{self.chunks.missing:,}", f"{self.chunks.looked:,}"
         return [f"volume     {missing} of {looked} {self.chunks.unit} are missing and were read as the fill value"]
 
     def _stages(self) -> str:
-        """Planning and preparing, one after the other, and what came after them side by side."""
+        """Describe planning and preparing, which run in turn, and then the stages that overlap."""
         spent = {name: human_seconds(seconds) for name, seconds in self.stage_seconds.items()}
         first = [f"{name} {spent.pop(name)}" for name in ("planning", "preparing") if name in spent]
         return "; ".join([*first, f"{', '.join(f'{name} {time}' for name, time in spent.items())} (side by side)"])
 
     def _workers(self) -> list[str]:
-        """What each of several devices did."""
+        """Describe what each of several devices did."""
         if len(self.workers) < 2 or not self.computed:
             return []
         shares = (
@@ -182,7 +181,7 @@ class Report:
         return [f"devices    {'; '.join(shares)}"]
 
     def _mode(self) -> list[str]:
-        """Where layers ran that had their tensors in the memory of the host, and how long both sides stood still."""
+        """Describe which layers kept their tensors in host memory, and how long both sides were idle."""
         if not self.plan.offloaded:
             return []
         idle = ", ".join(f"{side} {human_seconds(seconds)}" for side, seconds in self.idle_seconds.items())
@@ -196,7 +195,7 @@ class Report:
         return [f"VRAM       {human_bytes(self.vram_bytes)} (plan: {promised}, limit: {human_bytes(limit)})"]
 
     def _methods(self) -> str:
-        """Primitives in the order in which they first run, with numbers of layers; last those beside GPUs."""
+        """List primitives with their number of layers, in order of first use; those of a CPU beside GPUs come last."""
         layers = Counter[str]()
         for plan in filter(None, (self.plan, self.plan.beside)):
             for choice in plan.choices:
@@ -212,10 +211,10 @@ class Report:
         return f"{cover} output voxels{' (rounded up to whole periods of the network)' if reaches_beyond(plan) else ''}"
 
     def as_json(self) -> dict[str, Any]:
-        """The report for machines: plain dictionaries, numbers and text.
+        """Return the report as plain dictionaries, numbers and text.
 
-        `patch` is the output of a step, `columns` the number of columns or patches, `axis` (0: z) the one that columns
-        walk along and `column` their output planes along it, 0 for patches.
+        `patch` is the output of a step, `columns` the number of columns or patches, `axis` (0: z) the axis of the
+        columns, and `column` their output planes along it, 0 for patches.
         """
         return {
             "output": str(self.output),

@@ -1,4 +1,4 @@
-"""The log of a run: `logging` gets a line for each phase, at level INFO of the logger `znnpy`."""
+"""The log of a run: a line for each phase, at level INFO of the logger `znnpy`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from znnpy.messages import excerpt
 Phase = Literal["opened", "planned", "preparing", "running", "finished"]
 
 _log = logging.getLogger("znnpy")
-_SAID = set[str]()
+_LOGGED = set[str]()
 
 
 def log_phase(phase: Phase, words: str) -> None:
-    """Log that a phase begins, or has ended: `planned 12 patches, 3 s predicted`."""
+    """Log the beginning or the end of a phase: `planned 12 patches, 3 s predicted`."""
     _log.info("%s %s", phase, excerpt(words))
 
 
 def log_once(sentence: str) -> None:
     """Log a fact that does not change in this process, such as that there is no GPU, at the first call only."""
-    if sentence not in _SAID:
-        _SAID.add(sentence)
+    if sentence not in _LOGGED:
+        _LOGGED.add(sentence)
         _log.info("%s", sentence)

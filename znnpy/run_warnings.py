@@ -1,4 +1,4 @@
-"""Sentences that warn of what makes a run slow, or its output incomplete."""
+"""Warnings about runs that are slow, or whose output is incomplete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def half_missing(chunks: Chunks) -> tuple[str, ...]:
-    """A sentence where more than half of the chunks that were read are missing."""
+    """Return a sentence if more than half of the chunks that were read are missing."""
     if 2 * chunks.missing <= chunks.looked:
         return ()
     sentence = (
@@ -25,7 +25,7 @@ def half_missing(chunks: Chunks) -> tuple[str, ...]:
 
 
 def slower_here(machine: Machine) -> tuple[str, ...]:
-    """Return sentences on what makes runs slower here than they could be."""
+    """Return warnings about what makes runs slow on this machine."""
     uncompiled = why_not(machine)
     compiled = (
         f"the fastest methods do not run here, a run takes two to three times as long: {uncompiled}"

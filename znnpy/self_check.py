@@ -1,6 +1,6 @@
-"""Word by word: layers of a plan, and patches of a run, held against the definition in float64 as they come.
+"""Check layers of a plan, or patches during a run, against the definition in float64 (option --paranoid).
 
-Slow, and beside the memory that a plan promises: fields of view in float64 are recomputed voxel by voxel.
+This is slow, and its memory is not part of a plan's promise: fields of view are recomputed voxel by voxel in float64.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from znnpy.volume.base import Volume
 if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
 
-VOXELS = 64  # of a layer's output that are recomputed
-OF_A_PATCH = 2  # of a network's: a field of view each
-BESIDE = 4096  # voxels of a patch that tell how large its values are
+VOXELS = 64  # of a layer's output, recomputed from their windows
+OF_A_PATCH = 2  # voxels of a patch, recomputed from their fields of view
+BESIDE = 4096  # voxels of a patch that show how large its values are
 
 Real = npt.NDArray[np.float64]
 
 
 def check_plan(plan: Plan, network: Network, site: OpenTarget, tell: Callable[[Progress], None]) -> None:
-    """Run every layer of `plan`, and of the one beside it, with its primitive, as the plan has it, on random values.
+    """Run every layer of `plan`, and of its CPU plan beside GPUs, with its primitive on random values.
 
-    VerifyError names the first whose output differs from the definition by more than its precision allows, at VOXELS
-    voxels, corners among them; or that does not fit this machine.
+    VerifyError names the first layer whose output differs from the definition by more than its precision allows, at
+    VOXELS voxels including corners, or that does not fit this machine.
     """
     rooms = site.rooms(plan.limits)
     layers = {(where, c.primitive, c.shape, c.variant): c for where, c in layers_of(plan)}
@@ -62,7 +62,7 @@ def check_plan(plan: Plan, network: Network, site: OpenTarget, tell: Callable[[P
 
 
 def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: Crew, gpu: Device | None) -> None:
-    """On fewer images where all do not fit `rooms`."""
+    """Check one layer; it runs on fewer images if all do not fit into `rooms`."""
     primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
     while (lacks := lacking(where, primitive, shape, variant, rooms)) and shape.batch > 1:
         shape = replace(shape, batch=shape.batch // 2)
@@ -104,7 +104,7 @@ def _advice(primitive: str) -> str:
 
 
 def positions(size: tuple[int, ...], count: int) -> list[Position]:
-    """The first voxel, the last, and others drawn from all: (image, z, y, x), each once."""
+    """Return the first voxel, the last, and random ones: (image, z, y, x), each once."""
     rng, voxels = np.random.default_rng(20261121), prod(size)
     flat = np.unique([0, voxels - 1, *rng.integers(0, voxels, max(0, count - 2))])
     found = []
@@ -115,7 +115,7 @@ def positions(size: tuple[int, ...], count: int) -> list[Position]:
 
 
 def voxel(shape: LayerShape, values: Values, position: Position) -> Real:
-    """All maps of one voxel that a layer gives by definition, from the window of its input that it depends on."""
+    """Compute all maps of one voxel by definition, from the window of the layer's input that it depends on."""
     image, z, y, x = position
     window: Vec3
     step: Vec3 = (1, 1, 1)
@@ -139,7 +139,7 @@ def voxel(shape: LayerShape, values: Values, position: Position) -> Real:
 
 
 def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real:
-    """The layer on a window that gives one voxel."""
+    """Apply the layer to a window that gives one voxel."""
     match shape:
         case ConvShape():
             assert weights is not None, "a convolution has weights"
@@ -152,12 +152,12 @@ def _applied(shape: LayerShape, crop: Real, weights: ConvWeights | None) -> Real
 
 @dataclass(frozen=True)
 class CheckedOutput:
-    """An output that holds every patch against the definition before it writes it; see `pipeline.Writes`."""
+    """An output that checks every patch against the definition before it is written; see `pipeline.Writes`."""
 
     output: Writes
     trained: TrainedNetwork
-    volume: Volume  # open for this alone: patches are read meanwhile
-    offset: Vec3  # of the output's first voxel in the volume
+    volume: Volume  # opened for the check alone, since the run reads patches at the same time
+    offset: Vec3  # position of the output's first voxel in the volume
     precision: str
 
     @property
@@ -169,7 +169,7 @@ class CheckedOutput:
         return self.output.done
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """VerifyError where one of OF_A_PATCH voxels is off."""
+        """Check OF_A_PATCH voxels, then write the patch; VerifyError if one is wrong."""
         rng = np.random.default_rng([*box.lo])
         inside = np.stack([rng.integers(0, size, OF_A_PATCH) for size in box.size], axis=1)
         written = np.stack([voxels[(slice(None), *place)] for place in inside])

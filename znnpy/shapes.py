@@ -1,6 +1,6 @@
-"""The arithmetic of sizes and bytes: one frozen dataclass per kind of layer. No arrays.
+"""The arithmetic of sizes and bytes, with a frozen dataclass for each kind of layer and no arrays.
 
-Conventions, stated once for the whole project:
+These conventions hold in the whole project:
 
 * Axes are (z, y, x), x fastest. Activations are `(S, z, y, x, f)`: channels last, C order, float32
   (float16 in precision fp16).
@@ -25,7 +25,7 @@ Vec3: TypeAlias = tuple[int, int, int]
 Activation = Literal["none", "relu", "tanh", "sigmoid", "softmax"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "tanh", "sigmoid", "softmax")
 
-# What is stored and multiplied: fp32; tf32: stored in float32, rms error <= 1e-3 allowed; fp16: stored in float16 too.
+# fp32; tf32: stored in float32, products may have an rms error of up to 1e-3; fp16: stored in float16 too.
 Precision = Literal["fp32", "tf32", "fp16"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
 
@@ -35,7 +35,7 @@ COMPLEX64 = 8  # bytes
 
 
 def text(v: tuple[int, ...]) -> str:
-    """`(4, 5, 6)` as `4x5x6`."""
+    """Write `(4, 5, 6)` as `4x5x6`."""
     return "x".join(map(str, v))
 
 
@@ -56,34 +56,34 @@ def ceil_divide(a: Vec3, b: Vec3) -> Vec3:
 
 
 def turned(v: Vec3, axis: int) -> Vec3:
-    """`v` with the size along `axis` first and the others in their order: (y, z, x) for axis 1."""
+    """Return `v` with the size along `axis` first and the others in their order: (y, z, x) for axis 1."""
     order = turn(axis)
     return v[order[0]], v[order[1]], v[order[2]]
 
 
 def turned_back(v: Vec3, axis: int) -> Vec3:
-    """What `turned` made, in the order (z, y, x) again."""
+    """Return a result of `turned` in the order (z, y, x) again."""
     z, y, x = (v[turn(axis).index(i)] for i in range(3))
     return z, y, x
 
 
 def turn(axis: int) -> Vec3:
-    """The three axes with `axis` first and the others in their order: what numpy's `transpose` takes."""
+    """Return the axes with `axis` first and the others in their order, as numpy's `transpose` takes them."""
     first, second, third = sorted(range(3), key=lambda i: i != axis)
     return first, second, third
 
 
 def valid(n: Vec3, k: Vec3) -> Vec3:
-    """Positions a window of size `k` has inside `n`: n - k + 1."""
+    """Return the number of positions of a window of size `k` inside `n`: n - k + 1."""
     return n[0] - k[0] + 1, n[1] - k[1] + 1, n[2] - k[2] + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """How a window moves over an image, along z, y and x (Chetlur et al., cuDNN, 2014, table 1: u, v and pad)."""
+    """The movement of a window over an image along z, y and x (Chetlur et al., cuDNN, 2014, table 1: u, v, pad)."""
 
     stride: Vec3 = (1, 1, 1)
-    padding: Vec3 = (0, 0, 0)  # zeros, as many before the image as behind it
+    padding: Vec3 = (0, 0, 0)  # zeros, equally many before and after the image
 
     def __post_init__(self) -> None:
         if min(self.stride) < 1:
@@ -92,9 +92,9 @@ class Sliding:
             raise ShapeError(f"padding must be at least 0 along every axis, not {text(self.padding)}")
 
     def positions(self, n: Vec3, k: Vec3) -> Vec3:
-        """Of a window of size `k` on an image of size `n`: floor((n - k + 2 padding) / stride) + 1.
+        """Return the positions of a window of size `k` on images of size `n`: floor((n - k + 2 padding) / stride) + 1.
 
-        ShapeError where there is none.
+        ShapeError if there is none.
         """
         room = tuple(m + 2 * pad - size for m, pad, size in zip(n, self.padding, k, strict=True))
         if min(room) < 0:
@@ -106,7 +106,9 @@ class Sliding:
 
 
 def _check_fits(shape: object, n: Vec3, k: Vec3, window: str) -> None:
-    if n[0] >= k[0] and n[1] >= k[1] and n[2] >= k[2]:  # plans ask for hundreds of thousands of shapes
+    if (
+        n[0] >= k[0] and n[1] >= k[1] and n[2] >= k[2]
+    ):  # this is fast, since plans ask for hundreds of thousands of shapes
         return
     for axis, size, extent in zip("zyx", n, k, strict=True):
         if size < extent:
@@ -135,7 +137,7 @@ def _check_positive(shape: object, **counts: int) -> None:
 
 
 class _Sized(ABC):
-    """What follows from `in_shape`, `out_shape` and `precision` alone."""
+    """Properties that follow from `in_shape`, `out_shape` and `precision`."""
 
     __slots__ = ()
     precision: Precision
@@ -143,12 +145,12 @@ class _Sized(ABC):
     @property
     @abstractmethod
     def in_shape(self) -> tuple[int, int, int, int, int]:
-        """The input tensor: (S, z, y, x, f)."""
+        """Shape of the input tensor: (S, z, y, x, f)."""
 
     @property
     @abstractmethod
     def out_shape(self) -> tuple[int, int, int, int, int]:
-        """The output tensor: (S', m_z, m_y, m_x, f')."""
+        """Shape of the output tensor: (S', m_z, m_y, m_x, f')."""
 
     @property
     def itemsize(self) -> int:
@@ -175,10 +177,10 @@ class _Sized(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ConvShape(_Sized):
-    """One valid (unpadded) 3D convolution with bias and activation: what fixes its cost and its memory.
+    """One valid (unpadded) 3D convolution with bias and activation: all that determines its cost and memory.
 
-    With a `pool` that is not 1x1x1 its result is max-pooled into fragments before it is written: two layers in one.
-    Two layers with equal ConvShapes are one problem: they share measured costs.
+    With a `pool` other than 1x1x1 its result is max-pooled into fragments before it is written: two layers in one.
+    Layers with equal ConvShapes are the same problem and share measured costs.
     """
 
     batch: int  # S: patches, or fragments after max-pooling
@@ -199,7 +201,7 @@ class ConvShape(_Sized):
 
     @property
     def pools(self) -> bool:
-        """The result is max-pooled into fragments."""
+        """Whether the result is max-pooled into fragments."""
         return self.pool != (1, 1, 1)
 
     @property
@@ -213,13 +215,17 @@ class ConvShape(_Sized):
 
     @property
     def out_shape(self) -> tuple[int, int, int, int, int]:
-        (nz, ny, nx), (kz, ky, kx), (pz, py, px) = self.n, self.k, self.pool  # not by `unpooled`: asked for very often
+        (nz, ny, nx), (kz, ky, kx), (pz, py, px) = (
+            self.n,
+            self.k,
+            self.pool,
+        )  # without `unpooled`, since this is called very often
         m = (nz - kz + 1) // pz, (ny - ky + 1) // py, (nx - kx + 1) // px
         return self.batch * pz * py * px, *m, self.fout
 
     @property
     def weight_bytes(self) -> int:
-        """Kernels and biases as they come: (f', f, k) and (f',) float32."""
+        """Bytes of kernels (f', f, k) and biases (f',) in float32, before any preparation."""
         return FLOAT32 * (self.fout * self.fin * prod(self.k) + self.fout)
 
     def __str__(self) -> str:
@@ -230,7 +236,7 @@ class ConvShape(_Sized):
 
 @dataclass(frozen=True, slots=True)
 class PoolShape(_Sized):
-    """One max-pooling: plain (one image out per image in) or into fragments (P images out, one per offset)."""
+    """One max-pooling, plain (one image per input image) or into fragments (P images, one per offset)."""
 
     batch: int
     f: int
@@ -260,7 +266,7 @@ class PoolShape(_Sized):
 
 @dataclass(frozen=True, slots=True)
 class FilterShape(_Sized):
-    """One max-filter: the maximum over a window at every position (stride 1, valid); no fragments follow."""
+    """One max-filter: the maximum over a window at every position (stride 1, valid), without fragments."""
 
     batch: int
     f: int
@@ -287,7 +293,7 @@ class FilterShape(_Sized):
 
 @dataclass(frozen=True, slots=True)
 class MaxoutShape(_Sized):
-    """One maxout: the maximum over groups of `of` neighbouring maps; f / of maps come out."""
+    """One maxout: the maximum over groups of `of` neighbouring maps, which gives f / of maps."""
 
     batch: int
     f: int
@@ -317,10 +323,10 @@ LayerShape = ConvShape | PoolShape | FilterShape | MaxoutShape
 
 
 def fused(conv: LayerShape, pool: LayerShape) -> ConvShape | None:
-    """Two layers in one: a convolution that pools its result into fragments; None where they are not that.
+    """Return one convolution that pools its result into fragments for the two layers; None if they are not that.
 
-    A pooling that takes in planes from the step before (`Network.layer_shapes`, walks) asks the convolution for as many
-    more, so that it computes those planes again.
+    If the pooling takes planes from the step before (`Network.layer_shapes`, walks), the convolution computes that many
+    planes again.
     """
     if not isinstance(conv, ConvShape) or not isinstance(pool, PoolShape):
         return None

@@ -1,11 +1,11 @@
 """Handlers of Ctrl-C (SIGINT) and SIGTERM for a process of the command line, from its start to its end.
 
-While it starts, nothing is begun that would need an orderly end: the handlers end the process at once, with one
-sentence on standard error and exit code 130 or 143. They raise no exception then, because a library that is being
-imported may swallow one, or crash when the interpreter later takes it down half imported. A command that has begun to
-work is different: the handlers raise KeyboardInterrupt or Terminated, so that finished work is kept.
+During the start nothing needs an orderly end: the handlers end the process at once, with one sentence on standard error
+and exit code 130 or 143. They raise no exception then, because a library that is being imported may swallow it, or
+crash at exit when it is half imported. Once a command works, the handlers raise KeyboardInterrupt or Terminated, so
+that finished work is kept.
 
-Loads nothing that takes time.
+This module imports nothing that takes time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells repor
 SENTENCES = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM"}
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
-_LEAVES = [False]  # whether this process is the command line's own, so that it may be ended
+_LEAVES = [False]  # whether this process belongs to the command line, so that it may be ended
 _ASKED: list[int] = []  # signals that asked the work to stop
 
 
@@ -52,7 +52,7 @@ def working() -> Iterator[None]:
 
 
 def check_stopped() -> None:
-    """Raise again what a signal inside of `working` raised, where a library has swallowed it."""
+    """Raise the exception of a signal within `working` again, in case a library has swallowed it."""
     if _ASKED:
         raise _error(_ASKED[0])
 
@@ -60,11 +60,11 @@ def check_stopped() -> None:
 def end(code: int | str | None) -> None:
     """Prepare the end of the process with the exit code that SystemExit carries.
 
-    After an error or a stop the process ends here: threads of native libraries may still run, and must not while the
-    interpreter takes itself down. Otherwise it returns, and from then on signals have the system's own effect.
+    After an error or a stop the process ends here: threads of native libraries may still run, and must not do so while
+    the interpreter shuts down. Otherwise it returns, and from then on signals have their default effect.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody can be told; the exit code tells
+        with suppress(OSError, ValueError):  # there is no one to tell; the exit code says it
             stream.flush()
     for number in filter(_heeded, SENTENCES):
         signal.signal(number, signal.SIG_DFL)
@@ -80,7 +80,7 @@ def _heeded(number: signal.Signals) -> bool:
 def _leave(number: int, frame: FrameType | None) -> None:
     del frame
     sentence = f"{SENTENCES[signal.Signals(number)]}\n".encode()
-    with suppress(OSError):  # nobody can be told; the exit code tells
+    with suppress(OSError):  # there is no one to tell; the exit code says it
         os.write(2, SHOW_CURSOR + sentence if os.isatty(2) else sentence)
     os._exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""The range and mean of what a run writes."""
+"""Range and mean of the values that a run writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECE = 2**17  # values
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Finite values of the output that one run wrote, of all maps, as they are stored."""
+    """The finite values that one run wrote, of all maps, as they are stored."""
 
     lowest: float
     highest: float
@@ -29,7 +29,7 @@ class Values:
 
 @dataclass
 class Tally:
-    """Counts the values of what is written; takes the memory of PIECE values. What is written twice counts twice."""
+    """Counts the values that are written, in the memory of PIECE values. Voxels written twice count twice."""
 
     _count: int = 0
     _sum: float = 0.0
@@ -38,11 +38,11 @@ class Tally:
 
     @property
     def values(self) -> Values | None:
-        """Return the range and mean of all values so far; None if none of them is finite."""
+        """Range and mean of all values so far; None if none of them is finite."""
         return Values(self._lowest, self._highest, self._sum / self._count) if self._count else None
 
     def add(self, voxels: npt.NDArray[Any]) -> None:
-        """Count voxels (maps, z, y, x); those that are not finite are left out."""
+        """Count voxels (maps, z, y, x), except those that are not finite."""
         for piece in _pieces(voxels):
             with np.errstate(invalid="ignore"):
                 total = float(piece.sum(dtype=np.float64))
@@ -55,7 +55,7 @@ class Tally:
 
 
 def _pieces(voxels: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Parts of up to PIECE values, or lines of more."""
+    """Yield parts of up to PIECE values; a longer line is one part."""
     if voxels.size <= PIECE or voxels.ndim == 1:
         yield voxels
         return
@@ -65,7 +65,7 @@ def _pieces(voxels: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 
 @dataclass(frozen=True)
 class Tallied:
-    """An output, see `pipeline.Writes`, whose values are counted as they are written."""
+    """An output (see `pipeline.Writes`) whose values are counted as they are written."""
 
     output: Writes
     tally: Tally

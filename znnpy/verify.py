@@ -1,4 +1,4 @@
-"""Check an output against the definition: recompute sampled voxels by literally sliding the window, in float64."""
+"""Check an output against the definition: recompute sampled voxels in float64 by sliding the window."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ from znnpy.volume.provenance import JobClaim, Provenance
 from znnpy.volume.registry import HDF5, open_volume
 from znnpy.volume.source import Source, parse_roi
 
-# Largest difference allowed of one voxel, by precision: for fp32 its rounding, for the others ten times the rms error
-# that a layer may have.
+# Largest allowed difference of a voxel, by precision: for fp32 its rounding, for the others ten times the rms
+# error that a layer may have.
 TOLERANCES = {"fp32": 1e-5, "tf32": 1e-2, "fp16": 5e-2}
-BLOCK = 2**14  # samples judged at a time: memory does not grow with their number
-BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps: they stay in cache
+BLOCK = 2**14  # samples judged at a time, so that memory does not grow with their number
+BATCH_BYTES = 2**22  # of fields of view recomputed at a time, in float64 with the most maps; fits the cache
 
 Real = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """How far an output is from the definition, at the sampled voxels."""
+    """The difference between an output and the definition at the sampled voxels."""
 
     output: str
     samples: int
-    worst: float  # |written - definition| where it is the largest part, or multiple, of what is allowed
-    where: Vec3  # that voxel, (z, y, x) of the output
-    channel: int  # that voxel's map
+    worst: float  # |written - definition| of the voxel with the largest error relative to the allowed one
+    where: Vec3  # (z, y, x) of that voxel in the output
+    channel: int  # map of that voxel
     written: float
     definition: float
-    allowed: float  # there: `tolerance * magnitude`, and half a step of the output's dtype
+    allowed: float  # error allowed there: `tolerance * magnitude`, plus half a step of the output's dtype
     tolerance: float
-    magnitude: float  # there: the largest of 1, the rms of its map, and |definition|
+    magnitude: float  # size of the values there: the largest of 1, the rms of the map, and |definition|
     dtype: str
     precision: str | None  # the precision that `tolerance` belongs to; None where the caller gave a tolerance
-    predicted_in: str  # the precision that the output says it was predicted in; it decides nothing
-    roi: str  # the part of the volume that the output is of, "z0:z1,y0:y1,x0:x1"; empty for the whole volume
+    predicted_in: str  # the precision that the output states; only advice depends on it
+    roi: str  # the region of the volume that the output covers, "z0:z1,y0:y1,x0:x1"; empty for the whole volume
     border: str
     seconds: float
 
     def lines(self) -> list[str]:
-        """In words, one line each."""
+        """Return the report as lines of text."""
         parts = [f"{self.tolerance:.0e} times {self.magnitude:.3g}, the size of the values"] * (self.magnitude > 1)
         parts += ["the tolerance asked for" if self.precision is None else f"the tolerance of {self.precision}"]
         parts += [f"half a step of {self.dtype} included"] * (self.dtype != "float32")
@@ -75,7 +75,7 @@ class VerifyReport:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For machines: plain dictionaries, numbers and text."""
+        """Return the report as plain dictionaries, numbers and text."""
         return asdict(self)
 
 
@@ -89,11 +89,11 @@ def verify(asked: VerifyOptions) -> VerifyReport:
     root mean square of the definition over up to 16384 samples of the same map. Outputs of float16 and uint8 may differ
     by half a step more: 2^-11 of the value, and 1/510.
 
-    Returns the voxel nearest to its limit, or furthest beyond. VerifyError when it is beyond, when NaN stands where the
-    field of view holds numbers or the other way round, when network, weights or volume are not those that made the
-    output, and when its shape, dtype or offset do not follow from the volume, the region and the border. VolumeError
-    when a file cannot be read or an attribute is damaged. ValueError for samples or a tolerance that are not positive,
-    an unknown precision, and for a precision and a tolerance together.
+    Returns the voxel nearest to its limit, or furthest beyond it. VerifyError if it is beyond; if NaN is written where
+    the field of view holds numbers, or the reverse; if network, weights or volume are not those that made the output;
+    or if its shape, dtype or offset do not follow from volume, region and border. VolumeError if a file cannot be read
+    or an attribute is damaged. ValueError for samples or a tolerance that are not positive, an unknown precision, and a
+    precision together with a tolerance.
     """
     return verify_as_asked(asked)
 
@@ -147,11 +147,11 @@ def _judged(
     offset: Vec3,
     allowed: float,
 ) -> tuple[int, Judged]:
-    """Count the voxels of `prediction` that err by more than is allowed, and find the block with the worst one.
+    """Count the voxels of `prediction` with more than the allowed error, and find the block with the worst one.
 
-    blocks   positions (n, 3) in the prediction, one block or more
-    offset   (z, y, x) of its first voxel in `source`
-    allowed  tolerance of values around 1
+    blocks   positions (n, 3) in the prediction, at least one block
+    offset   (z, y, x) in `source` of the first voxel of the prediction
+    allowed  tolerance for values around 1
     """
     to_corner = np.array(offset) - (np.array(trained.network.field_of_view) - 1) // 2
     beyond, worst = 0, None
@@ -160,14 +160,14 @@ def _judged(
         judged = Judged.of(at, written, by_definition(trained, source, at + to_corner), allowed)
         beyond += judged.beyond
         worst = judged if worst is None or judged.share > worst.share else worst
-    assert worst is not None  # of one sample or more
+    assert worst is not None  # there is at least one sample
     return beyond, worst
 
 
 def _allowed(samples: int, precision: str | None, tolerance: float | None) -> tuple[str | None, float]:
-    """The precision whose tolerance is allowed, None where the caller gave a tolerance, and that tolerance.
+    """Return the precision whose tolerance is allowed, None if the caller gave a tolerance, and that tolerance.
 
-    ValueError: the arguments are none that `verify` takes.
+    ValueError: the arguments are not valid for `verify`.
     """
     if samples < 1:
         raise ValueError(f"{samples} samples show nothing: give 1 or more")
@@ -181,7 +181,7 @@ def _allowed(samples: int, precision: str | None, tolerance: float | None) -> tu
 
 
 def _advice(report: VerifyReport) -> str:
-    """Advise what to do about wrong voxels. A wider tolerance that only the output claims must be asked for."""
+    """Advise what to do about wrong voxels. The precision that an output claims must be requested to be allowed."""
     if report.precision == "fp32" and report.predicted_in != "fp32":
         return (
             f"the output says that it was predicted in {report.predicted_in}: if it was, allow "
@@ -195,7 +195,7 @@ def _advice(report: VerifyReport) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Some samples held to their limits: how many are beyond, and the one nearest to its limit or furthest beyond."""
+    """Some samples compared with their limits: how many exceed them, and the worst one relative to its limit."""
 
     beyond: int
     where: Vec3
@@ -208,7 +208,7 @@ class Judged:
 
     @property
     def share(self) -> float:
-        """Of what is allowed."""
+        """Error as a share of the allowed error."""
         return self.error / self.allowed
 
     @classmethod
@@ -220,9 +220,9 @@ class Judged:
         tolerance: float,
         beside: npt.NDArray[Any] | None = None,
     ) -> Judged:
-        """Samples at `at` (n, 3) of the output: what stands there and what should, both (n, maps).
+        """Judge samples at `at` (n, 3) of the output, given what is written and what is exact, both (n, maps).
 
-        beside  other values of the output, (m, maps), where the samples are too few to tell how large values are
+        beside  other values of the output, (m, maps), if the samples are too few to show how large values are
         """
         error, step = _errors(written, exact)
         magnitude = magnitude_of(exact)
@@ -247,7 +247,7 @@ class Judged:
 def _trained(
     origin: Provenance, output: Path, network: str | Path | None, weights: str | Path | None
 ) -> TrainedNetwork:
-    """The network that made the output; VerifyError when what is given is another."""
+    """Return the network that made the output; VerifyError if another one is given."""
     if network is None and origin.network not in shipped():
         raise VerifyError(
             f"{output} was predicted with {excerpt(origin.network)}, which does not ship with znnpy; give its file as "
@@ -265,7 +265,7 @@ def _trained(
 
 
 def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
-    """VerifyError when the volume's shape, dtype or sampled content differ; a copy elsewhere is the same volume."""
+    """Raise VerifyError if the volume's shape, dtype or sampled content differ. Its path does not matter."""
     made, given = job.volume, volume.identity()
     for field, before, now in (
         ("shape", list(made.shape), given["shape"]),
@@ -281,7 +281,7 @@ def _check_volume(job: JobClaim, volume: Volume, output: Path) -> None:
 
 
 def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network: Network, output: Path) -> None:
-    """VerifyError when shape, dtype or offset of the output are not those of its region, border and network."""
+    """Raise VerifyError if the output's shape, dtype or offset do not follow from its region, border and network."""
     job = origin.job
     try:
         region = parse_roi(job.roi, volume.size) if job.roi else None
@@ -302,9 +302,9 @@ def _check_place(origin: Provenance, prediction: Volume, volume: Volume, network
 
 
 def _positions(size: Vec3, samples: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
-    """`samples` different voxels, up to BLOCK of them at a time as (n, 3), in the order in which they lie on disk.
+    """Yield `samples` different voxels, up to BLOCK at a time as (n, 3), in the order of the file.
 
-    The voxels are cut into as many equal stretches, and one is drawn from each: every voxel is as likely as any.
+    The voxels are divided into `samples` equal ranges and one is drawn from each, so all voxels are equally likely.
     """
     rng, voxels = np.random.default_rng(seed), prod(size)
     for first in range(0, samples, BLOCK):
@@ -313,7 +313,7 @@ def _positions(size: Vec3, samples: int, seed: int) -> Iterator[npt.NDArray[np.i
 
 
 def magnitude_of(exact: Real) -> Real:
-    """How large the values are that an error is held against: the largest of 1, |value|, rms of the map; as `exact`."""
+    """Return the size of the values that an error is compared with: the largest of 1, |value|, rms of the map."""
     known = np.nan_to_num(exact)
     count = np.maximum(1, np.isfinite(exact).sum(axis=0))
     rms: Real = np.sqrt(np.square(known).sum(axis=0) / count)
@@ -321,7 +321,7 @@ def magnitude_of(exact: Real) -> Real:
 
 
 def by_definition(trained: TrainedNetwork, volume: Volume, corners: npt.NDArray[np.int64]) -> Real:
-    """The plain network on each field of view: (samples, maps). `corners`: first voxel of each, volume coordinates."""
+    """Apply the plain network to each field of view: (samples, maps). `corners`: their first voxels."""
     network = trained.network
     batch = max(1, BATCH_BYTES // (8 * max(network.maps) * prod(network.field_of_view)))
     exact = [
@@ -332,7 +332,7 @@ def by_definition(trained: TrainedNetwork, volume: Volume, corners: npt.NDArray[
 
 
 def _crop(volume: Volume, network: Network, corner: npt.NDArray[np.int64]) -> Real:
-    """One field of view, (z, y, x, c), normalised; mirrored beyond the volume's faces, NaN where it is not finite."""
+    """Return one field of view, (z, y, x, c), normalised; mirrored beyond the volume, NaN where it is not finite."""
     z, y, x = (
         np.pad(np.arange(n), fov, mode="reflect")[at + fov : at + 2 * fov]
         for n, fov, at in zip(volume.size, network.field_of_view, corner, strict=True)
@@ -350,7 +350,7 @@ def _crop(volume: Volume, network: Network, corner: npt.NDArray[np.int64]) -> Re
 
 
 def _voxel(volume: Volume, at: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """All channels of one voxel."""
+    """Return all channels of one voxel."""
     lo = (int(at[0]), int(at[1]), int(at[2]))
     voxel = np.empty((volume.channels, 1, 1, 1), volume.dtype)
     volume.read(Box(lo, add(lo, (1, 1, 1))), voxel)
@@ -358,12 +358,12 @@ def _voxel(volume: Volume, at: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
 
 
 def _values(written: npt.NDArray[Any]) -> Real:
-    """What the output's numbers mean: uint8 counts 0..255 for 0..1."""
+    """Return the values that the stored numbers mean: uint8 counts 0..255 for 0..1."""
     return written / 255.0 if written.dtype == np.uint8 else written.astype(np.float64)
 
 
 def _errors(written: npt.NDArray[Any], exact: Real) -> tuple[Real, Real]:
-    """|written - definition|, infinite where only one is a number, and half a step of the dtype; (samples, maps)."""
+    """Return |written - definition|, inf if only one is a number, and half a step of the dtype; (samples, maps)."""
     if written.dtype == np.uint8:
         exact, step = np.clip(exact, 0, 1), np.full(exact.shape, 1 / 510)
     elif written.dtype == np.float16:

@@ -20,7 +20,7 @@ from znnpy.trained import load_network
     [
         ({"output_dtype": "int16"}, "there is no output dtype 'int16'; choose one of float32, float16, uint8"),
         ({"border": "mirror"}, "there is no border 'mirror'; choose one of valid, reflect"),
-        ({"overwrite": True, "resume": True}, "ask for one of them"),
+        ({"overwrite": True, "resume": True}, "give one of them"),
     ],
 )
 def test_infer(place: Place, words: dict[str, Any], said: str) -> None:

@@ -214,7 +214,7 @@ def test_what_cannot_be_replaced_is_known_before_the_run(place: Place, name: str
 
 def test_a_link_to_nothing_is_not_replaced(place: Place) -> None:
     place.out.symlink_to("nothing")
-    assert "exists as a link to what does not exist; give --overwrite to replace it" in place.refusal(*place.words)
+    assert "exists as a link to a missing file; give --overwrite to replace it" in place.refusal(*place.words)
     assert place.out.is_symlink()
 
 

@@ -172,7 +172,7 @@ def test_a_limit_for_a_gpu_that_is_not_there_limits_nothing(place: Place) -> Non
     [
         (("--device", "tpu"), "'tpu' is not one of 'auto', 'cpu', 'gpu'"),
         (("--precision", "bf16"), "'bf16' is not one of 'fp32', 'tf32', 'fp16'"),
-        (("--vram", "12Q"), "'12Q' is no size: give a number with K, M, G or T"),
+        (("--vram", "12Q"), "'12Q' is not a size: give a number with K, M, G or T"),
         (("--vram", "0"), "'0' is 0 bytes: give a positive size such as 2G"),
         (("--device", "cpu", "--vram", "2G"), "--vram limits the memory of a GPU, and none is used: drop it"),
         (("--only", "cpu.conv.direct", "--vram", "2G"), "--vram limits the memory of a GPU, and none is used: drop it"),
@@ -271,7 +271,7 @@ def test_memory_that_other_programs_hold(place: Place, card: Callable[..., None]
     ]
     sentence = place.refusal("infer", place.volume, "--network", place.folder / "net.yaml", "--vram", "3G")
     assert sentence == (
-        "--vram allows 3,221,225,472 bytes, and of the 4,294,967,296 bytes of the a card only 1,744,830,464 are free "
+        "--vram allows 3.00 GiB, and of the 4.00 GiB of the a card only 1.62 GiB are free "
         "(other programs and the driver hold the rest); end those programs, or give at most --vram 1664M"
     )
 

@@ -62,7 +62,9 @@ def test_words_that_make_no_picture_get_a_sentence(place: Place) -> None:
     huge = place.refusal("graph", "--maps", 10**7, 10**7, "--batch", 10**7, "--out", out)
     assert "give fewer --maps" in huge
     assert "ends in none of .svg and .dot" in place.refusal("graph", "--out", place.folder / "graph.png")
-    assert "is no folder; give another --out" in place.refusal("graph", "--out", place.folder / "nowhere" / "graph.svg")
+    assert "is not a folder; give another --out" in place.refusal(
+        "graph", "--out", place.folder / "nowhere" / "graph.svg"
+    )
     out.write_text("mine")
     assert "exists already; give another --out, or --overwrite" in place.refusal("graph", "--out", out)
     assert place.run("graph", "--maps", 1, 1, "--out", out, "--overwrite").exit_code == 0

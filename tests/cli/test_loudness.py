@@ -35,7 +35,7 @@ def test_a_run_logs_one_line_for_each_phase(place: Place, caplog: pytest.LogCapt
 def test_what_does_not_change_is_said_once(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_log, "_SAID", set())
+    monkeypatch.setattr(run_log, "_LOGGED", set())
     net = znnpy.load_network(place.folder / "net.yaml")
     array = np.random.default_rng(3).integers(0, 256, (9, 12, 11), np.uint8)
     with caplog.at_level(logging.INFO, "znnpy"):

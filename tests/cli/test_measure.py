@@ -223,7 +223,7 @@ def test_what_is_there_is_not_replaced_unasked(here: Place) -> None:
     for word in ("--out", "--export"):
         assert here.refusal("measure", word, there).startswith(f"{there} exists already; give another {word}")
         gone = here.folder / "gone" / "a.json"
-        assert here.refusal("measure", word, gone).startswith(f"{gone.parent} is no folder; give another {word}")
+        assert here.refusal("measure", word, gone).startswith(f"{gone.parent} is not a folder; give another {word}")
     assert here.run("measure", "--device", "cpu", "--export", there, "--overwrite").exit_code == 0
     assert Costs.load(there) == Costs.load(stored())
 

@@ -57,7 +57,7 @@ def test_a_picture_of_throughput_against_memory(place: Place) -> None:
 def test_pictures_that_cannot_be_written(place: Place) -> None:
     """One sentence, before anything is planned."""
     assert "does not end in .png: give a --plot that does" in place.refusal(*plot_words(place, place.folder / "a.jpg"))
-    assert "is no folder; give another --plot" in place.refusal(*plot_words(place, place.folder / "gone" / "a.png"))
+    assert "is not a folder; give another --plot" in place.refusal(*plot_words(place, place.folder / "gone" / "a.png"))
     (place.folder / "folder.png").mkdir()
     assert "is a folder; give another --plot" in place.refusal(*plot_words(place, place.folder / "folder.png"))
 

@@ -208,7 +208,7 @@ def test_a_run_that_is_stopped_says_what_it_kept(place: Place, monkeypatch: pyte
     assert result.exit_code == 143
     assert re.search(
         r"^stopped by SIGTERM; what was finished is kept, \d+ of 80 columns: the same call with --resume \(and without "
-        r"--overwrite\) goes on from there$",
+        r"--overwrite\) continues from there$",
         result.stderr,
         re.MULTILINE,
     )

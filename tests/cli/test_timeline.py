@@ -99,7 +99,7 @@ def test_traces_that_may_not_be_written(place: Place) -> None:
         beside = place.out.with_name(f"out.h5{ending}")
         sentence = place.refusal(*place.words, "--trace", beside)
         assert sentence.endswith(f"{beside} is the output or a file that it needs; give another --trace")
-    assert "is no folder; give another --trace" in place.refusal(
+    assert "is not a folder; give another --trace" in place.refusal(
         *place.words, "--trace", place.folder / "no" / "t.json"
     )
     assert "is a folder; give another --trace" in place.refusal(*place.words, "--trace", place.folder)
@@ -319,9 +319,9 @@ def test_words_that_make_no_picture_get_a_sentence(place: Place, trace: Path) ->
     ("words", "said"),
     [
         (("--from", 2, "--to", 1), "--from 2.0 is not before --to 1.0"),
-        (("--from", "nan"), "--from and --to are seconds of the run, and those are finite"),
-        (("--to", "inf"), "--from and --to are seconds of the run, and those are finite"),
-        (("--overwrite",), "--overwrite replaces the file given as --out: give it too"),
+        (("--from", "nan"), "--from and --to must be finite numbers of seconds"),
+        (("--to", "inf"), "--from and --to must be finite numbers of seconds"),
+        (("--overwrite",), "--overwrite replaces the file given as --out: give --out too"),
     ],
     ids=str,
 )

@@ -25,10 +25,10 @@ from znnpy.volume.journal import Journal, JournalHeader, journal_path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("infer", "v.h5", "--ram", "12Q"), "'12Q' is no size: give a number with K, M, G or T, such as 600M or 2G"),
+        (("infer", "v.h5", "--ram", "12Q"), "'12Q' is not a size: give a number with K, M, G or T, such as 600M or 2G"),
         (
             ("infer", "v.h5", "--ram", "2"),
-            "'2' has no unit and is a number of bytes, too few for a run: write 2M or 2G",
+            "'2' has no unit and means bytes, too few for a run: write 2M or 2G",
         ),
         (("infer", "v.h5", "--ram", "0.0001K"), "'0.0001K' is 0 bytes: give a positive size such as 2G"),
         (("infer", "v.h5", "--threads", "0"), "0 is not in the range 1<=x<=4096"),

@@ -240,12 +240,12 @@ def test_images_in_parts() -> None:
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        ((1, 1, 4, 4), r"layer 2 \(conv 2x2x2 -> 2 none\) gets 6 images, which are no multiple of 4"),
-        ((1, 1, 3, 2), r"layer 3 \(pool 1x2x1\) gets 3 images, which are no multiple of 2"),
-        ((1, 1, 12, 12), r"layer 2 .* gets 6 images, which are no multiple of 12"),
-        ((2, 1, 6, 6), r"layer 0 .* gets 1 images, which are no multiple of 2"),
-        ((1, 0, 6, 6), r"layer 1 .* gets 1 images, which are no multiple of 0"),
-        ((1, 1, -3, 6), r"layer 2 .* gets 6 images, which are no multiple of -3"),
+        ((1, 1, 4, 4), r"layer 2 \(conv 2x2x2 -> 2 none\) gets 6 images, which are not a multiple of 4"),
+        ((1, 1, 3, 2), r"layer 3 \(pool 1x2x1\) gets 3 images, which are not a multiple of 2"),
+        ((1, 1, 12, 12), r"layer 2 .* gets 6 images, which are not a multiple of 12"),
+        ((2, 1, 6, 6), r"layer 0 .* gets 1 images, which are not a multiple of 2"),
+        ((1, 0, 6, 6), r"layer 1 .* gets 1 images, which are not a multiple of 0"),
+        ((1, 1, -3, 6), r"layer 2 .* gets 6 images, which are not a multiple of -3"),
     ],
 )
 def test_parts_that_do_not_divide(batches: tuple[int, ...], said: str) -> None:

@@ -191,10 +191,10 @@ REFUSED = [
     (layer("{kernel: 3}"), "layer 0: type is missing; add one of conv, pool, maxfilter, maxout"),
     (
         POOL + "- {type: dropout}",
-        "layer 1: type is 'dropout', which is no layer; use one of conv, pool, maxfilter, maxout",
+        "layer 1: type is 'dropout', which is not a layer type; use one of conv, pool, maxfilter, maxout",
     ),
-    (layer("{type: Convv}"), "layer 0: type is 'Convv', which is no layer; did you mean conv?"),
-    (layer("{type: [conv]}"), "layer 0: type is ['conv'], which is no layer; did you mean conv?"),
+    (layer("{type: Convv}"), "layer 0: type is 'Convv', which is not a layer type; did you mean conv?"),
+    (layer("{type: [conv]}"), "layer 0: type is ['conv'], which is not a layer type; did you mean conv?"),
     (layer("{type: conv, kernal: 3, out: 1}"), "layer 0 (conv): unknown key 'kernal'; did you mean kernel?"),
     (
         layer("{type: conv, kernel: 3, out: 1, padding: 1}"),
@@ -323,6 +323,15 @@ def test_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> 
     assert refusal(write(tmp_path, content)) == message
 
 
+def test_hidden_files_are_not_suggested(tmp_path: Path) -> None:
+    write(tmp_path, POOL, ".net.yaml")
+    with pytest.raises(NetworkFileError) as caught:
+        read_network(tmp_path / "net.yml")
+    assert ".net.yaml" not in str(caught.value)
+    with pytest.raises(NetworkFileError, match=r"is a folder, not a network file; no .* file is in it$"):
+        read_network(tmp_path)
+
+
 def test_missing_file_names_the_near_ones(tmp_path: Path) -> None:
     write(tmp_path, POOL, "cells.yaml")
     with pytest.raises(NetworkFileError, match=r"there is no network file .*/celsl\.yaml; did you mean cells\.yaml\?$"):
@@ -344,7 +353,7 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NetworkFileError, match=r"folder, not a network file; give a file in it; use one of net\.yml$"):
         read_network(tmp_path)
     large = write(tmp_path, b" " * (LARGEST_FILE + 1), "large.yaml")
-    with pytest.raises(NetworkFileError, match="is larger than 262144 bytes, so it is no network file"):
+    with pytest.raises(NetworkFileError, match="is larger than 262144 bytes, so it is not a network file"):
         read_network(large)
     other = write(tmp_path, POOL, "net.json")
     with pytest.raises(NetworkFileError, match=r"by its name, which must end in \.yaml or \.yml or \.znni; give"):

@@ -145,7 +145,7 @@ def test_a_pickle_is_never_loaded(arrays: Arrays, tmp_path: Path) -> None:
 
     path = tmp_path / "w.npz"
     path.write_bytes(pickle.dumps(Bomb()))
-    assert refusal(path) == "this is no .npz archive, or one that is cut short; save it again with numpy.savez"
+    assert refusal(path) == "this is not an .npz archive, or it is cut short; save it again with numpy.savez"
     arrays["conv0_bias"] = np.array([Bomb()] * 4, object)
     refusal(save_npz(path, arrays))
     assert not (tmp_path / "went_off").exists()

@@ -211,7 +211,7 @@ def test_files_that_are_open_already(tmp_path: Path) -> None:
 def test_pipes_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    message = r"refers to .*pipe, which is a pipe, a socket or a device, not a regular file; put the file there"
+    message = r"refers to .*pipe, which is a pipe, a socket or a device, not a regular file; put the intended file"
     refused(virtual(tmp_path / "v.h5", (4, 5, 6), (np.s_[:], h5py.VirtualSource("pipe", "a", (4, 5, 6)))), message, 1)
     with h5py.File("e.h5", "w") as file:
         file.create_dataset("main", (4, 5, 6), "u1", external=[("pipe", 0, 120)])
@@ -232,7 +232,7 @@ def test_links(tmp_path: Path) -> None:
         file["around"] = h5py.ExternalLink("v.h5", "/around")
         file["nowhere"] = h5py.ExternalLink("gone.h5", "/a")
     path = tmp_path / "v.h5"
-    with pytest.raises(VolumeError, match=r"v\.h5: the links of loop lead in a circle; name a dataset that is not a"):
+    with pytest.raises(VolumeError, match=r"v\.h5: the links of loop form a cycle; name a dataset that is not a"):
         open_volume(path, "loop")
     with open_volume(path, "deep/beside") as volume:
         np.testing.assert_array_equal(whole(volume), VOXELS)
@@ -240,7 +240,7 @@ def test_links(tmp_path: Path) -> None:
         open_volume(path, "nowhere")
     with pytest.raises(VolumeError, match=r"link nothing of v\.h5 leads to /b of other\.h5, which is missing; put it"):
         open_volume(path, "nothing")
-    with pytest.raises(VolumeError, match=r"v\.h5: the links of /around lead in a circle; name a dataset"):
+    with pytest.raises(VolumeError, match=r"v\.h5: the links of /around form a cycle; name a dataset"):
         open_volume(path, "around")
 
 

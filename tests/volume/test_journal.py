@@ -114,7 +114,7 @@ def test_damage_before_the_last_line(journal: Journal, damage: bytes, shown: str
     with journal.path.open("ab") as file:
         file.write(damage + b"\n" + record(b"5"))
     message = (
-        rf"damaged in line 4 \('{shown}' is no record of columns 0 to 8\), so .*; start again with overwrite=True$"
+        rf"damaged in line 4 \('{shown}' is not a record of columns 0 to 8\), so .*; start again with overwrite=True$"
     )
     with pytest.raises(ResumeError, match=message) as caught:
         read(journal.path)

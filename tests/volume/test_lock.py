@@ -57,7 +57,9 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fcntl, "flock", refused)
     if left:
         (tmp_path / "out.h5.lock").touch()
-        with pytest.raises(OutputError, match=r"has no locks to tell; remove .*out\.h5\.lock if no run is on, or give"):
+        with pytest.raises(
+            OutputError, match=r"no locks that tell; remove .*out\.h5\.lock if no run is active, or give"
+        ):
             lock(tmp_path).hold()
         assert (tmp_path / "out.h5.lock").exists()
         return

@@ -71,7 +71,9 @@ def test_a_file_cut_short_meanwhile(tmp_path: Path) -> None:
     with open_volume(path) as volume:
         with path.open("r+b") as file:
             file.truncate(1000)
-        with pytest.raises(VolumeError, match=r"v\.npy ends before byte 1514; it was cut short meanwhile: copy it"):
+        with pytest.raises(
+            VolumeError, match=r"v\.npy ends before byte 1514; it was cut short in the meantime: copy it"
+        ):
             volume.read(Box((0, 0, 0), (7, 9, 11)), np.zeros((1, 7, 9, 11), np.uint16))
 
 

@@ -114,7 +114,7 @@ def test_new_refuses_what_exists(path: Path) -> None:
     path.unlink()
     interrupt(path, 5)
     message = (
-        r"an unfinished run left .*out\.h5\.partial with 5 of 12 columns done; go on with resume=True, or start again"
+        r"unfinished run left .*out\.h5\.partial with 5 of 12 columns done; continue with resume=True, or start again"
     )
     with pytest.raises(OutputError, match=message):
         output(path).__enter__()

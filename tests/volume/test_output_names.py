@@ -132,7 +132,7 @@ def test_what_takes_the_name_of_the_output_during_the_run_is_not_replaced(path: 
 
 def test_a_link_to_nothing_is_replaced_only_when_asked(path: Path) -> None:
     path.symlink_to("nowhere")
-    with pytest.raises(OutputError, match=r"exists as a link to what does not exist; give overwrite=True to replace"):
+    with pytest.raises(OutputError, match=r"exists as a link to a missing file; give overwrite=True to replace"):
         output(path).__enter__()
     with pytest.raises((OutputError, ResumeError)):
         output(path, "resume").__enter__()
@@ -171,7 +171,9 @@ def test_a_folder_that_holds_more_than_an_output_is_not_replaced(tmp_path: Path)
     place(other, "folder", other)
     before = everything(tmp_path)
     for out in (path, other):
-        with pytest.raises(OutputError, match="is a folder that is no Zarr array, and replacing it would remove all"):
+        with pytest.raises(
+            OutputError, match="is a folder that is not a Zarr array, and replacing it would remove all"
+        ):
             output(out, "overwrite").__enter__()
     assert everything(tmp_path) == before
 
@@ -230,7 +232,7 @@ def test_the_journal_of_another_run(tmp_path: Path) -> None:
     interrupt(theirs, 9)
     Path(f"{theirs}.journal").replace(f"{ours}.journal")
     before = everything(tmp_path)
-    message = r"journal is the journal of run [0-9a-f]{16}, and .*partial was made by run [0-9a-f]{16}; put back what"
+    message = r"journal is the journal of run [0-9a-f]{16}, and .*partial was made by run [0-9a-f]{16}; put back the"
     with pytest.raises(ResumeError, match=message):
         output(ours, "resume").__enter__()
     assert everything(tmp_path) == before
@@ -259,7 +261,7 @@ def test_a_damaged_partial_output(path: Path, damage: str) -> None:
     file.write_bytes({"cut": content[: len(content) // 2], "overwritten": b"x" * len(content), "empty": b""}[damage])
     with pytest.raises(ResumeError, match=rf"the unfinished .*{path.name}\.partial is damaged \(.*; remove it and"):
         output(path, "resume").__enter__()
-    with pytest.raises(OutputError, match=r"partial is no unfinished output of a run, or is damaged, and is left"):
+    with pytest.raises(OutputError, match=r"partial is not the unfinished output of a run, or is damaged, and is left"):
         output(path, "overwrite").__enter__()
     file.write_bytes(content)
     with output(path, "resume") as opened:

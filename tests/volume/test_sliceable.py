@@ -188,7 +188,7 @@ def test_slices_that_are_not_what_was_asked_for_are_an_error(place: Place, voxel
         def __getitem__(self, where: tuple[slice, ...]) -> Lazy:
             return super().__getitem__((slice(0, 1), *where[1:]))
 
-    with pytest.raises(VolumeError, match="give an object whose slices have the size and type that it says"):
+    with pytest.raises(VolumeError, match="give an object whose slices have the size and type that it states"):
         infer(place, Short(voxels), place.out)
 
 

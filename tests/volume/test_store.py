@@ -156,7 +156,7 @@ def test_short_reads_and_writes_go_on(store: Hdf5Store, path: Path, monkeypatch:
 def test_a_file_cut_short(store: Hdf5Store, path: Path) -> None:
     at = int(store._addresses[0, 0, 0, 0])
     os.truncate(path, at + 2 * PLANE + 9)
-    with pytest.raises(OSError, match=rf"^{path} ends at byte {at + 2 * PLANE + 9}: something else cut it short$"):
+    with pytest.raises(OSError, match=rf"^{path} ends at byte {at + 2 * PLANE + 9}: another program cut it short$"):
         store.write(Box((1, 0, 0), (4, 1, 1)), random(2, (3, 1, 1)))
 
 

@@ -251,7 +251,9 @@ def test_an_index_of_a_shard_that_is_damaged_tells_of_no_missing_chunk(tmp_path:
     shard.write_bytes(content)
     with open_volume(path, None, Absent(chunks="error")) as volume:
         volume.expect(Box((0, 0, 0), (8, 6, 5)))
-        with pytest.raises(VolumeError, match="a chunk is damaged or was changed meanwhile: copy the folder again"):
+        with pytest.raises(
+            VolumeError, match="a chunk is damaged or was changed in the meantime: copy the folder again"
+        ):
             whole(volume)
 
 

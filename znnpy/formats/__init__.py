@@ -1,1 +1,1 @@
-"""Reading and checking what came from outside: networks and weights. The only place that flips kernels."""
+"""Read and check files of networks and weights. Only this package flips kernels."""

@@ -1,7 +1,7 @@
-"""Files of named arrays that hold weights, .npz and .safetensors: listed, described and read within bounds.
+"""Read files of named arrays that hold weights, .npz and .safetensors, within bounds.
 
-No size that a file states is believed before it is compared with the size of the file, nothing is unpickled, and an
-array is read in parts, so that it is in memory once.
+A size that a file states is compared with the size of the file before it is used, nothing is unpickled, and an array is
+read in parts, so that it is in memory only once.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from znnpy.files import open_regular
 from znnpy.formats.npy import NpyHeader, read_npy_header
 from znnpy.messages import excerpt
 
-PART_BYTES = 2**18  # of an array that are read at a time
-MOST_LISTED = 2**20  # bytes of the list of arrays in a file
+PART_BYTES = 2**18  # of an array, read at a time
+MOST_LISTED = 2**20  # largest list of arrays in a file, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The description of an array that its file gives before it is read."""
+    """The description of an array in its file, known before the array is read."""
 
     shape: tuple[int, ...]
     dtype: str
     is_real: bool  # float16, float32 or float64
-    by_columns: bool = False  # the first index runs fastest
+    by_columns: bool = False  # the first index varies fastest
 
 
 class Archive(Protocol):
-    """Named arrays in a file. What it raises for a damaged file is caught by `undamaged`."""
+    """Named arrays in a file. `undamaged` catches the errors that it raises for a damaged file."""
 
     def names(self) -> list[str]: ...
 
     def header(self, name: str) -> Stored: ...
 
     def parts(self, name: str) -> Iterator[npt.NDArray[Any]]:
-        """The values of an array that is real, in the order of the file, as arrays of one dimension.
+        """Yield the values of a real array in the order of the file, as one-dimensional arrays.
 
-        ValueError at once where the file is too short for them.
+        ValueError at once if the file is too short for them.
         """
         ...
 
 
-# What zipfile raises for a damaged archive, depending on where the damage is (found by damaging every byte).
+# Errors that zipfile raises for damaged archives (found by damaging every byte).
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
     EOFError,
     ValueError,
-    RuntimeError,  # encrypted, or a feature of zip that zipfile does not know
+    RuntimeError,  # encrypted, or a feature of zip that zipfile does not support
     OSError,
 )
 
 
 @contextmanager
 def undamaged(name: str = "the file") -> Iterator[None]:
-    """Turn what a damaged archive raises into a NetworkFileError that begins with `name`."""
+    """Turn the errors of a damaged archive into a NetworkFileError that begins with `name`."""
     try:
         yield
     except NetworkFileError:  # it is also a ValueError
@@ -80,9 +80,9 @@ def undamaged(name: str = "the file") -> Iterator[None]:
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
-    """The arrays of a .npz or .safetensors file. NetworkFileError when it is damaged, OSError when it cannot be opened.
+    """Open a .npz or .safetensors file. NetworkFileError if it is damaged, OSError if it cannot be opened.
 
-    MissingExtraError for .safetensors without that package.
+    MissingExtraError for .safetensors if that package is missing.
     """
     kind = _open_npz if path.suffix.lower() == ".npz" else _open_safetensors
     with open_regular(path) as raw, _Cautious(cast(io.RawIOBase, raw)) as file, kind(path, file) as archive:
@@ -90,7 +90,7 @@ def open_archive(path: Path) -> Iterator[Archive]:
 
 
 class _Cautious(io.BufferedReader):
-    """A file of which nobody reads much at a time: zipfile reads its list of members at once, whatever its size."""
+    """A file that limits the size of a read: zipfile reads a list of members of any size at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         most = MOST_LISTED if size is None or size < 0 else size
@@ -100,7 +100,7 @@ class _Cautious(io.BufferedReader):
 
 
 class _Npz:
-    """numpy.savez's archive: a zip of .npy files."""
+    """An archive of numpy.savez: a zip file of .npy files."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -117,7 +117,7 @@ class _Npz:
 
     def header(self, name: str) -> Stored:
         member = self._members[name]
-        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # what numpy writes
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # the two that numpy writes
             raise ValueError(f"zip compression {member.compress_type}")
         with self._archive.open(member) as stream:
             header = self._headers[name] = read_npy_header(stream)
@@ -142,14 +142,14 @@ class _Npz:
                     part += more
                 nbytes -= len(part)
                 yield np.frombuffer(part, header.dtype)
-            stream.read(1)  # the end, where the checksum is compared
+            stream.read(1)  # at the end zipfile compares the checksum
 
 
 @contextmanager
 def _open_npz(path: Path, file: io.BufferedReader) -> Iterator[Archive]:
     with undamaged():
         if not zipfile.is_zipfile(file):
-            raise NetworkFileError("this is no .npz archive, or one that is cut short; save it again with numpy.savez")
+            raise NetworkFileError("this is not an .npz archive, or it is cut short; save it again with numpy.savez")
         archive = zipfile.ZipFile(file)
     with archive:
         yield _Npz(archive)
@@ -159,7 +159,7 @@ _SAFETENSORS_REAL = {"F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 class _Safetensors:
-    """The safetensors package's archive; its own errors become ValueErrors."""
+    """An archive of the package safetensors; its own errors become ValueErrors."""
 
     def __init__(self, archive: Any, error: type[Exception]) -> None:
         self._archive = archive
@@ -200,9 +200,9 @@ def _open_safetensors(path: Path, file: io.BufferedReader) -> Iterator[Archive]:
 
 
 def _check_safetensors(file: io.BufferedReader) -> None:
-    """ValueError unless the header has a size that is read, and names every array once.
+    """Raise ValueError if the header is longer than what is read, or names an array twice.
 
-    The package reads headers of up to 100 MB, and of two arrays of one name the last. It checks all else.
+    The package reads headers of up to 100 MB, and the last of two arrays with one name. It checks everything else.
     """
     size = int.from_bytes(file.read(8), "little")
     if size > MOST_LISTED:

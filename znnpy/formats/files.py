@@ -1,4 +1,4 @@
-"""Files that a user names: there and readable, or an error that helps to find the right one."""
+"""Check files that a user names, with errors that help to find the right one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from reprlib import Repr
 from znnpy.errors import NetworkFileError
 from znnpy.messages import excerpt, option
 
-LARGEST = 10**6  # sizes and counts in a file, and the field of view that follows from them
+LARGEST = 10**6  # limit of sizes and counts in a file, and of the resulting field of view
 COUNT = f"a whole number from 1 to {LARGEST}"
-MANY = 12  # names in a message
-LONGEST_WORD = 100  # characters of an unknown word that are compared with known ones
+MANY = 12  # names listed in a message
+LONGEST_WORD = 100  # characters of an unknown word that are compared with the known ones
 
 _TORCH, _KERAS, _TENSORFLOW = "a file of PyTorch", "a file of HDF5 or Keras", "a file of TensorFlow"
 _FOREIGN = {  # files in which other tools keep networks with their weights, by suffix
@@ -31,12 +31,12 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def came(value: object) -> str:
-    """`value` as a message shows it: short, whatever it is, and on one line."""
+    """Return `value` as a message shows it: short and on one line."""
     return "empty" if value is None else excerpt(_SHORT.repr(value))
 
 
 def near(word: object, known: Iterable[str]) -> str:
-    """What to do about an unknown word: take one of the near ones if there are any, else one of all."""
+    """Advise what to do about an unknown word: take one of the similar ones if there are any, else one of all."""
     names = {name.lower(): name for name in known}
     meant = word[:LONGEST_WORD] if isinstance(word, str) else came(word)
     matches = get_close_matches(meant.lower(), names, n=3)
@@ -47,10 +47,10 @@ def near(word: object, known: Iterable[str]) -> str:
 
 
 def require_file(path: Path, what: str, suffixes: Sequence[str], also: Sequence[str] = ()) -> None:
-    """NetworkFileError unless `path` is a file with one of the suffixes; OSError when that cannot be found out.
+    """Raise NetworkFileError unless `path` is a file with one of the suffixes; OSError if that cannot be determined.
 
-    what      what the file is to hold, for the message: "network", "weights"
-    also      further names that could have been meant, beside the files in the folder
+    what      what the file should hold, for the message: "network", "weights"
+    also      further names that the user may have meant, besides the files in the folder
     """
     accepted = " or ".join(suffixes)
     if path.is_dir():
@@ -101,8 +101,9 @@ def cannot_read(path: Path, error: OSError) -> NetworkFileError:
 
 
 def _names(folder: Path, suffixes: Sequence[str]) -> list[str]:
-    """Names of the files in `folder` that have one of the suffixes; none when it may not be listed."""
+    """Return the names of the visible files in `folder` with one of the suffixes; none when it may not be listed."""
     try:
-        return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in suffixes and path.is_file())
+        found = [path for path in folder.iterdir() if path.suffix.lower() in suffixes and path.is_file()]
+        return sorted(path.name for path in found if not path.name.startswith("."))
     except PermissionError:
         return []

@@ -1,7 +1,7 @@
 """The grammar of network.yaml.
 
-Each mapping in the file is an entry: a pydantic model whose descriptions say what is accepted and whose examples say
-what to write. Messages are made from these, so that none of pydantic's reach a user.
+Each mapping in the file is an entry: a pydantic model with descriptions of what is accepted and examples of what to
+write. Messages are made from these; users never see those of pydantic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOAT32_TINY = 1.1754944e-38
 
 
 class Parsed(NamedTuple):
-    """What a network.yaml says; `weights` is relative to it, `field_of_view` not yet compared with the layers."""
+    """The content of a network.yaml. `weights` is relative to it; `field_of_view` is not yet checked."""
 
     network: Network
     weights: str | None
@@ -29,12 +29,12 @@ class Parsed(NamedTuple):
 
 
 def _triple(value: object) -> object:
-    """A scalar size means a cube; YAML lists are tuples here."""
+    """Return a size as a tuple; a single number stands for a cube."""
     return tuple(value) if isinstance(value, list) else (value,) * 3
 
 
 def _sequence(value: object) -> object:
-    """A scalar means the same for every channel."""
+    """Return one value per channel as a tuple; a single number stands for all channels."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -43,7 +43,7 @@ Size = Annotated[tuple[Count, Count, Count], BeforeValidator(_triple)]
 Mean = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False)]
 Std = Annotated[float, Field(ge=FLOAT32_TINY, le=FLOAT32_MAX, allow_inf_nan=False)]
 LONGEST_WORDS = 200  # characters
-# Nothing that steers a terminal: it becomes an attribute of the output, and is printed.
+# These become attributes of the output and are printed, so they hold no characters that control a terminal.
 Words = Annotated[str, Field(min_length=1, max_length=LONGEST_WORDS, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")]
 
 _SIZE = f"{COUNT} or three of them, [z, y, x]"
@@ -51,13 +51,13 @@ _ONE_LINE = f"text on one line of at most {LONGEST_WORDS} characters"
 
 
 class _Entry(BaseModel):
-    """A mapping in the file. Each field's description says what is accepted, its example what to write."""
+    """A mapping in the file. The description of a field says what is accepted, its example what to write."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     @classmethod
     def example(cls, *keys: str) -> str:
-        """How to write these keys, or all that are required."""
+        """Show how to write these keys, or all that are required."""
         chosen = keys or tuple(key for key, field in cls.model_fields.items() if field.is_required())
         return ", ".join(f"{key}: {(cls.model_fields[key].examples or ['...'])[0]}" for key in chosen)
 
@@ -117,9 +117,9 @@ class _NetworkEntry(_Entry):
     name: Words | None = Field(None, description=_ONE_LINE, examples=["my_network"])
     description: str = Field("", description="text", examples=["what it was trained for"])
     input_channels: Count = Field(description=COUNT, examples=["1"])
-    normalise: Any = None  # a _NormaliseEntry or empty, checked on its own
+    normalise: Any = None  # a _NormaliseEntry or empty, checked separately
     weights: Words | None = Field(None, description=f"the path of a file, as {_ONE_LINE}", examples=["my_network.npz"])
-    layers: list[Any] = Field(  # of _LAYERS, each checked on its own
+    layers: list[Any] = Field(  # of _LAYERS, each checked separately
         min_length=1,
         description="a list of at least one layer",
         examples=["[{type: conv, kernel: [3, 3, 3], out: 1}]"],
@@ -131,7 +131,7 @@ AnyEntry = TypeVar("AnyEntry", bound=_Entry)
 
 
 def _check(entry: type[AnyEntry], raw: object, where: str) -> AnyEntry:
-    """`raw` as an entry; NetworkFileError for the first thing wrong in it. `where` goes in front of the message."""
+    """Check `raw` as an entry; NetworkFileError, which begins with `where`, for the first mistake in it."""
     if not isinstance(raw, dict):
         raise NetworkFileError(f"{where}expected a mapping, not {came(raw)}; write {entry.example()}")
     for key in raw:
@@ -151,9 +151,9 @@ def _check(entry: type[AnyEntry], raw: object, where: str) -> AnyEntry:
 
 
 def parse(content: str, name: str) -> Parsed:
-    """The network in a network.yaml, called `name` unless it names itself.
+    """Read the network of a network.yaml; it is called `name` unless the file names it.
 
-    NetworkFileError for the first mistake; ShapeError when a maxout does not divide its maps.
+    NetworkFileError for the first mistake; ShapeError if a maxout does not divide its maps.
     """
     raw = read_yaml(content)
     if not isinstance(raw, dict):
@@ -177,7 +177,7 @@ def _layer(index: int, raw: object) -> Layer:
         raise NetworkFileError(f"layer {index}: type is missing; add one of {kinds}")
     kind = raw["type"]
     if not isinstance(kind, str) or kind not in _LAYERS:
-        raise NetworkFileError(f"layer {index}: type is {came(kind)}, which is no layer; {near(kind, _LAYERS)}")
+        raise NetworkFileError(f"layer {index}: type is {came(kind)}, which is not a layer type; {near(kind, _LAYERS)}")
     return _check(_LAYERS[kind], raw, f"layer {index} ({kind}): ").layer()
 
 

@@ -1,4 +1,4 @@
-"""The grammar of ZNNi's .znni files (its parser: code/include/znn/util/network.hpp): the chain of layers, no more.
+"""The grammar of ZNNi's .znni files (its parser: code/include/znn/util/network.hpp), which list layers only.
 
     INPUTS:<channels>, LAYERS:<count>
     CONV a,b,c maps     valid convolution
@@ -6,8 +6,8 @@
     FOOL a,b,c          maximum at every position (stride 1); following layers are not dilated
     MAXOUT maps         maximum over groups of maps
 
-Sizes go from first to last array axis and are kept so. 2D networks (two sizes) get depth 1. The file knows no
-activation: every convolution gets the rectifier, as in the paper ("A rectified linear transfer function is applied
+Sizes are in the order of the array axes and stay so. 2D networks (two sizes) get depth 1. The format has no
+activations: every convolution gets the rectifier, as in the paper ("A rectified linear transfer function is applied
 after each convolutional layer").
 """
 
@@ -33,9 +33,9 @@ _FORMS = {  # word -> what follows, and how a message shows it
 
 
 def parse(content: str, name: str) -> Network:
-    """The network in a .znni file, which does not name itself.
+    """Read the network of a .znni file; the file does not name it.
 
-    NetworkFileError for the first mistake; ShapeError when a maxout does not divide its maps.
+    NetworkFileError for the first mistake; ShapeError if a maxout does not divide its maps.
     """
     lines = [(number, line.strip()) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
     if not lines:
@@ -78,6 +78,6 @@ def _znni_layer(number: int, line: str) -> Layer:
 
 
 def _depth_one(sizes: str) -> Vec3:
-    """`4,5,6` as (4, 5, 6), `5,6` as (1, 5, 6)."""
+    """Return `4,5,6` as (4, 5, 6), and `5,6` as (1, 5, 6)."""
     *z, y, x = map(int, sizes.split(","))
     return (z[0] if z else 1), y, x

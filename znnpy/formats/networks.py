@@ -1,6 +1,6 @@
-"""Networks from files: `network.yaml`, ZNNi's `.znni`, and the ones that ship with the package.
+"""Read networks from `network.yaml`, from ZNNi's `.znni`, and from the package itself.
 
-Every mistake in a file is a NetworkFileError of one sentence: where, what came, what is accepted, what to do.
+Every mistake in a file is a NetworkFileError of one sentence: where it is, what was read, what is accepted, what to do.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from znnpy.network import Network
 from znnpy.shapes import text
 
 DEFAULT = "fib25_boundary"
-SHIPPED = Path(__file__).parent.parent / "networks"  # numpy and safetensors want real files, so no importlib.resources
+SHIPPED = (
+    Path(__file__).parent.parent / "networks"
+)  # real files, not importlib.resources: numpy and safetensors need them
 
 SUFFIXES = (".yaml", ".yml", ".znni")
-LARGEST_FILE = 2**18  # bytes; the most layers that a network may have are less: what is larger is no network
+LARGEST_FILE = 2**18  # bytes; the largest network that is allowed is smaller
 
 
 @dataclass(frozen=True)
 class NetworkFile:
-    """A network as read, the weights file it names (which need not exist: `plan` needs none), and where it was."""
+    """A network, the weights file that it names (`plan` does not need it to exist), and the file it was read from."""
 
     network: Network
     weights: Path | None
@@ -33,12 +35,12 @@ class NetworkFile:
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the networks that come with the package; `read_network` takes them in place of a path."""
+    """Return the names of the networks in the package; `read_network` takes them in place of a path."""
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
 
 
 def read_network(where: str | Path) -> NetworkFile:
-    """The network in a .yaml, .yml or .znni file, or one that ships with the package when `where` is just its name.
+    """Read a .yaml, .yml or .znni file, or the network of the package that `where` names.
 
     NetworkFileError for whatever is wrong with the file.
     """
@@ -80,7 +82,8 @@ def _read_text(path: Path) -> str:
     content = read_regular(path, LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
         raise NetworkFileError(
-            f"{path} is larger than {LARGEST_FILE} bytes, so it is no network file; give the file that lists the layers"
+            f"{path} is larger than {LARGEST_FILE} bytes, so it is not a network file; give the file that "
+            "lists the layers"
         )
     try:
         return content.decode("utf-8-sig")

@@ -1,4 +1,4 @@
-"""The header of a .npy array from an untrusted file, read without Python's parser and within a stated size."""
+"""Read the header of a .npy array from an untrusted file, without Python's parser and up to a limited size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from znnpy.messages import excerpt
 
-MOST_HEADER = 1024  # bytes, of which numpy writes about 120 for an array of numbers
+MOST_HEADER = 1024  # bytes; numpy writes about 120 for an array of numbers
 SHOWN = 60  # characters of a header in a message
 
 _MAGIC = b"\x93NUMPY"
@@ -27,21 +27,21 @@ class NpyHeader:
     """The header of an array: shape, order and type of the values that follow it."""
 
     shape: tuple[int, ...]
-    by_columns: bool  # the first index runs fastest
+    by_columns: bool  # the first index varies fastest
     dtype: np.dtype[np.generic]
     nbytes: int  # of the header itself
 
     @property
     def is_real(self) -> bool:
-        """Return whether the values are float16, float32 or float64, in any byte order."""
+        """Whether the values are float16, float32 or float64, in any byte order."""
         return self.dtype.kind == "f" and self.dtype.itemsize in (2, 4, 8)
 
 
 def read_npy_header(stream: IO[bytes]) -> NpyHeader:
-    """The header at the beginning of `stream`, which is left at the first value.
+    """Read the header at the beginning of `stream`, and leave it at the first value.
 
-    At most MOST_HEADER bytes are read. ValueError when it is cut short, longer than that, or no header of an array of
-    numbers, bools, texts or objects.
+    At most MOST_HEADER bytes are read. ValueError if it is cut short, longer than that, or not the header of an array
+    of numbers, bools, texts or objects.
     """
     start = _exactly(stream, len(_MAGIC) + 2)
     if not start.startswith(_MAGIC):

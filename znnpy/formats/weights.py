@@ -1,7 +1,7 @@
-"""Weights of a network's convolutions: from .npz and .safetensors, or random for trials.
+"""The weights of a network's convolutions, read from .npz and .safetensors, or random for trials.
 
-In a file convolution `i`, counted from 0 along the network, has `conv<i>_weight` (out, in, kz, ky, kx) and
-`conv<i>_bias` (out,): float32, cross-correlation. Nothing is ever unpickled.
+A file holds `conv<i>_weight` (out, in, kz, ky, kx) and `conv<i>_bias` (out,) of convolution `i`, counted from 0 along
+the network, as float32 for cross-correlation. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SUFFIXES = (".npz", ".safetensors")
 
 
 def read_weights(path: Path, network: Network) -> tuple[ConvWeights, ...]:
-    """The weights of every convolution in order: C-contiguous float32, all finite.
+    """Read the weights of every convolution, in order: C-contiguous float32, all finite.
 
-    float16 and float64, of any byte order, are converted. NetworkFileError when the file cannot be read, when an array
-    is missing, unknown, of another shape or type than the network needs, or holds values that are not finite in
-    float32; MissingExtraError for .safetensors without that package.
+    float16 and float64, of any byte order, are converted. NetworkFileError if the file cannot be read, or an array is
+    missing, unknown, of another shape or type than the network needs, or holds values that are not finite in float32;
+    MissingExtraError for .safetensors if that package is missing.
     """
     path = Path(path)
     try:
@@ -43,7 +43,7 @@ def read_weights(path: Path, network: Network) -> tuple[ConvWeights, ...]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Put `path` in front of what is wrong with the file."""
+    """Put `path` in front of errors of the file."""
     try:
         yield
     except NetworkFileError as error:
@@ -51,7 +51,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def random_weights(network: Network, seed: int = 0) -> tuple[ConvWeights, ...]:
-    """Weights for trials: He initialised, so that activations neither vanish nor grow; biases small and not zero."""
+    """Make weights for trials: He initialised, so that activations keep their scale; biases small, not zero."""
     rng = np.random.default_rng(seed)
     weights = []
     for _, layer, fin in _convolutions(network):
@@ -63,17 +63,19 @@ def random_weights(network: Network, seed: int = 0) -> tuple[ConvWeights, ...]:
 
 
 def sha256(weights: Sequence[ConvWeights]) -> str:
-    """Digest of shapes and values: equal on every machine, whatever kind of file they came from."""
+    """Return a digest of shapes and values, equal on every machine and for every file format."""
     digest = hashlib.sha256()
     for one in weights:
         for array in (one.weight, one.bias):
             digest.update(f"{array.shape}".encode())
             floats = np.ascontiguousarray(array, "<f4").reshape(-1)
-            digest.update(floats.view(np.uint8).data)  # not `tobytes`: what a copy takes stays with the process
+            digest.update(
+                floats.view(np.uint8).data
+            )  # not `tobytes`: the memory of the copy would stay with the process
     return digest.hexdigest()
 
 
-# --- what the network needs against what the file holds ---
+# --- compare what the network needs with what the file holds ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,14 @@ class _Needed:
 
 
 def _convolutions(network: Network) -> Iterator[tuple[int, Conv, int]]:
-    """Layer index, layer and input maps of each convolution."""
+    """Yield layer index, layer and input maps of each convolution."""
     for index, (layer, maps) in enumerate(zip(network.layers, network.maps, strict=False)):
         if isinstance(layer, Conv):
             yield index, layer, maps
 
 
 def _needed(network: Network) -> dict[str, _Needed]:
-    """Every array the network needs, by name, in order."""
+    """List the arrays that the network needs, by name, in order."""
     needed = {}
     for i, (index, layer, fin) in enumerate(_convolutions(network)):
         where = f"layer {index} ({layer})"
@@ -103,7 +105,7 @@ def _needed(network: Network) -> dict[str, _Needed]:
 
 
 def _collect(archive: Archive, network: Network) -> tuple[ConvWeights, ...]:
-    """Everything is checked by name and header first, so that no array of a wrong size is ever read."""
+    """Read all arrays. Names and headers are checked first, so that no array of a wrong size is ever read."""
     needed = _needed(network)
     with undamaged():
         held = archive.names()
@@ -150,7 +152,7 @@ def _check_header(name: str, what: _Needed, stored: Stored) -> None:
 
 
 def _read(archive: Archive, name: str, what: _Needed, stored: Stored) -> npt.NDArray[np.float32]:
-    """The array in C order; NetworkFileError when values are not finite in float32."""
+    """Read the array in C order; NetworkFileError if values are not finite in float32."""
     parts = archive.parts(name)
     values = np.empty(prod(what.shape), np.float32)
     filled = wrong = 0

@@ -1,9 +1,9 @@
-"""YAML 1.2 from untrusted files, as plain Python values within stated bounds.
+"""Read YAML 1.2 from untrusted files as plain Python values, within limits.
 
 The package ruamel.yaml turns text into events, one at a time; values are built here, so that reading ends at the first
-event that is not accepted. Plain words are read by the core schema of YAML 1.2: `010` is 10, and `1:30`, `yes` and
-dates are text. Merge keys, tags and keys given twice are refused. An alias counts as many values as it stands for, and
-none can contain itself.
+event that is not accepted. Plain scalars follow the core schema of YAML 1.2: `010` is 10, and `1:30`, `yes` and dates
+are text. Merge keys, tags and repeated keys are refused. An alias counts as many values as it stands for, and cannot
+contain itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ruamel.yaml.reader import ReaderError
 from znnpy.errors import NetworkFileError
 from znnpy.messages import excerpt
 
-MOST_VALUES = 20_000  # in one file, keys and lists among them; an alias counts as what it stands for
-MOST_DEPTH = 16  # lists and mappings within each other
+MOST_VALUES = 20_000  # in one file, including keys and lists; an alias counts as what it stands for
+MOST_DEPTH = 16  # levels of lists and mappings
 LONGEST_NUMBER = 30  # digits
 SHOWN = 60  # characters of one value in a message
 
 _Read = Callable[[str], object]
 
-# Section 10.3.2 of the specification of YAML 1.2.2: how a plain word is read, or else as text.
+# Section 10.3.2 of the specification of YAML 1.2.2: plain scalars that are not text.
 _CORE_SCHEMA: tuple[tuple[re.Pattern[str], _Read], ...] = (
     (re.compile(r"null|Null|NULL|~|"), lambda _: None),
     (re.compile(r"true|True|TRUE"), lambda _: True),
@@ -50,11 +50,11 @@ _CORE_SCHEMA: tuple[tuple[re.Pattern[str], _Read], ...] = (
 
 
 def read_yaml(content: str) -> object:
-    """The one document in `content`: None, bool, int, float, str, and lists and dicts of them; None when it is empty.
+    """Read the one document in `content`: None, bool, int, float, str, lists and dicts; None if it is empty.
 
-    NetworkFileError with line and column when it is not valid YAML 1.2, or is beyond one of the bounds.
+    NetworkFileError with line and column if it is not valid YAML 1.2, or exceeds a limit.
     """
-    reader = YAML(typ="safe", pure=True)  # pure: the same words in every installation
+    reader = YAML(typ="safe", pure=True)  # pure: the same messages in every installation
     try:
         return _Builder(reader.parse(content)).document()
     except NetworkFileError:  # from the builder; it is also a ValueError
@@ -67,7 +67,7 @@ def read_yaml(content: str) -> object:
         raise _refused(
             f"not valid YAML: character {error.character!r} at position {error.position}; delete it"
         ) from None
-    except (YAMLError, ValueError) as error:  # a ValueError: "\U00110000", which is no character
+    except (YAMLError, ValueError) as error:  # a ValueError: "\U00110000" is not a character
         raise _refused(f"not valid YAML: {excerpt(error)}; correct it") from None
 
 
@@ -77,12 +77,12 @@ def _refused(why: str, mark: Any = None) -> NetworkFileError:
 
 
 class _Builder:
-    """Values from events, as they come."""
+    """Builds values from events."""
 
     def __init__(self, events: Iterator[Event]) -> None:
         self._events = events
         self._values = 0
-        self._anchors: dict[str, tuple[object, int]] = {}  # each value that has a name, and how many values it is
+        self._anchors: dict[str, tuple[object, int]] = {}  # named values, each with the number of values in it
 
     def document(self) -> object:
         content: object = None
@@ -155,9 +155,9 @@ class _Builder:
 
 
 def _word(event: ScalarEvent) -> object:
-    """A scalar by the core schema where it is plain, else text."""
+    """Read a plain scalar by the core schema; any other scalar is text."""
     text: str = event.value
-    if event.style:  # quoted, or a block
+    if event.style:  # quoted, or a block scalar
         return text
     for pattern, read in _CORE_SCHEMA:
         if pattern.fullmatch(text):

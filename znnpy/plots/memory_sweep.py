@@ -58,8 +58,8 @@ def _draw_diagram(axes: Axes, chosen: Plan, found: Sequence[Point], kinds: Seque
         own = sorted((p.limit, p.plan.voxels_per_second) for p in found if _kind(p.plan) == kind)
         limits, speeds = [limit for limit, _ in own], [speed for _, speed in own]
         axes.plot(limits, speeds, "o-", color=COLOURS[kind], label=_name(kind))
-    at = [chosen.memory.held], [chosen.voxels_per_second]
-    axes.plot(*at, "o", markersize=12.0, fillstyle="none", color="black", label="the chosen plan")
+    held, speed = [chosen.memory.held], [chosen.voxels_per_second]
+    axes.plot(held, speed, "ko", markersize=12, fillstyle="none", label="the chosen plan")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: human_bytes(round(nbytes))))

@@ -1,6 +1,6 @@
-"""Volumes that numpy already knows: arrays in memory, and .npy files.
+"""Volumes in numpy's own forms: arrays in memory, and .npy files.
 
-A .npy file is read, not mapped: pages of a mapping count as memory of the process for as long as it stands.
+A .npy file is read, not mapped: the pages of a mapping count as memory of the process while it exists.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from znnpy.patches import Box
 from znnpy.volume.base import Absent, Volume
 from znnpy.volume.storage_paths import storage_paths
 
-RUN_BYTES = 2**20  # read at once, where it lies together
+RUN_BYTES = 2**20  # read at once where it is contiguous
 PAGE = 4096  # bytes
 
 
 def why_unwritable(array: npt.NDArray[Any]) -> str | None:
-    """None where each element can be written by itself; else the end of a sentence that begins with the array's name.
+    """Return why elements cannot be written one by one, as the end of a sentence that begins with the array's name.
 
-    Axes must be nested: a step along one goes beyond all that the axes with smaller steps reach. Slices and transposes
-    of ordinary arrays are so.
+    None if they can. For that axes must be nested: a step along one axis goes beyond everything that the axes with
+    smaller steps reach. Slices and transposes of ordinary arrays are nested.
     """
     if not array.flags.writeable:
         return "is read-only; give one that can be written to"
@@ -44,7 +44,7 @@ def why_unwritable(array: npt.NDArray[Any]) -> str | None:
 
 
 class ArrayVolume(Volume):
-    """An array (z, y, x) or (c, z, y, x), maybe behind axes of length 1, of any number type; not copied."""
+    """An array (z, y, x) or (c, z, y, x), possibly after axes of length 1, of any number type. It is not copied."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         if not isinstance(array, np.ndarray):
@@ -61,25 +61,25 @@ class ArrayVolume(Volume):
         return storage_paths(self._voxels)
 
     def close(self) -> None:
-        """Nothing to let go of: the array is the caller's."""
+        """Do nothing: the array belongs to the caller."""
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         np.copyto(out, self._voxels[(slice(None), *box.slices)])
 
     def stored(self) -> tuple[int, int]:
-        """Bytes of the array; an array in memory has no date, so 0."""
+        """Return the bytes of the array, and 0 for the date, which an array does not have."""
         return self._voxels.nbytes, 0
 
 
 class NpyVolume(Volume):
-    """A .npy file, C or Fortran order. Made by `open_volume`."""
+    """A .npy file in C or Fortran order, made by `open_volume`."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        """Reads the header.
+        """Read the header.
 
-        file  open at its beginning; closed with the volume
+        file  opened at its beginning; it is closed with the volume
 
-        VolumeError: no volume, or the file ends before the voxels do. OSError, ValueError: the header is damaged.
+        VolumeError: it is not a volume, or the file ends too early. OSError, ValueError: the header is damaged.
         """
         header = read_npy_header(file)
         shape, dtype = header.shape, header.dtype
@@ -94,9 +94,9 @@ class NpyVolume(Volume):
         self._file.close()
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """Run by run of what lies together in the file: along the last axis, and along more where they are whole.
+        """Read contiguous runs of the file: along the last axis, and along further axes that are read completely.
 
-        Rows shorter than a page are read whole: the system reads their pages anyway, and a run holds many of them.
+        Rows shorter than a page are read completely: the system reads their pages anyway, and a run holds many rows.
         """
         extent, lo, target = self.shape, (0, *box.lo), out
         if self._is_fortran:
@@ -126,7 +126,7 @@ class NpyVolume(Volume):
                 count = self._file.readinto(rest)
                 if not count:
                     raise VolumeError(
-                        f"{self} ends before byte {at + run.nbytes}; it was cut short meanwhile: copy it again"
+                        f"{self} ends before byte {at + run.nbytes}; it was cut short in the meantime: copy it again"
                     )
                 rest = rest[count:]
         except OSError as error:

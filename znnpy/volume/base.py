@@ -1,4 +1,4 @@
-"""What every volume is, whatever stores it: channels, size and type of its voxels, boxes to read, an identity."""
+"""The interface of all volumes: channels, size and type of the voxels, boxes to read, and an identity."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from znnpy.volume.regions import Region
 from znnpy.volume.sample import Sample, sample_of
 from znnpy.volume.space import Space
 
-MOST_VOXELS = 10**7  # along an axis
+MOST_VOXELS = 10**7  # along one axis
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """The answers to voxels that a file should hold and does not."""
+    """What to do about voxels that a file should hold and does not."""
 
-    fill: float | None = None  # value of voxels whose file is missing; None: an error
-    chunks: MissingChunks = "fill"  # chunks that were never written: the fill value that the format says, or an error
+    fill: float | None = None  # value for voxels whose file is missing; None: they are an error
+    chunks: MissingChunks = "fill"  # for chunks never written: use the fill value of the format, or raise an error
 
     def check_fill(self, volume: object) -> None:
-        """VolumeError where a fill value is given for `volume`, which lies in no other files."""
+        """Raise VolumeError if a fill value is given: `volume` does not consist of several files."""
         if self.fill is not None:
             raise VolumeError(
                 f"{volume} is not made of other files, as HDF5 volumes may be: leave out {option('fill_missing')}"
             )
 
     def check_none(self, volume: object) -> None:
-        """VolumeError where anything is said about missing voxels of `volume`, which always holds all of them."""
+        """Raise VolumeError if missing voxels are to be filled or refused: `volume` always holds all of them."""
         self.check_fill(volume)
         if self.chunks == "error":
             raise VolumeError(
@@ -50,20 +50,20 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The number of chunks of a volume that were looked for, and of those that are not stored."""
+    """The number of chunks of a volume that were looked up, and of those that are not stored."""
 
     missing: int = 0
     looked: int = 0
-    unit: Literal["chunks", "voxels"] = "chunks"  # of both; voxels where a volume is made of several datasets
+    unit: Literal["chunks", "voxels"] = "chunks"  # unit of both; voxels if a volume consists of several datasets
 
 
 class Volume(ABC):
     """Voxels (c, z, y, x) of an integer or floating type, on disk or in memory. A context manager."""
 
     def __init__(self, path: Path, dataset: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
-        """Checks that the array can be a volume; VolumeError says why it cannot.
+        """Check that the array can be a volume; VolumeError says why it cannot.
 
-        shape  as stored: (z, y, x) or (c, z, y, x), behind any number of axes of length 1.
+        shape  as stored: (z, y, x) or (c, z, y, x), after any number of axes of length 1.
         dtype  as stored, any byte order.
         """
         self.path = path
@@ -72,7 +72,7 @@ class Volume(ABC):
         if shape is None or why is not None:
             raise VolumeError(f"{self} {why}")
         self.axes = len(shape)  # as stored
-        self.space: Space | None = None  # where voxels lie in the specimen, if metadata say it
+        self.space: Space | None = None  # position of the voxels in the specimen, if metadata state it
         self.channels: int = shape[-4] if len(shape) > 3 else 1
         self.size: Vec3 = (shape[-3], shape[-2], shape[-1])
         self.dtype: np.dtype[Any] = dtype.newbyteorder("=")
@@ -88,12 +88,12 @@ class Volume(ABC):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(c, z, y, x); c is 1 where the array has no channel axis."""
+        """Shape of the volume, (c, z, y, x); c is 1 where the array has no channel axis."""
         return self.channels, *self.size
 
     @property
     def files(self) -> Collection[Path]:
-        """Every file or folder that voxels are read from, and those that lead there: no output may replace them."""
+        """Files and folders that voxels are read from, and links that lead there; no output may replace them."""
         return (self.path,)
 
     @property
@@ -103,25 +103,25 @@ class Volume(ABC):
 
     @property
     def chunks(self) -> Chunks:
-        """Chunks of the box that is expected, as far as they were looked for."""
+        """Number of chunks of the expected box, and of those that are missing, as far as it is known."""
         return Chunks()
 
     def expect(self, box: Box) -> None:
-        """Say once, before reading, that all voxels of `box` will be read: their chunks are counted from now on.
+        """Announce once, before reading, that all voxels of `box` will be read; count their chunks from now on.
 
-        VolumeError where chunks are known to be missing, and that is to be an error or there is no value for them.
+        VolumeError if chunks are known to be missing, and that is to be an error or there is no value for them.
         """
-        del box  # of no interest where nothing is stored in chunks
+        del box  # nothing is stored in chunks
 
     def stored_region(self, box: Box) -> Region:
-        """All channels of a box, along the axes of the stored array."""
+        """Return all channels of a box as a region along the axes of the stored array."""
         lead = (0,) * (self.axes - 3)
         ends = (1,) * (self.axes - 4) + (self.channels,) * (self.axes > 3)
         return Region((*lead, *box.lo), (*ends, *box.hi))
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the file; more than once is fine."""
+        """Close the file. It may be called more than once."""
 
     @abstractmethod
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
@@ -132,12 +132,12 @@ class Volume(ABC):
 
     @abstractmethod
     def stored(self) -> tuple[int, int]:
-        """Size in bytes and time of last change in ns of what holds the voxels."""
+        """Return size in bytes, and time of the last change in ns, of what holds the voxels."""
 
     def identity(self, sample: Sample | None = None) -> dict[str, Any]:
         """Return the identity of this volume, which a resumed run compares; it does not depend on the folder.
 
-        sample  of its content, where it was read already.
+        sample  of its content, if it was read already.
         """
         read = sample or sample_of(self)
         size, changed = self.stored()
@@ -152,7 +152,7 @@ class Volume(ABC):
 
 
 def why_not(shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> str | None:
-    """None if an array of this shape and type can be a volume; else the end of a sentence that begins with its name."""
+    """Return why such an array cannot be a volume, as the end of a sentence about it; None if it can."""
     if dtype.kind not in "iuf":
         words = {"c": "complex", "V": "compound", "O": "object", "M": "date", "m": "time"}.get(dtype.kind, "text")
         kind = "bool" if dtype.kind == "b" else f"{words} ({dtype})"
@@ -166,7 +166,7 @@ def why_not(shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> str | None:
     if shape is None or len(shape) < 3 or set(shape[:-4]) - {1}:
         axes = "no axes" if not shape else f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'} {shape}"
         return (
-            f"has {axes}, and a volume has 3 (z, y, x) or 4 (c, z, y, x), behind any number of length 1; "
+            f"has {axes}, and a volume has 3 (z, y, x) or 4 (c, z, y, x), after any number of length 1; "
             f"reshape it or name another with {option('dataset')}"
         )
     if prod(shape) == 0:
@@ -177,9 +177,9 @@ def why_not(shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> str | None:
 
 
 def pick(arrays: Mapping[str, tuple[tuple[int, ...] | None, np.dtype[Any]]], dataset: str | None, path: Path) -> str:
-    """The name of the array to read out of all that a file holds: name -> (shape, dtype).
+    """Return the name of the array to read among those that a file holds, given as name -> (shape, dtype).
 
-    None asks for the only one that can be a volume. VolumeError lists them where the choice is not clear.
+    With `dataset` None it is the only one that can be a volume. VolumeError lists them if the choice is not clear.
     """
     if dataset is not None:
         wanted = dataset.strip("/")

@@ -1,4 +1,4 @@
-"""Packed chunks are unpacked no further than a chunk can be, so that a small damaged one does not take all memory."""
+"""Decompression within the size of a chunk, so that a small damaged chunk cannot take all memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
-HEADERS = 4096  # bytes that codecs may add in front of or behind the voxels
+HEADERS = 4096  # bytes that codecs may add before or after the voxels
 OPENERS: dict[str, Callable[[BytesIO], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "lzma": lzma.open}
 ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
 
@@ -19,19 +19,19 @@ class ChunkTooLargeError(ValueError):
     """A packed chunk unpacks to more than its array says."""
 
     def __init__(self, size: int, *, is_all: bool) -> None:
-        """A chunk of `size` bytes; `is_all`: exactly, as its header says, otherwise at least."""
+        """Describe a chunk of `size` bytes: exactly that size if `is_all`, as its header states, else at least."""
         super().__init__(f"{'' if is_all else 'at least '}{size:,} bytes")
 
 
 def most_bytes(chunk_bytes: int) -> int:
-    """Bytes that a chunk of so many bytes of voxels may unpack to: codecs in front may make it larger."""
+    """Return the bytes that a chunk with this many bytes of voxels may unpack to: codecs may make it larger first."""
     return 2 * chunk_bytes + HEADERS
 
 
 def unpacked(codec: str, data: bytes | memoryview, most: int) -> bytes:
     """Unpack "zlib", "gzip", "bz2" or "lzma" data to at most `most` bytes.
 
-    ChunkTooLargeError: there is more. ValueError: the data are damaged or cut short.
+    ChunkTooLargeError: there are more. ValueError: the data are damaged or cut short.
     """
     try:
         if codec == "zlib":
@@ -50,18 +50,18 @@ def unpacked(codec: str, data: bytes | memoryview, most: int) -> bytes:
 
 
 def check_declared(size: int | None, most: int) -> None:
-    """ChunkTooLargeError where the header of a chunk says that it unpacks to more than `most` bytes."""
+    """Raise ChunkTooLargeError if the header of a chunk states that it unpacks to more than `most` bytes."""
     if size is not None and size > most:
         raise ChunkTooLargeError(size, is_all=True)
 
 
 def blosc_bytes(data: bytes | memoryview) -> int:
-    """Bytes that a chunk of Blosc says it unpacks to."""
+    """Return the unpacked size that the header of a Blosc chunk states."""
     return int.from_bytes(data[4:8], "little")
 
 
 def zstd_bytes(data: bytes | memoryview) -> int | None:
-    """Bytes that the first frame of Zstandard data says it unpacks to (RFC 8878); None where it does not say."""
+    """Return the unpacked size that the first frame of Zstandard data states (RFC 8878); None if it states none."""
     if data[:4] != ZSTD_FRAME or len(data) < 5:
         return None
     about = data[4]
@@ -74,18 +74,18 @@ def zstd_bytes(data: bytes | memoryview) -> int | None:
 
 
 def lzf_bytes(data: bytes | memoryview, most: int) -> int:
-    """Bytes that LZF data unpack to; counting ends beyond `most`."""
+    """Count the bytes that LZF data unpack to; stop beyond `most`."""
     at = total = 0
     end = len(data)
     while at < end and total <= most:
         control = data[at]
-        if control < 32:  # so many bytes as they are, and one
+        if control < 32:  # control + 1 literal bytes
             total += control + 1
             at += control + 2
-        elif control < 224:  # a repetition
+        elif control < 224:  # a short repetition
             total += (control >> 5) + 2
             at += 2
-        else:  # a long one, whose length is in the next byte
+        else:  # a long repetition, with its length in the next byte
             total += (data[at + 1] if at + 1 < end else 0) + 9
             at += 3
     return total

@@ -1,4 +1,4 @@
-"""HDF5 volumes: found, checked and read box by box, with little memory of their own."""
+"""HDF5 volumes: find and check a dataset, and read it box by box with little memory."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from znnpy.volume.hdf5_space import space_of
 from znnpy.volume.regions import Region, pieces
 
 MIB = 2**20
-CACHE_BYTES = 8 * MIB  # unpacked chunks that HDF5 keeps, or one that is larger
-SLOTS = 1009  # of the cache's hash table: prime, and the most chunks that it holds
-PREEMPT = 0.75  # share of the cache whose chunks go first once they were read whole; with 1.0 HDF5 keeps all of them
-STEPS = 3  # times a chunk that is being unpacked: as it is stored, and before and behind a filter
+CACHE_BYTES = 8 * MIB  # of unpacked chunks that HDF5 keeps; a single larger chunk is kept too
+SLOTS = 1009  # of the cache's hash table: a prime, and the largest number of chunks in the cache
+PREEMPT = 0.75  # share of the cache that drops fully read chunks first; with 1.0 HDF5 keeps all of them
+STEPS = 3  # copies of a chunk while it is unpacked: as stored, and before and after a filter
 SPARE_BYTES = 4 * MIB  # records of chunks and files while they are read
-AT_ONCE = 512  # chunks of one read: HDF5 makes a record of some KiB for each
-PIECE_BYTES = 4 * MIB  # of one read where its target does not lie together in memory
-FILE_BYTES = 2 * MIB  # that HDF5 takes for each further file it has open
-OTHER_FILES = 256  # that the process may have open beside the sources of a virtual dataset
+AT_ONCE = 512  # chunks per read: HDF5 makes a record of some KiB for each
+PIECE_BYTES = 4 * MIB  # per read if its target is not contiguous in memory
+FILE_BYTES = 2 * MIB  # memory that HDF5 takes for each further open file
+OTHER_FILES = 256  # that the process may have open besides the sources of a virtual dataset
 
 
 class Hdf5Volume(Volume):
-    """One dataset of an HDF5 file, (z, y, x) or (c, z, y, x), maybe behind axes of length 1. Made by `open_volume`."""
+    """One dataset of an HDF5 file, (z, y, x) or (c, z, y, x), possibly after axes of length 1."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Hdf5Volume(Volume):
         self._missing: list[Region] = []
         self._chunks = Chunks()
         self._never_written: list[Missing] = []  # of a virtual dataset
-        # HDF5 leaves the memory as it is where a chunk is not stored and has no value.
+        # Without a fill value HDF5 leaves the memory unchanged where a chunk is not stored.
         self._has_fill_value = fills(made)
 
     def leave_out(self, lost: Sequence[Missing]) -> None:
-        """Fill what is missing instead of reading it; VolumeError where there is no value for it, or it is no box."""
+        """Fill missing regions instead of reading them; VolumeError if there is no value, or a region is not a box."""
         self._never_written = [one for one in lost if one.is_read]
         self._has_fill_value &= all(one.has_value for one in self._never_written)
         lost = [one for one in lost if not one.is_read]
@@ -122,7 +122,7 @@ class Hdf5Volume(Volume):
             )
 
     def _expect_of_sources(self, box: Region) -> None:
-        """Count the voxels of a virtual dataset that were never written, and refuse them where they must be there."""
+        """Count the voxels of a virtual dataset that were never written; VolumeError if they are required."""
         found = [(one, part) for one in self._never_written if (part := one.region.clipped(box)).elements]
         missing = min(box.elements, sum(part.elements for _, part in found))
         self._chunks = Chunks(missing, box.elements, "voxels")
@@ -165,11 +165,11 @@ class Hdf5Volume(Volume):
     def _damaged(self, box: Box, error: Exception) -> VolumeError:
         return VolumeError(
             f"{self} cannot be read at (z, y, x) = {box.lo} to {box.hi}: {_cause(error)}; "
-            "the file is damaged or was changed meanwhile: check it with h5dump or copy it again"
+            "the file is damaged or was changed in the meantime: check it with h5dump or copy it again"
         )
 
     def _pieces(self, part: Region, *, whole: bool) -> Iterator[Region]:
-        """Yield regions to read at once; `whole` says that their target is contiguous, so that no copy is needed."""
+        """Yield regions to read at once; `whole`: their target is contiguous, so no copy is needed."""
         few = PIECE_BYTES // self.dtype.itemsize
         if self._own and self._own.chunk:
             most = part.elements if whole else few
@@ -201,10 +201,10 @@ class Hdf5Volume(Volume):
 
 
 def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> Hdf5Volume:
-    """The dataset `dataset` of the file, or the only 3D or 4D numeric one in any of its groups; reads only headers.
+    """Open a dataset of a file: `dataset`, or the only 3D or 4D numeric one in any group. Only headers are read.
 
-    VolumeError: missing, not HDF5, cut short, locked, no such dataset, several datasets, a type or shape that is no
-    volume, a missing filter plugin, a source of a virtual dataset or an external file that is missing.
+    VolumeError: the file is missing, not HDF5, cut short or locked; there is no such dataset, or several; type or shape
+    are not those of a volume; a filter plugin, a source of a virtual dataset or an external file is missing.
     """
     file = _open(path)
     try:
@@ -247,7 +247,7 @@ def _open(path: Path) -> h5py.h5f.FileID:
 
 
 def _why_closed(size: int, error: Exception) -> str:
-    """The end of a sentence about a file of so many bytes that HDF5 does not open."""
+    """Return why HDF5 does not open a file of `size` bytes, as the end of a sentence that begins with its name."""
     if "unable to lock file" in str(error):
         return (
             f"is locked: another program has it open for writing (errno {getattr(error, 'errno', '')}); close that "
@@ -262,10 +262,10 @@ def _why_closed(size: int, error: Exception) -> str:
 
 
 def _chosen(file: h5py.h5f.FileID, dataset: str | None, path: Path, sources: Sources) -> tuple[str, h5py.h5d.DatasetID]:
-    """Name and dataset that is asked for, or the only volume in the file."""
+    """Return name and dataset of the volume: the one asked for, or else the only one in the file."""
     if dataset is not None:
         try:
-            found = dataset_named(file, os.fsencode(dataset), path, sources.files)  # links are in no list
+            found = dataset_named(file, os.fsencode(dataset), path, sources.files)  # links are not listed
         except MissingTargetError as missing:
             raise VolumeError(f"{path}: {missing}; put it there, or name another {option('dataset')}") from None
         if found is not None:
@@ -275,7 +275,7 @@ def _chosen(file: h5py.h5f.FileID, dataset: str | None, path: Path, sources: Sou
     named: dict[str, bytes] = {}
     for stored, one in every.items():
         if one.get_create_plist().get_layout() == h5py.h5d.VIRTUAL:
-            Sources().missing(one, path)  # HDF5 opens sources to tell a shape
+            Sources().missing(one, path)  # HDF5 opens sources to determine a shape
         named[shown(stored)] = stored
         kinds[shown(stored)] = (_shape(one), _dtype(one))
     name = pick(kinds, dataset, path)
@@ -289,7 +289,7 @@ def _shape(dataset: h5py.h5d.DatasetID) -> tuple[int, ...] | None:
 
 
 def _dtype(dataset: h5py.h5d.DatasetID) -> np.dtype[Any]:
-    """The type of the elements; that of an object where numpy has no such type."""
+    """Return the type of the elements; the object type if numpy has no such type."""
     try:
         dtype: np.dtype[Any] = dataset.dtype
     except TypeError:
@@ -298,7 +298,7 @@ def _dtype(dataset: h5py.h5d.DatasetID) -> np.dtype[Any]:
 
 
 def _check_files(sources: Sources, path: Path) -> None:
-    """HDF5 reads zeros from files that it cannot open because the process has too many open."""
+    """Raise VolumeError if the files exceed the limit of open files: HDF5 would read zeros from the others."""
     files = len({key[:2] for key in sources.stored})
     may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if may_open != resource.RLIM_INFINITY and files + OTHER_FILES > may_open and files > 1:
@@ -309,7 +309,7 @@ def _check_files(sources: Sources, path: Path) -> None:
 
 
 def _with_cache(found: h5py.h5d.DatasetID, sources: Sources) -> h5py.h5d.DatasetID:
-    """The dataset, opened anew with a cache of its size."""
+    """Reopen the dataset with a cache of suitable size."""
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     access.set_chunk_cache(SLOTS, _cache_bytes(list(sources.stored.values())), PREEMPT)
     file, name = h5py.h5i.get_file_id(found), h5py.h5i.get_name(found)
@@ -318,12 +318,12 @@ def _with_cache(found: h5py.h5d.DatasetID, sources: Sources) -> h5py.h5d.Dataset
 
 
 def _cache_bytes(stored: Sequence[Stored]) -> int:
-    """Return the bytes of the cache of each dataset; a chunk that is read whole and fits is unpacked once."""
+    """Return the bytes of the cache of each dataset; a fully read chunk that fits is unpacked once."""
     return max([CACHE_BYTES // max(1, len(stored)), *(one.packed_bytes for one in stored)])
 
 
 def _count(voxels: h5py.h5d.DatasetID, own: Stored, box: Region) -> Chunks:
-    """Chunks that a box touches, and those of them that are not stored."""
+    """Count the chunks that a box touches, and those of them that are not stored."""
     if not own.chunk:
         is_external = voxels.get_create_plist().get_external_count() > 0
         return Chunks(int(not is_external and voxels.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED), 1)
@@ -343,7 +343,7 @@ def _count(voxels: h5py.h5d.DatasetID, own: Stored, box: Region) -> Chunks:
 
 
 def _first(lost: Sequence[Missing], *, is_fillable: bool) -> str:
-    """Say what is missing, as a sentence without its beginning."""
+    """Describe what is missing, as a sentence without its beginning."""
     one = lost[0]
     lo, last = one.region.lo[-3:], tuple(hi - 1 for hi in one.region.hi[-3:])
     more = f"and {len(lost) - 1} other regions are missing; " if len(lost) > 1 else ""
@@ -359,7 +359,7 @@ def _holds(dtype: np.dtype[Any], value: int) -> bool:
 
 
 def _check_filters(volume: Hdf5Volume, made: h5py.h5p.PropDCID) -> None:
-    """Compressed data need their filter; hdf5plugin brings most, once it is imported."""
+    """Check that the filters of the dataset are installed; importing hdf5plugin provides most of them."""
     missing = [f for f in map(made.get_filter, range(made.get_nfilters())) if not h5py.h5z.filter_avail(f[0])]
     if missing and find_spec("hdf5plugin"):
         import_module("hdf5plugin")
@@ -373,5 +373,5 @@ def _check_filters(volume: Hdf5Volume, made: h5py.h5p.PropDCID) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """The library's words without its `[Errno ..] Unable to synchronously open file (...)` around them."""
+    """Return the library's message without the `[Errno ..] Unable to synchronously open file (...)` around it."""
     return excerpt(str(error).partition("(")[2].removesuffix(")") or str(error))

@@ -1,7 +1,7 @@
-"""Packed chunks of HDF5 datasets, looked at before HDF5 unpacks them: its filters take what memory a chunk asks for.
+"""Check compressed chunks before HDF5 unpacks them, since its filters allocate what a chunk asks for.
 
-Bounded are deflate, LZF, bzip2, Blosc, Blosc2, LZ4, bitshuffle and Zstandard. Other filters (szip, zfp, SZ and others)
-are not, nor are chunks of the sources of a virtual dataset.
+Checked are deflate, LZF, bzip2, Blosc, Blosc2, LZ4, bitshuffle and Zstandard. Other filters (szip, zfp, SZ and others)
+are not checked, nor are chunks of the sources of a virtual dataset.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from znnpy.volume.regions import Region
 
 FLETCHER32, BITSHUFFLE = 3, 32008
 CHECKSUM_BYTES = 4
-STREAMS = {1: "zlib", 307: "bz2"}  # filters whose data do not say how large they are
+STREAMS = {1: "zlib", 307: "bz2"}  # filters whose data do not state their unpacked size
 LZF, BLOSC, LZ4, ZSTD, BLOSC2 = 32000, 32001, 32004, 32015, 32026
 PACKERS = frozenset((*STREAMS, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2))
-MOST_RATIO = {1: 1032, LZF: 88}  # bytes that one byte unpacks to at most
-HARMLESS_BYTES = 2**20  # that any chunk may unpack to
-REMEMBERED = 4096  # chunks that were looked at and are not looked at again
+MOST_RATIO = {1: 1032, LZF: 88}  # largest number of bytes that one byte unpacks to
+HARMLESS_BYTES = 2**20  # size to which any chunk may unpack
+REMEMBERED = 4096  # checked chunks that are not checked again
 
 
 class CompressedChunks:
-    """The chunks of one dataset whose size, unpacked, is looked at before they are read."""
+    """The chunks of one dataset, whose unpacked size is checked before they are read."""
 
     def __init__(self, dataset: h5py.h5d.DatasetID, stored: Stored, name: str) -> None:
-        """Chunks of `dataset`, which errors call `name`. VolumeError: they are packed more than once."""
+        """Inspect the filters of `dataset`, called `name` in errors. VolumeError if chunks are packed twice."""
         made = dataset.get_create_plist()
         self._dataset, self._chunk, self._name = dataset, stored.chunk, name
         self._chunk_bytes = prod(stored.chunk) * stored.itemsize
@@ -58,19 +58,19 @@ class CompressedChunks:
         self._packer = packers[0] if packers and stored.chunk else None
         if self._packer is not None and codes[self._packer] == BITSHUFFLE:
             settings = filters[self._packer][2]
-            if len(settings) < 5 or not settings[4]:  # it only changes the order of bits
+            if len(settings) < 5 or not settings[4]:  # it only reorders bits
                 self._packer = None
         self._codes = codes
         self._seen: dict[tuple[int, ...], None] = {}
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def check(self, box: Region) -> None:
-        """VolumeError where a stored chunk that the box touches unpacks to more than a chunk has."""
+        """Raise VolumeError if a stored chunk that the box touches unpacks to more bytes than a chunk has."""
         if self._packer is None:
             return
         ranges = [range(lo // n, -(-hi // n)) for lo, hi, n in zip(box.lo, box.hi, self._chunk, strict=True)]
         buffer = np.empty(max(most_bytes(self._chunk_bytes), HARMLESS_BYTES), np.uint8)
-        with self._turn:
+        with self._lock:
             for index in product(*ranges):
                 if index not in self._seen:
                     self._check(index, self._packer, buffer)
@@ -88,8 +88,8 @@ class CompressedChunks:
         except ValueError as error:
             raise self._too_large(index, f"takes more than {most:,} bytes of the file ({error})") from None
         except HDF5_ERRORS:
-            return  # the chunk is not stored, or reading its voxels says what is wrong with it
-        for number in range(len(self._codes) - 1, packer, -1):  # checksums behind the packed data
+            return  # the chunk is not stored, or reading its voxels reports the damage
+        for number in range(len(self._codes) - 1, packer, -1):  # checksums after the packed data
             if not mask >> number & 1:
                 data = data[:-CHECKSUM_BYTES]
         if mask >> packer & 1:
@@ -107,9 +107,9 @@ class CompressedChunks:
 
 
 def check_unpacked(code: int, data: memoryview, most: int) -> None:
-    """ChunkTooLargeError where data of the HDF5 filter `code` unpack to more than `most` bytes.
+    """Raise ChunkTooLargeError if data of the HDF5 filter `code` unpack to more than `most` bytes.
 
-    Data that are damaged otherwise are left to the filter, which refuses them.
+    Other damage is left to the filter, which refuses it.
     """
     if len(data) * MOST_RATIO.get(code, most) <= most:
         return
@@ -119,7 +119,7 @@ def check_unpacked(code: int, data: memoryview, most: int) -> None:
         except ChunkTooLargeError:
             raise
         except ValueError:
-            return  # the filter meets the same damage after as few bytes
+            return  # the filter meets the same damage after equally few bytes
     elif code == LZF:
         size = lzf_bytes(data, most)
         if size > most:

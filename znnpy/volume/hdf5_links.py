@@ -1,6 +1,6 @@
-"""Datasets of HDF5 files by name: links are followed one by one, and no file is opened that is not a regular one.
+"""Find datasets of HDF5 files by name: links are followed one by one, and only regular files are opened.
 
-HDF5 opens the files that external links name by itself, and would wait for a pipe. A name is any sequence of bytes.
+HDF5 itself opens any file that an external link names, and would wait for a pipe. A name is any sequence of bytes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from znnpy.errors import VolumeError
 from znnpy.messages import excerpt
 
 INDEX_BYTES = 4 * 2**20  # the index of chunks, and other metadata, that HDF5 keeps of a file
-OTHER_DEGREE = "file close degree doesn't match"  # what HDF5 says where a file is open in another way
-MOST_LINKS = 32  # soft or external ones behind each other; more lead in a circle
-# Errors that h5py raises where a file is damaged, or is not as its caller takes it to be.
+OTHER_DEGREE = "file close degree doesn't match"  # HDF5's message if a file is open in another way
+MOST_LINKS = 32  # soft or external links in a row; more are a cycle
+# Errors that h5py raises for a damaged file, or one that is not as its caller assumes.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
 
 
 class MissingTargetError(Exception):
-    """An external link leads to a file or a dataset that is missing: a sentence without its end."""
+    """An external link leads to a missing file or dataset. The text is a sentence without its end."""
 
 
 def shown(name: bytes) -> str:
-    """A name of HDF5 as text; bytes that are not UTF-8 as escapes such as `\\xe9`."""
+    """Return an HDF5 name as text, with bytes that are not UTF-8 as escapes such as `\\xe9`."""
     return name.decode("utf-8", "backslashreplace")
 
 
 def open_file(path: Path, degree: int = h5py.h5f.CLOSE_WEAK) -> h5py.h5f.FileID:
-    """The HDF5 file at `path`, open for reading, with a bound on its index. HDF5_ERRORS where that is not possible.
+    """Open the HDF5 file at `path` for reading, with a limit on its index. HDF5_ERRORS where that is not possible.
 
-    degree  what becomes of its datasets when the file is closed. HDF5 opens one file of a process in one way only, and
-            sources of virtual datasets always so that their datasets stay open (CLOSE_WEAK).
+    degree  whether its datasets stay open when the file is closed. Within a process HDF5 opens a file with one degree
+            only, and sources of virtual datasets always with CLOSE_WEAK, where they stay open.
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(degree)
@@ -62,13 +62,13 @@ def open_shared(path: Path) -> h5py.h5f.FileID:
 def dataset_named(
     file: h5py.h5f.FileID, name: bytes, path: Path, files: set[Path] | None = None
 ) -> h5py.h5d.DatasetID | None:
-    """The dataset `name` of the file, opened; None where there is none. No voxel and no shape is read.
+    """Open the dataset `name` of the file; None where there is none. No voxel and no shape is read.
 
     path   of the file
-    files  gains those that external links lead through
+    files  gains the files that external links lead through
 
-    VolumeError: links that lead in a circle, or to something that is not a regular file. MissingTargetError: an
-    external link leads to nothing.
+    VolumeError: links form a cycle, or lead to something that is not a regular file. MissingTargetError: the target of
+    an external link is missing.
     """
     found = _object_named(file, name, path, set() if files is None else files, 0)
     return found if isinstance(found, h5py.h5d.DatasetID) else None
@@ -77,7 +77,7 @@ def dataset_named(
 def _object_named(
     file: h5py.h5f.FileID, name: bytes, path: Path, files: set[Path], links: int
 ) -> h5py.h5i.ObjectID | None:
-    """The group or dataset `name`, behind so many links of other files; None where there is none."""
+    """Open the group or dataset `name`, which `links` links of other files led to; None where there is none."""
     at: h5py.h5i.ObjectID = h5py.h5g.open(file, b"/")
     parts = deque(_parts(name))
     while parts:
@@ -91,7 +91,7 @@ def _object_named(
             links += 1
         if links > MOST_LINKS:
             raise VolumeError(
-                f"{path}: the links of {excerpt(shown(name))} lead in a circle; name a dataset that is not a link"
+                f"{path}: the links of {excerpt(shown(name))} form a cycle; name a dataset that is not a link"
             )
         if kind == h5py.h5l.TYPE_SOFT:
             target = at.links.get_val(part)
@@ -120,9 +120,9 @@ def _parts(name: bytes) -> list[bytes]:
 
 
 def all_datasets(file: h5py.h5f.FileID) -> list[tuple[bytes, h5py.h5d.DatasetID]]:
-    """Name and dataset of every one in the file, by name; groups are searched, soft and external links left out.
+    """List name and dataset of every dataset in the file, sorted by name. Soft and external links are not followed.
 
-    HDF5's own way to visit all objects looks into every index of chunks, and crashes where one is damaged.
+    HDF5's own function to visit all objects reads every index of chunks, and crashes where one is damaged.
     """
     found: list[tuple[bytes, h5py.h5d.DatasetID]] = []
     waiting: list[tuple[bytes, h5py.h5g.GroupID]] = [(b"", h5py.h5g.open(file, b"/"))]
@@ -135,7 +135,7 @@ def all_datasets(file: h5py.h5f.FileID) -> list[tuple[bytes, h5py.h5d.DatasetID]
             link = group.links.get_info(part)
             if link.type != h5py.h5l.TYPE_HARD or link.u in seen:
                 continue
-            seen.add(link.u)  # address of what it leads to
+            seen.add(link.u)  # address of the link's target
             item = h5py.h5o.open(group, part)
             if isinstance(item, h5py.h5g.GroupID):
                 waiting.append((above + part + b"/", item))
@@ -145,29 +145,29 @@ def all_datasets(file: h5py.h5f.FileID) -> list[tuple[bytes, h5py.h5d.DatasetID]
 
 
 def regular_source(name: str, origin: Path, prefix: str, *, beside: bool = True) -> Path | None:
-    """The file that HDF5 would open for `name`, which the file `origin` holds; None where there is none.
+    """Return the file that HDF5 would open for `name` as stored in the file `origin`; None where there is none.
 
-    prefix  name of the environment variable that holds folders to look into first
-    beside  look into the folder of `origin` too, before the current one
+    prefix  name of the environment variable that lists folders to search first
+    beside  search the folder of `origin` too, before the current one
 
-    VolumeError where one of the places holds something that is not a regular file.
+    VolumeError if one of the places holds something that is not a regular file.
     """
     for path in _places(name, origin, prefix, beside):
         try:
             mode = path.stat().st_mode
-        except (OSError, ValueError):  # not there; or a name that no file can have
+        except (OSError, ValueError):  # missing, or a name that no file can have
             continue
         if stat.S_ISREG(mode):
             return path
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
         raise VolumeError(
-            f"{origin} refers to {excerpt(path)}, which is {kind}, not a regular file; put the file there that is meant"
+            f"{origin} refers to {excerpt(path)}, which is {kind}, not a regular file; put the intended file there"
         )
     return None
 
 
 def _places(name: str, origin: Path, prefix: str, beside: bool) -> Iterator[Path]:
-    """Yield the places in which HDF5 looks for a file, in its order."""
+    """Yield the places where HDF5 searches for a file, in its order."""
     if beside and os.path.isabs(name):
         yield Path(name)
         name = os.path.basename(name)

@@ -9,21 +9,21 @@ import h5py
 
 from znnpy.volume.regions import Region
 
-UNLIMITED = 2**63  # counts and blocks from here on grow with the dataset
+UNLIMITED = 2**63  # this count or block size, and any larger one, grows with the dataset
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The selected part of a dataset."""
 
-    box: Region  # smallest one around all of it; around the first block where it grows
-    axis: int | None = None  # along which it grows with its dataset
-    step: int = 0  # from one block to the next along that axis
-    is_box: bool = True  # everything in the box is selected, or would be if it grew
+    box: Region  # smallest box around all of it; around the first block if it grows
+    axis: int | None = None  # axis along which it grows with its dataset
+    step: int = 0  # distance from one block to the next along that axis
+    is_box: bool = True  # everything in the box is selected, also when it grows
 
     @classmethod
     def of(cls, space: h5py.h5s.SpaceID) -> Selection | None:
-        """The selection of a dataspace; None where it is all of a dataset whose shape is not stored."""
+        """Return the selection of a dataspace; None if it is all of a dataset whose shape is not stored."""
         kind = space.get_select_type()
         if kind == h5py.h5s.SEL_ALL:
             return cls(Region((0,) * len(space.shape), tuple(space.shape))) if space.shape else None
@@ -51,17 +51,17 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One source of a virtual dataset, or a series of them: one for each block along an axis."""
+    """One source of a virtual dataset, or a series of sources: one for each block along an axis."""
 
     file: str  # as stored
     dataset: str
-    place: Selection
-    extent: tuple[int, ...]  # of the virtual dataset when it was made
-    taken: Selection | None  # of the source; None: all of it
+    place: Selection  # of the virtual dataset
+    extent: tuple[int, ...]  # shape of the virtual dataset when it was made
+    taken: Selection | None  # of the source; None: the whole source
 
     @classmethod
     def of(cls, made: h5py.h5p.PropDCID, number: int) -> Mapping:
-        """Mapping number `number` of a virtual dataset."""
+        """Return mapping number `number` of a virtual dataset."""
         virtual = made.get_virtual_vspace(number)
         place = Selection.of(virtual)
         assert place is not None  # the shape of the virtual dataset is stored
@@ -70,18 +70,18 @@ class Mapping:
 
     @property
     def is_series(self) -> bool:
-        """Names with %b stand for one source for each block, counted from 0."""
+        """Whether the names contain %b, which stands for the number of a block: one source for each, counted from 0."""
         return self.place.axis is not None and "%b" in (self.file + self.dataset).replace("%%", "")
 
     def names(self, block: int) -> tuple[str, str]:
-        """Names of the file and the dataset that block number `block` comes from."""
+        """Return the names of the file and the dataset that block number `block` comes from."""
         file, dataset = (
             "%".join(part.replace("%b", str(block)) for part in name.split("%%")) for name in (self.file, self.dataset)
         )
         return file, dataset
 
     def box(self, block: int, shape: tuple[int, ...], *, rest: bool) -> Region:
-        """Return the box of the block in a virtual dataset of this shape; `rest` adds all behind it along the axis."""
+        """Return the box of the block in a virtual dataset of this shape; `rest` extends it to the end of the axis."""
         box, axis = self.place.box, self.place.axis
         if axis is None:
             return box
@@ -92,9 +92,9 @@ class Mapping:
         return box
 
     def of_source(self, part: Region, shape: tuple[int, ...], box: Region) -> Region | None:
-        """Return the place of a part of a source of this shape that is mapped to `box`; None if it is not one box.
+        """Return where a part of a source of this shape, which is mapped to `box`, lies; None if it is not one box.
 
-        The part is cut to what is mapped, and may hold nothing then.
+        The part is clipped to what is mapped, and may then be empty.
         """
         if self.taken is not None and len(self.taken.box.lo) != len(shape):
             return None
@@ -117,7 +117,7 @@ class Mapping:
         return Region(tuple(lo), tuple(hi))
 
     def fits(self, shape: tuple[int, ...], box: Region) -> bool:
-        """A source of this shape holds all that is mapped to `box`."""
+        """Return whether a source of this shape holds everything that is mapped to `box`."""
         if self.taken is None:
             of_box = self.place.is_box and self.place.axis is None
             return not of_box or Region((0,) * len(shape), shape).elements == box.elements

@@ -1,7 +1,7 @@
-"""Voxels of HDF5 datasets that lie in other files: found, and named where they are not there.
+"""Find the other files that hold voxels of HDF5 datasets, and report those that are missing.
 
-HDF5 reads a fill value, without a word, where the source of a virtual dataset or the end of an external file is
-missing, and ends the process where a virtual dataset is its own source. So all sources are looked at before a read.
+HDF5 silently reads a fill value where the source of a virtual dataset or the end of an external file is missing, and
+crashes if a virtual dataset is its own source. So all sources are inspected before a read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from znnpy.volume.hdf5_mapping import Mapping
 from znnpy.volume.hdf5_unwritten import unmapped, unwritten
 from znnpy.volume.regions import Region, run_of
 
-MOST_NESTED = 16  # virtual datasets that are sources of each other
-MOST_MAPPINGS = 10**6  # of one virtual dataset to its sources
+MOST_NESTED = 16  # virtual datasets in a chain of sources
+MOST_MAPPINGS = 10**6  # mappings of one virtual dataset to its sources
 
 Key = tuple[int, int, bytes]  # device and inode of a file, name of a dataset in it
 
@@ -42,17 +42,17 @@ class Missing:
     region: Region  # along the axes of the dataset
     why: str  # "the source file plane2.h5 is missing", for example
     is_exact: bool  # every element of the region is missing, and it lies within the dataset
-    is_read: bool = False  # HDF5 reads a fill value there without asking: it was never written
-    has_value: bool = True  # there is a fill value; without one HDF5 leaves the memory as it is
+    is_read: bool = False  # HDF5 silently reads a fill value there, since it was never written
+    has_value: bool = True  # there is a fill value; without one HDF5 leaves the memory unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The storage layout of a dataset in its file."""
 
-    chunk: tuple[int, ...]  # elements along each axis; () where it is not cut into chunks
+    chunk: tuple[int, ...]  # elements along each axis; () for a layout without chunks
     itemsize: int
-    is_packed: bool  # chunks go through filters, so each is read whole
+    is_packed: bool  # chunks pass through filters, so each is read completely
 
     @classmethod
     def of(cls, dataset: h5py.h5d.DatasetID, made: h5py.h5p.PropDCID) -> Stored:
@@ -62,32 +62,32 @@ class Stored:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of a chunk that is read whole, unpacked; 0 where only what is needed is read."""
+        """Unpacked bytes of a chunk, if chunks are read whole; 0 if only the needed part is read."""
         return prod(self.chunk) * self.itemsize if self.is_packed else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One source of a virtual dataset, looked at."""
+    """One source of a virtual dataset, after inspection."""
 
     shape: tuple[int, ...]
     missing: Sequence[Missing]
 
 
 class Sources:
-    """Everything that a dataset is made of, looked at without reading a voxel."""
+    """All sources of a dataset, inspected without reading a voxel."""
 
     def __init__(self) -> None:
-        self.stored: dict[Key, Stored] = {}  # every dataset that is no virtual one
-        self.files: set[Path] = set()  # that are read, or lead to one that is
+        self.stored: dict[Key, Stored] = {}  # every dataset that is not virtual
+        self.files: set[Path] = set()  # files that are read, or lead to one that is
         self._known: dict[Key, list[Missing]] = {}
         self._looked: dict[tuple[Path, str, str], _Source | str] = {}
-        self._trail: list[Key] = []  # virtual datasets, each a source of the one before it
+        self._trail: list[Key] = []  # chain of virtual datasets, each a source of the one before
 
     def missing(self, dataset: h5py.h5d.DatasetID, path: Path) -> list[Missing]:
         """Find what is missing of the dataset; `path` is the file that holds it.
 
-        VolumeError: a virtual dataset is its own source, directly or through others; a source is no regular file.
+        VolumeError: a virtual dataset is its own source, directly or through others; a source is not a regular file.
         """
         made = dataset.get_create_plist()
         self.files |= {path, Path(os.fsdecode(h5py.h5f.get_name(dataset)))}
@@ -122,11 +122,11 @@ class Sources:
             mapping = Mapping.of(made, number)
             source, block = self._look(path, *mapping.names(0)), 0
             looked.append((mapping, block, source))
-            while mapping.is_series and not isinstance(source, str):  # HDF5 stops at the first missing one as well
+            while mapping.is_series and not isinstance(source, str):  # HDF5 too stops at the first missing one
                 block += 1
                 source = self._look(path, *mapping.names(block))
                 looked.append((mapping, block, source))
-        shape = tuple(dataset.shape)  # HDF5 opens sources to tell it: not before they are known
+        shape = tuple(dataset.shape)  # HDF5 opens sources to determine it, so they are inspected first
         lost = [one for mapping, block, source in looked for one in _lost(mapping, block, source, shape)]
         boxes = [
             mapping.box(block, tuple(map(max, shape, mapping.extent)), rest=isinstance(source, str))
@@ -136,7 +136,7 @@ class Sources:
         return lost + [Missing(rest, why, True, True, has_value) for rest in unmapped(shape, boxes)]
 
     def _look(self, path: Path, file_name: str, name: str) -> _Source | str:
-        """A source of a dataset in the file `path`; or why it is not there."""
+        """Return a source of a dataset in the file `path`, or why it is missing."""
         asked = (path, file_name, name)
         if asked not in self._looked:
             found = path if file_name == "." else regular_source(file_name, path, "HDF5_VDS_PREFIX")
@@ -191,12 +191,12 @@ def _lost(mapping: Mapping, block: int, source: _Source | str, shape: tuple[int,
 
 
 def fills(made: h5py.h5p.PropDCID) -> bool:
-    """Say if HDF5 reads a fill value where nothing was written; else it leaves the memory as it is."""
+    """Return whether HDF5 reads a fill value where nothing was written; else it leaves the memory unchanged."""
     return bool(made.get_fill_time() != h5py.h5d.FILL_TIME_NEVER and made.fill_value_defined() != 0)
 
 
 def _never_written(dataset: h5py.h5d.DatasetID) -> Iterator[Missing]:
-    """Yield what was never written of a source that is not a virtual dataset."""
+    """Yield the parts never written of a source that is not a virtual dataset."""
     made = dataset.get_create_plist()
     if made.get_layout() in (h5py.h5d.CHUNKED, h5py.h5d.CONTIGUOUS):
         why, has_value = "chunks of the sources are missing at", fills(made)
@@ -205,7 +205,7 @@ def _never_written(dataset: h5py.h5d.DatasetID) -> Iterator[Missing]:
 
 
 def _cut_short(dataset: h5py.h5d.DatasetID, made: h5py.h5p.PropDCID, path: Path, files: set[Path]) -> Iterator[Missing]:
-    """Yield what is missing of a dataset stored in external files; `files` gains those that are there."""
+    """Yield what is missing of a dataset stored in external files; add the files that exist to `files`."""
     if not made.get_external_count():
         return
     shape, itemsize = tuple(dataset.shape), dataset.get_type().get_size()

@@ -1,7 +1,7 @@
-"""The voxel size that attributes of an HDF5 dataset state. Attributes of other programs never stop a run.
+"""Read the voxel size from the attributes of an HDF5 dataset. Attributes of other programs never stop a run.
 
-Read are `resolution`, `translation`, `units` and `axes`, which outputs of znnpy carry, and `element_size_um` of ilastik
-and Fiji: (z, y, x) in micrometres.
+The attributes are `resolution`, `translation`, `units` and `axes`, which outputs of znnpy have, and `element_size_um`
+of ilastik and Fiji: (z, y, x) in micrometres.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from znnpy.messages import excerpt
 from znnpy.volume.hdf5_links import HDF5_ERRORS
 from znnpy.volume.space import AXES, LONGEST_NAME, Space
 
-MOST = 1e300  # of a number that says a size or a place
+MOST = 1e300  # upper limit of sizes and positions
 NO_UNIT = (None, None, None)
 MICROMETERS = ("micrometer", "micrometer", "micrometer")
 
@@ -30,7 +30,7 @@ class _Odd(ValueError):
 def space_of(dataset: h5py.h5d.DatasetID, name: str) -> Space | None:
     """Read the space from the attributes of `dataset`; None if they hold none, or none that can be used.
 
-    name  of the volume, for the line of the log that tells of attributes that cannot be used
+    name  of the volume, for the log line about attributes that cannot be used
     """
     try:
         scale = _numbers(dataset, "resolution")
@@ -48,7 +48,7 @@ def space_of(dataset: h5py.h5d.DatasetID, name: str) -> Space | None:
 
 
 def _numbers(dataset: h5py.h5d.DatasetID, name: str) -> tuple[float, float, float] | None:
-    """Three finite numbers, (z, y, x); None where there is no such attribute."""
+    """Return three finite numbers, (z, y, x); None where there is no such attribute."""
     if not h5py.h5a.exists(dataset, name.encode()):
         return None
     attribute = h5py.h5a.open(dataset, name.encode())
@@ -82,7 +82,7 @@ def _text(dataset: h5py.h5d.DatasetID, name: str) -> str | None:
 
 
 def _units(text: str | None) -> tuple[str | None, str | None, str | None]:
-    """Units of z, y and x from `nanometer,nanometer,nanometer`; an empty one is none."""
+    """Return the units of z, y and x from `nanometer,nanometer,nanometer`; None for an empty one."""
     if text is None:
         return NO_UNIT
     units = text.split(",")

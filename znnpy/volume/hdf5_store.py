@@ -39,12 +39,14 @@ THREAD_BYTES = 2**20  # bytes of a box for each thread: written in 0.5 ms (`writ
 
 
 class Hdf5Store(Store):
-    """Dataset `prediction`: (c, z, y, x), or (z, y, x) where c is 1."""
+    """An HDF5 file with the dataset `prediction`: (c, z, y, x), or (z, y, x) where c is 1."""
 
     def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
         self._size: Vec3 = (shape[1], shape[2], shape[3])
         self._chunk = chunk_of(self._size)
-        self._buffers = [np.empty(self._chunk, dtype) for _ in range(THREADS)]  # untouched, they take no memory
+        self._buffers = [
+            np.empty(self._chunk, dtype) for _ in range(THREADS)
+        ]  # they take no memory until they are used
         self._path = path
         self._file = reopen(path)
         try:
@@ -63,7 +65,7 @@ class Hdf5Store(Store):
         layout.set_chunk(chunk if shape[0] == 1 else (1, *chunk))
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        # v108: understood everywhere, and attributes may pass 64 KiB (plans do).
+        # All programs read format v108, and it allows attributes above 64 KiB, which plans need.
         with h5py.File(path, "x", libver=("v108", "v108"), alignment_threshold=PAGE, alignment_interval=PAGE) as file:
             made = os.fstat(file.id.get_vfd_handle())
             space = h5py.h5s.create_simple(stored)
@@ -95,7 +97,7 @@ class Hdf5Store(Store):
         def write(buffer: npt.NDArray[Any]) -> None:
             try:
                 self._write_chunks(left, box, voxels, buffer)
-            except BaseException as error:  # whatever it is, the calling thread raises it
+            except BaseException as error:  # the calling thread raises it, whatever it is
                 errors.append(error)
                 left.clear()
 
@@ -104,12 +106,12 @@ class Hdf5Store(Store):
         threads = [threading.Thread(target=write, args=(other,), name="znnpy-chunks", daemon=True) for other in others]
         try:
             for thread in threads:
-                with suppress(RuntimeError):  # there are too many: this one writes it all
+                with suppress(RuntimeError):  # too many threads: this one writes everything
                     thread.start()
             self._write_chunks(left, box, voxels, own)
             _wait_for(threads)
         finally:
-            left.clear()  # after a failure, or an interrupt: nobody writes on
+            left.clear()  # after a failure or an interrupt the other threads stop
             _wait_for(threads)
         if errors:
             raise errors.pop()
@@ -126,7 +128,7 @@ class Hdf5Store(Store):
     def _write_chunks(
         self, left: deque[tuple[Vec3, int]], box: Box, voxels: npt.NDArray[Any], buffer: npt.NDArray[Any]
     ) -> None:
-        """Take chunks until none is left, and write what `box` covers of each."""
+        """Take chunks until none is left, and write the part of each that `box` covers."""
         for index, channel in _taken(left):
             lo = multiply(index, self._chunk)
             chunk = Box(lo, add(lo, self._chunk))
@@ -146,7 +148,7 @@ class Hdf5Store(Store):
         while room:
             count = os.preadv(self._file.fileno(), [room], address)
             if not count:
-                raise OSError(f"{self._path} ends at byte {address}: something else cut it short")
+                raise OSError(f"{self._path} ends at byte {address}: another program cut it short")
             room, address = room[count:], address + count
 
     def _write(self, planes: npt.NDArray[Any], address: int) -> None:
@@ -157,14 +159,14 @@ class Hdf5Store(Store):
 
 
 def _wait_for(threads: Iterable[threading.Thread]) -> None:
-    """Until those that began have ended."""
+    """Wait until the threads that were started have ended."""
     for thread in threads:
         if thread.ident is not None:
             thread.join()
 
 
 def _taken(left: deque[tuple[Vec3, int]]) -> Iterator[tuple[Vec3, int]]:
-    """What is left, one by one; other threads may take from it too."""
+    """Yield what is left, one by one; other threads may take from it too."""
     while True:
         try:
             yield left.popleft()
@@ -175,7 +177,7 @@ def _taken(left: deque[tuple[Vec3, int]]) -> Iterator[tuple[Vec3, int]]:
 def _addresses(
     path: Path, opened: FileIO, shape: tuple[int, int, int, int], dtype: np.dtype[Any]
 ) -> npt.NDArray[np.int64]:
-    """Byte in the file `opened` where each chunk begins: (c, chunks along z, y, x) int64."""
+    """Return the byte in the file `opened` where each chunk begins: (c, chunks along z, y, x) int64."""
     chunk = chunk_of((shape[1], shape[2], shape[3]))
     try:
         with h5py.File(path, "r") as file:
@@ -195,7 +197,7 @@ def _addresses(
 
 
 def _chunk_addresses(dataset: h5py.Dataset, chunk: Vec3, file_bytes: int) -> npt.NDArray[np.int64]:
-    """Byte where each chunk begins; ValueError unless all are inside the file, and none is on another."""
+    """Return the byte where each chunk begins; ValueError if one is outside the file or overlaps another."""
     shape = (1,) * (4 - dataset.ndim) + dataset.shape
     addresses = np.full((shape[0], *ceil_divide((shape[1], shape[2], shape[3]), chunk)), -1, np.int64)
 
@@ -209,12 +211,12 @@ def _chunk_addresses(dataset: h5py.Dataset, chunk: Vec3, file_bytes: int) -> npt
     begins = np.sort(addresses, axis=None)
     ends = np.append(begins[1:], file_bytes)
     if begins[0] < 0 or (ends - begins < chunk_bytes).any():
-        raise ValueError(f"chunks of {chunk_bytes} bytes are missing, on top of each other, or beyond the end")
+        raise ValueError(f"chunks of {chunk_bytes} bytes are missing, overlap, or lie beyond the end")
     return addresses
 
 
 def _dataset(file: h5py.File) -> h5py.Dataset:
-    """The prediction in the file itself; ValueError where there is none, or a link to another file."""
+    """Return the prediction stored in the file itself; ValueError where there is none, or a link to another file."""
     link = file.get(DATASET, getlink=True)
     dataset = file.get(DATASET) if isinstance(link, h5py.HardLink) else None
     if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
@@ -223,6 +225,6 @@ def _dataset(file: h5py.File) -> h5py.Dataset:
 
 
 def _check_same(path: Path, one: os.stat_result, other: os.stat_result) -> None:
-    """OSError unless both are of one file: `path` was given to a library, which may have opened another by then."""
+    """Raise OSError unless both are one file: the library that opens `path` may find another file there."""
     if not os.path.samestat(one, other):
-        raise OSError(f"{path} was replaced by another file while it was opened")
+        raise OSError(f"{path} was replaced by another file while it was being opened")

@@ -1,4 +1,4 @@
-"""Elements of HDF5 datasets that nobody wrote: chunks that are not stored, and elements that no source is mapped to."""
+"""Find elements of HDF5 datasets that were never written: chunks not stored, and elements without a source."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy.typing as npt
 from znnpy.errors import VolumeError
 from znnpy.volume.regions import Region
 
-MOST_CELLS = 10**8  # chunks of one source, or cells between the edges of its mappings: a byte each
+MOST_CELLS = 10**8  # chunks of one source, or cells between the edges of its mappings; each takes a byte
 
 
 def unwritten(dataset: h5py.h5d.DatasetID, chunk: Sequence[int]) -> Iterator[Region]:
-    """Regions of a dataset whose chunks are not stored; `chunk` is () where it is not cut into chunks.
+    """Yield the regions of a dataset whose chunks are not stored; `chunk` is () for a layout without chunks.
 
-    VolumeError: some of more than MOST_CELLS chunks are missing.
+    VolumeError: chunks are missing, and there are more than MOST_CELLS chunks.
     """
     shape = tuple(dataset.shape or ())
     if not prod(shape):
@@ -48,7 +48,7 @@ def unwritten(dataset: h5py.h5d.DatasetID, chunk: Sequence[int]) -> Iterator[Reg
 
 
 def unmapped(shape: tuple[int, ...], boxes: Sequence[Region]) -> Iterator[Region]:
-    """Regions of a dataset of this shape that lie in none of the boxes."""
+    """Yield the regions of a dataset of this shape that lie in none of the boxes."""
     if not prod(shape):
         return
     every = Region((0,) * len(shape), shape)
@@ -59,7 +59,7 @@ def unmapped(shape: tuple[int, ...], boxes: Sequence[Region]) -> Iterator[Region
     ]
     index = [{at: number for number, at in enumerate(along)} for along in edges]
     counts = tuple(len(along) - 1 for along in edges)
-    if prod(counts) > MOST_CELLS:  # boxes that lie in no grid
+    if prod(counts) > MOST_CELLS:  # the boxes do not form a grid
         yield from every.without(boxes)
         return
     cells = np.zeros(counts, np.bool_)
@@ -70,7 +70,7 @@ def unmapped(shape: tuple[int, ...], boxes: Sequence[Region]) -> Iterator[Region
 
 
 def _empty(cells: npt.NDArray[np.bool_], edges: Sequence[Sequence[int]]) -> Iterator[Region]:
-    """Regions of the cells that are False, one for each run along the last axis; `edges` are where cells begin."""
+    """Yield the regions of the cells that are False, one for each run along the last axis; cells begin at `edges`."""
     ends = np.diff(np.pad(~cells, [(0, 0)] * (cells.ndim - 1) + [(1, 1)]).astype(np.int8), axis=-1)
     for first, last in zip(np.argwhere(ends == 1), np.argwhere(ends == -1), strict=True):
         lo, hi = first.tolist(), [*(first[:-1] + 1).tolist(), int(last[-1])]

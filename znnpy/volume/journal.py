@@ -1,8 +1,8 @@
-"""The journal of an unfinished output: what the job is, and which columns of it are on disk. Loads no numpy.
+"""The journal of an unfinished output: the job, and which of its columns are on disk. Loads no numpy.
 
-First line: that it is a journal, the run's id, and whether the run may replace an output. Second line: the header.
-Every further line: a list of columns that were synced to disk before the line was written, and its checksum. A run that
-was killed may leave half a last line; it is ignored, and cut off before the next is written.
+The first line marks the file as a journal, and holds the run's id and whether the run may replace an output. The second
+line is the header. Every further line is a list of columns, synced to disk before the line was written, and a checksum.
+A killed run may leave an incomplete last line; it is ignored, and removed before the next one is written.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MAGIC = b"znnpy journal 2 "  # and 16 hexadecimal digits, the run's id, and NEW 
 NEW, REPLACES = b" new\n", b" replaces\n"
 FIRST_LINE = re.compile(rb"%s([0-9a-f]{16}) (new|replaces)\n" % MAGIC)
 RECORD = re.compile(rb"\[(\d{1,9}(?:, \d{1,9})*)\] ([0-9a-f]{8})\n")
-MOST_LINE_BYTES = 2**24  # of the header, or of one record: longer ones are damage
-MOST_COLUMNS = 2**26  # of an output: a byte each is taken before anything else is known
-COLUMNS_A_RECORD = 2**16  # longer lists take several lines
+MOST_LINE_BYTES = 2**24  # of the header or of a record: longer lines are damaged
+MOST_COLUMNS = 2**26  # of an output: each takes a byte before anything else is known
+COLUMNS_A_RECORD = 2**16  # columns per line; longer lists take several lines
 
 
 class Settings(TypedDict, total=False):
-    """The settings that decide the bytes of a run beside its plan."""
+    """The settings that determine the output bytes of a run, besides its plan."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
@@ -51,29 +51,29 @@ class JournalHeader:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    job: dict[str, Any]  # what identifies the job; JSON types
+    job: dict[str, Any]  # identifies the job; JSON types
     settings: Settings
     plan: str  # plan.json
-    blas: str  # kernels BLAS ran
+    blas: str  # kernels that BLAS ran
     columns: int  # how many the output has
-    wisdom: dict[str, str] = field(default_factory=dict)  # FFTW's, by transform; the others were estimated
+    wisdom: dict[str, str] = field(default_factory=dict)  # of FFTW, by transform; other transforms were estimated
 
 
 def default_output(volume: Path, network: str) -> Path:
-    """Return the default path of an output: beside the volume, `<volume>_<network>.h5`, or `.zarr` if that is one."""
+    """Return the default path of an output, beside the volume: `<volume>_<network>.h5`, or `.zarr` for a .zarr."""
     word = re.sub(r"[^\w.+-]+", "_", network)  # a network may be called lab/net, a file may not
     return volume.with_name(f"{volume.stem}_{word}{'.zarr' if volume.suffix == '.zarr' else '.h5'}")
 
 
 def journal_path(out: Path) -> Path:
-    """Where the journal of the output `out` lies."""
+    """Return the path of the journal of the output `out`."""
     return out.with_name(out.name + ".journal")
 
 
 def read_header(out: Path) -> JournalHeader | None:
-    """Header of the journal beside the output `out`; None when there is none, or one that was never whole.
+    """Read the header of the journal of the output `out`; None if there is none, or if it was never complete.
 
-    ResumeError when it is damaged, OutputError when no run wrote it, OSError where it cannot be read.
+    ResumeError if it is damaged, OutputError if no run wrote it, OSError if it cannot be read.
     """
     journal = Journal(journal_path(out))
     try:
@@ -86,7 +86,7 @@ def read_header(out: Path) -> JournalHeader | None:
 
 
 class ColumnSet(Set[int]):
-    """Some of `count` columns: one byte each, in or out."""
+    """A set of columns 0 to `count` - 1, stored as one byte per column."""
 
     def __init__(self, count: int, columns: Iterable[int] = ()) -> None:
         self._holds = bytearray(count)
@@ -107,24 +107,24 @@ class ColumnSet(Set[int]):
 
     @classmethod
     def _from_iterable(cls, it: Iterable[Any]) -> Any:
-        """What `&`, `|`, `-` and `^` make."""
+        """Make the result of `&`, `|`, `-` and `^`."""
         return frozenset(it)
 
 
 class Journal:
-    """The file itself, from `create` or `open` to `close`. Only the holder of the output's lock writes it."""
+    """The journal file, from `create` or `open` to `close`. Only the holder of the output's lock writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run: str | None = None  # its id; None where the run was killed before it wrote that
-        self.replaces = False  # the run may replace what has the output's name
+        self.run: str | None = None  # id of the run; None if it was killed before it wrote the id
+        self.replaces = False  # the run may replace an existing output
         self._file: FileIO | None = None
-        self._length = 0  # bytes known to be whole lines
+        self._length = 0  # bytes known to be complete lines
 
     def create(self, run: str, header: JournalHeader, *, replaces: bool = False) -> None:
-        """Begin a journal where there is none; it is on disk on return. FileExistsError where there is anything.
+        """Create a journal; it is on disk on return. FileExistsError if there is anything at its path.
 
-        run  the id, 16 hexadecimal digits.
+        run  id of the run, 16 hexadecimal digits.
         """
         if not 0 < header.columns <= MOST_COLUMNS:
             raise OutputError(f"an output has 1 to {MOST_COLUMNS} columns, not {header.columns}; choose larger patches")
@@ -137,9 +137,9 @@ class Journal:
         self.run, self.replaces, self._length = run, replaces, len(lines)
 
     def open(self) -> bool:
-        """Open the journal of an earlier run, and read its id. False where there is none.
+        """Open the journal of an earlier run and read its id. Return False if there is none.
 
-        OutputError where it is not a journal of ours, which stays as it is.
+        OutputError if it is not a journal of znnpy; the file is left unchanged.
         """
         try:
             file = reopen(self.path)
@@ -158,16 +158,16 @@ class Journal:
         return True
 
     def read(self) -> tuple[JournalHeader, Set[int]] | None:
-        """Header and finished columns; None where the run was killed before its header was whole.
+        """Return header and finished columns; None if the run was killed before its header was complete.
 
-        ResumeError when more than the end of the last line is damaged.
+        ResumeError if more than the end of the last line is damaged.
         """
         file = self._opened()
         file.seek(0)
         return self.read_from(file)
 
     def read_from(self, file: BinaryIO | FileIO) -> tuple[JournalHeader, Set[int]] | None:
-        """`read`, from a file that the caller opened at its beginning."""
+        """Read as `read` does, from a file that the caller opened at its beginning."""
         with os.fdopen(os.dup(file.fileno()), "rb") as lines:
             length = self._first_line(lines)
             line = lines.readline(MOST_LINE_BYTES)
@@ -183,7 +183,7 @@ class Journal:
                 if columns is None:
                     if lines.read(1):
                         shown = excerpt(line.removesuffix(b"\n").decode(errors="replace"), 40)
-                        raise self.damaged(number, f"'{shown}' is no record of columns 0 to {header.columns - 1}")
+                        raise self.damaged(number, f"'{shown}' is not a record of columns 0 to {header.columns - 1}")
                     break
                 done.update(columns)
                 length += len(line)
@@ -191,7 +191,7 @@ class Journal:
         return header, done
 
     def append(self, columns: Iterable[int]) -> None:
-        """Record columns whose data are on disk; on return, so is the record."""
+        """Record columns whose data are on disk; on return the record is on disk too."""
         file, left = self._opened(), sorted(columns)
         records = b""
         while left:
@@ -205,17 +205,17 @@ class Journal:
         self._length += len(records)
 
     def is_still_there(self) -> bool:
-        """Return whether the path is still the file that is open."""
+        """Return whether the path is still that of the open file."""
         return self._file is not None and is_still(self.path, self._file.fileno())
 
     def remove(self) -> None:
-        """Take the file away, if one is open and the path is still it, and close it."""
+        """Remove the file if it is open and still at its path, and close it."""
         if self.is_still_there():
             self.path.unlink()
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; more than once is fine."""
+        """Close the file. It may be called more than once."""
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -227,7 +227,7 @@ class Journal:
         return self._file
 
     def _first_line(self, file: BinaryIO | FileIO) -> int:
-        """Read it, and remember what it says. Its bytes, 0 where the run was killed before it was whole."""
+        """Read and store the first line. Return its bytes; 0 if the run was killed before it was complete."""
         line = file.readline(64)
         if found := FIRST_LINE.fullmatch(line):
             self.run, self.replaces = found[1].decode(), found[2] == b"replaces"
@@ -250,7 +250,7 @@ class Journal:
         return header
 
     def damaged(self, line: int, why: str) -> ResumeError:
-        """Make the error for a line, counted from 1, that no run wrote."""
+        """Make the error for a damaged line, counted from 1."""
         return ResumeError(
             f"the journal {self.path} is damaged in line {line} ({why}), so what was finished is not known; "
             f"start again with {option('overwrite', True)}"
@@ -264,12 +264,12 @@ class Journal:
 
 
 def header_line(header: JournalHeader) -> bytes:
-    """The header as a line of the journal."""
+    """Return the header as a line of the journal."""
     return _adapter().dump_json(header) + b"\n"
 
 
 def header_digest(header: JournalHeader) -> str:
-    """Return the digest by which an output names its journal: SHA-256 of the header, in hexadecimal digits."""
+    """Return the digest by which an output identifies its journal: SHA-256 of the header, in hexadecimal digits."""
     return hashlib.sha256(header_line(header)).hexdigest()
 
 
@@ -281,7 +281,7 @@ def _rests(line: bytes) -> Iterator[bytes]:
 
 
 def _columns(line: bytes, count: int) -> list[int] | None:
-    """The columns of one record, or None when it is none, or only the first part of one."""
+    """Return the columns of one record; None if the line is not a record, or only the first part of one."""
     found = RECORD.fullmatch(line)
     if found is None or zlib.crc32(found[1]) != int(found[2], 16):
         return None

@@ -1,4 +1,4 @@
-"""The lock of an output: an empty file beside it that one run at a time holds, and that goes away with the run."""
+"""The lock of an output: an empty file beside it that one run at a time holds, and that it removes at its end."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from znnpy.errors import OutputError
 from znnpy.files import create_new, is_still, reopen
 from znnpy.messages import option
 
-WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of file systems that know no locks
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
 class OutputLock:
-    """Held from `hold` to `release`. The system releases it when the process ends, however that happens."""
+    """A lock that is held from `hold` to `release`. The system releases it when the process ends for any reason."""
 
     def __init__(self, path: Path, output: Path) -> None:
-        """path    of the lock file.
+        """Remember the paths.
 
-        output  what it guards, for messages.
+        path    of the lock file.
+        output  the file that it protects, for messages.
         """
         self._path = path
         self._output = output
         self._file: FileIO | None = None
 
     def hold(self) -> None:
-        """Take the lock, or see that it is held still: again where somebody removed the file in the meantime.
+        """Take the lock, or check that it is still held; take it again if its file was removed in the meantime.
 
-        OutputError where another run holds it, and where the file is not one that a run made.
+        OutputError if another run holds it, or if the file was not made by a run.
         """
         while self._file is None or not is_still(self._path, self._file.fileno()):
             self.release()
             self._file = self._taken()
 
     def release(self) -> None:
-        """Remove the file, while it is held and still ours, and let go of it."""
+        """Remove the lock file if it is still ours, and release the lock."""
         if self._file is None:
             return
         with self._file as file:
@@ -46,7 +47,7 @@ class OutputLock:
                 self._path.unlink()
 
     def _taken(self) -> FileIO:
-        """The file, locked."""
+        """Open the lock file and lock it."""
         created, file = self._opened()
         try:
             if os.fstat(file.fileno()).st_size:
@@ -66,7 +67,7 @@ class OutputLock:
                 try:
                     return True, create_new(self._path)
                 except FileExistsError:
-                    continue  # another run created it in this moment
+                    continue  # another run created it just now
                 except OSError as error:
                     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                         raise
@@ -90,10 +91,10 @@ class OutputLock:
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
-            if not created:  # without locks, the file itself says that a run is on
+            if not created:  # without locks, the file itself indicates a run
                 raise OutputError(
-                    f"another run is writing {self._output}, or was killed: the file system has no locks to tell; "
-                    f"remove {self._path} if no run is on, or give another {option('out')}"
+                    f"another run is writing {self._output}, or was killed: the file system has no locks that tell; "
+                    f"remove {self._path} if no run is active, or give another {option('out')}"
                 ) from None
 
     def _foreign(self, why: str | None) -> OutputError:

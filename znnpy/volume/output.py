@@ -1,8 +1,8 @@
-"""The output of a run: begun, resumed, completed; whole or not there.
+"""The output of a run, which is begun, resumed and completed. It appears under its name only when it is complete.
 
 `out.h5.partial` grows beside `out.h5` (or `out.zarr`) and takes its name when complete. `out.h5.journal` holds what a
-resumed run needs and the columns that are on disk; `out.h5.lock` keeps a second run away and is gone afterwards. A run
-has a random id, which the journal and the output name, and which tells its files from those of others.
+resumed run needs and the columns that are on disk; `out.h5.lock` excludes a second run and is removed afterwards. The
+journal and the output contain the random id of the run, by which its files are recognised.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from znnpy.volume.store import JOURNAL_ATTRIBUTE, RUN_ATTRIBUTE, Store, stored_b
 
 Mode = Literal["new", "overwrite", "resume"]
 
-SYNC_SECONDS = 1.0  # between two syncs: small columns share one
+SYNC_SECONDS = 1.0  # between two syncs, so that small columns share one
 
 
 class Output:
-    """Writes one prediction. A context manager: entering checks everything and takes the lock.
+    """Writes one prediction. It is a context manager: entering it checks everything and takes the lock.
 
         with Output(path, inputs=..., shape=..., dtype=..., mode=..., job=...) as output:
             if output.header is None:
@@ -48,7 +48,7 @@ class Output:
             output.write(box, voxels); output.finish_column(0); ...
             output.complete()
 
-    Leaving early keeps what was finished, for `mode="resume"`. Threads take turns.
+    Leaving early keeps what was finished, for `mode="resume"`. Methods may be called from several threads.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Output:
         mode: Mode,
         job: dict[str, Any],
     ) -> None:
-        """Remembers; touches nothing. OutputError for a suffix that is not written.
+        """Store the arguments without touching the disk. OutputError for a suffix that is not written.
 
-        inputs  files and folders that the output must not replace, by what they are, for example "volume".
+        inputs  files and folders that the output must not replace, by their role, for example "volume".
         shape   (maps, z, y, x).
-        mode    new: refuse what exists; overwrite: replace it once the new one is complete; resume: go on with an
+        mode    new: refuse an existing output; overwrite: replace it once the new one is complete; resume: continue an
                 unfinished run of the same job, or begin.
-        job     what identifies the job, JSON types; compared on resume and kept as attribute `job`.
+        job     identifies the job, JSON types; it is compared on resume and stored as attribute `job`.
         """
         if not path.name:
             raise OutputError(f"the output {str(path)!r} is a folder; give the name of a file in {option('out')}")
         self.path = path
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        self.header: JournalHeader | None = None  # of the run that is resumed, or was begun
-        self.finished = False  # a resumed job's output is complete: nothing to do
+        self.header: JournalHeader | None = None  # of the run that is resumed or was begun
+        self.finished = False  # the output is complete: there is nothing to do
         self.done: Set[int] = frozenset()  # columns finished by earlier runs
         self._inputs = inputs
         self._mode = mode
@@ -86,14 +86,14 @@ class Output:
         self._held = OutputLock(self._names.lock, path)
         self._kind = store_for(path)
         self._store: Store | None = None
-        self._run: str | None = None  # id of the run that was begun or is resumed here
-        self._replaces = mode == "overwrite"  # whatever has the name of the output when it is complete
+        self._run: str | None = None  # id of the run that is begun or resumed here
+        self._replaces = mode == "overwrite"  # whether the complete output may replace an existing one
         self._columns = 0
-        self._kept = ColumnSet(0)  # columns on record, of this run and earlier ones
+        self._kept = ColumnSet(0)  # recorded columns, of this run and earlier ones
         self._pending: set[int] = set()  # finished, not yet synced
         self._sync_due = 0.0
         self._may_sync = True
-        self._turn = threading.RLock()  # a writer may still be at it when an interrupted run leaves
+        self._lock = threading.RLock()  # a writer may still be active when an interrupted run leaves
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -108,26 +108,26 @@ class Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._open, self._turn:
+        with self._open, self._lock:
             try:
                 if self._store is not None and self._may_sync:
                     self._sync()
             except OutputError as late:
                 if error is None:
                     raise
-                error.add_note(f"afterwards: {late}")  # the first error is the cause; this one is its shadow
+                error.add_note(f"afterwards: {late}")  # the first error is the cause of this one
             finally:
                 if self._run is not None and not self.finished and not self._kept:
-                    self._abandon()  # nothing to go on from: leave no run behind that blocks another
+                    self._abandon()  # nothing to continue: leave no files that block another run
                 self._store = None
             if self._kept and not self.finished and isinstance(error, KeyboardInterrupt):
                 error.add_note(
                     f"what was finished is kept, {len(self._kept)} of {self._columns} columns: the same call with "
-                    f"{option('resume', True)} (and without {option('overwrite')}) goes on from there"
+                    f"{option('resume', True)} (and without {option('overwrite')}) continues from there"
                 )
 
     def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
-        """Begin a new run: the file at its full size, then its journal. Only where `self.header` is None.
+        """Begin a new run: create the journal, then the file at its full size. Only if `self.header` is None.
 
         attributes  of the prediction: name -> text, number or array; `job` is added.
         """
@@ -149,8 +149,8 @@ class Output:
         self._kept = ColumnSet(header.columns)
 
     def pause(self) -> None:
-        """A run ended early, and will go on: what it finished is done. Where that is nothing it may begin anew."""
-        with self._turn:
+        """Keep what a run finished that ended early and will continue. If that is nothing, the run may begin again."""
+        with self._lock:
             if self._store is None:
                 return
             self._sync()
@@ -162,21 +162,21 @@ class Output:
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         """Write voxels (maps, *box.size) of `self.dtype`, any strides, at dense-output coordinates `box`."""
-        with self._turn, self._explained():
+        with self._lock, self._explained():
             self._opened().write(box, voxels)
 
     def finish_column(self, index: int) -> None:
-        """All of this column was written. It counts once it is synced: at most about a second later, or on leaving."""
+        """Note that a column is written. It counts once it is synced, about a second later or on leaving."""
         if not 0 <= index < self._columns:
             raise ValueError(f"there is no column {index} of {self._columns}")
-        with self._turn:
+        with self._lock:
             self._opened()
             self._pending.add(index)
             if time.monotonic() >= self._sync_due:
                 self._sync()
 
     def complete(self) -> None:
-        """Every column is finished: give the output its name. Does nothing where it was complete before."""
+        """Give the output its name after the last column. Does nothing if it was complete before."""
         if self.finished:
             return
         store = self._opened()
@@ -185,7 +185,7 @@ class Output:
             raise ValueError(f"{missing} of {self._columns} columns of {self.path} are not finished")
         self._sync()
         with self._explained():
-            self._held.hold()  # somebody may have removed the lock, and another run may be on
+            self._held.hold()  # the lock may have been removed, and another run may be active
             self._check_ours()
             store.close()
             self._store = None
@@ -194,16 +194,16 @@ class Output:
         self.finished = True
 
     def _publish(self) -> None:
-        """Give the complete output its name. What has it is replaced where that was asked for; else OutputError."""
+        """Give the complete output its name. Replace an existing output if that was requested; else OutputError."""
         run = self._journal.run
-        assert run is not None  # it was begun or resumed
+        assert run is not None  # a run was begun or resumed
         there = os.path.lexists(self.path)
         if there:
             if not self._replaces:
                 raise self._appeared()
             check_replaced(self.path)
         old = self._names.old(run)
-        if there and self.path.suffix == FOLDER_SUFFIX:  # no folder is replaced in one step
+        if there and self.path.suffix == FOLDER_SUFFIX:  # a folder cannot be replaced in one step
             self.path.rename(old)
             there = False
         try:
@@ -219,18 +219,18 @@ class Output:
 
     def _appeared(self) -> OutputError:
         return OutputError(
-            f"{self.path} exists, and the run that wrote {self._partial} was not to replace it; move it away and go on "
-            f"with {option('resume', True)}"
+            f"{self.path} exists, and the run that wrote {self._partial} was not to replace it; move it away and "
+            f"continue with {option('resume', True)}"
         )
 
     def _clear(self) -> None:
-        """Remove what an earlier run of ours left: its journal last, which knows the names of the rest."""
+        """Remove the files of an earlier run: the journal last, since it holds the names of the others."""
         if (run := self._kind.run_of(self._partial)) is not None:
             self._names.discard(self._partial, self._journal.run or run)
         self._journal.remove()
 
     def _abandon(self) -> None:
-        """Remove the files of the run that was begun here, as far as they are still its own."""
+        """Remove those files of the run begun here that are still its own."""
         if self._run is None or self._journal.run != self._run or not self._journal.is_still_there():
             return
         if self._store is not None:
@@ -243,12 +243,12 @@ class Output:
         self._run = None
 
     def _check_ours(self) -> None:
-        """OutputError where the names of the partial output and the journal are not those that this run opened."""
+        """Raise OutputError if the partial output or the journal is no longer the one that this run opened."""
         if not (self._opened().is_still_there() and self._journal.is_still_there()):
             raise taken_over(self._partial)
 
     def _sync(self) -> None:
-        """Data to disk, then the record of it: in this order a column on record is always whole."""
+        """Bring the data to disk, then their record: in this order a recorded column is always complete."""
         if not self._pending:
             return
         self._may_sync = False  # a sync that failed once may lie about success the next time
@@ -271,7 +271,7 @@ class Output:
         return self._store
 
     def _look(self) -> None:
-        """Bring to an end what a killed run was doing, then decide what there is to do with what is on disk."""
+        """Clean up after a killed run, then decide what to do with the files on disk."""
         recorded = self._journal.open()
         run = self._journal.run
         if run is not None:
@@ -284,7 +284,8 @@ class Output:
         going_on = self._mode == "resume" and recorded and unfinished
         if unfinished and made_by is None and not going_on:
             raise OutputError(
-                f"{self._partial} is no unfinished output of a run, or is damaged, and is left as it is; move it away "
+                f"{self._partial} is not the unfinished output of a run, or is damaged, and is left as it is; move it "
+                f"away "
                 f"or remove it, or give another {option('out')}"
             )
         if self._mode == "overwrite":
@@ -293,7 +294,7 @@ class Output:
             return
         found = self._journal.read() if unfinished and recorded else None
         if going_on and found is None:
-            raise self._journal.damaged(2, "the header is not whole")
+            raise self._journal.damaged(2, "the header is not complete")
         if self._mode == "new":
             self._check_new(unfinished, found)
         elif found is not None and (found[1] or made_by is None):
@@ -302,22 +303,22 @@ class Output:
             self._check_finished()
 
     def _check_new(self, unfinished: bool, found: tuple[JournalHeader, Set[int]] | None) -> None:
-        """OutputError where there is anything to go on from, or to replace."""
+        """Raise OutputError if there is an unfinished run to continue, or an output to replace."""
         if unfinished and (found is None or found[1]):
             progress = f" with {len(found[1])} of {found[0].columns} columns done" if found else ""
             raise OutputError(
                 f"an unfinished run left {self._partial}{progress}; "
-                f"go on with {option('resume', True)}, or start again with {option('overwrite', True)}"
+                f"continue with {option('resume', True)}, or start again with {option('overwrite', True)}"
             )
         if os.path.lexists(self.path):
-            link = "" if self.path.exists() else " as a link to what does not exist"
+            link = "" if self.path.exists() else " as a link to a missing file"
             raise OutputError(
                 f"the output {self.path} exists{link}; give {option('overwrite', True)} to replace it, or another "
                 f"{option('out')}"
             )
 
     def _go_on(self, header: JournalHeader, done: Set[int], made_by: str | None) -> None:
-        """Open what an earlier run left; ResumeError where it is damaged, or of another run or job."""
+        """Open the unfinished output of an earlier run; ResumeError if it is damaged, or of another run or job."""
         self._check_same(header.job, f"the unfinished {self._partial}", "finish it with the old settings")
         self._replaces = self._journal.replaces
         if os.path.lexists(self.path):
@@ -328,7 +329,7 @@ class Output:
         if made_by != self._journal.run:
             raise ResumeError(
                 f"{self._journal.path} is the journal of run {self._journal.run}, and {self._partial} was made by run "
-                f"{made_by}; put back what belongs together, or start again with {option('overwrite', True)}"
+                f"{made_by}; put back the files of one run, or start again with {option('overwrite', True)}"
             )
         if self._kind.attributes_of(self._partial).get(JOURNAL_ATTRIBUTE) != header_digest(header):
             raise ResumeError(
@@ -342,7 +343,7 @@ class Output:
         self._kept = ColumnSet(header.columns, done)
 
     def _check_finished(self) -> None:
-        """The output exists: it is that of this job, and complete; else ResumeError."""
+        """Raise ResumeError unless the existing output is the complete one of this job."""
         text = self._kind.attributes_of(self.path).get("job")
         try:
             job = from_json(text) if isinstance(text, str) else None
@@ -373,7 +374,7 @@ class Output:
         needed = stored_bytes(self.shape, self.dtype)
         with self._explained():
             free = shutil.disk_usage(self.path.parent).free
-            free += _taken(self._partial)  # its room is taken already, or will be free
+            free += _taken(self._partial)  # its space is already taken, or will be free
         if free < needed:
             raise OutputError(
                 f"the output needs {human_bytes(needed)}, which is {human_bytes(needed - free)} more than the "
@@ -383,7 +384,7 @@ class Output:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what the system refuses into sentences."""
+        """Turn errors of the system into OutputErrors with advice."""
         try:
             yield
         except ZnnpyError:
@@ -412,13 +413,13 @@ class Output:
 
 
 def _taken(path: Path) -> int:
-    """Bytes on disk of a file or a whole folder; 0 where there is none, or where the system does not say."""
+    """Return the bytes on disk of a file or a whole folder; 0 where there is none, or the system does not report it."""
     files = path.rglob("*") if path.is_dir() else [path] if path.exists() else []
     return sum(getattr(file.stat(), "st_blocks", 0) * 512 for file in files)
 
 
 def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings as `volume.dtype` -> value."""
+    """Yield nested settings as `volume.dtype` -> value."""
     for key, value in job.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

@@ -1,14 +1,14 @@
-"""Names of the files beside an output, and what a killed run left under them.
+"""The names of the files beside an output, and the removal of what a killed run left there.
 
-    out.h5.partial        what grows, and takes the name of the output when it is complete
-    out.h5.journal        begun before anything else of the run, and removed last: it names the run
-    out.h5.lock           see `lock.py`
-    out.h5.<run>.draft    what becomes `.partial` once it has its full size
-    out.h5.<run>.old      an output that is a folder and is being replaced
+    out.h5.partial        the unfinished output, which takes the name of the output when it is complete
+    out.h5.journal        created before all other files of the run, and removed last: it names the run
+    out.h5.lock           the lock, see `lock.py`
+    out.h5.<run>.draft    the output before it has its full size and becomes `.partial`
+    out.h5.<run>.old      a folder with an earlier output that is being replaced
     out.h5.<run>.gone     a folder that is being removed
 
-`<run>` is the run's id, 16 random hexadecimal digits: nobody else has files of these names. As the journal names the
-run before they are made and until they are gone, every run after a kill knows them.
+`<run>` is the run's id, 16 random hexadecimal digits, so no other program uses these names. The journal names the run
+before these files are made and until they are removed, so a run after a kill finds them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from znnpy.messages import option
 from znnpy.volume.journal import journal_path
 
 RUN = re.compile(r"[0-9a-f]{16}")
-FOLDER_SUFFIX = ".zarr"  # of outputs that are folders; all others are files
+FOLDER_SUFFIX = ".zarr"  # suffix of outputs that are folders; all others are files
 
 
 def new_run() -> str:
-    """The id of a new run."""
+    """Return the id of a new run."""
     return secrets.token_hex(8)
 
 
@@ -41,29 +41,29 @@ class Names:
 
     @property
     def partial(self) -> Path:
-        """The output while it grows."""
+        """Path of the unfinished output."""
         return self._named("partial")
 
     @property
     def journal(self) -> Path:
-        """The path of the output's journal."""
+        """Path of the output's journal."""
         return journal_path(self.out)
 
     @property
     def lock(self) -> Path:
-        """The path of the output's lock."""
+        """Path of the output's lock."""
         return self._named("lock")
 
     def draft(self, run: str) -> Path:
-        """The output of a run before it has its full size."""
+        """Return the path of a run's output before it has its full size."""
         return self._named(f"{run}.draft")
 
     def old(self, run: str) -> Path:
-        """The folder that the output of a run replaces."""
+        """Return the path of the folder that the output of a run replaces."""
         return self._named(f"{run}.old")
 
     def discard(self, path: Path, run: str) -> None:
-        """Remove a file or folder of ours. A folder is renamed first, so that a kill leaves no half of it at `path`."""
+        """Remove a file or folder. A folder is renamed first, so that a kill leaves no part of it at `path`."""
         if path.is_dir() and not path.is_symlink():
             gone = self._named(f"{run}.gone")
             path.rename(gone)
@@ -71,11 +71,11 @@ class Names:
         remove(path)
 
     def recover(self, run: str, *, published: bool) -> None:
-        """Bring to an end what a killed run did to names: an output that was about to be replaced is back, or gone.
+        """Finish the renaming that a killed run began: restore an output that was being replaced, or remove it.
 
-        published  what has the name of the output is the complete output of that run.
+        published  `out` is the complete output of that run.
 
-        OutputError where the output that was to be replaced would take a name that something else has now.
+        OutputError if the output that was being replaced would take a name that something else has now.
         """
         remove(self._named(f"{run}.gone"))
         remove(self.draft(run))
@@ -99,7 +99,7 @@ class Names:
 
 
 def check_place(out: Path, inputs: Inputs) -> None:
-    """OutputError where no output `out` can be written, or where one of its names is an input's."""
+    """Raise OutputError if `out` cannot be written, or if one of its names is that of an input."""
     if not out.parent.is_dir():
         raise OutputError(f"there is no folder {out.parent} to write {out.name} in; create it first")
     names = Names(out)
@@ -113,11 +113,11 @@ def check_place(out: Path, inputs: Inputs) -> None:
 
 
 def check_replaced(out: Path) -> None:
-    """OutputError where what has the name of an output holds more than one output, so that replacing it loses more."""
+    """Raise OutputError if replacing `out` would remove more than one output."""
     if os.path.ismount(out):
         raise OutputError(f"a file system is mounted at {out}, which cannot be replaced; give another {option('out')}")
     if out.is_dir() and not out.is_symlink() and not is_zarr_array(out) and any(out.iterdir()):
         raise OutputError(
-            f"the output {out} is a folder that is no Zarr array, and replacing it would remove all that it holds; "
+            f"the output {out} is a folder that is not a Zarr array, and replacing it would remove all that it holds; "
             f"remove it, or give another {option('out')}"
         )

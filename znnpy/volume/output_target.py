@@ -1,4 +1,4 @@
-"""The targets of an output: a file with a name, or an object of the caller."""
+"""Choose where an output goes: to a file, or to an object of the caller."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from znnpy.volume.sliceable import Assignable, BlockOutput, Sliceable
 
 
 def mode_of(*, overwrite: bool, resume: bool) -> Mode:
-    """How to begin an output; ValueError where both words are given."""
+    """Return how to begin an output; ValueError if both options are given."""
     if overwrite and resume:
-        raise ValueError("overwrite starts again and resume goes on: ask for one of them")
+        raise ValueError("overwrite starts again and resume continues: give one of them")
     return "overwrite" if overwrite else "resume" if resume else "new"
 
 
 def target_of(volume: str | Path | Sliceable, out: str | Path | Assignable | None, network: str) -> Path:
-    """The path of an output; of one that blocks are assigned to, what it is called. ValueError where nothing says it.
+    """Return the path of an output, or a description of an array. ValueError where nothing determines it.
 
-    network  its name, for an output beside the volume.
+    network  name of the network, for an output beside the volume.
     """
     if isinstance(out, str | os.PathLike):
         return Path(out)
@@ -47,12 +47,12 @@ def output_for(
     mode: Mode,
     job: dict[str, Any],
 ) -> Output | BlockOutput:
-    """The output to write to; parameters as for `Output` and `BlockOutput`.
+    """Return the output to write to; parameters as for `Output` and `BlockOutput`.
 
-    OutputError where it does not fit, ValueError for a mode that only files have.
+    OutputError if it does not fit, ValueError for a mode that only files have.
     """
     if out is None or isinstance(out, str | os.PathLike):
         return Output(target, inputs=inputs, shape=shape, dtype=dtype, mode=mode, job=job)
     if mode != "new":
-        raise ValueError(f"{option(mode, True)} is for an output with a path, not for one that takes blocks: drop it")
+        raise ValueError(f"{option(mode, True)} is for an output with a path, not for an array: omit it")
     return BlockOutput(out, volume=volume, shape=shape, dtype=dtype)

@@ -1,6 +1,6 @@
-"""The attributes that a finished output says its origin in, read with every type, length and range checked.
+"""Read the attributes that state how an output was made, with every type, length and range checked.
 
-An output may come from anywhere: what its attributes say is a claim that `znnpy verify` holds against the files given.
+An output may come from anywhere: its attributes are claims, which `znnpy verify` checks against the given files.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class JobClaim(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """All that an output says of where it comes from."""
+    """What an output states about how it was made."""
 
     job: JobClaim
-    network: str  # its name
+    network: str  # name of the network
     offset: Vec3  # of the output's first voxel, volume coordinates
     precision: str  # one of PRECISIONS
 
     @classmethod
     def of(cls, output: Path) -> Self:
-        """The origin that the output at `output` names.
+        """Read the provenance that the output at `output` states.
 
-        VolumeError when it has none, as files that znnpy did not write, and when an attribute is of another type or
-        length than znnpy writes.
+        VolumeError if it states none, as files of other programs, or if an attribute has another type or length than
+        znnpy writes.
         """
         said = store_for(output).attributes_of(output) if output.suffix in WRITTEN_SUFFIXES else {}
         if not {"job", "network", "offset"} <= said.keys():

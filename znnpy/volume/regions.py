@@ -1,4 +1,4 @@
-"""Boxes of arrays with any number of axes: what is left of one without others, and runs of elements as boxes."""
+"""Boxes of arrays with any number of axes: intersections, differences, runs of elements, and cuts along chunks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements `lo` to `hi` of an array along each of its axes, `hi` not included."""
+    """The elements `lo` to `hi` of an array along each of its axes, `hi` not included."""
 
     lo: tuple[int, ...]
     hi: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements along each axis; 0 where there are none."""
+        """Number of elements along each axis; 0 where there are none."""
         return tuple(max(0, hi - lo) for lo, hi in zip(self.lo, self.hi, strict=True))
 
     @property
@@ -37,23 +37,23 @@ class Region:
         return Region(lo, tuple(map(max, lo, map(min, self.hi, other.hi))))
 
     def in_steps(self, step: Sequence[int]) -> Region:
-        """Return the blocks of `step` elements along each axis that hold elements of the region, counted from 0."""
+        """Return the indices of the blocks, of `step` elements along each axis, that hold elements of the region."""
         lo = tuple(at // size for at, size in zip(self.lo, step, strict=True))
         return Region(lo, tuple(-(-at // size) for at, size in zip(self.hi, step, strict=True)))
 
     def shifted(self, by: Sequence[int]) -> Region:
-        """The region, moved by so many elements along each axis."""
+        """Return the region moved by this number of elements along each axis."""
         return Region(
             tuple(at + step for at, step in zip(self.lo, by, strict=True)),
             tuple(at + step for at, step in zip(self.hi, by, strict=True)),
         )
 
     def without(self, others: Sequence[Region]) -> Iterator[Region]:
-        """Regions that do not overlap and hold every element of this one that no other holds."""
+        """Yield regions that do not overlap and hold every element of this one that no other holds."""
         holes = [hole for other in others if (hole := self.clipped(other)).elements]
         along = max(range(len(self.lo)), key=lambda axis: len({hole.lo[axis] for hole in holes}), default=0)
-        holes.sort(key=lambda hole: hole.lo[along])  # so that holes behind a part need no look
-        waiting = [(self, 0)] if self.elements else []  # parts, and the first hole that may still cut them
+        holes.sort(key=lambda hole: hole.lo[along])  # so that holes after a part are not tested
+        waiting = [(self, 0)] if self.elements else []  # parts, each with the first hole that may still cut it
         while waiting:
             part, number = waiting.pop()
             end = bisect_left(holes, part.hi[along], key=lambda hole: hole.lo[along])
@@ -65,7 +65,7 @@ class Region:
                 waiting += [(rest, number + 1) for rest in part._around(holes[number])]
 
     def _around(self, hole: Region) -> Iterator[Region]:
-        """Regions that hold the elements of this one outside `hole`, which lies within it or crosses its edges."""
+        """Yield regions with the elements of this one outside `hole`, which may cross the edges of this one."""
         rest, hole = self, self.clipped(hole)
         for axis in range(len(self.lo)):
             before = Region(rest.lo, _with(rest.hi, axis, hole.lo[axis]))
@@ -75,16 +75,16 @@ class Region:
 
 
 def run_of(shape: Sequence[int], first: int, end: int) -> Iterator[Region]:
-    """Elements number `first` to `end` of an array of this shape in C order, `end` not included, as few regions."""
+    """Yield elements `first` to `end` (not included) of an array of this shape in C order, as few regions."""
     if first >= end:
         return
     if len(shape) == 1:
         yield Region((first,), (end,))
         return
     below = prod(shape[1:])
-    begin, stop = -(-first // below), end // below  # entries of the first axis that are whole
+    begin, stop = -(-first // below), end // below  # complete entries of the first axis
     inner = tuple(shape[1:])
-    if begin > stop:  # all within one entry
+    if begin > stop:  # everything lies within one entry
         yield from _within(stop, run_of(inner, first - stop * below, end - stop * below))
         return
     yield from _within(begin - 1, run_of(inner, first - (begin - 1) * below, below) if first % below else ())
@@ -94,7 +94,7 @@ def run_of(shape: Sequence[int], first: int, end: int) -> Iterator[Region]:
 
 
 def _within(entry: int, regions: Iterator[Region] | tuple[()]) -> Iterator[Region]:
-    """Regions of one entry of the axis before theirs."""
+    """Yield regions of one entry of the axis in front of theirs."""
     for region in regions:
         yield Region((entry, *region.lo), (entry + 1, *region.hi))
 
@@ -104,11 +104,11 @@ def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
 
 
 def pieces(region: Region, chunk: Sequence[int], *, elements: int, chunks: int) -> Iterator[Region]:
-    """A region cut along the edges of chunks, so that no chunk lies in two pieces.
+    """Yield a region cut along the edges of chunks, so that no chunk lies in two pieces.
 
     chunk     elements of a chunk along each axis; the first chunk begins at 0
-    elements  the most in a piece, and
-    chunks    the most of which it has some; but one chunk is never cut
+    elements  largest number of elements in a piece
+    chunks    largest number of chunks that a piece touches; a single chunk is never cut
     """
     first = [lo // size for lo, size in zip(region.lo, chunk, strict=True)]
     counts = [-(-hi // size) - at for hi, size, at in zip(region.hi, chunk, first, strict=True)]

@@ -1,4 +1,4 @@
-"""A few small boxes of a volume: a digest that tells volumes apart, and the range of their grey values.
+"""Sample a few small boxes of a volume: a digest that identifies the volume, and the range of its grey values.
 
 The boxes are 8^3 voxels at the corners, in the middles of edges and faces, and in the centre: up to 27 of them.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from znnpy.network import Network
 
 SIDE = 8  # voxels along each axis of a box
-PLACES = (0.0, 0.5, 1.0)  # of the boxes along each axis, from the first to the last
+PLACES = (0.0, 0.5, 1.0)  # positions of the boxes along each axis, as a share of its length
 
-# Grey values are doubted where their mean is so many expected standard deviations away from the expected mean. Bytes
-# never are for a network trained on bytes whose mean and deviation are ordinary: 0 and 255 are 3.9 deviations away from
-# a mean of 130 with a deviation of 33.5.
+# Grey values are doubted if their mean is more than this number of expected standard deviations from the expected mean.
+# Bytes are never doubted for a network trained on ordinary bytes: 0 and 255 are 3.9 deviations away from a mean of 130
+# with a deviation of 33.5.
 FAR = 5.0
-# They are doubted too where they differ, but by less than this share of the expected deviation, and their mean is more
-# than one deviation away: floats from 0 to 1 given to a network for bytes. Values that are all equal may be padding.
+# They are also doubted if their mean is more than one deviation away and their own deviation is less than this share of
+# the expected one: floats from 0 to 1 given to a network for bytes. Values that are all equal may be padding.
 FLAT = 0.05
 
 
@@ -46,7 +46,7 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Greys:
-    """Grey values of the sampled voxels of one channel that are finite."""
+    """The finite grey values of the sampled voxels of one channel."""
 
     mean: float
     std: float
@@ -59,10 +59,10 @@ class Sample:
     """The digest and the range of the sampled voxels of a volume."""
 
     sha256: str
-    channels: tuple[Greys | None, ...]  # None where no sampled voxel is finite
+    channels: tuple[Greys | None, ...]  # None for a channel without a finite sampled voxel
 
     def doubts(self, network: Network) -> tuple[str, ...]:
-        """A sentence for each channel whose grey values are on another scale than the network's `normalise` expects."""
+        """Return a sentence for each channel whose grey values do not have the scale that `normalise` expects."""
         if network.normalise is None:
             return ()
         expected = zip(self.channels, network.normalise.mean, network.normalise.std, strict=True)
@@ -74,7 +74,7 @@ class Sample:
 
 
 def sample_of(volume: Sampled) -> Sample:
-    """Read the boxes; VolumeError when the storage cannot deliver them."""
+    """Read the boxes of a volume; VolumeError if the storage cannot deliver them."""
     digest = hashlib.sha256()
     boxes: list[npt.NDArray[np.float64]] = []
     with np.errstate(over="ignore", invalid="ignore"):  # values near the largest have infinite moments
@@ -95,7 +95,7 @@ def _boxes(volume: Sampled) -> Iterator[npt.NDArray[Any]]:
 
 
 def _moments(voxels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """(c, 5) of a box: finite voxels, their mean, sum of squared differences from it, lowest, highest."""
+    """Return (c, 5) of a box: number of finite voxels, mean, sum of squared deviations, lowest, highest."""
     found = np.zeros((len(voxels), 5))
     for channel, values in enumerate(voxels):
         finite = values[np.isfinite(values)].astype(np.float64)
@@ -106,7 +106,7 @@ def _moments(voxels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def _greys(boxes: npt.NDArray[np.float64]) -> Greys | None:
-    """All boxes of a channel together, (boxes, 5) as `_moments` gives them."""
+    """Combine all boxes of a channel, (boxes, 5) as `_moments` gives them."""
     counts, means, squares, lowest, highest = boxes[boxes[:, 0] > 0].T
     count = counts.sum()
     if not count:

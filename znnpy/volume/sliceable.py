@@ -1,6 +1,6 @@
-"""Volumes and outputs that the caller holds: whatever can be sliced, and whatever takes assignment by slices.
+"""Volumes and outputs that are objects of the caller: they are sliced, or assigned to by slices.
 
-Arrays of numpy, datasets of h5py, arrays of Zarr and dask, and classes of the caller's own with the same methods.
+These are numpy arrays, h5py datasets, Zarr and dask arrays, and the caller's own classes with the same methods.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from znnpy.volume.regions import pieces
 from znnpy.volume.registry import open_volume
 from znnpy.volume.storage_paths import storage_paths
 
-PIECE_BYTES = 4 * 2**20  # of voxels that are asked for at once, unless one chunk is larger
-AT_ONCE = 64  # chunks of one piece
-STEPS = 4  # times a piece: as it is stored, unpacked, in the order of the array, and as it is returned
+PIECE_BYTES = 4 * 2**20  # of voxels requested at once, unless one chunk is larger
+AT_ONCE = 64  # chunks per piece
+STEPS = 4  # copies of a piece: as stored, unpacked, in the order of the array, and as returned
 
 
 class Sliceable(Protocol):
@@ -39,14 +39,14 @@ class Sliceable(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(z, y, x) or (c, z, y, x), maybe behind axes of length 1."""
+        """Shape (z, y, x) or (c, z, y, x), possibly after axes of length 1."""
 
     @property
     def dtype(self) -> Any:
-        """The type of the values, in any form that `numpy.dtype` accepts."""
+        """Type of the values, in any form that `numpy.dtype` accepts."""
 
     def __getitem__(self, where: Any, /) -> Any:
-        """`where` is a tuple of slices with steps of 1, one for each axis; what comes out is made a numpy array."""
+        """Return the values at `where`, a tuple of slices with step 1, one for each axis; they become a numpy array."""
 
 
 class Assignable(Protocol):
@@ -54,34 +54,34 @@ class Assignable(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(maps, z, y, x); for one map also (z, y, x)."""
+        """Shape (maps, z, y, x); for one map also (z, y, x)."""
 
     @property
     def dtype(self) -> Any:
-        """The type of the values, in any form that `numpy.dtype` accepts."""
+        """Type of the values, in any form that `numpy.dtype` accepts."""
 
     def __setitem__(self, where: Any, block: Any, /) -> None:
-        """`where` is a tuple of slices, one for each axis; the memory of the numpy array `block` is reused later."""
+        """Store `block` at `where`, a tuple of slices, one for each axis. The memory of `block` is reused later."""
 
 
 class SliceVolume(Volume):
-    """A volume that is read by slicing an object of the caller's, by one thread at a time."""
+    """A volume that is read by slicing an object of the caller, one thread at a time."""
 
     def __init__(self, thing: Sliceable) -> None:
         shape = tuple(int(size) for size in thing.shape)
         super().__init__(Path(f"the {type(thing).__name__}"), "", shape, np.dtype(thing.dtype))
         self._thing, self._stored_shape = thing, shape
         self._chunk = _chunk_of(thing, shape)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def extra_bytes(self) -> int:
-        """Memory for a piece that is being unpacked and returned."""
+        """Memory for a piece while it is unpacked and returned."""
         return max(0, STEPS * max(PIECE_BYTES, prod(self._chunk) * self.dtype.itemsize) - READER_BYTES)
 
     @property
     def files(self) -> Collection[Path]:
-        """Return the files of the object, as far as it tells; VolumeError if a virtual source cannot be opened."""
+        """Files of the object, as far as it names them; VolumeError if a virtual source cannot be opened."""
         if not isinstance(self._thing, h5py.Dataset):
             return storage_paths(self._thing)
         sources = Sources()
@@ -89,29 +89,29 @@ class SliceVolume(Volume):
         return sources.files
 
     def close(self) -> None:
-        """Nothing to let go of: the object is the caller's."""
+        """Do nothing: the object belongs to the caller."""
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         asked = self.stored_region(box)
         target, back = out.reshape(asked.shape), [-at for at in asked.lo]
         most = PIECE_BYTES // self.dtype.itemsize
-        with self._turn:
+        with self._lock:
             for piece in pieces(asked, self._chunk, elements=most, chunks=AT_ONCE):
                 found = np.asarray(self._thing[piece.slices])
                 if found.shape != piece.shape or found.dtype.newbyteorder("=") != self.dtype:
                     raise VolumeError(
                         f"{self} was asked for {piece.shape} voxels of {self.dtype} and gave {found.shape} of "
-                        f"{found.dtype}; give an object whose slices have the size and type that it says"
+                        f"{found.dtype}; give an object whose slices have the size and type that it states"
                     )
                 target[piece.shifted(back).slices] = found
 
     def stored(self) -> tuple[int, int]:
-        """Bytes of all voxels; an object has no date, so 0."""
+        """Return the bytes of all voxels, and 0 for the date, which an object does not have."""
         return prod(self._stored_shape) * self.dtype.itemsize, 0
 
 
 def open_given(volume: str | Path | Sliceable, dataset: str | None = None, absent: Absent | None = None) -> Volume:
-    """The volume at a path, as `open_volume` opens it, or an object of the caller's.
+    """Open the volume at a path as `open_volume` does, or wrap an object of the caller.
 
     VolumeError says why a file or an object cannot be used.
     """
@@ -132,15 +132,15 @@ def open_given(volume: str | Path | Sliceable, dataset: str | None = None, absen
 
 
 class BlockOutput:
-    """An output that blocks are assigned to, with the interface of `Output` that a run uses; it keeps no journal."""
+    """An object to which blocks are assigned, with the interface of `Output` that a run uses, but no journal."""
 
     def __init__(
         self, thing: Assignable, *, volume: object, shape: tuple[int, int, int, int], dtype: np.dtype[Any]
     ) -> None:
-        """Checks that the output fits; OutputError says why it does not.
+        """Check that the output fits; OutputError says why it does not.
 
-        thing   to write to.
-        volume  what is read meanwhile, which must not share memory with it.
+        thing   object to write to.
+        volume  volume that is read at the same time; it must not share memory with `thing`.
         shape   (maps, z, y, x) of the prediction.
         dtype   of the prediction.
         """
@@ -166,31 +166,31 @@ class BlockOutput:
         self.finished = False
         self.done: Set[int] = frozenset()
         self._thing = thing
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the process that a numpy array takes once it is written."""
+        """Memory of the process that a numpy array takes once it is written; 0 for other objects."""
         return prod(self.shape) * self.dtype.itemsize if isinstance(self._thing, np.ndarray) else 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nothing to close: the object is the caller's."""
+        """Do nothing: the object belongs to the caller."""
 
     def begin(self, header: JournalHeader, attributes: Mapping[str, Any]) -> None:
-        """Begin a run; the attributes have no place in an array."""
+        """Begin a run. The attributes are dropped, since an array cannot store them."""
         del attributes
         self.header = header
 
     def pause(self) -> None:
-        """A run ended early, and begins anew: no record says what was finished."""
+        """Prepare for a run that ended early and begins again: no record says what was finished."""
         self.header = None
 
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
         """Assign voxels (maps, *box.size) at dense-output coordinates `box`."""
-        with self._turn:
+        with self._lock:
             self._thing[(*self._maps, *box.slices)] = voxels if self._maps else voxels[0]
 
     @staticmethod
@@ -201,15 +201,15 @@ class BlockOutput:
         )
 
     def finish_column(self, index: int) -> None:
-        """Nothing to record."""
+        """Do nothing: there is no record to keep."""
 
     def complete(self) -> None:
-        """Every block was assigned."""
+        """Mark the output as finished."""
         self.finished = True
 
 
 def _chunk_of(thing: object, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Voxels of a chunk along each axis; of something that names none, a line."""
+    """Return the voxels of a chunk along each axis; a line of voxels for an object that names no chunks."""
     chunks = getattr(thing, "chunks", None)
     if isinstance(chunks, tuple) and len(chunks) == len(shape):
         sizes = [max(along, default=0) if isinstance(along, tuple) else along for along in chunks]

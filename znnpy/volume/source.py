@@ -1,9 +1,9 @@
-"""Input patches of a volume: region, borders, and voxels that are not numbers. Always full patches.
+"""Read the input patches of a volume, with region, borders and voxels that are not finite. Patches are always full.
 
 Dense output voxel p depends on the input voxels p .. p + field of view - 1, counted from the first input voxel. With
 border `valid` that is the first voxel of the region. With border `reflect` the output is as large as the region, and
-the first input voxel lies (field of view - 1) // 2 before it: real data around the region where the volume has them,
-mirrored at the volume's faces (numpy's "reflect", repeated where the volume is smaller than the padding) beyond.
+the first input voxel lies (field of view - 1) // 2 before it. The voxels around the region are those of the volume, and
+beyond its faces mirrored ones (numpy's "reflect", repeated if the volume is smaller than the padding).
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from znnpy.patches import Box
 from znnpy.shapes import Vec3, add, subtract, text
 from znnpy.volume.base import Volume
 
-SLAB_BYTES = 2 * 2**20  # of a patch that are put together, or looked at, at once
+SLAB_BYTES = 2 * 2**20  # of a patch that are assembled or checked at once
 
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
 
 class Source:
-    """Where a run gets its input patches from."""
+    """The input patches of a run."""
 
     def __init__(self, volume: Volume, *, roi: Box | None, border: Border, network: Network, allow_nan: bool) -> None:
-        """Checks that network, volume and region fit.
+        """Check that network, volume and region fit together.
 
         roi        region of the volume to predict from (`valid`) or to predict (`reflect`); None: all of it.
-        allow_nan  replace NaN and inf by the mean and say where they were, instead of VolumeError.
+        border     "valid" | "reflect".
+        allow_nan  replace NaN and inf by the mean and report where they were, instead of VolumeError.
 
         VolumeError: channels differ, region outside the volume. ShapeError: smaller than the field of view.
         """
@@ -58,7 +59,7 @@ class Source:
         if border == "valid":
             self.output: Vec3 = _dense_size(network, region.size, is_roi=roi is not None)
             self.offset: Vec3 = add(region.lo, before)  # volume coordinates of the first output voxel
-            self.domain = region  # input voxels that outputs depend on, volume coordinates; may stand out
+            self.domain = region  # input voxels that outputs depend on, in volume coordinates; may exceed the volume
         else:
             self.output = region.size
             self.offset = region.lo
@@ -68,19 +69,19 @@ class Source:
 
     @property
     def needed(self) -> Box:
-        """Smallest box of the volume that holds every voxel which patches read, mirrored ones included."""
+        """Smallest box of the volume with every voxel that patches read, mirrored ones included."""
         z, y, x = _mirrored(self.domain, self.volume.size)
         lo, hi = zip(*((int(along.min()), int(along.max()) + 1) for along in (z, y, x)), strict=True)
         return Box((lo[0], lo[1], lo[2]), (hi[0], hi[1], hi[2]))
 
     def read(self, lo: Vec3, out: npt.NDArray[Any]) -> Mask | None:
-        """Fill `out` with the input patch whose first voxel stands at dense-output coordinate `lo`.
+        """Fill `out` with the input patch whose first voxel has the dense-output coordinate `lo`.
 
-        out  (c, *patch_in) of `self.dtype`, C order; overwritten. What no output depends on is the mean, so it
-             becomes about 0 once normalised.
+        out  (c, *patch_in) of `self.dtype`, C order; overwritten. Voxels that no output depends on get the mean, so
+             they are about 0 once normalised.
 
-        Returns where voxels were not finite, (z, y, x) bool of the patch's size, True where any channel was; None
-        where all are. Without `allow_nan` VolumeError counts them and names the first.
+        Returns (z, y, x) bool of the patch's size, True where a channel was not finite; None if all are finite.
+        Without `allow_nan`, VolumeError counts them and names the first.
         """
         first = add(lo, self.domain.lo)
         box = Box(first, (first[0] + out.shape[1], first[1] + out.shape[2], first[2] + out.shape[3]))
@@ -107,7 +108,7 @@ class Source:
         return mask
 
     def _gather(self, indices: tuple[Index, Index, Index], out: npt.NDArray[Any]) -> None:
-        """Copy the voxels of these volume coordinates into `out`, slab by slab, so that little memory is needed."""
+        """Copy the voxels at these volume coordinates into `out`, slab by slab to save memory."""
         ix = indices[2]
         for z, y in _slabs(out):
             iz, iy = indices[0][z], indices[1][y]
@@ -119,7 +120,7 @@ class Source:
                 out[:, plane, y] = _picked(slab[:, at], iy - lo[1], ix - lo[2])
 
     def _replace(self, part: npt.NDArray[Any], bad: Mask) -> None:
-        """Put the mean where `part` is not finite, and True there in `bad`."""
+        """Replace values of `part` that are not finite by the mean, and set `bad` to True there."""
         for z, y in _slabs(part):
             voxels = part[:, z, y]
             holes = np.isfinite(voxels)
@@ -129,11 +130,11 @@ class Source:
                 np.copyto(voxels[channel], mean, where=holes[channel])
 
     def _refusal(self, part: npt.NDArray[Any], indices: tuple[Index, Index, Index]) -> VolumeError:
-        """How many voxels are not finite, and the first; `indices` are the volume coordinates of `part`."""
+        """Make the error that counts voxels that are not finite; `indices` are the volume coordinates of `part`."""
         (iz, z_at), (iy, y_at), (ix, x_at) = (np.unique(index, return_index=True) for index in indices)
         at: tuple[int, int, int] | None = None
         count = 0
-        for z, y in _slabs(part[:, : len(iz), : len(iy)]):  # mirrored voxels count once, where they lie
+        for z, y in _slabs(part[:, : len(iz), : len(iy)]):  # mirrored voxels count once, at their position
             bad = np.stack([~np.isfinite(_picked(part[:, at], y_at[y], x_at)).all(axis=0) for at in z_at[z]])
             found = int(np.count_nonzero(bad))
             if found and at is None:
@@ -148,9 +149,9 @@ class Source:
 
 
 def parse_roi(roi: str, size: Vec3) -> Box:
-    """`z0:z1,y0:y1,x0:x1` as a box inside a volume of `size`; an open end means the volume's: `10:,:50,:`.
+    """Return the box that `z0:z1,y0:y1,x0:x1` names in a volume of `size`; an end may be open, as in `10:,:50,:`.
 
-    VolumeError when it is malformed, empty, or reaches outside; ValueError when it is no text.
+    VolumeError if it is malformed, empty, or reaches outside; ValueError if it is not text.
     """
     if not isinstance(roi, str):
         raise ValueError(f"roi is text of the form 'z0:z1,y0:y1,x0:x1', not {excerpt(repr(roi))}")
@@ -190,7 +191,7 @@ def _dense_size(network: Network, size: Vec3, *, is_roi: bool) -> Vec3:
 
 
 def _mirrored(box: Box, size: Vec3) -> tuple[Index, Index, Index]:
-    """Volume coordinates per axis of the voxels of a box that may stand out, mirrored without repeating the face."""
+    """Return volume coordinates per axis of a box that may exceed the volume, mirrored without repeating the face."""
 
     def along(lo: int, hi: int, n: int) -> Index:
         if n == 1:
@@ -203,12 +204,12 @@ def _mirrored(box: Box, size: Vec3) -> tuple[Index, Index, Index]:
 
 
 def _picked(plane: npt.NDArray[Any], y: Index, x: Index) -> npt.NDArray[Any]:
-    """Rows y and columns x of (c, y, x), one axis after the other: both at once would take three indices a voxel."""
+    """Return rows y and columns x of (c, y, x), one axis at a time: both at once would take three indices per voxel."""
     return plane[:, y][:, :, x]
 
 
 def _slabs(part: npt.NDArray[Any]) -> Iterator[tuple[slice, slice]]:
-    """Planes and rows of a (c, z, y, x) array in order, about SLAB_BYTES at once: whole planes or a part of one."""
+    """Yield planes and rows of a (c, z, y, x) array in order, about SLAB_BYTES at once: whole planes or part of one."""
     channels, planes, rows, row = part.shape
     at_once = max(1, SLAB_BYTES // (channels * row * part.itemsize))  # rows
     thick, high = max(1, at_once // rows), min(rows, at_once)
@@ -218,7 +219,7 @@ def _slabs(part: npt.NDArray[Any]) -> Iterator[tuple[slice, slice]]:
 
 
 def _representable(network: Network, volume: Volume) -> tuple[Any, ...]:
-    """Per channel, the value of the volume's type that is nearest to the mean."""
+    """Return for each channel the value of the volume's type that is nearest to the mean."""
     means = network.normalise.mean if network.normalise else (0.0,) * volume.channels
     if volume.dtype.kind == "f":
         return tuple(volume.dtype.type(mean) for mean in means)

@@ -1,4 +1,4 @@
-"""The place of the voxels of a volume in the specimen, according to its metadata."""
+"""The position of a volume's voxels in the specimen, according to its metadata."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from znnpy.shapes import Vec3
 
 AXES = ("z", "y", "x")
 MOST_SCALES = 100  # datasets of a multiscale group, and transformations of one
-LONGEST_NAME = 64  # of an axis or a unit
+LONGEST_NAME = 64  # characters of the name of an axis or a unit
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Position of voxel (z, y, x): `translation + scale * (z, y, x)`, in units."""
+    """The position of voxel (z, y, x) is `translation + scale * (z, y, x)`, in units."""
 
     scale: tuple[float, float, float]
     translation: tuple[float, float, float] = (0.0, 0.0, 0.0)
     units: tuple[str | None, str | None, str | None] = (None, None, None)  # "nanometer", for example
-    axes: tuple[str, ...] = AXES  # of the stored array, as its metadata name them
+    axes: tuple[str, ...] = AXES  # names of the axes of the stored array
 
     def behind(self, offset: Vec3) -> Space:
-        """The space of an array that begins at voxel `offset` (z, y, x) of this one."""
+        """Return the space of an array that begins at voxel `offset` (z, y, x) of this one."""
         z, y, x = (t + s * o for t, s, o in zip(self.translation, self.scale, offset, strict=True))
         return Space(self.scale, (z, y, x), self.units)
 
     def attributes(self) -> dict[str, Any]:
-        """Attributes of an array: resolution and translation, (z, y, x) float64, and the names of axes and units."""
+        """Return the attributes of an array: resolution and translation, (z, y, x) float64, names of axes and units."""
         return {
             "axes": ",".join(AXES),
             "resolution": np.array(self.scale, np.float64),
@@ -41,9 +41,9 @@ class Space:
 
 
 def ome_of(attributes: Mapping[str, Any], maps: int) -> dict[str, Any]:
-    """`ome`, the metadata of OME-Zarr 0.5, for attributes that `Space.attributes` made; nothing without them.
+    """Return `ome`, the metadata of OME-Zarr 0.5, for attributes made by `Space.attributes`; else nothing.
 
-    maps  of the array: more than one are a channel axis in front.
+    maps  number of maps of the array; more than one need a channel axis in front.
     """
     if "resolution" not in attributes:
         return {}
@@ -63,7 +63,7 @@ def ome_of(attributes: Mapping[str, Any], maps: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The arrays of one image in several sizes, as OME-Zarr describes them, versions 0.4 and 0.5."""
+    """The arrays of one image at several resolutions, as described by OME-Zarr 0.4 and 0.5."""
 
     paths: tuple[str, ...]  # names of the arrays in the group, the finest first
     spaces: tuple[Space | None, ...]

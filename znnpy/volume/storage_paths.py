@@ -1,4 +1,4 @@
-"""The files and folders that an object of the caller's keeps its elements in."""
+"""Find the files and folders in which an object of the caller keeps its elements."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def storage_paths(thing: object) -> tuple[Path, ...]:
-    """Paths of the file or folder that holds the elements of `thing`, as far as it tells: () for memory.
+    """Return the paths of the file or folder that holds the elements of `thing`, if known; () for memory.
 
-    Known are paths, memory maps and views of them, datasets of h5py, and arrays of Zarr in a local store.
+    Known objects are paths, memory maps and views of them, h5py datasets, and Zarr arrays in a local store.
     """
     paths: list[Path] = []
     while thing is not None:
         paths.extend(_own_paths(thing))
-        thing = getattr(thing, "base", None)  # the array that a view shows
+        thing = getattr(thing, "base", None)  # the array behind a view
     return tuple(paths)
 
 
@@ -29,7 +29,7 @@ def _own_paths(thing: object) -> Iterator[Path]:
             yield Path(name)
     store, inside = getattr(thing, "store", None), getattr(thing, "path", None)
     while store is not None and isinstance(inside, str):
-        root = getattr(store, "root", None) or getattr(store, "path", None)  # of a folder, or the file of an archive
+        root = getattr(store, "root", None) or getattr(store, "path", None)  # a folder, or the file of an archive
         if isinstance(root, str | os.PathLike):
             yield Path(root, inside) if Path(root).is_dir() else Path(root)
-        store = getattr(store, "_store", None)  # of a store that only wraps another
+        store = getattr(store, "_store", None)  # the store behind a wrapper

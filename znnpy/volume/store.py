@@ -29,26 +29,26 @@ class Store(ABC):
 
     @abstractmethod
     def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
-        """Open what `create` made. OutputError when it is another shape or type, ResumeError when it is damaged."""
+        """Open what `create` made. OutputError if shape or type differ, ResumeError if it is damaged."""
 
     @staticmethod
     @abstractmethod
     def create(
         path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
     ) -> None:
-        """Make it, with attributes (texts, numbers, arrays) on the prediction; on disk on return.
+        """Create it, with attributes (texts, numbers, arrays) of the prediction. It is on disk on return.
 
-        FileExistsError where there is anything at `path`.
+        FileExistsError if there is anything at `path`.
         """
 
     @staticmethod
     @abstractmethod
     def attributes_of(path: Path) -> dict[str, Any]:
-        """Attributes of the prediction at `path`; none when it is no such file, or cannot be read."""
+        """Return the attributes of the prediction at `path`; none if it is no such file, or cannot be read."""
 
     @classmethod
     def run_of(cls, path: Path) -> str | None:
-        """The id of the run that made the file or folder at `path`; None where no run did, or it cannot be read."""
+        """Return the id of the run that made the file or folder at `path`; None if no run did, or it cannot be read."""
         run = cls.attributes_of(path).get(RUN_ATTRIBUTE)
         return run if isinstance(run, str) and RUN.fullmatch(run) else None
 
@@ -58,7 +58,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, box: Box, voxels: npt.NDArray[Any]) -> None:
-        """Write voxels (c, *box.size) of the store's dtype, any strides; OSError when the system refuses."""
+        """Write voxels (c, *box.size) of the store's dtype, any strides; OSError if the system refuses."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -66,17 +66,17 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the file; more than once is fine."""
+        """Close the file. It may be called more than once."""
 
 
 def chunk_of(size: Vec3) -> Vec3:
-    """Chunk size of an output of this size: at most CHUNK along each axis, and little left over in the last chunk."""
+    """Return the chunk size for an output: at most CHUNK along each axis, with the last chunk nearly full."""
     chunks = ceil_divide(size, (CHUNK, CHUNK, CHUNK))
     return ceil_divide(size, chunks)
 
 
 def stored_bytes(shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> int:
-    """Bytes of all chunks of an output (c, z, y, x), those at its end as large as any."""
+    """Return the bytes of all chunks of an output (c, z, y, x); the last ones are as large as any."""
     size = (shape[1], shape[2], shape[3])
     chunk = chunk_of(size)
     return shape[0] * prod(multiply(ceil_divide(size, chunk), chunk)) * dtype.itemsize
@@ -89,7 +89,7 @@ def check_stored(
     shape: tuple[int, int, int, int],
     dtype: np.dtype[Any],
 ) -> None:
-    """OutputError unless what is stored, (c, z, y, x) or (z, y, x), is what this run writes."""
+    """Raise OutputError unless what is stored, (c, z, y, x) or (z, y, x), is what this run writes."""
     stored = (1,) * (4 - len(found)) + tuple(found)
     if stored != shape or found_dtype != dtype:
         raise OutputError(
@@ -99,21 +99,21 @@ def check_stored(
 
 
 def taken_over(path: Path) -> OutputError:
-    """A run's files are no longer those that it opened."""
+    """Make the error for files of a run that are no longer those that it opened."""
     return OutputError(
         f"{path} was removed or replaced while this run wrote it, perhaps by another run, so this run gives no output; "
-        "see that one run at a time writes, and start again"
+        "make sure that only one run writes it, and start again"
     )
 
 
 def damaged(path: Path, why: object) -> ResumeError:
-    """An unfinished output that cannot be gone on with."""
+    """Make the error for an unfinished output that cannot be continued."""
     return ResumeError(
-        f"the unfinished {path} is damaged ({excerpt(why)}), so nothing can go on from it; remove it and start again"
+        f"the unfinished {path} is damaged ({excerpt(why)}), so it cannot be continued; remove it and start again"
     )
 
 
 def chunks_of(box: Box, chunk: Vec3) -> Iterator[Vec3]:
-    """Indices of the chunks that a box touches."""
+    """Yield the indices of the chunks that a box touches."""
     z, y, x = (range(lo // c, -(-hi // c)) for lo, c, hi in zip(box.lo, chunk, box.hi, strict=True))
     yield from product(z, y, x)

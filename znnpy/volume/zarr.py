@@ -1,4 +1,4 @@
-"""Zarr volumes (formats 2 and 3, local folders): one file a chunk, or a shard of several. Needs the extra `zarr`."""
+"""Zarr volumes (formats 2 and 3, local folders) with a file per chunk or shard. Needs the extra `zarr`."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ except ImportError:
         f"reading and writing .zarr needs the package zarr, which is not installed; `{install('zarr')}`"
     ) from None
 
-# What codecs and metadata raise where they are damaged.
+# Errors that damaged chunks and metadata raise.
 DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
-PIECE_BYTES = 4 * 2**20  # of voxels that are read at once; of a larger chunk, one
-AT_ONCE = 64  # chunks of one piece: each takes some KiB while it is read
-STEPS = 3  # times a chunk that is being unpacked: as it is stored, unpacked, and in the order of the array
-INDEX_STEPS = 4  # times the index of a shard that is being read
-LOOKED_FOR = 100_000  # files of chunks at most that are looked for before a run, where none may be missing
-THREADS = 10  # that unpack side by side
-THREAD_BYTES = 2 * 2**20  # that each of them keeps: its stack, and memory that it freed
+PIECE_BYTES = 4 * 2**20  # of voxels read at once, or a single larger chunk
+AT_ONCE = 64  # chunks per piece: each takes some KiB while it is read
+STEPS = 3  # copies of a chunk while it is unpacked: as stored, unpacked, and in the order of the array
+INDEX_STEPS = 4  # copies of the index of a shard while it is read
+LOOKED_FOR = 100_000  # chunk files: up to this number they are all looked up before a run, if none may be missing
+THREADS = 10  # that unpack at the same time
+THREAD_BYTES = 2 * 2**20  # kept by each thread: its stack, and memory that it freed
 
 
 class ZarrVolume(Volume):
-    """One array of a Zarr folder, (z, y, x) or (c, z, y, x), maybe behind axes of length 1. Made by `open_volume`."""
+    """One array of a Zarr folder, (z, y, x) or (c, z, y, x), possibly after axes of length 1."""
 
     def __init__(self, path: Path, name: str, node: Node, absent: Absent) -> None:
         super().__init__(path, name, node.shape, node.dtype or np.dtype(object))
@@ -58,13 +58,13 @@ class ZarrVolume(Volume):
         self._voxels: zarr.Array[Any] = zarr.open_array(self._files, path=name, mode="r")
         if tuple(self._voxels.shape) != node.shape or np.dtype(self._voxels.dtype) != node.dtype:
             raise ValueError(
-                f"the array is {self._voxels.dtype} of shape {self._voxels.shape}, not as its metadata say"
+                f"the array is {self._voxels.dtype} of shape {self._voxels.shape}, not as its metadata state"
             )
         self._voxels = bounded_array(self._voxels, node.chunk_bytes)
-        self._turn = threading.Lock()  # one thread reads at a time, so that memory is counted once
+        self._lock = threading.Lock()  # one thread reads at a time, so that memory is counted once
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Do nothing: no file stays open between reads."""
 
     @property
     def files(self) -> Collection[Path]:
@@ -85,7 +85,7 @@ class ZarrVolume(Volume):
 
     @property
     def extra_bytes(self) -> int:
-        """Memory for chunks being unpacked side by side, the index of a shard, and the count of missing chunks."""
+        """Memory for chunks that are unpacked at the same time, a shard's index, and the count of missing chunks."""
         chunk = self._node.chunk_bytes
         at_once = min(AT_ONCE, THREADS, max(1, PIECE_BYTES // chunk), self._node.chunks)
         table = table_bytes(self._node.shape, self._node.file)
@@ -96,7 +96,7 @@ class ZarrVolume(Volume):
         target, back = out.reshape(asked.shape), [-at for at in asked.lo]
         most = PIECE_BYTES // self.dtype.itemsize
         try:
-            with self._turn, self._files.refusing_missing():
+            with self._lock, self._files.refusing_missing():
                 for piece in pieces(asked, self._node.chunk, elements=most, chunks=AT_ONCE):
                     self._read(piece, target[piece.shifted(back).slices])
         except ChunkTooLargeError:
@@ -107,7 +107,7 @@ class ZarrVolume(Volume):
             ThreadError.check(error)
             raise VolumeError(
                 f"{self} cannot be read at (z, y, x) = {box.lo} to {box.hi}: {excerpt(error)}; "
-                "a chunk is damaged or was changed meanwhile: copy the folder again"
+                "a chunk is damaged or was changed in the meantime: copy the folder again"
             ) from None
 
     def _read(self, piece: Region, there: npt.NDArray[Any]) -> None:
@@ -115,10 +115,10 @@ class ZarrVolume(Volume):
         self._voxels.get_basic_selection(piece.slices, out=buffer)
 
     def _too_large(self, piece: Region) -> VolumeError:
-        """An error that names the first chunk of a piece that unpacks to too much, found by reading one at a time."""
+        """Make the error that names the first chunk of a piece that unpacks to too much; it reads one at a time."""
         for one in pieces(piece, self._node.chunk, elements=1, chunks=1):
             try:
-                with self._turn:
+                with self._lock:
                     self._read(one, np.empty(one.shape, self.dtype))
             except ChunkTooLargeError as error:
                 index = tuple(at // size for at, size in zip(one.lo, self._node.chunk, strict=True))
@@ -129,23 +129,24 @@ class ZarrVolume(Volume):
         return VolumeError(f"{self}: a chunk was changed while it was read; read it again")
 
     def stored(self) -> tuple[int, int]:
-        """Bytes of all files of the array and the latest change of any; other arrays of its group may change."""
+        """Return the bytes of all files of the array, and the latest change of any; other arrays may change."""
         files = [file.stat() for file in (self.path / self.dataset).rglob("*") if file.is_file()]
         return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
 
 
 def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = None) -> ZarrVolume:
-    """The array `dataset` of the folder, or the only 3D or 4D numeric one in any of its groups; or the folder itself.
+    """Open an array of a folder: `dataset`, the only 3D or 4D numeric one in any group, or the folder itself.
 
-    Of an OME-Zarr image in several sizes the finest is taken where none is named.
+    The default for an OME-Zarr image with several resolutions is the finest.
 
-    VolumeError: missing, not Zarr, damaged metadata, no such array, several arrays, no volume.
+    VolumeError: the folder is missing or not Zarr, its metadata are damaged, there is no such array, or several, or it
+    is not a volume.
     """
     if absent:
         absent.check_fill(path)
     if not path.is_dir():
         raise VolumeError(
-            f"{path} is no folder; check the path" if path.exists() else f"there is no folder {path}; check the path"
+            f"{path} is not a folder; check the path" if path.exists() else f"there is no folder {path}; check the path"
         )
     nodes = read_nodes(path)
     if not nodes:
@@ -168,7 +169,7 @@ def open_volume(path: Path, dataset: str | None = None, absent: Absent | None = 
         ThreadError.check(error)
         raise VolumeError(f"{path} cannot be opened as Zarr: {excerpt(error)}; copy it again") from None
     group, _, last = name.rpartition("/")
-    last = last or "."  # an array that describes itself, as outputs of znnpy do
+    last = last or "."  # an array whose own metadata describe it, as in outputs of znnpy
     scales = Scales.of(nodes[group].attributes) if group in nodes else None
     if scales and last in scales.paths:
         volume.space = scales.spaces[scales.paths.index(last)]

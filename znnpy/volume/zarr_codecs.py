@@ -1,7 +1,7 @@
-"""Codecs of Zarr arrays, replaced by ones that unpack a chunk no further than it can be.
+"""Replace the codecs of Zarr arrays by codecs that unpack no more bytes than a chunk may have.
 
-Bounded are gzip, zlib, bz2, lzma, zstd, blosc and lz4, in both formats and within shards. Other codecs that unpack,
-such as pcodec and zfpy, are left as they are.
+Replaced are gzip, zlib, bz2, lzma, zstd, blosc and lz4, in both formats and within shards. Other compressors, such as
+pcodec and zfpy, are left unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zarr.core.buffer import Buffer
 
 from znnpy.volume.decompression import ChunkTooLargeError, blosc_bytes, check_declared, most_bytes, unpacked, zstd_bytes
 
-Unpack = Callable[[memoryview, int], Any]  # packed bytes and the most that they may unpack to: what they unpack to
+Unpack = Callable[[memoryview, int], Any]  # takes packed bytes and the largest unpacked size; returns them unpacked
 
 
 def bounded_array(array: zarr.Array[Any], chunk_bytes: int) -> zarr.Array[Any]:
     """Return the array with codecs that unpack no more than a chunk may hold.
 
-    chunk_bytes  of one chunk, unpacked; within a shard, of one of its chunks
+    chunk_bytes  unpacked bytes of one chunk; in shards, of one chunk of a shard
     """
     metadata, most = array.metadata, most_bytes(chunk_bytes)
     if metadata.zarr_format == 3:
@@ -69,12 +69,12 @@ class BoundedCodec(BytesBytesCodec):  # type: ignore[misc]  # the package is not
     is_fixed_size = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The document of the codec itself."""
+        """Return the document of the wrapped codec."""
         document: dict[str, Any] = self.codec.to_dict()
         return document
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """The size that the codec itself tells."""
+        """Return the size that the wrapped codec states."""
         size: int = self.codec.compute_encoded_size(input_byte_length, chunk_spec)
         return size
 
@@ -92,28 +92,28 @@ class BoundedNumcodec(Numcodec):  # type: ignore[misc]  # the package is not see
         self._codec, self._unpack, self._most = codec, unpack, most
 
     def get_config(self) -> dict[str, Any]:
-        """The document of the codec itself."""
+        """Return the document of the wrapped codec."""
         config: dict[str, Any] = self._codec.get_config()
         return config
 
     def encode(self, buf: Any) -> Any:
-        """Pack as the codec itself does."""
+        """Pack as the wrapped codec does."""
         return self._codec.encode(buf)
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """Unpack; ChunkTooLargeError where there is more than can be. Nothing is unpacked into `out`."""
+        """Unpack; ChunkTooLargeError if there is more than there may be. `out` must be None."""
         if out is not None:
-            raise TypeError("a bounded codec unpacks into memory of its own")
+            raise TypeError("a bounded codec unpacks into its own memory")
         return self._unpack(_bytes(buf), self._most)
 
 
 def _bytes(buffer: Any) -> memoryview:
-    """The bytes of a buffer, without a copy of them."""
+    """Return the bytes of a buffer without copying them."""
     return memoryview(buffer).cast("B")
 
 
 def _unpacking(name: str, config: dict[str, Any]) -> Unpack | None:
-    """Return the bounded unpacking of this codec; None for a codec that is left as it is."""
+    """Return the bounded unpacking of this codec; None for a codec that is left unchanged."""
     if name in ("gzip", "zlib", "bz2"):
         return lambda data, most: unpacked(name, data, most)
     if name == "lzma" and config.get("format", 1) == 1 and not config.get("filters"):
@@ -132,14 +132,14 @@ def _unpacking(name: str, config: dict[str, Any]) -> Unpack | None:
 
 
 def _zstd(data: memoryview, most: int) -> Any:
-    """Unpack Zstandard data, whose frames may not say how large they are, or may be several."""
+    """Unpack Zstandard data, which may have several frames, and frames that do not state their size."""
     decode, size = Zstd().decode, zstd_bytes(data)
     check_declared(size, most)
     if size:
         try:
             return decode(data, out=np.empty(size, np.uint8))
         except RuntimeError as error:
-            if "too small" not in str(error):  # then there are more frames behind the first
+            if "too small" not in str(error):  # "too small": there are more frames after the first
                 raise
     try:
         return decode(data, out=np.empty(most, np.uint8))
@@ -148,4 +148,4 @@ def _zstd(data: memoryview, most: int) -> Any:
             raise ChunkTooLargeError(most + 1, is_all=False) from None
         if "expected to decompress" not in str(error):
             raise
-    return decode(data)  # which takes no more than the bound
+    return decode(data)  # this takes no more than the bound

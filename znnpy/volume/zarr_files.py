@@ -1,4 +1,4 @@
-"""Files of a Zarr volume: only regular ones no larger than they can be are read, and those that are missing counted."""
+"""Read the files of a Zarr volume, only regular ones of a plausible size, and count the missing ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from znnpy.volume.base import Chunks
 from znnpy.volume.regions import Region
 from znnpy.volume.zarr_nodes import METADATA_FILES, Node, ShardIndex
 
-NOWHERE = 2**64 - 1  # both numbers of the index for a chunk of a shard that is not stored
-SLACK_BYTES = 2**20  # of a chunk as it is stored, beyond twice its size: headers of codecs
+NOWHERE = 2**64 - 1  # both numbers in the index of a shard for a chunk that is not stored
+SLACK_BYTES = 2**20  # that a stored chunk may have beyond twice its size: headers of codecs
 
 
 class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen by mypy
-    """The folder of a Zarr volume, to read from; `watch` says which array."""
+    """The folder of a Zarr volume, opened for reading; `watch` names the array."""
 
     def __init__(self, root: Path | str, *, read_only: bool = True) -> None:
         super().__init__(root, read_only=read_only)
@@ -38,28 +38,28 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
         self._most = MOST_METADATA_BYTES  # bytes read at once
         self._node = Node({})
         self._when_missing: MissingChunks = "fill"
-        self._box: Region | None = None  # of files, along the axes of the array
-        self._chunks: Region | None = None  # of chunks in them
-        self._seen = bytearray()  # a bit for each of them
+        self._box: Region | None = None  # expected files, along the axes of the array
+        self._chunks: Region | None = None  # expected chunks
+        self._seen = bytearray()  # a bit for each expected file
         self._missing = self._looked = 0
         self._refused: VolumeError | None = None
 
     def watch(self, array: str, node: Node, *, index_bytes: int) -> None:
-        """Say which array is read.
+        """Name the array to read.
 
-        index_bytes  that the index of a shard takes at most
+        index_bytes  largest size of the index of a shard
         """
         self._array, self._node = array, node
         self._most = max(MOST_METADATA_BYTES, 2 * node.chunk_bytes + SLACK_BYTES, index_bytes)
 
     def expect(self, files: Region, chunks: Region, when_missing: MissingChunks) -> None:
-        """Count the chunks of a box from now on, each once; "error": refuse those that are missing.
+        """Count each chunk of a box once from now on; "error": refuse missing ones.
 
-        Where the index of shards is not read here (shards in shards, other codecs before them) all chunks of a shard
-        count as being there, and "error" is VolumeError.
+        If the index of shards cannot be read here (nested shards, other codecs before them), all chunks of a shard
+        count as present, and "error" is VolumeError.
 
-        files   that hold the chunks
-        chunks  of the box
+        files   the files that hold the chunks
+        chunks  the chunks of the box
         """
         if when_missing == "error" and self._node.is_sharded and self._node.index is None:
             raise VolumeError(
@@ -72,15 +72,15 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
 
     @property
     def chunks(self) -> Chunks:
-        """Return the counts so far."""
+        """Counts so far."""
         return Chunks(self._missing, self._looked)
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """A file's content, or a part of it; None where there is no such file.
+        """Return the content of a file, or a part of it; None where there is no such file.
 
-        VolumeError where it is not a regular file, is larger than it can be, or is missing and must not be.
+        VolumeError if it is not a regular file, is larger than it can be, or is missing although it is required.
         """
         if not self._is_open:
             await self._open()
@@ -122,7 +122,7 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
         return b"".join(parts)
 
     def look_for(self, keys: Iterable[str]) -> None:
-        """VolumeError where one of these files is missing; none is opened."""
+        """Raise VolumeError if one of these files is missing; none is opened."""
         for key in keys:
             if not os.path.lexists(self.root / key):
                 raise self._must_be_there(key)
@@ -134,7 +134,7 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
         )
 
     def _note(self, key: str, content: bytes | None, byte_range: ByteRequest | None) -> None:
-        """Count the chunks of a file, or of a part of one, that was asked for; called in one thread only."""
+        """Count the chunks of a requested file, or of a part of one. It is called in one thread only."""
         if content is None and not self._node.has_fill_value:
             raise VolumeError(
                 f"{self.root / key} is missing, and the fill value of the array is null; write the chunk or the value"
@@ -149,7 +149,7 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
             raise self._must_be_there(key)
         place = self._node.index
         if content is not None and place is not None and not _has_index(content, byte_range, place):
-            return  # one chunk of a shard, whose index is read before
+            return  # one chunk of a shard, whose index was read before
         first = tuple(number * count for number, count in zip(index, self._node.chunks_per_file, strict=True))
         there = Region(first, tuple(map(add, first, self._node.chunks_per_file))).clipped(self._chunks)
         missing = there.elements if content is None else 0
@@ -175,9 +175,9 @@ class VolumeFiles(LocalStore):  # type: ignore[misc]  # the package is not seen 
 
     @contextmanager
     def refusing_missing(self) -> Iterator[None]:
-        """Raise VolumeError at the end of a read that met a shard without a chunk that must be there.
+        """Raise VolumeError at the end of a read that found a shard without a required chunk.
 
-        Only at the end has the package compared the index of the shard with its checksum.
+        Only then has the package compared the index of the shard with its checksum.
         """
         self._refused = None
         yield
@@ -200,5 +200,5 @@ def _has_index(content: bytes, byte_range: ByteRequest | None, place: ShardIndex
 
 
 def table_bytes(shape: tuple[int, ...], file: tuple[int, ...]) -> int:
-    """Bytes that counting the chunk files of an array of this shape takes."""
+    """Return the bytes of the table that marks which chunk files of an array of this shape were counted."""
     return -(-prod(-(-n // size) for n, size in zip(shape, file, strict=True)) // 8)

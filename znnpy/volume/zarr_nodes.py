@@ -1,6 +1,6 @@
-"""Metadata of Zarr folders, formats 2 and 3, read and checked before the package zarr believes them.
+"""Read the metadata of Zarr folders, formats 2 and 3, and check them before the package zarr uses them.
 
-Only regular files are opened, no more of one is read than MOST_METADATA_BYTES, and every number is checked.
+Only regular files are opened, at most MOST_METADATA_BYTES of each are read, and every number is checked.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from znnpy.errors import VolumeError
 from znnpy.files import MOST_METADATA_BYTES, open_regular
 from znnpy.messages import excerpt
 
-MOST_NODES = 10_000  # arrays and groups that are looked at in one folder
-MOST_NESTED = 32  # groups in each other
+MOST_NODES = 10_000  # arrays and groups that are read in one folder
+MOST_NESTED = 32  # levels of groups
 METADATA_FILES = frozenset(("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata"))
 NUMBERS = frozenset(
     ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
@@ -27,16 +27,16 @@ NUMBERS = frozenset(
 
 
 INDEX_ENTRY = 16  # bytes of the index of a shard for each of its chunks: where it begins, and how long it is
-CHECKSUM_BYTES = 4  # of an index that crc32c follows
+CHECKSUM_BYTES = 4  # after an index with a crc32c checksum
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """Where the index of a shard lies, if it is stored as plain numbers."""
+    """The position of the index in a shard, if it is stored as plain numbers."""
 
     at_end: bool
-    nbytes: int  # with its checksum
-    dtype: str  # of its numbers
+    nbytes: int  # including its checksum
+    dtype: str  # type of its numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Node:
     attributes: Mapping[str, Any]
     shape: tuple[int, ...] = ()
     dtype: np.dtype[Any] | None = None  # None: a group
-    chunk: tuple[int, ...] = ()  # elements along each axis that are unpacked at once
+    chunk: tuple[int, ...] = ()  # elements along each axis that are unpacked together
     file: tuple[int, ...] = ()  # elements of one file: the chunk, or the shard that holds several
     has_fill_value: bool = True  # there is a value for chunks that are not stored
     is_sharded: bool = False  # files hold several chunks
-    index: ShardIndex | None = None  # of each shard; None: there are no shards, or their index is not read here
+    index: ShardIndex | None = None  # of each shard; None: no shards, or their index cannot be read here
 
     @property
     def chunk_bytes(self) -> int:
@@ -69,10 +69,9 @@ class Node:
 
 
 def read_nodes(root: Path) -> dict[str, Node]:
-    """Every group and array of a folder by its name, "" for the folder itself; empty where it is not Zarr.
+    """Read every group and array of a folder, by name, "" for the folder itself; nothing if it is not Zarr.
 
-    VolumeError: metadata that are damaged, larger than MOST_METADATA_BYTES, or of more than
-    MOST_NODES groups and arrays.
+    VolumeError: metadata are damaged or larger than MOST_METADATA_BYTES, or there are more than MOST_NODES nodes.
     """
     found: dict[str, Node] = {}
     waiting = [""]
@@ -98,7 +97,7 @@ def _folders(root: Path, name: str) -> Iterator[str]:
 
 
 def _node(folder: Path) -> Node | None:
-    """The group or array in a folder; None where there is none."""
+    """Read the group or array in a folder; None where there is none."""
     for name, read in (("zarr.json", _of_format_3), (".zarray", _of_format_2), (".zgroup", _group_of_format_2)):
         path = folder / name
         document = _document(path)
@@ -112,11 +111,11 @@ def _node(folder: Path) -> Node | None:
 
 
 class _Wrong(Exception):
-    """Say what is wrong with metadata, as the middle of a sentence."""
+    """Metadata are wrong; the text is the middle of a sentence."""
 
 
 def _document(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is no file."""
+    """Read a JSON object; None where there is no file."""
     try:
         with open_regular(path) as file:
             content = file.read(MOST_METADATA_BYTES + 1)
@@ -138,7 +137,7 @@ def _document(path: Path) -> dict[str, Any] | None:
 
 
 def _of_format_3(document: dict[str, Any], folder: Path) -> Node:
-    del folder  # attributes lie in the same document
+    del folder  # attributes are in the same document
     attributes = document.get("attributes", {})
     if document.get("zarr_format") != 3 or not isinstance(attributes, dict):
         raise _Wrong(f"zarr_format is {excerpt(document.get('zarr_format'), 60)}")
@@ -174,7 +173,7 @@ def _is_sharding(codec: object) -> bool:
 
 
 def _index(configuration: Mapping[str, Any], chunks: int) -> ShardIndex | None:
-    """The index of shards of so many chunks; None where it is not plain numbers, or chunks are shards again."""
+    """Describe the index of shards of `chunks` chunks; None if it is not plain numbers, or shards are nested."""
     inner = configuration.get("codecs")
     if isinstance(inner, list) and any(map(_is_sharding, inner)):
         return None
@@ -218,7 +217,7 @@ def _group_of_format_2(document: dict[str, Any], folder: Path) -> Node:
 
 
 def _other(kind: object) -> np.dtype[Any]:
-    """A type that is no number, for the list of what the folder holds."""
+    """Return a type for elements that are not numbers, for the list of what the folder holds."""
     if kind == "bool":
         return np.dtype(bool)
     if kind in ("complex64", "complex128"):
@@ -234,7 +233,7 @@ def _object(document: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _sizes(document: Mapping[str, Any], key: str, least: int, count: int | None = None) -> tuple[int, ...]:
-    """A list of whole numbers, each at least `least`, as many as `count` says."""
+    """Return a list of whole numbers, each at least `least`, as many as `count` states."""
     value = document.get(key)
     if not isinstance(value, list) or not all(type(n) is int and least <= n < 2**63 for n in value):
         raise _Wrong(f"{key} is {excerpt(value, 60)}, and must be whole numbers from {least} to {2**63 - 1:,}")
@@ -244,7 +243,7 @@ def _sizes(document: Mapping[str, Any], key: str, least: int, count: int | None 
 
 
 def _check_fill(value: object, dtype: np.dtype[Any]) -> None:
-    """_Wrong where it is no value of the type; types that are no numbers are not read, so theirs are not checked."""
+    """Raise _Wrong unless `value` is of the type; types other than numbers are not read, so not checked."""
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         if type(value) is int and int(info.min) <= value <= int(info.max):
@@ -256,7 +255,7 @@ def _check_fill(value: object, dtype: np.dtype[Any]) -> None:
             return
     else:
         return
-    raise _Wrong(f"fill_value is {excerpt(json.dumps(value), 60)}, which is no {dtype}")
+    raise _Wrong(f"fill_value is {excerpt(json.dumps(value), 60)}, which is not a {dtype}")
 
 
 def _is_float(value: str) -> bool:

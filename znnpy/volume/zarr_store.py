@@ -1,4 +1,4 @@
-"""Zarr outputs (format 3, local folders): one file a chunk. Needs the extra `zarr`."""
+"""Zarr outputs (format 3, local folders) with a file per chunk. Needs the extra `zarr`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ except ImportError:
 
 
 class ZarrStore(Store):
-    """A Zarr array of format 3, zstd compressed: (c, z, y, x), or (z, y, x) where c is 1.
+    """A Zarr array of format 3, compressed with zstd: (c, z, y, x), or (z, y, x) where c is 1.
 
-    Every chunk is a file that is replaced whole, so a killed process leaves each as it was or as it should be.
+    Every chunk is a file that is replaced in one step, so a killed process leaves it either old or new.
     """
 
     def __init__(self, path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
@@ -54,7 +54,7 @@ class ZarrStore(Store):
         path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], attributes: Mapping[str, Any]
     ) -> None:
         chunk = chunk_of((shape[1], shape[2], shape[3]))
-        path.mkdir()  # FileExistsError for whatever is there, links too
+        path.mkdir()  # FileExistsError for anything there, links too
         zarr.create_array(
             path,
             shape=shape if shape[0] > 1 else shape[1:],
@@ -82,7 +82,7 @@ class ZarrStore(Store):
             raise ValueError(f"{voxels.dtype} {voxels.shape} does not fill {box} of {self._voxels.dtype}")
         if not self.is_still_there():  # the library writes by path
             raise taken_over(self._path)
-        for index in chunks_of(box, self._chunk):  # one by one: little memory, and no chunk is written twice
+        for index in chunks_of(box, self._chunk):  # one at a time: this takes little memory and writes no chunk twice
             lo = multiply(index, self._chunk)
             part = box.clipped(Box(lo, add(lo, self._chunk)))
             there = part.shifted(subtract((0, 0, 0), box.lo))
@@ -95,7 +95,7 @@ class ZarrStore(Store):
     def sync(self) -> None:
         folders = {folder for file in self._unsynced for folder in list(file.parents)[: 3 + (self._maps > 1)]}
         for file in self._unsynced:
-            if file.exists():  # a chunk of zeros is none
+            if file.exists():  # chunks of zeros are not stored
                 sync_file(file)
         for folder in folders:
             if folder.exists():
@@ -111,7 +111,7 @@ class ZarrStore(Store):
         self._folder = -1
 
     def _remove_halves(self) -> None:
-        """Remove chunks whose writer was killed. ResumeError for links: writing would follow them to other places."""
+        """Remove incomplete chunks of a killed writer. ResumeError for links, which writing would follow."""
         left = [self._path]
         while left:
             with os.scandir(left.pop()) as entries:
@@ -125,9 +125,9 @@ class ZarrStore(Store):
 
 
 def _opened(path: Path, chunk: Vec3, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> zarr.Array[Any]:
-    """The array at `path`; OutputError when it is another shape or type, ResumeError when it is damaged."""
+    """Open the array at `path`; OutputError if it has another shape or type, ResumeError if it is damaged."""
     try:
-        _metadata(path)  # bounds its size
+        _metadata(path)  # limits its size
         array = zarr.open_array(path, mode="r+")
         check_stored(path, array.shape, np.dtype(array.dtype), shape, dtype)
         if array.chunks != (chunk if shape[0] == 1 else (1, *chunk)) or array.shards:
@@ -141,7 +141,7 @@ def _opened(path: Path, chunk: Vec3, shape: tuple[int, int, int, int], dtype: np
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Read `zarr.json`. OSError or ValueError where it is missing, too long, or is not metadata."""
+    """Read `zarr.json`. OSError or ValueError if it is missing, too long, or not metadata."""
     with open_regular(path / "zarr.json") as file:
         content = file.read(MOST_METADATA_BYTES + 1)
     if len(content) > MOST_METADATA_BYTES:

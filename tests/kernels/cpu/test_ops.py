@@ -169,9 +169,9 @@ def test_what_does_not_fit_is_told() -> None:
         (lambda: ops.relu(x, out=x[0]), r"the result is \(1, 2, 3, 4, 2\) float32, and out is \(2, 3, 4, 2\) float32"),
         (lambda: ops.softmax(x[0]), r"x has 4 axes, \(2, 3, 4, 2\); it must be \(S, z, y, x, f\)"),
         (lambda: ops.max_pool(x, (1, 2, 0)), "a window must be at least 1 along every axis, not 1x2x0"),
-        (lambda: ops.max_pool(x, (1, 2, 2), padding=(0, 2, 0)), "padding 0x2x0 leaves windows of 1x2x2 without"),
+        (lambda: ops.max_pool(x, (1, 2, 2), padding=(0, 2, 0)), "padding 0x2x0 gives windows of 1x2x2 without"),
         (lambda: ops.max_pool(x, (3, 1, 1)), "a window of 3x1x1 is larger than the image of 2x3x4"),
-        (lambda: ops.convert_layout(x, "szyxf -> szyx"), "is no layout"),
+        (lambda: ops.convert_layout(x, "szyxf -> szyx"), "is not a layout"),
         (lambda: ops.convert_layout(x, "zyx -> xyz"), r"names 3 axes of 5, \(1, 2, 3, 4, 2\)"),
         (lambda: ops.convert_layout(x, "szyxf -> sfzyx", dtype=int), "converted to float32 or float16, not int64"),
         (lambda: ops.convolve(x[..., :1], weights), r"1 maps of x take kernels \(f', 1, kz, ky, kx\)"),
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_told() -> None:
     for call, words in refused:
         with pytest.raises(ShapeError, match=words):
             call()
-    with pytest.raises(TypeError, match="list is no array of numpy: say on which device it lies, device="):
+    with pytest.raises(TypeError, match="list is not a numpy array: name the device that holds it, device="):
         ops.relu([1.0])
     with pytest.raises(ValueError, match="mode is 'same'; it may be correlation, convolution"):
         ops.convolve(x, weights, mode="same")  # type: ignore[arg-type]
@@ -233,5 +233,5 @@ def test_empty_images_are_refused(axis: int) -> None:
         lambda: ops.convolve(x, weights, padding=(1, 1, 1)),
     ]
     for call in refused:
-        with pytest.raises(ShapeError, match=r"x is \(2, .*\): images without a value; there may be no image, but"):
+        with pytest.raises(ShapeError, match=r"x is \(2, .*\): its images are empty; S may be 0, but"):
             call()

@@ -284,7 +284,9 @@ def test_precisions_that_do_not_fit_are_told(device: Any) -> None:
     half = ops.convert_layout(x, "szyxf -> szyxf", dtype=np.float16, device=device)
     with pytest.raises(ShapeError, match="tf32 multiplies float32 arrays, not float16"):
         ops.convolve(half, weights, precision="tf32", device=device, **gemm)
-    with pytest.raises(ValueError, match="tf32 is for method='implicit_gemm' on a device; all else computes in fp32"):
+    with pytest.raises(
+        ValueError, match="tf32 is for method='implicit_gemm' on a device; everything else computes in fp32"
+    ):
         ops.convolve(x, weights, method="direct", precision="tf32", device=device)
     with pytest.raises(ValueError, match="fp16 is for method='implicit_gemm' on a device"):
         ops.convolve(host, weights, precision="fp16", **gemm)
@@ -381,7 +383,7 @@ def test_arrays_of_the_host_are_refused(device: Any) -> None:
     assert device.holds(x[1:, 2, ::2])
     assert not device.holds(host)
     words = (
-        rf"^ndarray is no array of {re.escape(device.gpu.name)}: bring it there with device.put, or leave device= away$"
+        rf"^ndarray is not an array of {re.escape(device.gpu.name)}: copy it there with device.put, or omit device=$"
     )
     refused: list[Callable[[], object]] = [
         lambda: ops.relu(host, device=device),
@@ -392,7 +394,7 @@ def test_arrays_of_the_host_are_refused(device: Any) -> None:
     for call in refused:
         with pytest.raises(TypeError, match=words):
             call()
-    with pytest.raises(TypeError, match=r"list is no array of "):
+    with pytest.raises(TypeError, match=r"list is not an array of "):
         ops.relu([1.0], device=device)
 
 
