@@ -17,7 +17,6 @@ from znnpy.run.work_queue import LOOK_SECONDS, Lease
 @pytest.fixture
 def no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor takes cells as if it were as fast as it seems."""
-    monkeypatch.setattr(work_queue, "DOUBT", 1.0)
     monkeypatch.setattr(balanced_queue, "DOUBT", 1.0)
 
 
