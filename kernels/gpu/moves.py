@@ -145,9 +145,8 @@ class Moves:
         lines = (m[1] * m[2] * maps, m[2] * maps)
         across = abs(steps[o]) < abs(sx)
         tx = px * -(-NARROW // px) if across else px * -(-TILE // (4 * px))
-        to = (
-            min(NARROW, max(1, 2 * TILE // tx)) if across else 4
-        )  # Fewer for a long period, so that the tile fits any GPU.
+        # Fewer for a long period, so that the tile fits any GPU.
+        to = min(NARROW, max(1, 2 * TILE // tx)) if across else 4
         table = (py * px, px)
         self._kernels[f"store<{self._values}, {self._out}>"](
             (n[r] * -(-n[o] // to) * -(-n[2] // tx),),

@@ -56,6 +56,7 @@ def _families(value: str) -> list[list[str]]:
 
 
 def instances() -> list[Instance]:
+    """Return the kernels for both types."""
     names = [name for value in ("half", "float") for family in _families(value) for name in family]
     return [Instance(SOURCE, name, REGISTERS) for name in names]
 

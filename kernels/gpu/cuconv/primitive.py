@@ -1,12 +1,12 @@
-"""cuConv on a GPU: many small blocks, each with few rows of the filters; what small layers of one image want.
+"""cuConv on a GPU: many small blocks, each with few rows of the filters; for small layers of one image.
 
-Method   0  Products of rows of filters with the rows of the input that they meet, as they lie in memory: partial sums,
-            each of a few taps. Rows of both come to shared memory, in blocks of 16, 32 or 64 voxels and as many maps.
-         1  Partial sums of a voxel added, bias, activation. Where one part has all taps, as of a 1x1x1 kernel, there is
-            no such stage. units=float: on float32 units, long sums in several runs; units=tensor: in matrix products of
-            tf32, whose rounding tf32 and fp16 allow. stages.cu.
+Method   0  Products of rows of filters with the rows of the input they meet, as stored in memory: partial sums, each of
+         a few taps. Rows of both are copied to shared memory, in blocks of 16, 32 or 64 voxels and as many maps.
+         1  Partial sums of a voxel are added, then bias and activation. If one part has all taps, as for a 1x1x1
+            kernel, this stage is omitted. units=float: on float32 units, long sums in several runs; units=tensor: in
+            matrix products of tf32, whose rounding tf32 and fp16 allow. stages.cu.
 Memory   Partial sums of as many voxels as 32 MiB hold.
-Bound    Large layers: arithmetic, 2 k^3 f f' flops a voxel. Small ones, which it is for: latency of a few steps.
+Bound    Large layers: arithmetic, 2 k^3 f f' flops a voxel. Small ones, its purpose: latency of a few steps.
 Source   Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021; in 3D, channels
          last.
 Tested   tests/gpu/test_cuconv.py
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
 
 SOURCE = "cuconv/stages.cu"
-REGISTERS, MOST_REGISTERS = 128, 168  # of a thread; the second: of blocks of 64 on float32 units
+REGISTERS, MOST_REGISTERS = 128, 168  # per thread; the second: for blocks of 64 on float32 units
 FOUR = 4  # values of one copy
-HEAVIEST = 2**31  # taps of one map of a kernel: they are counted in 32 bits
+HEAVIEST = 2**31  # taps per map of a kernel, which are counted in 32 bits
 
 
 def _units(shape: LayerShape) -> str:
-    """What computes: fp32 allows no rounding to tf32."""
+    """Return the units that compute: fp32 allows no rounding to tf32."""
     return "float" if shape.precision == "fp32" else "tensor"
 
 
@@ -53,7 +53,7 @@ def _sum_parts(itemsize: int) -> str:
 
 
 def instances() -> list[Instance]:
-    """All there are."""
+    """Return all kernels."""
     kinds = ((4, "float", False), (4, "float", True), (4, "tensor", False), (2, "tensor", False))
     products = [
         Instance(SOURCE, _products(itemsize, side, units, vectors=vectors, long=long), registers, stack_bytes=stack)
@@ -78,7 +78,7 @@ class CuConv:
     name: str = "gpu.conv.cuconv"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "small layers of one image, 1x1x1 kernels: many small blocks, and the sums of what they computed"
+    summary: str = "small layers of one image, 1x1x1 kernels: many small blocks of partial sums, then their sums"
     source: str = "Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -90,7 +90,7 @@ class CuConv:
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Sides of the blocks and taps of a part, the likeliest first."""
+        """Return sides of the blocks and taps of a part, the most promising first."""
         assert machine.gpu is not None
         units = _units(shape)
         found = choices(as_conv(shape), machine.gpu.multiprocessors, units)
@@ -137,7 +137,7 @@ def _cut(shape: ConvShape, variant: Variant) -> Cut:
 
 
 def _tf32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """To the nearest."""
+    """Round to the nearest tf32."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
@@ -192,6 +192,6 @@ class _Step:
                 )
 
     def _in_fours(self, images: Any, maps: int) -> bool:
-        """Four maps of any voxel begin where a copy of four may."""
+        """Whether four maps of every voxel are aligned for a copy of four."""
         begins = (self._device.address(images), images.strides[0], maps * self._shape.itemsize)
         return all(begin % (FOUR * self._shape.itemsize) == 0 for begin in begins)

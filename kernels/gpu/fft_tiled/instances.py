@@ -1,4 +1,4 @@
-"""What the fused tiled FFT compiles: of every size of tile, what large and small shared memory allow."""
+"""Kernels of the fused tiled FFT: every tile size, with the blocks that large and small shared memory allow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TYPES = (("Halves", "half2", "float"), ("Quick", "half2", "half"), ("Split", "f
 
 
 def instances() -> list[Instance]:
-    """For `znnpy.kernels.gpu.instances`."""
+    """Return all instances, for `znnpy.kernels.gpu.instances`."""
     return [*_columns(), *_planes(), *_products(), *_weights()]
 
 
@@ -36,7 +36,7 @@ def _planes() -> list[Instance]:
     for (side, spectra), blocks in PLANE_BLOCKS.items():
         for maps, threads, count in dict.fromkeys((blocks[0], blocks[-1])):
             block, registers = PlaneBlock(side, spectra, maps, threads, count), _fair(threads, count)
-            spills = (64, 120) if side > 16 else (0, 0)  # on sm_120 alone: its compiler keeps less in registers
+            spills = (64, 120) if side > 16 else (0, 0)  # on sm_120 alone, whose compiler keeps less in registers
             found += [
                 Instance("fft_tiled/forward.cu", block.forward(), registers),
                 Instance("fft_tiled/inverse.cu", block.inverse, registers, (), *spills),
@@ -60,10 +60,10 @@ def _weights() -> list[Instance]:
     return [
         *(Instance("fft_tiled/forward.cu", name, _fair(COLUMN_THREADS, 2)) for name in names),
         Instance("fft_tiled/weights.cu", "weight_bounds", 64),
-        Instance("fft_tiled/weights.cu", "pack_weights", 128, stack_bytes=16),  # what it indexes by word; runs once
+        Instance("fft_tiled/weights.cu", "pack_weights", 128, stack_bytes=16),  # an array indexed by word; runs once
     ]
 
 
 def _fair(threads: int, blocks: int) -> int:
-    """Registers of a thread, so that a multiprocessor has room for `blocks` blocks."""
+    """Return the registers per thread that leave space for `blocks` blocks on a multiprocessor."""
     return min(_MOST, _REGISTERS // (threads * blocks) // 8 * 8)

@@ -1,6 +1,7 @@
-/* Sums of many terms, put by from time to time: where n are added up one after another, the error grows with n's root.
+/* Long sums in parts: when n terms are added in sequence, the error grows with the square root of n.
  *
- * What is put by lies in local memory, since registers hold the sums; volatile, or the compiler would take them for it.
+ * Partial sums are in local memory, since registers hold the current ones; volatile keeps the compiler from merging
+ * them.
  *
  * Tested  tests/gpu/test_implicit_gemm.py
  */
@@ -11,7 +12,7 @@
 template <int COUNT> struct Kept {
     volatile float sums[COUNT];
 
-    /* The first time, and later on. */
+    /* Adds the terms to the partial sums (`first`: initialises these) and clears the terms. */
     DEVICE void put_by(float* terms, bool first) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
