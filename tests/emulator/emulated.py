@@ -32,7 +32,8 @@ import numpy.typing as npt
 from libraries import NumpyLibraries
 
 from znnpy.kernels.gpu.arrays import check_view, copy_rows, kernel_arguments
-from znnpy.kernels.gpu.device import ALIGNMENT, refusal
+from znnpy.kernels.gpu.cuda_runtime import refusal
+from znnpy.kernels.gpu.device import ALIGNMENT
 from znnpy.kernels.gpu.modules import kernel_words, source_text
 from znnpy.machine import Gpu
 

@@ -86,9 +86,9 @@ def test_views_lie_where_they_say(device: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "offset", "strides", "words"),
     [
-        ((65,), 0, None, "ends 4 bytes behind the 256"),
+        ((65,), 0, None, "ends 4 bytes beyond the 256"),
         ((64,), 1, None, "ends 1 bytes behind the 256"),
-        ((2, 2), 0, (252, 4), "ends 4 bytes behind the 256"),
+        ((2, 2), 0, (252, 4), "ends 4 bytes beyond the 256"),
         ((2,), 8, (-4,), "describe no array"),
         ((2,), -4, None, "describe no array"),
         ((2, 2), 0, (4,), "describe no array"),
