@@ -98,12 +98,12 @@ class DeviceRoom:
     threads, compiles = 1, True
 
     def __init__(self, plan: Plan, network: str, device: Any) -> None:
-        from znnpy.kernels.gpu.moves import Moves
+        from znnpy.kernels.gpu.load_store import LoadStore
 
         self.hands = device
         of = read_network(network).network
         values_type = dtype_of(plan.choices[0].shape)
-        moves = Moves(device, raw=np.uint8, values=values_type, out=np.float32, normalise=of.normalise)
+        moves = LoadStore(device, raw=np.uint8, values=values_type, out=np.float32, normalise=of.normalise)
         self.keep = moves.keep
         self._clock = Clock(device)
         self._peaks = device.put(np.array([LARGEST, 0.0], np.float32), "largest values")

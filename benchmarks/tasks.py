@@ -141,7 +141,7 @@ def measure(case: Case, threads: int, rounds: int) -> Row:
             for run, times in [(data, of_data), (tasks, of_tasks)][:: 1 if index % 2 == 0 else -1]:
                 times.append(timed(run))
         spent = by_kind(step, tasks)
-    unpinned = step.seating.unpinned
+    unpinned = step.placements.unpinned
     return Row(str(shape), case.why, threads, variant, unpinned, tuple(of_data), tuple(of_tasks), spent)
 
 

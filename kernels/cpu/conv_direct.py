@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.cpu.blas import product_bytes
-from znnpy.kernels.cpu.finish import Finish, quiet
+from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
 
@@ -94,7 +94,7 @@ class ConvDirect:
         columns = workers * b.worker_bytes
         sums = FLOAT32 * prod(b.size) if shape.activation == "softmax" else 0  # over the maps of a voxel
         return Footprint(
-            resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, b.size[2]),
+            resident=shape.weight_bytes + Epilogue.nbytes(shape.fout, shape.activation, b.size[2]),
             scratch=(Scratch("columns", columns),) if columns else (),
             allowance=workers * (product_bytes(b.taps, shape.fout, FLOAT32) + sums),
         )
@@ -129,7 +129,7 @@ class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
         self._shape, self._crew, self._blocks = shape, crew, _blocks(shape)
         self._kernels = resident.kernels
-        self._finish = Finish(resident.bias, shape.activation, self._blocks.size[2])
+        self._epilogue = Epilogue(resident.bias, shape.activation, self._blocks.size[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         b, crew, fout = self._blocks, self._crew, self._shape.fout
@@ -150,7 +150,7 @@ class _Step:
                 rows = self._rows(windows[s][box], voxels, None if columns is None else columns[worker])
                 np.matmul(rows, self._kernels, out=target.reshape(voxels, fout, copy=False))
                 lines = target.reshape(*target.shape[:2], -1, copy=False)
-                self._finish(lines, lines)
+                self._epilogue(lines, lines)
 
         crew.each(piece, self._shape.batch * prod(counts))
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.cpu.finish import overflow, squash_whole
+from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, streams, why_not
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
 from znnpy.machine import this_machine
@@ -266,4 +266,4 @@ class _Step:
         if sum(bad):
             raise overflow(sum(bad), w.lines * w.line * shape.fout)
         # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
-        squash_whole(shape.activation, out, crew)
+        activate_output(shape.activation, out, crew)

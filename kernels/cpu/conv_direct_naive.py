@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
+from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
@@ -59,7 +59,7 @@ class ConvDirectNaive:
         del variant
         shape = as_conv(shape)
         return Footprint(
-            resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, shape.out[2]),
+            resident=shape.weight_bytes + Epilogue.nbytes(shape.fout, shape.activation, shape.out[2]),
             scratch=(Scratch("planes", threads * 2 * FLOAT32 * prod(shape.out[1:])),),
             allowance=threads * 2**16,  # numpy's buffers
         )
@@ -85,7 +85,7 @@ class ConvDirectNaive:
 class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
         self._shape, self._crew, self._kernels = shape, crew, resident.kernels
-        self._finish = Finish(resident.bias, shape.activation, shape.out[2])
+        self._epilogue = Epilogue(resident.bias, shape.activation, shape.out[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, crew, kernels = self._shape, self._crew, self._kernels
@@ -106,4 +106,4 @@ class _Step:
                     out[s, z, :, :, j] = total
 
         crew.each(piece, shape.batch * shape.fout)
-        finish_whole(self._finish, out, crew)
+        apply_epilogue(self._epilogue, out, crew)

@@ -26,8 +26,8 @@ import numpy as np
 
 from znnpy.kernels.aligned import odd_lines
 from znnpy.kernels.cpu.blas import product_bytes
+from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
-from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
@@ -137,7 +137,7 @@ class ConvFftData:
         )
         kernels = COMPLEX64 * shape.fin * kz * ky * kx  # kernels of one output map, as complex numbers
         return Footprint(  # the weights belong to the caller: no copy is kept
-            resident=Finish.nbytes(shape.fout, shape.activation, shape.out[2])
+            resident=Epilogue.nbytes(shape.fout, shape.activation, shape.out[2])
             + COMPLEX64 * (t.padded[0] * kz + t.padded[1] * ky + t.pitch * kx),  # twiddles
             input_until=0,
             output_from=1,
@@ -225,7 +225,7 @@ class _Step:
         self._along_z, self._along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
         self._along_x = np.zeros((shape.k[2], t.pitch), np.complex64)
         self._along_x[:, : t.half] = twiddles(gx, shape.k[2], t.half).T
-        self._finish = Finish(weights.bias, shape.activation, shape.out[2])
+        self._epilogue = Epilogue(weights.bias, shape.activation, shape.out[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         shape, t, crew = self._shape, self._sizes, self._crew
@@ -241,7 +241,7 @@ class _Step:
         for j in range(shape.fout):
             self._accumulate(spectra, j, total, products)
             self._invert(total, j, out, images)
-        finish_whole(self._finish, out, crew)
+        apply_epilogue(self._epilogue, out, crew)
 
     def _transform_lines(self, x: Array, spectra: Complex, blocks: npt.NDArray[np.uint8]) -> None:
         """Transform along x, from channels last to planar."""

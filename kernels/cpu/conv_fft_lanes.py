@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.cpu.finish import overflow, squash_whole
+from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
@@ -371,4 +371,4 @@ class _Step:
             if any(bad):
                 raise overflow(sum(bad), s.tiles * prod(s.span) * shape.fout)
         # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
-        squash_whole(shape.activation, out, crew)
+        activate_output(shape.activation, out, crew)

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, like, planning
-from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
+from znnpy.kernels.cpu.pinning import pinned, place_workers
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
-from znnpy.kernels.cpu.seats import pinned, seating
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import WIDTHS, Block, Sizes, bounds, sizes
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
@@ -125,7 +125,7 @@ class ConvFftTasks:
         ]
         return Footprint(
             resident=shape.weight_bytes
-            + Finish.nbytes(shape.fout, shape.activation, shape.out[2])
+            + Epilogue.nbytes(shape.fout, shape.activation, shape.out[2])
             + COMPLEX64 * (gz * kz + gy * ky + t.half * kx),  # twiddles
             input_until=0,
             output_from=2,
@@ -229,15 +229,15 @@ class _Step:
     """The convolution of one shape, planned.
 
     observe  if set, is called with every task's begin and end and every allocation of synchronisations, one at a time.
-    seating  the cores of the workers, or the reason why they are not pinned.
+    placements  the cores of the workers, or the reason why they are not pinned.
     """
 
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
         self.observe: Observer | None = None
         self.sizes = t = sizes(shape, variant.count("width"))
-        self.seating = seating(crew.threads, _primaries(shape, t, crew.threads))
-        if self.seating.unpinned and crew.threads > 1:
-            _log.info("%s: workers are not pinned to cores: %s", shape, self.seating.unpinned)
+        self.placements = place_workers(crew.threads, _primaries(shape, t, crew.threads))
+        if self.placements.unpinned and crew.threads > 1:
+            _log.info("%s: workers are not pinned to cores: %s", shape, self.placements.unpinned)
         self.shape, self.crew, self.kernels = shape, crew, resident.kernels
         with planning():
             self.plans = [_Plans(shape, t) for _ in range(crew.threads)]
@@ -248,9 +248,9 @@ class _Step:
             twiddles(gx, shape.k[2], t.half).view(np.float32).reshape(t.half, -1, 2).transpose(0, 2, 1).copy()
         )
         mx, activation = shape.out[2], shape.activation
-        self._softmax = Finish(resident.bias, activation, mx) if activation == "softmax" else None  # over all maps
-        self.finishes = (
-            [Finish(resident.bias[b.lo : b.lo + b.width], activation, mx) for b in t.outputs]
+        self._softmax = Epilogue(resident.bias, activation, mx) if activation == "softmax" else None  # over all maps
+        self.epilogues = (
+            [Epilogue(resident.bias[b.lo : b.lo + b.width], activation, mx) for b in t.outputs]
             if self._softmax is None
             else []
         )
@@ -260,14 +260,14 @@ class _Step:
 
         @quiet()
         def sit(lo: int, hi: int, worker: int) -> None:
-            del worker  # a thread of the pool; the seat holds the worker's number
-            for seat in self.seating.seats[lo:hi]:
-                with pinned(seat.core):
-                    run.scheduler.work(seat)
+            del worker  # a thread of the pool; the place holds the worker's number
+            for place in self.placements.places[lo:hi]:
+                with pinned(place.core):
+                    run.scheduler.work(place)
 
         self.crew.each(sit, self.crew.threads)
         if self._softmax is not None:
-            finish_whole(self._softmax, out, self.crew)
+            apply_epilogue(self._softmax, out, self.crew)
 
 
 class _Run:
@@ -278,7 +278,7 @@ class _Run:
         self._given: dict[str, Any] = {"input": x, "output": out, **scratch}  # used by synchronisations only
         self._held: dict[str, Any] = {}  # buffers that tasks may use now
         t = step.sizes
-        self.scheduler = Scheduler(t.tasks, step.seating.seats, self._execute, step.crew.check, step.observe)
+        self.scheduler = Scheduler(t.tasks, step.placements.places, self._execute, step.crew.check, step.observe)
 
     def _execute(self, task: Task, worker: int, owner: int) -> None:
         match task.kind:
@@ -437,9 +437,9 @@ class _Run:
                 planes = np.ndarray((count, mz, gx, width), np.float32, store)
                 plans.along_z_back[width, count](whole, whole)
                 plans.along_x_back[width, count](whole[:, :, :mz].transpose(1, 2, 0, 3), planes)
-                if self._step.finishes:
+                if self._step.epilogues:
                     rows = planes.reshape(count, mz, -1)[..., : mx * width]
-                    self._step.finishes[task.column](rows, rows)
+                    self._step.epilogues[task.column](rows, rows)
                 maps[s, :, y : y + count] = planes[:, :, :mx].transpose(1, 0, 2, 3)
 
 

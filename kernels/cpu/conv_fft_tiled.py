@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.cpu.blas import product_bytes
+from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, like, planning
-from znnpy.kernels.cpu.finish import Finish, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.kernels.primitive import (
@@ -174,7 +174,7 @@ class ConvFftTiled:
         return Footprint(
             resident=COMPLEX64 * t.tile[0] * t.columns * shape.fin * shape.fout
             + FLOAT32 * shape.fout
-            + Finish.nbytes(shape.fout, shape.activation, t.step[2]),
+            + Epilogue.nbytes(shape.fout, shape.activation, t.step[2]),
             scratch=tuple(scratch),
             # Kernels are transformed before the arena is touched, so its memory serves as theirs.
             allowance=max(workers * running, preparing - arena),
@@ -289,7 +289,7 @@ class _Step:
         count = -(-t.tiles // t.group)
         bounds = [t.tiles * i // count for i in range(count + 1)]
         self._groups = [(lo, hi - lo) for lo, hi in pairwise(bounds)]
-        self._finish = Finish(resident.bias, shape.activation, t.step[2])
+        self._epilogue = Epilogue(resident.bias, shape.activation, t.step[2])
         with planning():
             self._plans = [_Plans(shape, t, [size for _, size in self._groups]) for _ in range(crew.threads)]
 
@@ -392,7 +392,7 @@ class _Step:
                 plans.along_y[count](spectra, spectra)
                 plans.along_x[count](spectra[:, :my], buffer)
                 result = buffer.reshape(count, my, -1)[tuple(slice(size) for size in target.shape)]
-                self._finish(result, target)
+                self._epilogue(result, target)
 
         crew.each(piece, tiles * per_tile)
 

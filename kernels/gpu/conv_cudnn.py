@@ -32,8 +32,8 @@ from znnpy.kernels.gpu.cudnn_plans import (
     refuse,
     reject,
 )
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
-from znnpy.kernels.gpu.modules import Instance
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, valid
 
@@ -150,9 +150,9 @@ def _lean(shape: ConvShape) -> int:
     return LEAN_MIB + -(-shape.itemsize * shape.fout * shape.fin * prod(shape.k) // MIB)
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return all kernels that may be compiled."""
-    return [Instance("conv_cudnn.cu", f"finish<{value}>", 64) for value in ("float", "half")]
+    return [KernelInstance("conv_cudnn.cu", f"finish<{value}>", 64) for value in ("float", "half")]
 
 
 def _why_no_library(gpu: Gpu) -> str | None:

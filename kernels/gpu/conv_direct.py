@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, LayerShape, Vec3
 
@@ -59,10 +59,10 @@ def _kernel(kernel: str, itemsize: int, group: int) -> str:
     return f"{name}<{'half' if itemsize == 2 else 'float'}, {group}>"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return all kernels."""
     return [
-        Instance(SOURCE, _kernel(kernel, itemsize, group), registers)
+        KernelInstance(SOURCE, _kernel(kernel, itemsize, group), registers)
         for kernel, registers in REGISTERS.items()
         for itemsize in (2, 4)
         for group in (1, 4, 16)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.gpu.block.division import Image, card_of, divide_single
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
 
@@ -175,7 +175,7 @@ def _kernel(
     return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {words}>"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return kernels of the benchmarks' first layers, and of the widest."""
     tensor = [(itemsize, fin, 5, 0) for itemsize in (2, 4) for fin in (1, 3)]
     plain = [(4, fin, 5, kx) for fin, kx in ((1, 2), (1, 3), (1, 5), (1, 9), (3, 3))]
@@ -183,7 +183,7 @@ def instances() -> list[Instance]:
     for ahead in (False, True):
         names += [_kernel(*sizes, "relu", vectors=True, ahead=ahead) for sizes in (*tensor, *plain)]
         names += [_kernel(4, 1, 1, kx, "none", vectors=False, ahead=ahead) for kx in (0, 3)]
-    return [Instance(SOURCE, name, REGISTERS) for name in names]
+    return [KernelInstance(SOURCE, name, REGISTERS) for name in names]
 
 
 class _Resident(NamedTuple):

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from znnpy.errors import DeviceError
-from znnpy.kernels.gpu.arrays import c_strides, check_view, copy_rows, kernel_arguments
+from znnpy.kernels.gpu.checks import c_strides, check_view, copy_rows, kernel_arguments
 from znnpy.kernels.gpu.cuda_runtime import describe, dotted, import_cupy, refusal
+from znnpy.kernels.gpu.kernel_source import compiler_options, describe_kernels, source_text
 from znnpy.kernels.gpu.libraries import CudaLibraries, Libraries
-from znnpy.kernels.gpu.modules import compiler_options, kernel_words, source_text
 from znnpy.machine import Gpu
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ class Device:
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
     def _compile(self, source: str, names: Sequence[str], defines: dict[str, int | str]) -> dict[str, Kernel]:
-        words = kernel_words(source, names, defines)
+        words = describe_kernels(source, names, defines)
         module = self._cupy.RawModule(
             code=source_text(source), options=compiler_options(source, defines), name_expressions=tuple(names)
         )  # compiled when a function is requested, once per device

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work
 from znnpy.shapes import FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3, valid
 
@@ -51,12 +51,12 @@ def elements(itemsize: int, width: int) -> str:
     return f"half2, {width // 2}" if width % 2 == 0 else "half, 1"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return kernels for all vectors, for the commonest window and for any."""
     vectors = [elements(4, width) for width in (1, 2, 4)] + [elements(2, width) for width in (1, 2, 4, 8)]
     slides = [f"slide<{e}, {window}>" for e in vectors for window in ("2, 2, 2", "0, 0, 0")]
     names = [*slides, "groups<float>", "groups<half>"]
-    return [Instance(SOURCE, name, REGISTERS) for name in names]
+    return [KernelInstance(SOURCE, name, REGISTERS) for name in names]
 
 
 class _OnGpu:

@@ -14,7 +14,7 @@ from emulated import EMULATED_GPU, EmulatedDevice, compiler
 from rivals import TINY
 
 from znnpy.kernels.gpu import device
-from znnpy.kernels.gpu.moves import Moves
+from znnpy.kernels.gpu.load_store import LoadStore
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import assumed_rates
@@ -150,7 +150,7 @@ def test_what_moves_voxels_is_compiled_before_the_clock_starts(
     modes, runs, seen = imported("modes"), imported("modes_runs"), []
     real = runs.pipeline.run_lanes
 
-    class Compiled(Moves):
+    class Compiled(LoadStore):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             seen.append("compiled")
@@ -159,7 +159,7 @@ def test_what_moves_voxels_is_compiled_before_the_clock_starts(
         seen.extend("begins" for lane in lanes if lane.name == "GPU")  # not the processor's, which makes the corner
         return real(lanes, *rest)
 
-    monkeypatch.setattr(gpu, "Moves", Compiled)
+    monkeypatch.setattr(gpu, "LoadStore", Compiled)
     monkeypatch.setattr(runs.pipeline, "run_lanes", run_lanes)
     monkeypatch.setattr(runs, "WARM_SECONDS", 0.0)
     modes.main([*words, "--modes", "gpu", "gpu-host", "cpu-to-gpu", "side-by-side"])

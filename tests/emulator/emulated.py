@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 from libraries import NumpyLibraries
 
-from znnpy.kernels.gpu.arrays import check_view, copy_rows, kernel_arguments
+from znnpy.kernels.gpu.checks import check_view, copy_rows, kernel_arguments
 from znnpy.kernels.gpu.cuda_runtime import refusal
 from znnpy.kernels.gpu.device import ALIGNMENT
-from znnpy.kernels.gpu.modules import kernel_words, source_text
+from znnpy.kernels.gpu.kernel_source import describe_kernels, source_text
 from znnpy.machine import Gpu
 
 HEADER = Path(__file__).parent / "emulator.hpp"
@@ -403,7 +403,7 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
             written.write_text(text)
             built = library.with_suffix(".building")
             done = _ran([*command, "-include", str(_header()), "-o", str(built), str(written)])
-            words = kernel_words(source, names, dict(defines))
+            words = describe_kernels(source, names, dict(defines))
             assert done.returncode == 0, f"{words} as C++: {' '.join(command)}\n{done.stderr[:4000]}"
             built.replace(library)
     return _loaded(library)

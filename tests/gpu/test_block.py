@@ -272,7 +272,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert BLOCK.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     for changed, reason in (
         ({"activation": "softmax"}, "softmax needs all maps of a voxel in one place: see gpu.conv.direct"),
-        ({"pool": (1, 1, 2), "k": (1, 1, 2)}, "does not pool into fragments what it computes: see gpu.conv.fft_tiled"),
+        ({"pool": (1, 1, 2), "k": (1, 1, 2)}, "does not fuse pooling into fragments: see gpu.conv.fft_tiled"),
         (
             {"n": (3, 2**20, 2**20), "k": (1, 1, 1)},
             "takes up to 2147483647 blocks of voxels and maps, not 51539607552",

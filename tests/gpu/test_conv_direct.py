@@ -148,7 +148,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert DIRECT.why_not(SHAPES[0], MACHINE) == "needs a CUDA device"
     assert DIRECT.why_not(pool, WITH_GPU) == "computes convolutions, not pool"
     assert DIRECT.why_not(replace(SHAPES[0], n=(3, 3, 3), pool=(2, 2, 2)), WITH_GPU) == (
-        "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
+        "does not fuse pooling into fragments: see gpu.conv.fft_tiled"
     )
     assert DIRECT.why_not(SHAPES[0], WITH_GPU) is None
 

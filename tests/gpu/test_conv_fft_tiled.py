@@ -340,7 +340,7 @@ def test_groups_that_pool_have_every_window_once(k: int, group: int) -> None:
 
 def test_pools_by_no_more_than_two() -> None:
     here, shape = replace(MACHINE, gpu=LARGE), ConvShape(1, 3, 3, (49, 49, 49), (3, 3, 3), "relu", (2, 2, 3))
-    assert TILED.why_not(shape, here) == "pools what it computes by 1 or 2 along each axis, not by 2x2x3"
+    assert TILED.why_not(shape, here) == "fuses pooling by 1 or 2 along each axis, not by 2x2x3"
     assert TILED.why_not(replace(shape, pool=(2, 2, 2)), here) is None
     tall = ConvShape(1, 3, 3, (64, 63, 63), (32, 3, 3), "relu")
     assert TILED.why_not(tall, here) is None

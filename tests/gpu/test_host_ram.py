@@ -354,13 +354,13 @@ def test_what_does_not_apply_says_why() -> None:
     assert HOST_RAM.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     pooled = replace(SHAPE, n=(9, 8, 8), pool=(1, 2, 1))
     assert HOST_RAM.why_not(pooled, WITH_GPU) == (
-        "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
+        "does not fuse pooling into fragments: see gpu.conv.fft_tiled"
     )
     assert HOST_RAM.why_not(SHAPE, WITH_GPU) is None
     assert isinstance(HOST_RAM, ConvHostRam)
     none = ConvHostRam(HOST_RAM.inner[:1])
     assert none.why_not(replace(SHAPE, k=(1, 1, 1)), WITH_GPU) == (
-        "none of gpu.conv.fft_tiled computes sub-layers of it"
+        "none of gpu.conv.fft_tiled computes its sub-layers"
     )
 
 

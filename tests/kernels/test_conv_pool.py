@@ -166,7 +166,7 @@ def test_only_those_that_can_pool_say_so() -> None:
         others = [p for p in on_cpu if p.name not in (LANES.name, "cpu.conv.first", "cpu.conv.direct_lanes")]
         assert all("pool" in (p.why_not(shape, MACHINE) or "") for p in others)
     soft = replace(SHAPES[0], activation="softmax")
-    assert "softmax looks at all maps" in (LANES.why_not(soft, MACHINE) or "")
+    assert "softmax needs all maps" in (LANES.why_not(soft, MACHINE) or "")
     wide = pooled(1, (1, 1), (1, 1, 1), (20, 1, 1), (14, 1, 1), "none")
     assert LANES.why_not(wide, MACHINE) == "kernel and window reach 33, beyond the largest tile of 32"
 

@@ -17,7 +17,7 @@ from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.cpu import fft
-from znnpy.kernels.cpu.finish import Finish, quiet
+from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.crew import Crew, least_share, shares
 from znnpy.kernels.primitive import Footprint, Scratch, Variant
@@ -236,7 +236,7 @@ def test_twiddles_are_the_conjugate_transform_over_n(n: int, k: int) -> None:
 def test_finish_works_in_place_and_on_rows_apart(activation: Activation) -> None:
     rows = np.random.default_rng(4).standard_normal((2, 4, 15)).astype(np.float32)
     apart = np.full((2, 4, 30), np.nan, np.float32)
-    finish = Finish(np.arange(3, dtype=np.float32), activation, 8)
+    finish = Epilogue(np.arange(3, dtype=np.float32), activation, 8)
     with quiet():
         finish(rows, apart[:, :, :15])
         finish(rows, rows)
@@ -251,7 +251,7 @@ def test_finish_equals_the_definition(activation: Activation) -> None:
     source = np.concatenate([rng.standard_normal((6, 3)) * 5, [[-200, 200, 0], [90, -90, 88]]]).astype(np.float32)
     out = np.full((1, 24), np.nan, np.float32)
     with quiet():
-        Finish(bias, activation, 8)(source.reshape(1, 24), out)
+        Epilogue(bias, activation, 8)(source.reshape(1, 24), out)
     exact = reference.activate(source.astype(np.float64) + bias, activation)
     np.testing.assert_allclose(out.reshape(8, 3), exact, rtol=2e-6, atol=1e-6)
 
@@ -262,7 +262,7 @@ def test_finish_counts_what_is_not_finite(bad: float, activation: Activation) ->
     source = np.zeros((2, 6), np.float32)
     source[1, 4] = bad
     with quiet(), pytest.raises(ValuesOverflowError, match="1 of 12 values of a block became infinite or not a number"):
-        Finish(np.zeros(2, np.float32), activation, 3)(source, source)
+        Epilogue(np.zeros(2, np.float32), activation, 3)(source, source)
 
 
 # The contract and the table

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from znnpy.errors import DeviceError, OutputError, ValuesOverflowError
 from znnpy.kernels.gpu.device import Device, find_gpu
-from znnpy.kernels.gpu.moves import Moves
+from znnpy.kernels.gpu.load_store import LoadStore
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import PINNED, STAGED
 from znnpy.planner.plan import Choice, Plan, Tensor
@@ -114,7 +114,7 @@ class GpuWorkshop:
         """Forget every array: what nobody refers to is given back."""
         self.hands: Any = None
         self._arena = Arena((), _no_view)
-        self._moves: Moves | None = None
+        self._moves: LoadStore | None = None
         self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = None  # of raw patches and the output, for `_moves`
         self._layers: list[_Layer] = []
         self._raw_slots: list[Any] = []  # that are free
@@ -338,7 +338,7 @@ class GpuWorkshop:
         self._queued_seconds += layer.seconds
 
     @property
-    def _moving(self) -> Moves:
+    def _moving(self) -> LoadStore:
         if self._moves is None:
             raise RuntimeError("nothing is moved before the first step begins")
         return self._moves
@@ -349,7 +349,7 @@ class GpuWorkshop:
         wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
         if wanted != known:
             values = dtype_of(self._plan.choices[-1].shape)
-            self._moves = Moves(
+            self._moves = LoadStore(
                 self.hands,
                 raw=wanted[0],
                 values=values,

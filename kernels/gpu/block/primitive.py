@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.block.division import card_of, divide_multiple
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Precision, Vec3
 
@@ -268,7 +268,7 @@ def _kernel(
     return f"block<{value}, {sizes}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}, {str(long).lower()}>"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return the widest, the commonest and the narrowest kernels."""
     kinds = ((4, 8), (4, 16), (2, 16), (2, 32))
     names = [_kernel(item, _Division(f, 1, 128, 80), 16, "relu", vectors=True) for item, f in kinds]
@@ -277,7 +277,7 @@ def instances() -> list[Instance]:
     names += [_kernel(item, _Division(16, 1, 32, 16), item, "sigmoid", vectors=False) for item in (4, 2)]
     names += [_kernel(4, _Division(8, 1, 128, maps), 16, "relu", vectors=True, long=True) for maps in (64, 80)]
     names += [_kernel(4, _Division(16, 1, 128, 80), 4, "tanh", vectors=False, long=True)]
-    return [Instance(SOURCE, name, REGISTERS) for name in names]
+    return [KernelInstance(SOURCE, name, REGISTERS) for name in names]
 
 
 class _Resident(NamedTuple):

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.gpu.cuconv.parts import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Cut, choices, cut
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.cuconv.partition import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Partition, choices, partition
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
 
@@ -52,18 +52,20 @@ def _sum_parts(itemsize: int) -> str:
     return f"sum_parts<{'half' if itemsize == 2 else 'float'}>"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return all kernels."""
     kinds = ((4, "float", False), (4, "float", True), (4, "tensor", False), (2, "tensor", False))
     products = [
-        Instance(SOURCE, _products(itemsize, side, units, vectors=vectors, long=long), registers, stack_bytes=stack)
+        KernelInstance(
+            SOURCE, _products(itemsize, side, units, vectors=vectors, long=long), registers, stack_bytes=stack
+        )
         for itemsize, units, long in kinds
         for side in SIDES
         for registers in (MOST_REGISTERS if (side, units) == (SIDES[-1], "float") else REGISTERS,)
         for stack in ((256 if side == SIDES[-1] else 64) if long else 0,)
         for vectors in (False, True)
     ]
-    return [*products, *(Instance(SOURCE, _sum_parts(itemsize), REGISTERS) for itemsize in (4, 2))]
+    return [*products, *(KernelInstance(SOURCE, _sum_parts(itemsize), REGISTERS) for itemsize in (4, 2))]
 
 
 class _Resident(NamedTuple):
@@ -99,14 +101,14 @@ class CuConv:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape = as_conv(shape)
-        c = _cut(shape, variant)
+        c = _partition(shape, variant)
         resident = FLOAT32 * c.maps * (prod(shape.k) * c.values + 1)
         scratch = () if c.parts == 1 else (Scratch("parts", c.parts_bytes),)
         return Footprint(resident=resident, scratch=scratch, raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
-        c = _cut(shape, variant)
+        c = _partition(shape, variant)
         rows, columns = -(-c.voxels // c.side) * c.side, -(-c.maps // c.side) * c.side
         flops = 2.0 * rows * columns * prod(shape.k) * c.values
         flops = flops if variant.word("units") == "float" else flops / TENSOR_SPEED
@@ -132,8 +134,8 @@ class CuConv:
         return _Step(resident, as_conv(shape), variant, device)
 
 
-def _cut(shape: ConvShape, variant: Variant) -> Cut:
-    return cut(shape, variant.count("side"), variant.count("taps"))
+def _partition(shape: ConvShape, variant: Variant) -> Partition:
+    return partition(shape, variant.count("side"), variant.count("taps"))
 
 
 def _tf32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -145,11 +147,12 @@ def _tf32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
-        self._cut = _cut(shape, variant)
+        self._partition = _partition(shape, variant)
         units = variant.word("units")
-        long = units == "float" and self._cut.taps * shape.fin > MOST_TERMS
+        long = units == "float" and self._partition.taps * shape.fin > MOST_TERMS
         products = [
-            _products(shape.itemsize, self._cut.side, units, vectors=vectors, long=long) for vectors in (False, True)
+            _products(shape.itemsize, self._partition.side, units, vectors=vectors, long=long)
+            for vectors in (False, True)
         ]
         sums = _sum_parts(shape.itemsize)
         compiled = device.kernels(SOURCE, [*products, sums])
@@ -166,7 +169,7 @@ class _Step:
         out_peak: int = 0,
     ) -> None:
         del before, x_peak
-        shape, c, itemsize, (_, my, mx) = self._shape, self._cut, self._shape.itemsize, self._shape.out
+        shape, c, itemsize, (_, my, mx) = self._shape, self._partition, self._shape.itemsize, self._shape.out
         products = self._products[self._in_fours(x, shape.fin)]
         to, voxels = (out, out.strides[0] // itemsize), prod(shape.out)
         last = (

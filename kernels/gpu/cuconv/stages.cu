@@ -24,14 +24,14 @@
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 128, STAGES = 4;  // as in parts.py
+constexpr int THREADS = 128, STAGES = 4;  // as in partition.py
 constexpr int TOGETHER = 1500;            // values added in sequence, if a sum has many more: 7e-7
 
 /* The division of a block: on float32 units a lane sums ROWS voxels, ACROSS apart, by COLUMNS times 4 maps, 4 ALONG
  * apart; TENSOR: a warp sums ROWS fragments of 16 voxels by COLUMNS of 8 maps.
  */
 template <int SIDE, bool TENSOR> struct Block {
-    static constexpr int DEPTH = 1024 / SIDE;      // values of a row at a time, as in parts.py
+    static constexpr int DEPTH = 1024 / SIDE;      // values of a row at a time, as in partition.py
     static constexpr int KERNEL_PITCH = SIDE + 8;  // floats between rows of maps: no bank conflicts in a warp
     static constexpr int SUM_PITCH = SIDE + 4;
     static constexpr int ROWS = TENSOR ? (SIDE == 64 ? 2 : 1) : (SIDE == 64 ? 8 : 4);

@@ -25,9 +25,9 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.fft_tiled.covered import Covered, covered, kernel_bytes, tiles_for
 from znnpy.kernels.gpu.fft_tiled.spectra import WORDS, KernelSpectra, packed_bytes, transform_kernels
 from znnpy.kernels.gpu.fft_tiled.streaming import KernelStream
+from znnpy.kernels.gpu.fft_tiled.tiled_layer import TiledLayer, kernel_bytes, tiled_layer, tiles_for
 from znnpy.kernels.gpu.fft_tiled.tiles import (
     COLUMN_THREADS,
     MAPS,
@@ -371,9 +371,9 @@ class _Step:
         )
 
 
-def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, Covered]:
+def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, TiledLayer]:
     shape = as_conv(shape)
-    return shape, covered(shape, *_words(variant))
+    return shape, tiled_layer(shape, *_words(variant))
 
 
 @lru_cache(maxsize=256)  # thousands of shapes share a few

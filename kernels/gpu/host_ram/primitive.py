@@ -22,7 +22,7 @@ from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order,
 from znnpy.kernels.gpu.host_ram.search import TOGETHER, Found, Space, divide
 from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
 from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.primitive import (
     ConvWeights,
     Footprint,
@@ -213,9 +213,9 @@ class ConvHostRam:
                         yield inner, variant
 
 
-def instances() -> list[Instance]:
-    """Return all kernels that may be compiled, except those of moves.cu."""
-    return [Instance(SOURCE, f"add_part<{value}>", 40) for value in ("float", "half")]
+def instances() -> list[KernelInstance]:
+    """Return all kernels that may be compiled, except those of load_store.cu."""
+    return [KernelInstance(SOURCE, f"add_part<{value}>", 40) for value in ("float", "half")]
 
 
 def _few(shape: ConvShape) -> Space:

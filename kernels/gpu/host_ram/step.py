@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Values = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
-SOURCE, PEAK_SOURCE = "host_ram/sums.cu", "moves.cu"
+SOURCE, PEAK_SOURCE = "host_ram/sums.cu", "load_store.cu"
 THREADS = 256
 WAVES = 16  # blocks per multiprocessor
 LOOK_SECONDS = 0.0001  # between polls of an event: a wait in CUDA would not notice Ctrl-C

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def _kernel(itemsize: int, group: int, *, pads: bool) -> str:
     return f"lowered<{'half' if itemsize == 2 else 'float'}, {group}, {'true' if pads else 'false'}>"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return the kernels for both types, group sizes and paddings."""
     forgiven = (24, 64)  # bytes on the stack and spilled, tolerated for sm_120's compiler
     return [
-        Instance(SOURCE, _kernel(itemsize, group, pads=pads), REGISTERS, (), *forgiven)
+        KernelInstance(SOURCE, _kernel(itemsize, group, pads=pads), REGISTERS, (), *forgiven)
         for itemsize, group, pads in ((2, 4, False), (4, 16, False), (2, 16, True), (4, 4, True), (4, 16, True))
     ]
 

@@ -5,7 +5,7 @@
  */
 #pragma once
 
-#include "pieces.cuh"
+#include "operands.cuh"
 #include "wgmma.cuh"
 
 constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * WARPGROUP;  // as in warpgroup.py

@@ -8,7 +8,7 @@
  *            times 8 for kx, all maps, and `step` lines for the next rows of the kernel. Kernels are zero-padded in kx
  *            and ky; a NaN in the input at these zeros reaches the sums.
  * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L omits less than 2^-21 of a product; only a
- *            few taps are added in sequence (kept.cuh).
+ *            few taps are added in sequence (partial_sums.cuh).
  *            float values are scaled by a power of two so that the largest one, *x_peak, stays below 2^14.
  * Launch     A tile: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
  *            maps. For CHUNK maps and one dz a block holds all input voxels of the tile, its region, in shared memory:
@@ -20,8 +20,8 @@
  * Tested     tests/gpu/test_implicit_gemm.py
  */
 #include "activation.cuh"
-#include "kept.cuh"
-#include "pieces.cuh"
+#include "partial_sums.cuh"
+#include "operands.cuh"
 
 constexpr int CHUNK = 16;  // maps in, of one product, as in tensor.py
 constexpr int MOST_TERMS = 64;  // taps added before their sums are flushed, plus up to one group
@@ -202,7 +202,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         const int buffer = group * TAP * PITCH;
         const half* coming = kernels;
         Piece<T> piece;
-        Kept<MT * NT * 4> kept;
+        PartialSums<MT * NT * 4> partial;
         int terms = 0;  // of every sum, since the last flush
         bool keeps = false;
 #pragma unroll 1
@@ -239,7 +239,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                 }
                 terms += count;
                 if (WORDS == 2 && terms >= MOST_TERMS) {
-                    kept.put_by(sums[0][0], !keeps);
+                    partial.flush(sums[0][0], !keeps);
                     keeps = true, terms = 0;
                 }
             }
@@ -248,7 +248,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                 put(piece, index, stage + 1);
             }
         }
-        if (keeps) kept.add_to(sums[0][0]);
+        if (keeps) partial.add_to(sums[0][0]);
     }
 
     /* Pairs: two maps may be written at once. */

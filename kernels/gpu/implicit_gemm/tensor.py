@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, Precision, Vec3
 
 if TYPE_CHECKING:
@@ -93,14 +93,14 @@ def block_of(fout: int, precision: Precision, *, folded: bool) -> Block:
     return min(fitting, key=lambda block: -(-fout // block.maps) * (block.maps + SLICE))
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return the narrowest block of each precision, the widest, and that of 80 maps: the registers of 256 threads."""
     blocks = {block.maps: block for block in BLOCKS}
     wanted = {(maps, precision) for precision in WORDS for maps in (8, 24, 80, WIDEST[WORDS[precision]])}
     kernels = [(blocks[maps], precision, False) for maps, precision in sorted(wanted)]
     kernels += [(FOLDED_BLOCKS[0], precision, True) for precision in WORDS]
     return [
-        Instance(
+        KernelInstance(
             SOURCE,
             block.kernel(precision, folded=folded),
             block.registers,

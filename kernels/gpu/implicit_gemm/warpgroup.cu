@@ -17,14 +17,14 @@
  *            one map. Kernels are zero-padded in ky and kx: a NaN in the input at these zeros reaches the sums.
  * Words      1: values as one float16, summed by tensor cores, which truncate: thousands of products of one sign may
  *            lose 1e-3. 2: as two, h + l, and l H + h L + h H omits less than 2^-21 of a product; no more than a group
- *            of taps is summed there, and few groups in sequence (kept.cuh). float values are scaled by a power of two
+ *            of taps is summed there, and few groups in sequence (partial_sums.cuh). float values are scaled by a power of two
  *            so that the largest one, *x_peak, stays below 2^14.
  * Bound      tensor cores: 64 N 16 products take N / 2 of their cycles, and 16 + N / 4 of shared memory's.
  * Source     Chetlur et al., cuDNN, 2014, 3; the region in place of the lowered matrix is ours.
  * Tested     tests/gpu/test_implicit_gemm.py, test_warpgroup.py
  */
 #include "activation.cuh"
-#include "kept.cuh"
+#include "partial_sums.cuh"
 #include "region.cuh"
 
 constexpr int MOST_TERMS = 32;  // groups of taps added before their sums are flushed
@@ -113,7 +113,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         const int share = (last + loops.groups - 1) / loops.groups;  // of the region, loaded per group of taps
         const half* coming = kernels;
         float parts[MATRICES][SUMS];
-        Kept<MATRICES * SUMS> kept;
+        PartialSums<MATRICES * SUMS> partial;
         int terms = 0;  // of every sum, so far
 #pragma unroll 1
         for (int done = 0; done < loops.stages; ++done, ++stage) {
@@ -152,10 +152,10 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
                 }
                 if (done == 0 && first == 0) beside();
                 finish(sums, parts);
-                if (WORDS == 2 && ++terms % MOST_TERMS == 0) kept.put_by(sums[0], terms == MOST_TERMS);
+                if (WORDS == 2 && ++terms % MOST_TERMS == 0) partial.flush(sums[0], terms == MOST_TERMS);
             }
         }
-        if (terms >= MOST_TERMS) kept.add_to(sums[0]);
+        if (terms >= MOST_TERMS) partial.add_to(sums[0]);
     }
 
     /* Waits for the products of a group of taps. */

@@ -22,7 +22,7 @@ from znnpy.kernels.gpu.implicit_gemm.tensor import (
     scale_of,
     whole,
 )
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, Precision, Vec3
 
 if TYPE_CHECKING:
@@ -263,11 +263,11 @@ def _arranged(count: int) -> Iterator[Vec3]:
                 yield z, y, count // (z * y)
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return all kernels: each has its own number of registers."""
     kinds = [(maps, word, folded) for maps, word, folded in product(MAPS, PRECISIONS.values(), (False, True))]
     return [
-        Instance(
+        KernelInstance(
             SOURCE,
             kernel_of(maps, precision, folded=folded),
             128,

@@ -59,7 +59,7 @@ def kernel_bytes(fin: int, fout: int, k: Vec3, tile: Vec3, spectra: Spectra, str
     return packed, slabs, preparing_bytes(fin, k, tile, spectra, streamed=streamed)
 
 
-class Covered(NamedTuple):
+class TiledLayer(NamedTuple):
     """A layer divided into tiles, whether its kernels are kept or streamed."""
 
     cover: Cover
@@ -69,7 +69,7 @@ class Covered(NamedTuple):
 
 
 @lru_cache(maxsize=4)  # the planner requests both, one after the other
-def covered(shape: ConvShape, tile: Vec3, group: int, spectra: Spectra) -> Covered:
+def tiled_layer(shape: ConvShape, tile: Vec3, group: int, spectra: Spectra) -> TiledLayer:
     """Divide `shape` into tiles, in groups of about `group`."""
     cover = Cover(shape, tile, group)
     columns, planes, products, results = cover.most_bytes(spectra)
@@ -81,7 +81,7 @@ def covered(shape: ConvShape, tile: Vec3, group: int, spectra: Spectra) -> Cover
     )
     forward, (unit, flops, moved), inverse = _stages(shape, tile, spectra)
     kernels = cover.count * packed_bytes(shape.fin, shape.fout, tile, spectra)
-    return Covered(cover, spectra, scratch, (*forward, Work(unit, flops, float(moved + kernels)), *inverse))
+    return TiledLayer(cover, spectra, scratch, (*forward, Work(unit, flops, float(moved + kernels)), *inverse))
 
 
 @lru_cache(maxsize=16)  # the planner requests all groups of a tile one after the other

@@ -9,11 +9,11 @@
 
 #include "device_ops.cuh"
 
-template <int COUNT> struct Kept {
+template <int COUNT> struct PartialSums {
     volatile float sums[COUNT];
 
     /* Adds the terms to the partial sums (`first`: initialises these) and clears the terms. */
-    DEVICE void put_by(float* terms, bool first) {
+    DEVICE void flush(float* terms, bool first) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             sums[i] = first ? terms[i] : sums[i] + terms[i];

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LINES_BYTES = 256 * 1024  # of lines processed at once, which stay in L2
 
 
-class Finish:
+class Epilogue:
     """Bias and activation of one layer, for rows of up to `width` voxels."""
 
     def __init__(self, bias: Array, activation: Activation, width: int) -> None:
@@ -58,7 +58,7 @@ class Finish:
         if self._activation == "relu":
             np.maximum(out, self._zeros[:length], out=out)
         else:
-            squash(self._activation, out, self._maps)
+            activate_rows(self._activation, out, self._maps)
 
 
 def overflow(bad: int, size: int) -> ValuesOverflowError:
@@ -69,15 +69,15 @@ def overflow(bad: int, size: int) -> ValuesOverflowError:
     )
 
 
-def finish_whole(finish: Finish, out: Array, crew: Crew) -> None:
-    """Apply `finish` to every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
+def apply_epilogue(epilogue: Epilogue, out: Array, crew: Crew) -> None:
+    """Apply `epilogue` to every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
 
-    finish  the epilogue for rows of x voxels.
+    epilogue  the epilogue for rows of x voxels.
     """
-    _each_block(lambda rows: finish(rows, rows), out, crew)
+    _each_block(lambda rows: epilogue(rows, rows), out, crew)
 
 
-def squash(activation: Activation, rows: Array, maps: int) -> None:
+def activate_rows(activation: Activation, rows: Array, maps: int) -> None:
     """Apply tanh, sigmoid or softmax in place to rows of whole voxels of `maps` channels; others change nothing.
 
     Call it under `quiet()`.
@@ -93,11 +93,11 @@ def squash(activation: Activation, rows: Array, maps: int) -> None:
             pass
 
 
-def squash_whole(activation: Activation, out: Array, crew: Crew) -> None:
-    """Apply `squash` to all of `out` (S, z, y, x, f') in place; softmax by lines, whose size its temporaries have."""
+def activate_output(activation: Activation, out: Array, crew: Crew) -> None:
+    """Apply `activate_rows` to all of `out` (S, z, y, x, f') in place; softmax by lines, to keep temporaries small."""
     if activation not in ("none", "relu"):
         most = 0 if activation == "softmax" else LINES_BYTES
-        _each_block(lambda rows: squash(activation, rows, out.shape[-1]), out, crew, most)
+        _each_block(lambda rows: activate_rows(activation, rows, out.shape[-1]), out, crew, most)
 
 
 def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int = LINES_BYTES) -> None:
@@ -120,7 +120,7 @@ def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int
 
 
 def quiet() -> np.errstate:
-    """Return a context or decorator that silences overflow: `Finish` detects it, and an exp may well overflow."""
+    """Return a context or decorator that silences overflow: `Epilogue` detects it, and an exp may well overflow."""
     return np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
 

@@ -28,7 +28,7 @@ OF_PEAK = {
 TOGETHER = 4  # blocks that fit a multiprocessor's memory
 
 
-class Cut(NamedTuple):
+class Partition(NamedTuple):
     """One partitioned layer."""
 
     side: int  # voxels, and maps, of a block
@@ -45,13 +45,13 @@ class Cut(NamedTuple):
         return FLOAT32 * self.maps * self.parts * self.at_once if self.parts > 1 else 0
 
 
-def cut(shape: ConvShape, side: int, taps: int) -> Cut:
+def partition(shape: ConvShape, side: int, taps: int) -> Partition:
     """Divide `shape` into blocks of `side` voxels by `side` maps, and parts of `taps` taps."""
     parts, maps, values = -(-prod(shape.k) // taps), _fours(shape.fout), _fours(shape.fin)
     voxels = shape.batch * prod(shape.out)
     largest = SIDES[-1]
     fitting = max(1, PARTS_BYTES // (FLOAT32 * maps * parts * largest)) * largest
-    return Cut(side, taps, parts, maps, values, voxels, voxels if parts == 1 else min(voxels, fitting))
+    return Partition(side, taps, parts, maps, values, voxels, voxels if parts == 1 else min(voxels, fitting))
 
 
 def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[int, int], ...]:
@@ -64,7 +64,7 @@ def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[i
     counts.append(kz * ky * kx)
 
     spent = {
-        (side, taps): clocks(cut(shape, side, taps), kz * ky * kx, multiprocessors, units)
+        (side, taps): cycles(partition(shape, side, taps), kz * ky * kx, multiprocessors, units)
         for side in SIDES
         for taps in counts
     }
@@ -73,7 +73,7 @@ def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[i
     return tuple(sorted(dict.fromkeys(tried), key=spent.__getitem__))
 
 
-def clocks(c: Cut, all_taps: int, multiprocessors: int, units: str) -> float:
+def cycles(c: Partition, all_taps: int, multiprocessors: int, units: str) -> float:
     """Estimate the cycles of both stages: rounds of blocks; a step takes its products, its reads or a latency."""
     depth = 1024 // c.side
     launches = -(-c.voxels // c.at_once)
@@ -90,7 +90,7 @@ def clocks(c: Cut, all_taps: int, multiprocessors: int, units: str) -> float:
 
 
 def _fits(shape: ConvShape, taps: int) -> bool:
-    c = cut(shape, SIDES[0], taps)
+    c = partition(shape, SIDES[0], taps)
     return c.parts <= MOST_PARTS and c.parts_bytes <= PARTS_BYTES
 
 
