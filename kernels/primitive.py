@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from znnpy.network import ConvWeights as ConvWeights
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -274,6 +274,38 @@ def as_conv(shape: LayerShape) -> ConvShape:
     if not isinstance(shape, ConvShape):
         raise TypeError(f"a primitive for convolutions was given {shape}; ask why_not first")
     return shape
+
+
+Windowed = PoolShape | FilterShape
+
+
+def as_windowed(shape: LayerShape) -> Windowed:
+    """Return `shape` as a pooling or a max-filter; TypeError if it is another kind of layer."""
+    if not isinstance(shape, Windowed):
+        raise TypeError(f"maxima over windows are computed here, not {shape}")
+    return shape
+
+
+def why_not_pooling(shape: LayerShape, *, fragments: bool, other: str) -> str | None:
+    """Return None if `shape` is a pooling with, or without, fragments; else a reason.
+
+    other  the primitive of the same device for the other kind of pooling
+    """
+    if not isinstance(shape, PoolShape):
+        return f"computes poolings, not {shape.kind}"
+    if shape.fragments == fragments:
+        return None
+    return f"{'plain pooling has no fragments' if fragments else 'dense output needs every offset'}: see {other}"
+
+
+def why_not_filter(shape: LayerShape) -> str | None:
+    """Return None if `shape` is a max-filter; else a reason."""
+    return None if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+
+
+def why_not_maxout(shape: LayerShape) -> str | None:
+    """Return None if `shape` is a maxout; else a reason."""
+    return None if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
 
 
 def why_not_fp32(shape: LayerShape) -> str | None:

@@ -19,8 +19,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, why_not_fp32
-from znnpy.shapes import FLOAT32, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
+from znnpy.kernels.primitive import (
+    Footprint,
+    Kind,
+    Scratch,
+    Variant,
+    Windowed,
+    Work,
+    as_windowed,
+    why_not_filter,
+    why_not_fp32,
+    why_not_maxout,
+    why_not_pooling,
+)
+from znnpy.shapes import FLOAT32, LayerShape, MaxoutShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
@@ -36,8 +48,6 @@ RUN_BYTES = 150  # to start a run of maps that has no neighbour along x: 5 ns
 STEP_BYTES = 15  # the same for a single map: a step of a strided loop
 CALL_BYTES = 35_000  # to call numpy once, while the other threads wait for the interpreter: 1.2 us
 GATHERED_BYTES = 15  # a maximum of two maps of a voxel, one by one
-
-Windowed = PoolShape | FilterShape
 
 
 class _Lines(NamedTuple):
@@ -63,13 +73,6 @@ def _lines(shape: Windowed) -> _Lines:
     over_lines = block * line_bytes if py > 1 else 0
     over_planes = -(-over_planes // 64) * 64
     return _Lines(step, planes, lines, block, over_planes, -(-(over_planes + over_lines) // 64) * 64)
-
-
-def windowed(shape: LayerShape) -> Windowed:
-    """Return `shape` as a pooling or a max-filter; TypeError if it is another kind of layer."""
-    if not isinstance(shape, Windowed):
-        raise TypeError(f"maxima over windows are computed here, not {shape}")
-    return shape
 
 
 def _passes_bytes(shape: Windowed) -> float:
@@ -102,7 +105,7 @@ class _Maxima:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        shape = windowed(shape)
+        shape = as_windowed(shape)
         t = _lines(shape)
         workers = min(threads, shape.batch * t.planes * -(-t.lines // t.block))
         nbytes = workers * t.worker_bytes
@@ -110,7 +113,7 @@ class _Maxima:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        shape = windowed(shape)
+        shape = as_windowed(shape)
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + _passes_bytes(shape)),)
 
     def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
@@ -119,7 +122,7 @@ class _Maxima:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
         del resident, variant
-        return _Step(windowed(shape), crew)
+        return _Step(as_windowed(shape), crew)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +137,7 @@ class PoolMax(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        return "dense output needs every offset: see cpu.pool.fragments" if shape.fragments else why_not_fp32(shape)
+        return why_not_pooling(shape, fragments=False, other="cpu.pool.fragments") or why_not_fp32(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,7 @@ class PoolFragments(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        return why_not_fp32(shape) if shape.fragments else "plain pooling has no fragments: see cpu.pool.max"
+        return why_not_pooling(shape, fragments=True, other="cpu.pool.max") or why_not_fp32(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ class MaxFilter(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return why_not_fp32(shape) if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+        return why_not_filter(shape) or why_not_fp32(shape)
 
 
 class _Step:
@@ -245,7 +244,7 @@ class MaxoutDirect:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return why_not_fp32(shape) if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
+        return why_not_maxout(shape) or why_not_fp32(shape)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine

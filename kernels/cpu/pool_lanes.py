@@ -20,10 +20,21 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
-from znnpy.kernels.cpu.pool import Windowed, windowed
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32
+from znnpy.kernels.primitive import (
+    ALIGNMENT,
+    Footprint,
+    Kind,
+    Scratch,
+    Variant,
+    Windowed,
+    Work,
+    as_windowed,
+    why_not_filter,
+    why_not_fp32,
+    why_not_pooling,
+)
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32, FilterShape, LayerShape, PoolShape, Vec3
+from znnpy.shapes import FLOAT32, LayerShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.crew import Crew
@@ -93,14 +104,14 @@ class _Maxima:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        t = _columns(windowed(shape))
+        t = _columns(as_windowed(shape))
         workers = min(threads, t.columns)
         nbytes = workers * t.room_bytes
         return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=workers * CALL_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        shape = windowed(shape)
+        shape = as_windowed(shape)
         t, p = _columns(shape), shape.p
         rims = (1 + (p[1] - t.step[1]) / (t.step[1] * t.lines)) * (1 + (p[2] - t.step[2]) / (t.step[2] * t.run))
         moved = rims * shape.in_bytes + shape.out_bytes * (1 if t.past else 2)
@@ -114,7 +125,7 @@ class _Maxima:
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
         del resident, variant
-        return _Step(windowed(shape), crew)
+        return _Step(as_windowed(shape), crew)
 
 
 def _apart(shape: Windowed, columns: _Columns) -> float:
@@ -135,11 +146,8 @@ class PoolMaxLanes(_Maxima):
     source: str = "definition"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        if shape.fragments:
-            return "dense output needs every offset: see cpu.pool.fragments_lanes"
-        return why_not_fp32(shape) or why_not(machine)
+        reason = why_not_pooling(shape, fragments=False, other="cpu.pool.fragments_lanes")
+        return reason or why_not_fp32(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +161,8 @@ class PoolFragmentsLanes(_Maxima):
     source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        if not shape.fragments:
-            return "plain pooling has no fragments: see cpu.pool.max_lanes"
-        return why_not_fp32(shape) or why_not(machine)
+        reason = why_not_pooling(shape, fragments=True, other="cpu.pool.max_lanes")
+        return reason or why_not_fp32(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +176,7 @@ class MaxFilterLanes(_Maxima):
     source: str = "definition, separable"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, FilterShape):
-            return f"computes max-filters, not {shape.kind}"
-        return why_not_fp32(shape) or why_not(machine)
+        return why_not_filter(shape) or why_not_fp32(shape) or why_not(machine)
 
 
 class _Step:

@@ -179,7 +179,7 @@ FUSED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "beyond the end": (("choices", 3, "layers"), [4, 5], "entry 3 of the plan is layers 4 and 5"),
     "another window": (("choices", 0, "shape", "pool"), [1, 1, 1], "entry 0 of the plan is layers 0 and 1"),
     "window that does not fit": (("choices", 0, "shape", "pool"), [5, 4, 3], "damaged: choices.0.shape.*window"),
-    "a primitive that cannot": (("choices", 0, "primitive"), "cpu.conv.slow", "0 and 1 .*does not fuse pooling into fragments"),
+    "a primitive that cannot": (("choices", 0, "primitive"), "cpu.conv.slow", "0 and 1 .*does not fuse pooling"),
     "the last left out": (("choices", 3), ..., "chooses for 4 layers, and the network has 5"),
 }
 
