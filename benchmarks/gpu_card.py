@@ -19,7 +19,7 @@ from header import machine_header
 from watch import PAUSE, Watch
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Work
+    from znnpy.kernels.contract import Work
     from znnpy.machine import Gpu
 
 Device = Any  # znnpy.kernels.gpu.device.Device, or what stands in for one

@@ -31,11 +31,11 @@ from typing import Any
 
 from header import machine_header, without_forced_blas_kernels
 
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.gpu.host_ram.division import Inner, Sublayer
 from znnpy.kernels.gpu.host_ram.search import Found, by_heuristics, divide, takes_direct
 from znnpy.kernels.gpu.host_ram.space import Space
 from znnpy.kernels.gpu.host_ram.timeline import Speeds
-from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import Gpu, this_machine
 from znnpy.planner.cost import assumed_rates

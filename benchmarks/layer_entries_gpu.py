@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gpu_card import Clock, Device, TorchClock, WallClock
 from layer_cases import smaller
 
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.planner.cost import assumed_rates
 from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dense_torch import Layout
     from dense_torch import Precision as PeerPrecision
 
-    from znnpy.kernels.primitive import Array, Primitive, Variant, Work
+    from znnpy.kernels.contract import Array, Primitive, Variant, Work
     from znnpy.machine import Machine
 
 SEED = 20261121

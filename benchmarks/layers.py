@@ -35,8 +35,8 @@ from layer_cases import QUICK, SETS, Case, smaller
 
 from znnpy.errors import MissingExtraError
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
 from znnpy.pen import Colour
@@ -44,7 +44,7 @@ from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape, Vec3, text
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive, Variant
+    from znnpy.kernels.contract import Array, Primitive, Variant
 
 MAX_ERROR = {"fp32": 1e-4, "bf16": 3e-2}  # of the largest output, between any two competitors: else a figure is void
 SLOW = 4.0  # seconds: what takes longer runs in `--slow-rounds` of the rounds

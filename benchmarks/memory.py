@@ -46,8 +46,8 @@ from header import machine_header, taken_device, without_forced_blas_kernels
 
 from znnpy.errors import ShapeError
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.crew import SHARES, Crew, shares
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
@@ -57,7 +57,7 @@ from znnpy.run.arena import host_arena
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive, Variant
+    from znnpy.kernels.contract import Primitive, Variant
     from znnpy.shapes import Vec3
 
 MIB = 2**20

@@ -44,7 +44,7 @@ from znnpy.planner.plan import device_of
 from znnpy.shapes import PRECISIONS, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive
+    from znnpy.kernels.contract import Primitive
     from znnpy.machine import Machine
     from znnpy.network import ConvWeights
 

@@ -28,7 +28,7 @@ from znnpy.planner.cost import assumed_rates
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive, Variant
+    from znnpy.kernels.contract import Array, Primitive, Variant
     from znnpy.machine import Machine
 
 NEVER = float("inf")  # seconds: no case runs on a smaller image

@@ -12,13 +12,13 @@ from gpu_card import Device
 from layer_entries_gpu import CORNER, SEED, Entry, Input, corners, random_values
 from numpy.lib.stride_tricks import sliding_window_view
 
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
 from znnpy.shapes import ConvShape, Precision, Vec3
 
 if TYPE_CHECKING:
     from papers_cases import Layer
 
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
 
 VALUES = 2**22 - 3  # random ones, again and again; a prime number of them meets no axis
 IMAGES = 7  # different ones; a batch repeats them

@@ -27,7 +27,7 @@ from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive, Variant
+    from znnpy.kernels.contract import Array, Primitive, Variant
 
 PART = 1 / 3  # of a case's seconds for one run at most
 FAR = 3.0  # times the time of the processor's best: a figure of one run is enough

@@ -20,7 +20,7 @@ from papers_inputs import box
 from znnpy.shapes import Precision, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
 
 LAYOUTS = ("contiguous", "channels_last")
 KNOWN, ENOUGH = 9, 3  # searches that tell how long the next takes, at most and at least

@@ -29,8 +29,8 @@ from pydantic import TypeAdapter
 from znnpy.errors import ZnnpyError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights, Footprint
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Footprint
 from znnpy.kernels.table import find
 from znnpy.planner.layout import chain, place, reads_apart
 from znnpy.planner.plan import Choice, Plan

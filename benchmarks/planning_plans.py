@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.kernels.primitive import Footprint, Primitive, Variant
+from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool

@@ -32,7 +32,7 @@ from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import FilterShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.kernels.contract import Array, Primitive
 
 COPY = "copy"
 PAUSE = 0.01  # seconds before a run

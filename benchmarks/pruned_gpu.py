@@ -26,9 +26,9 @@ import numpy as np
 from gpu_card import gpu_header
 from pruned import KERNELS, MAX_ERROR, SIZES, Row, show
 
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.gpu import conv_fft
 from znnpy.kernels.gpu.conv_fft import ConvFft
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 from stages_limits import address, floats, interleaved
 
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.cpu.conv_fft_lanes import BLOCK, ConvFftLanes, _Sizes, _Step, _Tiling
 from znnpy.kernels.cpu.native.library import LANES, blocks, library
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import FLOAT32, ConvShape
@@ -21,8 +21,8 @@ from znnpy.shapes import FLOAT32, ConvShape
 if TYPE_CHECKING:
     import argparse
 
+    from znnpy.kernels.contract import Array, Bytes, Variant
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, Variant
 
 LAYERS = tuple(ConvShape(1, 80, 80, (100, 100, 100), (k, k, k), "relu") for k in (3, 5, 7, 9))
 STAGES = ("forward", "multiply", "inverse")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
 
+    from znnpy.kernels.contract import Array
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array
 
     Run = Callable[[], object]
     Way = Literal["forward", "inverse"]

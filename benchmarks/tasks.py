@@ -25,16 +25,16 @@ import numpy as np
 from header import machine_header, without_forced_blas_kernels
 
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array
     from znnpy.kernels.cpu.scheduler import Event
-    from znnpy.kernels.primitive import Array
 
 DATA, TASKS = "cpu.conv.fft_data", "cpu.conv.fft_tasks"
 MAX_ERROR = 1e-4  # of the largest output, between the two: else a figure is worth nothing

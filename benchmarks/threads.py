@@ -33,15 +33,15 @@ import numpy as np
 from header import machine_header, without_forced_blas_kernels
 
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Bytes, Primitive, Variant
+    from znnpy.kernels.contract import Array, Bytes, Primitive, Variant
 
 MAX_ERROR = 1e-4  # of the largest output, between any two runs: else a figure is void
 PAUSE = 0.01  # seconds before a run

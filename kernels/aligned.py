@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from znnpy.kernels.primitive import ALIGNMENT
+from znnpy.kernels.contract import ALIGNMENT
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import Bytes
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Bytes
 
 PAGE = 4096  # bytes; equal to the system's page size or a divisor of it
 TOUCHED = 2**28  # bytes, a multiple of PAGE; takes a quarter of a second on a slow virtual machine

@@ -9,9 +9,9 @@ import numpy as np
 
 from znnpy.errors import ShapeError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.gpu.device import Device, find_gpu
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
@@ -20,7 +20,7 @@ from znnpy.shapes import ConvShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from znnpy.kernels.primitive import Array, Primitive, Unit, Work
+    from znnpy.kernels.contract import Array, Primitive, Unit, Work
     from znnpy.shapes import LayerShape
 
 # Rough time of a floating-point operation and of a byte, relative to a flop of a matrix product, on any CPU or GPU.

@@ -26,7 +26,7 @@ from math import inf, prod
 from typing import Any, Literal
 
 from znnpy.errors import NoPlanError
-from znnpy.kernels.primitive import Work
+from znnpy.kernels.contract import Work
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.planner.both_sides import both_sides, waiting_seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
 
-from znnpy.kernels.primitive import Footprint
+from znnpy.kernels.contract import Footprint
 from znnpy.network import Network
 from znnpy.patches import Cover
 from znnpy.planner.candidates import Candidate, Space

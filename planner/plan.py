@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from znnpy.errors import PlanFileError
-from znnpy.kernels.primitive import Variant
+from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.patches import Box, Column, Cover
 from znnpy.planner.both_sides import both_sides
@@ -26,7 +26,7 @@ from znnpy.shapes import LayerShape, Precision, Vec3, text
 from znnpy.wording import excerpt
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive
+    from znnpy.kernels.contract import Primitive
     from znnpy.machine import Machine
     from znnpy.network import Network
 

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network

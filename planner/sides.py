@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from znnpy.kernels.primitive import Footprint
+from znnpy.kernels.contract import Footprint
 from znnpy.planner.layout import Count, Tensor, carried_bytes, chain, loops
 from znnpy.shapes import LayerShape
 

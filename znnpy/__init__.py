@@ -87,9 +87,9 @@ if TYPE_CHECKING:
     )
     from znnpy.inference import infer
     from znnpy.kernels.apply import apply
+    from znnpy.kernels.contract import Primitive, Variant
     from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device, find_gpu
-    from znnpy.kernels.primitive import Primitive, Variant
     from znnpy.kernels.table import find as primitive
     from znnpy.machine import Gpu
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
@@ -113,7 +113,7 @@ else:
         "znnpy.kernels.apply": "apply",
         "znnpy.kernels.crew": "Crew",
         "znnpy.kernels.gpu.device": "Device find_gpu",
-        "znnpy.kernels.primitive": "Primitive Variant",
+        "znnpy.kernels.contract": "Primitive Variant",
         "znnpy.kernels.table": "find",
         "znnpy.machine": "Gpu",
         "znnpy.network": "Conv ConvWeights MaxFilter Maxout Network Normalise Pool",

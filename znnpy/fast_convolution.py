@@ -25,7 +25,7 @@ from znnpy.planner.cost import assumed_rates
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive, Variant
+    from znnpy.kernels.contract import Primitive, Variant
     from znnpy.network import ConvWeights
     from znnpy.shapes import Activation
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError, VerifyError
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
 from znnpy.network import Network

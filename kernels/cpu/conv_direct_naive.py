@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
 # Costs as bytes of traffic, fitted to 1 to 80 maps, k = 3 and 5, on 2 Zen 5 cores (2026-11-21): per sum over input

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, like, planning
 from znnpy.kernels.cpu.pinning import pinned, place_workers
@@ -37,12 +38,11 @@ from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import WIDTHS, Block, Sizes, bounds, sizes
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]

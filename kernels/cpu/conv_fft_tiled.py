@@ -27,12 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.cpu.blas import product_bytes
-from znnpy.kernels.cpu.epilogue import Epilogue, quiet
-from znnpy.kernels.cpu.fft import Transform, like, planning
-from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.cpu.tiles import tiles_worth
-from znnpy.kernels.primitive import (
+from znnpy.kernels.contract import (
     ALIGNMENT,
     Footprint,
     Kind,
@@ -43,11 +38,16 @@ from znnpy.kernels.primitive import (
     why_not_fp32,
     why_not_plain,
 )
+from znnpy.kernels.cpu.blas import product_bytes
+from znnpy.kernels.cpu.epilogue import Epilogue, quiet
+from znnpy.kernels.cpu.fft import Transform, like, planning
+from znnpy.kernels.cpu.pruned import twiddles
+from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]

@@ -15,8 +15,8 @@ from znnpy.shapes import FLOAT32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from znnpy.kernels.contract import Array
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array
     from znnpy.shapes import Activation
 
 LINES_BYTES = 256 * 1024  # of lines processed at once, which stay in L2

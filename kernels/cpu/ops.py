@@ -22,7 +22,7 @@ import numpy.typing as npt
 from znnpy.kernels.cpu.epilogue import activate_rows, quiet
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.shapes import Activation, Sliding, Vec3
 
 Values: TypeAlias = npt.NDArray[Any]  # float32 or float16

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.primitive import (
+from znnpy.kernels.contract import (
     Footprint,
     Kind,
     Scratch,
@@ -35,8 +35,8 @@ from znnpy.kernels.primitive import (
 from znnpy.shapes import FLOAT32, LayerShape, MaxoutShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
 NUMPY_BYTES = 128 * 1024  # allocated by numpy's iterators at most, per thread

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
-from znnpy.kernels.primitive import (
+from znnpy.kernels.contract import (
     ALIGNMENT,
     Footprint,
     Kind,
@@ -33,12 +32,13 @@ from znnpy.kernels.primitive import (
     why_not_fp32,
     why_not_pooling,
 )
+from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, LayerShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
     from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
     from znnpy.machine import Machine
 
 RING_BYTES = 40 * 1024  # of a worker's lines, which stay in L1

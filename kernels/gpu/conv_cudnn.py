@@ -22,6 +22,7 @@ import numpy as np
 
 from znnpy.errors import DeviceError
 from znnpy.extras import install
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.kernels.gpu.cudnn_plans import (
     Chosen,
     NoPlanError,
@@ -34,12 +35,11 @@ from znnpy.kernels.gpu.cudnn_plans import (
 )
 from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, valid
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
     from znnpy.shapes import Precision
 

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, LayerShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
 
 SOURCE = "conv_direct.cu"

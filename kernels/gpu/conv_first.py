@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.block.division import Image, card_of, divide_single
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
 
 SOURCE = "conv_first.cu"

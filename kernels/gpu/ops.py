@@ -28,8 +28,8 @@ from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, Precision, Sliding, V
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
 
 SOURCE, PEAK_SOURCE = "ops.cu", "load_store.cu"
 PEAKS = ["peak_of<float, 1>", "peak_of<float, 4>"]  # as in load_store.cu

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.kernels.primitive import (
+from znnpy.kernels.contract import (
     Footprint,
     Kind,
     Variant,
@@ -27,11 +26,12 @@ from znnpy.kernels.primitive import (
     why_not_maxout,
     why_not_pooling,
 )
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import LayerShape, MaxoutShape, PoolShape, Vec3, valid
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
 
 SOURCE = "pool.cu"

@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from znnpy.formats.weights import random_weights
+from znnpy.kernels.contract import Work
 from znnpy.kernels.gpu import cudnn_plans
 from znnpy.kernels.gpu.conv_cudnn import ConvCudnn
 from znnpy.kernels.gpu.device import Device
-from znnpy.kernels.primitive import Work
 from znnpy.kernels.reference import dense_by_fragments
 from znnpy.kernels.table import of_kind
 from znnpy.machine import this_machine

@@ -13,7 +13,7 @@ from place import Place
 
 from znnpy import measurement
 from znnpy.errors import DeviceError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Gpu, Machine, this_machine
 from znnpy.planner.cost import Rates, assumed_rates
 from znnpy.planner.costs import Costs

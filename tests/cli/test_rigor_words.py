@@ -14,7 +14,7 @@ from place import Place
 
 from znnpy import paranoid, planning, verify
 from znnpy.errors import DeviceError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates

@@ -10,6 +10,7 @@ import pytest
 from closeness import INPUTS, MACHINE, assert_close, error_of, images_on, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.block.division import card_of
 from znnpy.kernels.gpu.block.primitive import (
     MAPS,
@@ -23,12 +24,11 @@ from znnpy.kernels.gpu.block.primitive import (
     _Division,
     _tile,
 )
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import FLOAT32, ConvShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 BLOCK = ConvBlock()
 H200 = Gpu("H200", (9, 0), 132, 141 << 30, 50 << 20, 227 << 10, 228 << 10, 4.8e12, 13000, ())

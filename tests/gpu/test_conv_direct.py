@@ -10,14 +10,14 @@ import pytest
 from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.conv_direct import ConvDirect, DirectStep, prepare, tile_of
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import Activation, ConvShape, PoolShape, Sliding
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 DIRECT = ConvDirect()
 PLAIN, SHARED = Variant.of(kernel="plain"), Variant.of(kernel="shared")

@@ -11,14 +11,14 @@ import pytest
 from closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
 
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled, spectra_for
 from znnpy.kernels.gpu.fft_tiled.tiles import SIDES, SIDES_Z, Cover, frequencies, plane_block
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, FilterShape, PoolShape, Precision, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 TILED = ConvFftTiled()
 LARGE = Gpu("large", (9, 0), 132, 2**37, 2**25, 232448, 233472, 4e12, 13000, ())

@@ -11,6 +11,7 @@ import pytest
 from closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights, run_on
 
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu import conv_first
 from znnpy.kernels.gpu.conv_first import (
     AHEAD,
@@ -26,12 +27,11 @@ from znnpy.kernels.gpu.conv_first import (
     _wide,
     _widths,
 )
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 FIRST = ConvFirst()
 FLOAT, TENSOR = "float", "tensor"

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights, run_on
 
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.cuconv import partition as partitioning
 from znnpy.kernels.gpu.cuconv.partition import PARTS_BYTES, SIDES, choices, partition
 from znnpy.kernels.gpu.cuconv.primitive import CuConv
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import Activation, ConvShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 CUCONV = CuConv()
 GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, ())

@@ -12,13 +12,13 @@ import pytest
 from closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights
 
 from znnpy.errors import Stopped, ValuesOverflowError
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.crew import Crew
 from znnpy.kernels.gpu.conv_direct import DirectStep
 from znnpy.kernels.gpu.host_ram.division import Order
 from znnpy.kernels.gpu.host_ram.primitive import ConvHostRam
 from znnpy.kernels.gpu.host_ram.search import Space, vram
 from znnpy.kernels.gpu.host_ram.timeline import Speeds
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
 from znnpy.machine import Gpu
 from znnpy.planner.cost import assumed_rates, seconds
@@ -353,15 +353,11 @@ def test_what_does_not_apply_says_why() -> None:
     assert HOST_RAM.why_not(SHAPE, MACHINE) == "needs a CUDA device"
     assert HOST_RAM.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     pooled = replace(SHAPE, n=(9, 8, 8), pool=(1, 2, 1))
-    assert HOST_RAM.why_not(pooled, WITH_GPU) == (
-        "does not fuse pooling into fragments: see gpu.conv.fft_tiled"
-    )
+    assert HOST_RAM.why_not(pooled, WITH_GPU) == ("does not fuse pooling into fragments: see gpu.conv.fft_tiled")
     assert HOST_RAM.why_not(SHAPE, WITH_GPU) is None
     assert isinstance(HOST_RAM, ConvHostRam)
     none = ConvHostRam(HOST_RAM.inner[:1])
-    assert none.why_not(replace(SHAPE, k=(1, 1, 1)), WITH_GPU) == (
-        "none of gpu.conv.fft_tiled computes its sub-layers"
-    )
+    assert none.why_not(replace(SHAPE, k=(1, 1, 1)), WITH_GPU) == "none of gpu.conv.fft_tiled computes its sub-layers"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -13,10 +13,10 @@ from closeness import INPUTS, MACHINE, random_input, random_weights, run_on
 from emulated import EmulatedDevice
 
 from znnpy.kernels import reference
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import Activation, ConvShape, PoolShape, Precision, Sliding, Vec3
 

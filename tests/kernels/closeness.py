@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from znnpy.kernels import reference
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.machine import this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from znnpy.kernels.primitive import Array, Bytes, Footprint, Primitive, Variant
+    from znnpy.kernels.contract import Array, Bytes, Footprint, Primitive, Variant
     from znnpy.shapes import Activation, ConvShape, LayerShape, Vec3
 
 MACHINE = this_machine()

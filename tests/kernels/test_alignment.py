@@ -11,13 +11,13 @@ from closeness import MACHINE, aligned, assert_close, random_input, random_weigh
 
 from znnpy.kernels import aligned as memory
 from znnpy.kernels.aligned import PAGE, aligned_bytes, touch
+from znnpy.kernels.contract import ALIGNMENT
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.kernels.table import TABLE
 from znnpy.shapes import FLOAT32, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.kernels.contract import Array, Primitive
     from znnpy.shapes import LayerShape
 
 SHAPES: list[LayerShape] = [

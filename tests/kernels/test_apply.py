@@ -11,9 +11,9 @@ from emulated import EMULATED_GPU, EmulatedDevice, compiler
 import znnpy
 from znnpy.errors import DeviceError, ShapeError, ValuesOverflowError
 from znnpy.kernels import apply, reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find, of_kind
 from znnpy.machine import Gpu, this_machine
 from znnpy.network import ConvWeights

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_direct
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
 from znnpy.planner.cost import Rates, seconds
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.kernels.contract import Array, Primitive
     from znnpy.shapes import LayerShape, Vec3
 
 CONVS = [p for p in of_kind("conv") if p.name.startswith("cpu.")]

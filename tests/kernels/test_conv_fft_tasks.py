@@ -16,19 +16,19 @@ from closeness import MACHINE, aligned, assert_close, random_input, random_weigh
 from trace_of_tasks import TWO_CHIPS, assert_trace
 
 from znnpy.errors import Stopped
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu import conv_fft_tasks, pinning
 from znnpy.kernels.cpu.pinning import Placements
 from znnpy.kernels.cpu.scheduler import Event
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import bounds, sizes
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
 from znnpy.planner.cost import Rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
 
 TASKS = find("cpu.conv.fft_tasks")
 NARROW = Variant.of(width=16)

@@ -11,15 +11,15 @@ import pytest
 from closeness import INPUTS, MACHINE, aligned, definition, fragments, random_input, random_weights, run, twin
 
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes
 from znnpy.kernels.cpu.native import library
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import find, of_kind
 from znnpy.shapes import ConvShape, FilterShape, PoolShape, fused
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
     from znnpy.shapes import Activation, Vec3
 
 LANES = find("cpu.conv.fft_lanes")

@@ -16,11 +16,11 @@ import pytest
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.crew import Crew, least_share, shares
-from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
 from znnpy.shapes import ACTIVATIONS, ConvShape
 

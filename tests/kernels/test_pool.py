@@ -17,7 +17,7 @@ from znnpy.kernels.table import TABLE, find
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.kernels.contract import Array, Primitive
     from znnpy.shapes import LayerShape, Vec3
 
 SHAPES: list[LayerShape] = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
 from znnpy.machine import Gpu, Limits, Machine
 from znnpy.network import ConvWeights
 from znnpy.planner.cost import Rate, Rates

@@ -9,7 +9,7 @@ from typing import Any
 from brute_force import BASELINE, THREADS
 from fakes import BOTH, CARRYING, FAST, FILTER, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
 
-from znnpy.kernels.primitive import Footprint, Scratch, Variant
+from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates

@@ -11,7 +11,7 @@ import pytest
 from brute_force import EDGE_BYTES
 from fakes import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 
-from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
 from znnpy.planner.search import make_plan, options_for

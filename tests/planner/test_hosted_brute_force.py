@@ -17,7 +17,7 @@ from hosted_fakes import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY,
 from test_brute_force import some
 
 from znnpy.errors import NoPlanError
-from znnpy.kernels.primitive import Variant, Work
+from znnpy.kernels.contract import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.planner.both_sides import both_sides
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate

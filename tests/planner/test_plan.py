@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from plans import MIXED, WIDE, edited, in_parts, patches, walking
 
 from znnpy.errors import PlanFileError
-from znnpy.kernels.primitive import Variant
+from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.documents import MOST_BYTES

@@ -11,7 +11,7 @@ from brute_force import AROUND, BASELINE, SMALL, planned, steps_of
 from fakes import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.kernels.primitive import Footprint, Variant
+from znnpy.kernels.contract import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.candidates import axis_sizes, between, thinned

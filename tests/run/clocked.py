@@ -14,7 +14,7 @@ from fakes import WITH_GPU, Fake
 from plans import MIXED as NETWORK
 
 from znnpy.errors import DeviceError
-from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
+from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rates, assumed_rates
 from znnpy.planner.search import make_plan

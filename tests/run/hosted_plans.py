@@ -16,8 +16,8 @@ from stand_ins import STAND_INS
 import znnpy
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import reference
+from znnpy.kernels.contract import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work, as_conv
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work, as_conv
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool

@@ -15,8 +15,8 @@ import pytest
 
 import znnpy
 from znnpy.formats.weights import random_weights
+from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Footprint, Primitive, Variant
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine, this_machine

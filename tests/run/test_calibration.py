@@ -13,7 +13,7 @@ import pytest
 from clocked import FACTORS, LAZY, LINK, PLAIN, PRAISED, REST, TABLE, Card, Timed, measured, own, own_cache, rates_of
 from fakes import WITH_GPU
 
-from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.run import calibration
 from znnpy.run.clocks import LONG_SECONDS

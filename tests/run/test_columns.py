@@ -28,7 +28,7 @@ from odd import (
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import aligned
-from znnpy.kernels.primitive import ALIGNMENT, Step
+from znnpy.kernels.contract import ALIGNMENT, Step
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool

@@ -11,8 +11,8 @@ from closeness import MACHINE
 from emulated import EMULATED_GPU, EmulatedDevice, compiler
 
 from znnpy.errors import DeviceError, DeviceLostError
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.reference import convolve
 from znnpy.kernels.table import IN_HOST_RAM
 from znnpy.run.clocks import CpuClock, GpuClock, HostRamClock, clock_of

@@ -18,8 +18,8 @@ from stand_ins import STAND_INS
 
 from znnpy.errors import PlanFileError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool

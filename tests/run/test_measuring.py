@@ -11,8 +11,8 @@ import pytest
 from fakes import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
 
 from znnpy.errors import DeviceError, DeviceLostError, NoPlanError, VramError
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool

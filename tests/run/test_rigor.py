@@ -13,7 +13,7 @@ import pytest
 from fakes import FAST, MACHINE, POOL, SLOW, Fake
 
 from znnpy.errors import DeviceError, NoPlanError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.cost import Rates

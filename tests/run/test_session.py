@@ -8,9 +8,9 @@ from odd import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
+from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.cpu.native import library as native
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Primitive
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network, Normalise, Pool

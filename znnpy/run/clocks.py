@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from znnpy.errors import DeviceError, DeviceLostError, VramError
 from znnpy.kernels.aligned import aligned_bytes, touch
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Primitive, Variant
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer
 from znnpy.run.timing import Clock, Where
 from znnpy.run.wisdom import wisdom_kept

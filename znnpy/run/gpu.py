@@ -37,7 +37,7 @@ from znnpy.shapes import FLOAT32
 from znnpy.wording import option
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Footprint
+    from znnpy.kernels.contract import Footprint
     from znnpy.run.trace import Trace
 
 LOOK_SECONDS = 0.0001  # between looks at an event: a wait in CUDA would not notice Ctrl-C

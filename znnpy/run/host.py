@@ -20,7 +20,7 @@ from znnpy.run.arena import host_arena
 from znnpy.run.workshop import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Bytes, Footprint
+    from znnpy.kernels.contract import Bytes, Footprint
     from znnpy.run.trace import Trace
 
 NOTHING = host_arena(aligned_bytes(0), ())

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import Stopped, ValuesOverflowError, VramError
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.memory import PINNED

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import ConvWeights, Primitive, Variant
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
 from znnpy.run.workshop import dtype_of
 from znnpy.shapes import ConvShape, LayerShape
 

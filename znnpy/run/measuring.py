@@ -18,7 +18,7 @@ from typing import Protocol
 
 import znnpy
 from znnpy.errors import DeviceError, NoPlanError
-from znnpy.kernels.primitive import Primitive, Unit
+from znnpy.kernels.contract import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.planner.cost import UNSEEN_UNITS, Rate, Rates, assumed_rates, method

@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 
 from znnpy.errors import NoPlanError
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits
 from znnpy.planner.cost import Rates, assumed_rates

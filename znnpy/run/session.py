@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VramError
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.plan import Plan

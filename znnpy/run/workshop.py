@@ -16,7 +16,7 @@ from znnpy.shapes import LayerShape, Vec3
 from znnpy.wording import option
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Footprint
+    from znnpy.kernels.contract import Footprint
 
 Voxels = npt.NDArray[Any]
 UNTRACED = nullcontext()  # enters nothing, as often as one likes

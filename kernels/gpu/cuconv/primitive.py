@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.cuconv.partition import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Partition, choices, partition
 from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
 
 SOURCE = "cuconv/stages.cu"

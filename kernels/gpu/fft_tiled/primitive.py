@@ -25,6 +25,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.kernels.gpu.fft_tiled.spectra import WORDS, KernelSpectra, packed_bytes, transform_kernels
 from znnpy.kernels.gpu.fft_tiled.streaming import KernelStream
 from znnpy.kernels.gpu.fft_tiled.tiled_layer import TiledLayer, kernel_bytes, tiled_layer, tiles_for
@@ -45,7 +46,6 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
     padded,
     plane_block,
 )
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import ACTIVATIONS, ConvShape, text
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from itertools import product
 from math import log2, prod
 from typing import NamedTuple
 
+from znnpy.kernels.contract import Scratch, Unit, Work
 from znnpy.kernels.gpu.fft_tiled.spectra import packed_bytes, preparing_bytes, slab_frequencies
 from znnpy.kernels.gpu.fft_tiled.tiles import (
     NUMBER,
@@ -25,7 +26,6 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
     padded,
     plane_block,
 )
-from znnpy.kernels.primitive import Scratch, Unit, Work
 from znnpy.shapes import ConvShape, Vec3
 
 EXCESS = 1.3  # tiles may cover this many times the smallest total volume: larger ones are slower

@@ -24,7 +24,7 @@ from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
 
-from znnpy.kernels.primitive import Footprint, Scratch
+from znnpy.kernels.contract import Footprint, Scratch
 from znnpy.shapes import FLOAT32, ConvShape
 
 Order = Literal["outputs", "inputs"]

@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
-from znnpy.kernels.gpu.host_ram.search import TOGETHER, Found, Space, divide
-from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
-from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
-from znnpy.kernels.gpu.kernel_source import KernelInstance
-from znnpy.kernels.primitive import (
+from znnpy.kernels.contract import (
     ConvWeights,
     Footprint,
     Kind,
@@ -34,6 +29,11 @@ from znnpy.kernels.primitive import (
     as_conv,
     why_not_on_gpu,
 )
+from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
+from znnpy.kernels.gpu.host_ram.search import TOGETHER, Found, Space, divide
+from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
+from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:

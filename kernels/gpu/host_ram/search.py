@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 
+from znnpy.kernels.contract import Footprint
 from znnpy.kernels.gpu.host_ram.bounds import Bounds
 from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner
 from znnpy.kernels.gpu.host_ram.space import FEW as FEW
@@ -26,7 +27,6 @@ from znnpy.kernels.gpu.host_ram.space import TOGETHER as TOGETHER
 from znnpy.kernels.gpu.host_ram.space import Space as Space
 from znnpy.kernels.gpu.host_ram.space import sizes as sizes
 from znnpy.kernels.gpu.host_ram.timeline import Speeds, seconds
-from znnpy.kernels.primitive import Footprint
 from znnpy.shapes import ConvShape
 
 

@@ -12,8 +12,8 @@ from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
 
 SOURCE = "implicit_gemm/floats.cu"
 WARP, MOST_WARPS = 32, 4

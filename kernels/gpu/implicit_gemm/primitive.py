@@ -22,13 +22,13 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
     from znnpy.shapes import ConvShape, LayerShape
 

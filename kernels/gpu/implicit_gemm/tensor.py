@@ -17,8 +17,8 @@ from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, Precision, Vec3
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
 
 SOURCE = "implicit_gemm/tensor.cu"
 WARP = 32

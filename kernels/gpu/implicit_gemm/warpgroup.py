@@ -28,8 +28,8 @@ from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, Precision, Vec3
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu
 
 SOURCE = "implicit_gemm/warpgroup.cu"
