@@ -47,7 +47,7 @@ from header import machine_header, taken_device, without_forced_blas_kernels
 from znnpy.errors import ShapeError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights
-from znnpy.kernels.crew import SHARES, Crew, shares
+from znnpy.kernels.crew import CHUNKS_PER_THREAD, Crew, chunks
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
@@ -77,7 +77,7 @@ class EvenCrew(Crew):
     """
 
     def each(self, piece: Callable[[int, int, int], None], count: int, *, least: int = 1) -> None:
-        todo = shares(count, min(SHARES * self.threads, count // least))
+        todo = chunks(count, min(CHUNKS_PER_THREAD * self.threads, count // least))
         workers = min(self.threads, len(todo))
         together = threading.Barrier(workers)
 

@@ -22,7 +22,7 @@ from znnpy.errors import Stopped
 from znnpy.kernels.cpu.pinning import Placement
 from znnpy.kernels.cpu.task_graph import Task, TaskGraph
 
-LOOK_SECONDS = 0.1  # interval at which an idle worker checks the stop flag
+POLL_SECONDS = 0.1  # interval at which an idle worker checks the stop flag
 
 
 class Event(NamedTuple):
@@ -124,7 +124,7 @@ class Scheduler:
                     self._tell("begin", place, *taken)
                     return taken
                 self._waiting += 1
-                self._turn.wait(LOOK_SECONDS)
+                self._turn.wait(POLL_SECONDS)
                 self._waiting -= 1
 
     def _next(self, place: Placement) -> tuple[Task, int] | None:

@@ -20,7 +20,7 @@ from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.crew import Crew, least_share, shares
+from znnpy.kernels.crew import Crew, chunks, min_chunk
 from znnpy.kernels.table import TABLE, find, of_kind
 from znnpy.shapes import ACTIVATIONS, ConvShape
 
@@ -118,14 +118,14 @@ def test_few_bytes_are_not_handed_out(nbytes: int, calls: int) -> None:
         seen[lo:hi] += 1
 
     with Crew(2) as crew:
-        crew.each(piece, 1000, least=least_share(nbytes, 1000))
+        crew.each(piece, 1000, least=min_chunk(nbytes, 1000))
     assert (seen == 1).all()
     assert len(found) == calls
 
 
 def test_shares_are_near_equal() -> None:
-    assert shares(7, 3) == [(0, 2), (2, 4), (4, 7)]
-    assert shares(2, 5) == [(0, 1), (1, 2)]
+    assert chunks(7, 3) == [(0, 2), (2, 4), (4, 7)]
+    assert chunks(2, 5) == [(0, 1), (1, 2)]
 
 
 def test_blas_runs_one_thread_inside_a_crew() -> None:

@@ -33,7 +33,7 @@ TICK = 0.01  # seconds: the system counts a thread's time in these
 
 
 def crew_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("znnpy-crew")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("znnpy-pool")]
 
 
 class Busy:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes, touch
-from znnpy.kernels.crew import Crew, least_share
+from znnpy.kernels.crew import Crew, min_chunk
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan, Tensor
@@ -126,7 +126,7 @@ class HostWorkshop:
             del worker
             flat[lo:hi] = 0
 
-        self.hands.each(piece, flat.size, least=least_share(flat.nbytes, flat.size))
+        self.hands.each(piece, flat.size, least=min_chunk(flat.nbytes, flat.size))
 
     def keep(self, kept: Any, x: Any, *, join: bool) -> None:
         carried, planes = kept.shape[1], x.shape[1]
@@ -142,7 +142,7 @@ class HostWorkshop:
                     later = plane + planes
                     old[plane] = old[later] if later < carried else image[later - carried]
 
-        self.hands.each(piece, x.shape[2], least=least_share(kept.nbytes, x.shape[2]))
+        self.hands.each(piece, x.shape[2], least=min_chunk(kept.nbytes, x.shape[2]))
 
     def load(self, raw: Voxels, x: Any) -> None:
         normalise = self._network.normalise
@@ -161,7 +161,7 @@ class HostWorkshop:
                 np.divide(target, np.float32(std), out=target)
 
         try:
-            self.hands.each(piece, x.shape[0], least=least_share(x.nbytes, x.shape[0]))
+            self.hands.each(piece, x.shape[0], least=min_chunk(x.nbytes, x.shape[0]))
         except FloatingPointError:
             raise input_overflow(raw) from None
 
@@ -184,4 +184,4 @@ class HostWorkshop:
             except FloatingPointError:
                 raise output_overflow(float(np.abs(part).max()), out.dtype) from None
 
-        self.hands.each(piece, fragments.shape[1], least=least_share(fragments.nbytes, fragments.shape[1]))
+        self.hands.each(piece, fragments.shape[1], least=min_chunk(fragments.nbytes, fragments.shape[1]))

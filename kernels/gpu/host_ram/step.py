@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.crew import least_share
+from znnpy.kernels.crew import min_chunk
 from znnpy.kernels.gpu.host_ram.division import Divided, Visit
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 from znnpy.wording import option
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SOURCE, PEAK_SOURCE = "host_ram/sums.cu", "load_store.cu"
 THREADS = 256
 WAVES = 16  # blocks per multiprocessor
-LOOK_SECONDS = 0.0001  # between polls of an event: a wait in CUDA would not notice Ctrl-C
+POLL_SECONDS = 0.0001  # between polls of an event: a wait in CUDA would not notice Ctrl-C
 FLOAT16_END = 65520.0  # values from this size on round to infinity
 SUM_WORD, OUT_WORD = 2, 3  # indices of peaks, after those of both input buffers
 
@@ -263,7 +263,7 @@ class HostRamStep:
         with self._device.calling("a layer in the memory of the host"):
             while not event.done:
                 crew.check()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         crew.check()
 
     def _check(self) -> None:
@@ -293,4 +293,4 @@ def _copy(target: Values, source: Values, crew: Crew) -> None:
             lo += end - row
 
     count = len(source) * planes * rows
-    crew.each(piece, count, least=least_share(source.nbytes, count))
+    crew.each(piece, count, least=min_chunk(source.nbytes, count))
