@@ -35,7 +35,7 @@ class Stages:
         self._step, self._library = step, library(this_machine().simd)
         for name in ("gather", "scatter", "copy"):
             getattr(self._library, f"znnpy_limits_{name}").restype = None
-        self._rooms = scratch["blocks"].reshape(step._crew.threads, -1)
+        self._rooms = scratch["blocks"].reshape(step._pool.threads, -1)
         self._tiling = t = _Tiling.from_buffer_copy(step._tiling)
         t.x, t.out, t.spectra = x.ctypes.data, out.ctypes.data, scratch["spectra"].ctypes.data
         t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
@@ -57,7 +57,7 @@ class Stages:
         def piece(lo: int, hi: int, worker: int) -> None:
             stage(tiling, address(self._rooms[worker]), ctypes.c_int64(lo), ctypes.c_int64(hi))
 
-        self._step._crew.each(piece, count)
+        self._step._pool.each(piece, count)
 
     def copy(self, x: Array, out: Array) -> None:
         """As much of x as out holds."""
@@ -66,7 +66,7 @@ class Stages:
             del worker
             self._library.znnpy_limits_copy(address(x), address(out), ctypes.c_int64(lo), ctypes.c_int64(hi))
 
-        self._step._crew.each(piece, min(x.size, out.size) // LANES)
+        self._step._pool.each(piece, min(x.size, out.size) // LANES)
 
 
 def plain_copy(x: Array, out: Array, crew: Crew) -> None:

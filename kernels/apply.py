@@ -75,9 +75,9 @@ def apply(
     if machine.gpu is not None:
         with Device(machine.gpu) as device:
             return _on_gpu(primitive, shape, x, weights, chosen, device)
-    with Crew(threads or machine.cores) as crew:
-        step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
-        buffers = primitive.footprint(shape, chosen, crew.threads).scratch
+    with Crew(threads or machine.cores) as pool:
+        step = primitive.bind(primitive.prepare(weights, chosen, pool), shape, chosen, pool)
+        buffers = primitive.footprint(shape, chosen, pool.threads).scratch
         out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
         step.run(x, out, {scratch.name: aligned_bytes(scratch.nbytes) for scratch in buffers})
     return out

@@ -209,7 +209,7 @@ class DeviceStep(Protocol):
 class HostStep(Protocol):
     """A primitive bound to one shape on a GPU whose input and output live in host memory."""
 
-    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], crew: Crew) -> None:
+    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], pool: Crew) -> None:
         """Compute the layer as `Step.run` does; the work is done when the call returns.
 
         x, out   numpy arrays, pageable, any strides; float16 if the shape's precision is fp16, else float32.
@@ -256,13 +256,13 @@ class Primitive(Protocol):
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         """Return its work, stage by stage; rates turn it into seconds."""
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Any, /) -> Any:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Any, /) -> Any:
         """Return the transformed weights, computed once and shared by every shape; None for layers without weights.
 
         pool  the executor: a ThreadPool on the CPU, a Device on a GPU.
         """
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Any, /) -> Any:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Any, /) -> Any:
         """Return a step for this shape: a Step or CarryingStep on the CPU, a DeviceStep or HostStep on a GPU.
 
         It may plan transforms, and keeps no memory besides their tables.

@@ -114,25 +114,25 @@ class ConvDirect:
             Work("copy", 0.0, columns + shape.in_bytes + shape.out_bytes),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
-        del variant, crew
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+        del variant, pool
         assert weights is not None
         fout = len(weights.bias)
         return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)), weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
         del variant
-        return _Step(resident, as_conv(shape), crew)
+        return _Step(resident, as_conv(shape), pool)
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
-        self._shape, self._crew, self._blocks = shape, crew, _blocks(shape)
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: Crew) -> None:
+        self._shape, self._pool, self._blocks = shape, pool, _blocks(shape)
         self._kernels = resident.kernels
         self._epilogue = Epilogue(resident.bias, shape.activation, self._blocks.size[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        b, crew, fout = self._blocks, self._crew, self._shape.fout
+        b, pool, fout = self._blocks, self._pool, self._shape.fout
         counts = b.counts
         columns = scratch["columns"].reshape(-1, b.worker_bytes) if b.gathered else None
         windows = self._windows(x)
@@ -140,7 +140,7 @@ class _Step:
         @quiet()
         def piece(lo: int, hi: int, worker: int) -> None:
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 rest, ix = divmod(unit, counts[2])
                 rest, iy = divmod(rest, counts[1])
                 s, iz = divmod(rest, counts[0])
@@ -152,7 +152,7 @@ class _Step:
                 lines = target.reshape(*target.shape[:2], -1, copy=False)
                 self._epilogue(lines, lines)
 
-        crew.each(piece, self._shape.batch * prod(counts))
+        pool.each(piece, self._shape.batch * prod(counts))
 
     def _windows(self, x: Array) -> Array:
         """Return a view (S, mz, my, mx, kz, ky, kx, f) of the inputs of every output voxel."""

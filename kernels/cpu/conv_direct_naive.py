@@ -72,25 +72,25 @@ class ConvDirectNaive:
         nbytes = SUM_BYTES + MAP_BYTES * shape.fin + LINE_BYTES / mx + PLANE_BYTES / (my * mx)
         return (Work("copy", 2.0 * sums * shape.fin, sums * nbytes),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
-        del variant, crew
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+        del variant, pool
         assert weights is not None
         return _Resident(np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1)), weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
         del variant
-        return _Step(resident, as_conv(shape), crew)
+        return _Step(resident, as_conv(shape), pool)
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
-        self._shape, self._crew, self._kernels = shape, crew, resident.kernels
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: Crew) -> None:
+        self._shape, self._pool, self._kernels = shape, pool, resident.kernels
         self._epilogue = Epilogue(resident.bias, shape.activation, shape.out[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, crew, kernels = self._shape, self._crew, self._kernels
+        shape, pool, kernels = self._shape, self._pool, self._kernels
         mz, my, mx = shape.out
-        planes = scratch["planes"].view(np.float32).reshape(crew.threads, 2, my, mx)
+        planes = scratch["planes"].view(np.float32).reshape(pool.threads, 2, my, mx)
 
         @quiet()
         def piece(lo: int, hi: int, worker: int) -> None:
@@ -100,10 +100,10 @@ class _Step:
                 for z in range(mz):
                     total[...] = 0
                     for dz, dy, dx in product(*map(range, shape.k)):
-                        crew.check()
+                        pool.check()
                         np.matmul(x[s, z + dz, dy : dy + my, dx : dx + mx], kernels[j, dz, dy, dx], out=term)
                         np.add(total, term, out=total)
                     out[s, z, :, :, j] = total
 
-        crew.each(piece, shape.batch * shape.fout)
-        apply_epilogue(self._epilogue, out, crew)
+        pool.each(piece, shape.batch * shape.fout)
+        apply_epilogue(self._epilogue, out, pool)

@@ -151,20 +151,20 @@ class ConvFftTasks:
             Work("copy", 0.0, moved),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
         assert weights is not None
         width = variant.count("width")
         fout, fin = weights.weight.shape[:2]
         kernels = np.empty(weights.weight.size, np.float32)
         for lo, hi in bounds(fin, width):
             for first, last in bounds(fout, width):
-                crew.check()
+                pool.check()
                 of_pair = weights.weight[first:last, lo:hi].transpose(4, 3, 2, 1, 0)
                 _pair(kernels, fout, of_pair.shape, lo, first)[...] = of_pair
         return _Resident(kernels, weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
-        return _Step(resident, as_conv(shape), variant, crew)
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+        return _Step(resident, as_conv(shape), variant, pool)
 
 
 def _primaries(shape: ConvShape, t: Sizes, threads: int) -> int:
@@ -232,15 +232,15 @@ class _Step:
     placements  the cores of the workers, or the reason why they are not pinned.
     """
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: Crew) -> None:
         self.observe: Observer | None = None
         self.sizes = t = sizes(shape, variant.count("width"))
-        self.placements = place_workers(crew.threads, _primaries(shape, t, crew.threads))
-        if self.placements.unpinned and crew.threads > 1:
+        self.placements = place_workers(pool.threads, _primaries(shape, t, pool.threads))
+        if self.placements.unpinned and pool.threads > 1:
             _log.info("%s: workers are not pinned to cores: %s", shape, self.placements.unpinned)
-        self.shape, self.crew, self.kernels = shape, crew, resident.kernels
+        self.shape, self.pool, self.kernels = shape, pool, resident.kernels
         with planning():
-            self.plans = [_Plans(shape, t) for _ in range(crew.threads)]
+            self.plans = [_Plans(shape, t) for _ in range(pool.threads)]
         gz, gy, gx = t.padded
         self.along_z, self.along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
         # Real and imaginary parts are separate: kernels are real, so their first transform is a real product.
@@ -265,9 +265,9 @@ class _Step:
                 with pinned(place.core):
                     run.scheduler.work(place)
 
-        self.crew.each(sit, self.crew.threads)
+        self.pool.each(sit, self.pool.threads)
         if self._softmax is not None:
-            apply_epilogue(self._softmax, out, self.crew)
+            apply_epilogue(self._softmax, out, self.pool)
 
 
 class _Run:
@@ -278,7 +278,7 @@ class _Run:
         self._given: dict[str, Any] = {"input": x, "output": out, **scratch}  # used by synchronisations only
         self._held: dict[str, Any] = {}  # buffers that tasks may use now
         t = step.sizes
-        self.scheduler = Scheduler(t.tasks, step.placements.places, self._execute, step.crew.check, step.observe)
+        self.scheduler = Scheduler(t.tasks, step.placements.places, self._execute, step.pool.check, step.observe)
 
     def _execute(self, task: Task, worker: int, owner: int) -> None:
         match task.kind:
@@ -345,7 +345,7 @@ class _Run:
     def _buffer(self, name: str, worker: int, number: int) -> Bytes:
         """Return the worker's buffer, or that of task `number` if there are fewer tasks (and buffers) than workers."""
         buffers = self._held[name]
-        found: Bytes = buffers[worker if len(buffers) == self._step.crew.threads else number]
+        found: Bytes = buffers[worker if len(buffers) == self._step.pool.threads else number]
         return found
 
     def _input(self, task: Task, worker: int) -> None:

@@ -69,12 +69,12 @@ def overflow(bad: int, size: int) -> ValuesOverflowError:
     )
 
 
-def apply_epilogue(epilogue: Epilogue, out: Array, crew: Crew) -> None:
+def apply_epilogue(epilogue: Epilogue, out: Array, pool: Crew) -> None:
     """Apply `epilogue` to every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
 
     epilogue  the epilogue for rows of x voxels.
     """
-    _each_block(lambda rows: epilogue(rows, rows), out, crew)
+    _each_block(lambda rows: epilogue(rows, rows), out, pool)
 
 
 def activate_rows(activation: Activation, rows: Array, maps: int) -> None:
@@ -93,14 +93,14 @@ def activate_rows(activation: Activation, rows: Array, maps: int) -> None:
             pass
 
 
-def activate_output(activation: Activation, out: Array, crew: Crew) -> None:
+def activate_output(activation: Activation, out: Array, pool: Crew) -> None:
     """Apply `activate_rows` to all of `out` (S, z, y, x, f') in place; softmax by lines, to keep temporaries small."""
     if activation not in ("none", "relu"):
         most = 0 if activation == "softmax" else LINES_BYTES
-        _each_block(lambda rows: activate_rows(activation, rows, out.shape[-1]), out, crew, most)
+        _each_block(lambda rows: activate_rows(activation, rows, out.shape[-1]), out, pool, most)
 
 
-def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int = LINES_BYTES) -> None:
+def _each_block(work: Callable[[Array], None], out: Array, pool: Crew, most: int = LINES_BYTES) -> None:
     """Call `work` on parts (lines, x * f') of `out` (S, z, y, x, f') of up to `most` bytes, at least a line."""
     batch, mz, my, mx, fout = out.shape
     lines = max(1, most // (FLOAT32 * mx * fout))
@@ -110,13 +110,13 @@ def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
         for unit in range(lo, hi):
-            crew.check()
+            pool.check()
             rest, part = divmod(unit, parts)
             s, z = divmod(rest, mz)
             rows = out[s, z, part * lines : (part + 1) * lines]
             work(rows.reshape(len(rows), -1, copy=False))
 
-    crew.each(piece, batch * mz * parts)
+    pool.each(piece, batch * mz * parts)
 
 
 def quiet() -> np.errstate:

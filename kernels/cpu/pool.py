@@ -116,13 +116,13 @@ class _Maxima:
         shape = as_windowed(shape)
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + _passes_bytes(shape)),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> None:
         """Return None: there are no weights."""
-        del weights, variant, crew
+        del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
         del resident, variant
-        return _Step(as_windowed(shape), crew)
+        return _Step(as_windowed(shape), pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +171,11 @@ class MaxFilter(_Maxima):
 
 
 class _Step:
-    def __init__(self, shape: Windowed, crew: Crew) -> None:
-        self._shape, self._crew, self._lines = shape, crew, _lines(shape)
+    def __init__(self, shape: Windowed, pool: Crew) -> None:
+        self._shape, self._pool, self._lines = shape, pool, _lines(shape)
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, t, crew = self._shape, self._lines, self._crew
+        shape, t, pool = self._shape, self._lines, self._pool
         blocks = -(-t.lines // t.block)
         store = scratch["lines"].reshape(-1, t.worker_bytes) if "lines" in scratch else None
         write = self._into_fragments if isinstance(shape, PoolShape) and shape.fragments else self._into_image
@@ -183,13 +183,13 @@ class _Step:
         def piece(lo: int, hi: int, worker: int) -> None:
             mine = None if store is None else store[worker]
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 rest, block = divmod(unit, blocks)
                 s, z = divmod(rest, t.planes)
                 y = block * t.block
                 write(self._over_lines(x[s], z, y, min(t.block, t.lines - y), mine), out, s, z, y)
 
-        crew.each(piece, shape.batch * t.planes * blocks)
+        pool.each(piece, shape.batch * t.planes * blocks)
 
     def _over_lines(self, image: Array, z: int, y: int, count: int, store: Bytes | None) -> Array:
         """Return (count, nx, f): maxima over planes and lines of the windows at z and at y, y + 1, ..."""
@@ -260,30 +260,30 @@ class MaxoutDirect:
         maxima = max(1, shape.of - 1) * shape.out_bytes / FLOAT32 if isinstance(shape, MaxoutShape) else 0.0
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + GATHERED_BYTES * maxima),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> None:
         """Return None: there are no weights."""
-        del weights, variant, crew
+        del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _MaxoutStep:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _MaxoutStep:
         del resident, variant
         if not isinstance(shape, MaxoutShape):
             raise TypeError(f"cpu.maxout.direct computes maxouts, not {shape}")
-        return _MaxoutStep(shape, crew)
+        return _MaxoutStep(shape, pool)
 
 
 class _MaxoutStep:
-    def __init__(self, shape: MaxoutShape, crew: Crew) -> None:
-        self._shape, self._crew = shape, crew
+    def __init__(self, shape: MaxoutShape, pool: Crew) -> None:
+        self._shape, self._pool = shape, pool
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         del scratch
-        of, crew, planes = self._shape.of, self._crew, self._shape.n[0]
+        of, pool, planes = self._shape.of, self._pool, self._shape.n[0]
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 s, z = divmod(unit, planes)
                 _maximum([x[s, z, :, :, member::of] for member in range(of)], out[s, z])
 
-        crew.each(piece, self._shape.batch * planes)
+        pool.each(piece, self._shape.batch * planes)

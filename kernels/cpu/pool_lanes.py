@@ -119,13 +119,13 @@ class _Maxima:
         loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _apart(shape, t)
         return (Work("lane_stream", LOADS * loads, moved),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> None:
         """Return None: there are no weights."""
-        del weights, variant, crew
+        del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
         del resident, variant
-        return _Step(as_windowed(shape), crew)
+        return _Step(as_windowed(shape), pool)
 
 
 def _apart(shape: Windowed, columns: _Columns) -> float:
@@ -180,14 +180,14 @@ class MaxFilterLanes(_Maxima):
 
 
 class _Step:
-    def __init__(self, shape: Windowed, crew: Crew) -> None:
-        self._shape, self._crew, self._columns = shape, crew, _columns(shape)
+    def __init__(self, shape: Windowed, pool: Crew) -> None:
+        self._shape, self._pool, self._columns = shape, pool, _columns(shape)
         self._library = library(this_machine().simd)
         column_bytes = shape.in_bytes / self._columns.columns
         self._most = max(1, int(CALL_INPUT_BYTES // (column_bytes * prod(shape.p))))
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, t, crew, lib = self._shape, self._columns, self._crew, self._library
+        shape, t, pool, lib = self._shape, self._columns, self._pool, self._library
         pooling = _Pooling(f=shape.f, lines=t.lines, run=t.run, x=x.ctypes.data, out=out.ctypes.data)
         pooling.n[:], pooling.p[:], pooling.step[:] = shape.n, shape.p, t.step
         pooling.into[:], pooling.m[:] = t.into, t.windows
@@ -200,8 +200,8 @@ class _Step:
         def piece(lo: int, hi: int, worker: int) -> None:
             room = ctypes.c_void_p(None if rooms is None else rooms[worker].ctypes.data)
             for first in range(lo, hi, self._most):
-                crew.check()
+                pool.check()
                 last = ctypes.c_int64(min(hi, first + self._most))
                 lib.znnpy_pool(ctypes.byref(pooling), room, ctypes.c_int64(first), last)
 
-        crew.each(piece, t.columns)
+        pool.each(piece, t.columns)

@@ -79,7 +79,7 @@ class Scheduler:
             check,
             observe,
         )
-        self._turn = threading.Condition()
+        self._lock = threading.Condition()
         self._waiting = 0
         self._failed = False
         self._stage = -1  # number of completed synchronisations, minus one
@@ -107,15 +107,15 @@ class Scheduler:
                 self._end(place, *taken)
         except BaseException as error:  # whatever it is, the others must not wait for this worker
             others = self._failed
-            with self._turn:
+            with self._lock:
                 self._failed = True
-                self._turn.notify_all()
+                self._lock.notify_all()
             if not (others and isinstance(error, Stopped)):
                 raise
 
     def _take(self, place: Placement) -> tuple[Task, int] | None:
         """Wait for the next task for this worker; return it and the owner of its buffer, or None when all are done."""
-        with self._turn:
+        with self._lock:
             while True:
                 self.check()
                 if self._stage == 3:
@@ -124,7 +124,7 @@ class Scheduler:
                     self._tell("begin", place, *taken)
                     return taken
                 self._waiting += 1
-                self._turn.wait(POLL_SECONDS)
+                self._lock.wait(POLL_SECONDS)
                 self._waiting -= 1
 
     def _next(self, place: Placement) -> tuple[Task, int] | None:
@@ -163,7 +163,7 @@ class Scheduler:
 
     def _end(self, place: Placement, task: Task, owner: int) -> None:
         """Count `task` as done; if a synchronisation waited for it alone, execute that."""
-        with self._turn:
+        with self._lock:
             self._tell("end", place, task, owner)
             match task.kind:
                 case "sync":
@@ -175,7 +175,7 @@ class Scheduler:
             if task.kind in ("input", "multiply", "output"):
                 self._left -= 1
             if self._waiting:
-                self._turn.notify_all()
+                self._lock.notify_all()
             if task.kind == "sync" or self._left:
                 return
             self._syncing = True

@@ -93,7 +93,7 @@ class HostRamStep:
         self._downloaded = [device.event() for _ in range(divided.slots)]
         assert largest.itemsize == self._kind.itemsize
 
-    def run(self, x: Values, out: Values, scratch: Mapping[str, Any], crew: Crew) -> None:
+    def run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: Crew) -> None:
         """Compute the layer; see `HostStep.run`."""
         device = self._device
         streams = device.uploads, device.stream, device.downloads
@@ -103,35 +103,35 @@ class HostRamStep:
         device.downloads.wait_event(begun)
         try:
             device.clear(scratch["host_ram.peaks"])
-            self._run(x, out, scratch, crew)
+            self._run(x, out, scratch, pool)
             device.copy_async(
                 self._peaks, device.view(scratch["host_ram.peaks"], (OUT_WORD + 1,), np.float32), device.stream
             )
             device.stream.record(begun)
-            self._await(begun, crew)
+            self._await(begun, pool)
         finally:  # nothing refers to the caller's scratch any more, stopped or not
             for stream in streams:
                 device.synchronize(stream)
         self._check()
 
-    def _run(self, x: Values, out: Values, scratch: Mapping[str, Any], crew: Crew) -> None:
+    def _run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: Crew) -> None:
         landing: deque[_Landing] = deque()
         tasks, landed = self._tasks(), 0
         first = next(tasks)
-        self._upload(first, x, scratch, crew)
+        self._upload(first, x, scratch, pool)
         following: _Task | None = first
         while following is not None:
             task, following = following, next(tasks, None)
             if following is not None and following.visit.uploads:
-                self._upload(following, x, scratch, crew)
+                self._upload(following, x, scratch, pool)
             self._compute(task, scratch)
             if task.visit.last:
                 if len(landing) == len(self._pinned_out):
-                    self._land(landing.popleft(), out, crew)
+                    self._land(landing.popleft(), out, pool)
                 landing.append(self._download(task, scratch, self._pinned_out[landed % len(self._pinned_out)]))
                 landed += 1
         while landing:
-            self._land(landing.popleft(), out, crew)
+            self._land(landing.popleft(), out, pool)
 
     def _tasks(self) -> Iterator[_Task]:
         divided = self._divided
@@ -148,14 +148,14 @@ class HostRamStep:
     def _maps(self, group_in: int, group_out: int) -> tuple[tuple[int, int], tuple[int, int]]:
         return self._divided.maps_in.of(group_in), self._divided.maps_out.of(group_out)
 
-    def _upload(self, task: _Task, x: Values, scratch: Mapping[str, Any], crew: Crew) -> None:
+    def _upload(self, task: _Task, x: Values, scratch: Mapping[str, Any], pool: Crew) -> None:
         """Copy to the pinned buffer that belongs to the device buffer, and upload from there."""
         device, buffer, (p, q) = self._device, task.buffer, task.planes
         (fin, fin_end), _ = self._maps(*task.visit[:2])
         part = x[slice(*task.images), p : q + self._divided.shape.k[0] - 1, :, :, fin:fin_end]
-        self._await(self._uploaded[buffer], crew)
+        self._await(self._uploaded[buffer], pool)
         staged = self._pinned_in[buffer][: part.nbytes].view(self._kind).reshape(part.shape)
-        _copy(staged, part, crew)
+        _copy(staged, part, pool)
         device.uploads.wait_event(self._read[buffer])
         device.copy_async(self._x(task, scratch), staged, device.uploads)
         device.uploads.record(self._uploaded[buffer])
@@ -230,11 +230,11 @@ class HostRamStep:
         device.downloads.record(self._downloaded[task.slot])
         return _Landing(task, landed)
 
-    def _land(self, landing: _Landing, out: Values, crew: Crew) -> None:
+    def _land(self, landing: _Landing, out: Values, pool: Crew) -> None:
         task = landing.task
-        self._await(self._downloaded[task.slot], crew)
+        self._await(self._downloaded[task.slot], pool)
         _, maps = self._maps(*task.visit[:2])
-        _copy(out[slice(*task.images), slice(*task.planes), :, :, slice(*maps)], landing.pinned, crew)
+        _copy(out[slice(*task.images), slice(*task.planes), :, :, slice(*maps)], landing.pinned, pool)
 
     def _sub(self, task: _Task) -> Any:
         (i, j), (p, q) = task.images, task.planes
@@ -258,13 +258,13 @@ class HostRamStep:
         )
         return self._device.view(scratch["host_ram.totals"], shape, np.float32, offset=offset)
 
-    def _await(self, event: Any, crew: Crew) -> None:
+    def _await(self, event: Any, pool: Crew) -> None:
         """Wait for an event; raise Stopped if the pool is stopped meanwhile."""
         with self._device.calling("a layer in the memory of the host"):
             while not event.done:
-                crew.check()
+                pool.check()
                 time.sleep(POLL_SECONDS)
-        crew.check()
+        pool.check()
 
     def _check(self) -> None:
         """Raise ValuesOverflowError if a result, or a partial sum, exceeds its stored type."""
@@ -279,7 +279,7 @@ class HostRamStep:
             )
 
 
-def _copy(target: Values, source: Values, crew: Crew) -> None:
+def _copy(target: Values, source: Values, pool: Crew) -> None:
     """Copy row by row with all threads of the pool: (images, planes, rows, ...) of any strides."""
     _, planes, rows = source.shape[:3]
 
@@ -293,4 +293,4 @@ def _copy(target: Values, source: Values, crew: Crew) -> None:
             lo += end - row
 
     count = len(source) * planes * rows
-    crew.each(piece, count, least=min_chunk(source.nbytes, count))
+    pool.each(piece, count, least=min_chunk(source.nbytes, count))
