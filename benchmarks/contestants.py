@@ -26,7 +26,7 @@ from apart import limit_memory
 from znnpy.formats.networks import read_network
 from znnpy.formats.weights import random_weights
 from znnpy.inference import peak_bytes
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Network, Normalise
 from znnpy.patches import Box, cover
@@ -108,7 +108,7 @@ def znnpy_steps(request: Request) -> Answer:
     columns = replace(plan.cover(network), size=(z, y, x))
     corner = Corner(np.full((network.output_channels, *corner_of(plan.patch_out)), np.nan, np.float32))
     ends: list[float] = []
-    with Crew(limits.threads) as crew, Session(plan, network, weights, crew) as session:
+    with ThreadPool(limits.threads) as crew, Session(plan, network, weights, crew) as session:
         prepared = time.perf_counter()
         source = Noise(network.input_channels)
         used = time.process_time()

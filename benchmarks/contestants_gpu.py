@@ -29,7 +29,7 @@ from gpu_card import Lowest
 from znnpy.errors import ZnnpyError
 from znnpy.formats.weights import random_weights
 from znnpy.inference import peak_bytes
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.planner.plan import Plan
 from znnpy.planner.search import make_plan
 from znnpy.run import pipeline
@@ -176,7 +176,7 @@ def volume_run(request: Request) -> Answer:
         before = time.perf_counter()
         with (
             Lowest(site.gpu) as lowest,
-            Crew(plan.limits.threads) as crew,
+            ThreadPool(plan.limits.threads) as crew,
             Session(plan, network, weights, crew, device=site.gpu) as session,
         ):
             prepared = time.perf_counter()

@@ -25,7 +25,7 @@ from contestants import Noise, random_network
 
 from znnpy.formats.weights import random_weights
 from znnpy.inference import peak_bytes
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.run.session import Session
@@ -91,7 +91,7 @@ def main() -> None:
     Noise(network.input_channels).read((0, 0, 0), raw)
     out = np.zeros((network.output_channels, *plan.patch_out), np.float32)
     found: list[Seconds] = []
-    with Crew(plan.limits.threads) as crew, Descent(plan, network, random_weights(network), crew) as session:
+    with ThreadPool(plan.limits.threads) as crew, Descent(plan, network, random_weights(network), crew) as session:
         session.touch()
         session.once(raw, out)
         begin = time.perf_counter()

@@ -36,8 +36,8 @@ from layer_cases import QUICK, SETS, Case, smaller
 from znnpy.errors import MissingExtraError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import of_kind
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.pen import Colour
 from znnpy.planner.cost import assumed_rates, seconds
@@ -100,7 +100,7 @@ def part(x: Array, size: Vec3) -> Array:
 
 
 def entry(
-    primitive: Primitive, variant: Variant, shape: ConvShape, x: Array, weights: ConvWeights, crew: Crew
+    primitive: Primitive, variant: Variant, shape: ConvShape, x: Array, weights: ConvWeights, crew: ThreadPool
 ) -> Entry:
     """A primitive, prepared and bound."""
     step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
@@ -116,7 +116,12 @@ def entry(
 
 
 def fastest(
-    primitive: Primitive, shape: ConvShape, x: Array, weights: ConvWeights, crew: Crew, options: argparse.Namespace
+    primitive: Primitive,
+    shape: ConvShape,
+    x: Array,
+    weights: ConvWeights,
+    crew: ThreadPool,
+    options: argparse.Namespace,
 ) -> Entry:
     """The primitive with the variant that ran fastest, of those that the cost model likes best."""
     rates = assumed_rates(this_machine(), crew.threads)
@@ -177,7 +182,7 @@ def measure(case: Case, threads: int, options: argparse.Namespace) -> list[Row]:
         rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale,
         rng.standard_normal(shape.fout, np.float32),
     )
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         entries = []
         for primitive in of_kind("conv"):
             if options.only and primitive.name not in options.only:

@@ -47,8 +47,8 @@ from header import machine_header, taken_device, without_forced_blas_kernels
 from znnpy.errors import ShapeError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights
-from znnpy.kernels.crew import CHUNKS_PER_THREAD, Crew, chunks
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import CHUNKS_PER_THREAD, ThreadPool, chunks
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.planner.layout import chain, place
@@ -69,7 +69,7 @@ MOST_SECONDS = 0.4  # predicted, of one run
 MOST_TRIES = 20_000
 
 
-class EvenCrew(Crew):
+class EvenCrew(ThreadPool):
     """Every worker has its part of every stage, all of them at once, as on a machine with as many idle cores.
 
     A crew leaves to chance who takes which share: with more threads than cores some may never get one, and what they

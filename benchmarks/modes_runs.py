@@ -20,7 +20,7 @@ from several_gpus import apart
 from watch import PAUSE, Watch
 
 from znnpy.formats.weights import random_weights
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, limits_of, this_machine
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.plan import Plan
@@ -75,7 +75,7 @@ def on_the_processor(
     """The plan for a corner of a volume, with random weights, and its output (maps, z, y, x)."""
     plan = make_plan(network, output, this_machine(), limits)
     target = Kept(np.full((network.output_channels, *output), np.nan, np.float32))
-    with Crew(limits.threads) as crew, Session(plan, network, random_weights(network), crew) as session:
+    with ThreadPool(limits.threads) as crew, Session(plan, network, random_weights(network), crew) as session:
         pipeline.run(session, crew, source, target, plan.cover(network))
     return plan, target.voxels
 

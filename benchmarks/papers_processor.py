@@ -20,8 +20,8 @@ from layer_entries_gpu import Entry, Input
 from papers_inputs import box
 
 from znnpy.errors import Stopped
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape, Vec3
@@ -55,7 +55,7 @@ def processor_entries(given: Input, threads: Sequence[int], allowed: Allowed) ->
         if predicted > left:
             allowed.left_out.append(f"{name} on {shape}: {predicted:.1f} s predicted, {max(0.0, left):.1f} s left")
             continue
-        crew = allowed.crews.enter_context(Crew(count))
+        crew = allowed.crews.enter_context(ThreadPool(count))
         entry, limit = _entry(given, primitive, variant, crew), min(left, PART * allowed.seconds)
         spent = _stopped_after(limit, crew, entry.run)
         if spent is None:
@@ -86,7 +86,7 @@ def _by_prediction(given: Input, threads: Sequence[int]) -> list[tuple[float, Pr
     return sorted(found, key=lambda one: one[0])
 
 
-def _stopped_after(limit: float, crew: Crew, run: Callable[[], Any]) -> float | None:
+def _stopped_after(limit: float, crew: ThreadPool, run: Callable[[], Any]) -> float | None:
     """Seconds of a run; None where it took longer. A crew of one ends the step that it is at."""
     timer = threading.Timer(limit, crew.stop)
     timer.start()
@@ -104,7 +104,7 @@ def _stopped_after(limit: float, crew: Crew, run: Callable[[], Any]) -> float | 
     return spent
 
 
-def _entry(given: Input, primitive: Primitive, variant: Variant, crew: Crew) -> Entry:
+def _entry(given: Input, primitive: Primitive, variant: Variant, crew: ThreadPool) -> Entry:
     """Bound, with an output of its own."""
     assert isinstance(given.shape, ConvShape)
     assert given.weights is not None

@@ -20,7 +20,7 @@ from gpu_card import Lowest
 
 from znnpy.errors import ZnnpyError
 from znnpy.formats.weights import random_weights
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.planner.plan import Plan
 from znnpy.run import pipeline
 from znnpy.run.devices import site_for
@@ -34,7 +34,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         source = Held(noise(network.patch_in(plan.output), network.input_channels))
         target = Kept(np.full((network.output_channels, *plan.output), np.nan, np.float32))
         columns = plan.cover(network)
-        with Crew(plan.limits.threads) as crew, ExitStack() as stack:
+        with ThreadPool(plan.limits.threads) as crew, ExitStack() as stack:
             with Lowest(site.gpu) as lowest:
                 session = stack.enter_context(Session(plan, network, random_weights(network), crew, device=site.gpu))
                 warm = Warm(session)

@@ -30,8 +30,8 @@ from znnpy.errors import ZnnpyError
 from znnpy.formats.networks import read_network
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights, Footprint
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.planner.layout import chain, place, reads_apart
 from znnpy.planner.plan import Choice, Plan
 from znnpy.run.arena import Arena, host_arena
@@ -71,7 +71,7 @@ class HostRoom:
 
     compiles = False
 
-    def __init__(self, plan: Plan, network: str, crew: Crew) -> None:
+    def __init__(self, plan: Plan, network: str, crew: ThreadPool) -> None:
         self.hands, self.threads = crew, crew.threads
         shop = HostWorkshop(plan, read_network(network).network, crew)
         self.keep, self.room = shop.keep, shop.room
@@ -220,7 +220,7 @@ def main() -> None:
     with ExitStack() as stack:
         if plan.device == "cpu":
             limit_memory(first["ram_bytes"])
-            crew = stack.enter_context(Crew(plan.limits.threads))
+            crew = stack.enter_context(ThreadPool(plan.limits.threads))
             answers(HostRoom(plan, first["network"], crew))
         else:
             from znnpy.kernels.gpu.device import Device, find_gpu

@@ -25,8 +25,8 @@ import numpy as np
 from header import machine_header, without_forced_blas_kernels
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import FilterShape, PoolShape
@@ -67,7 +67,7 @@ def memory(shape: Sequence[int]) -> Array:
     return aligned_bytes(4 * int(np.prod(shape))).view(np.float32).reshape(tuple(shape))
 
 
-def copying(nbytes: int, crew: Crew) -> Callable[[], None]:
+def copying(nbytes: int, crew: ThreadPool) -> Callable[[], None]:
     """A copy that moves `nbytes`, half of them read."""
     source, target = (memory((nbytes // 8,)) for _ in range(2))
     source[...] = target[...] = 1
@@ -79,7 +79,7 @@ def copying(nbytes: int, crew: Crew) -> Callable[[], None]:
     return lambda: crew.each(piece, len(source))
 
 
-def running(primitive: Primitive, case: Case, x: Array, out: Array, crew: Crew) -> Callable[[], None]:
+def running(primitive: Primitive, case: Case, x: Array, out: Array, crew: ThreadPool) -> Callable[[], None]:
     (variant,) = primitive.variants(case.shape, this_machine())
     step = primitive.bind(primitive.prepare(None, variant, crew), case.shape, variant, crew)
     buffers = primitive.footprint(case.shape, variant, crew.threads).scratch
@@ -100,7 +100,7 @@ def pooling_with_torch(shape: PoolShape | FilterShape, x: Array) -> Callable[[],
     return lambda: [max_pool3d(image[:, :, z : z + mz, y : y + my, a : a + mx], shape.p) for z, y, a in offsets]
 
 
-def measure(case: Case, crew: Crew, options: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, crew: ThreadPool, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every round, the copy first."""
     shape, machine = case.shape, this_machine()
     x = memory(shape.in_shape)
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = "-".join(this_machine().processor.lower().split()[:3])
     out = options.out or Path(__file__).parent / "results" / f"pools-{name}-{date.today()}.json"
     rows: list[dict[str, Any]] = []
-    with Crew(options.threads) as crew:
+    with ThreadPool(options.threads) as crew:
         for index, case in enumerate(cases):
             if options.cases and index not in options.cases:
                 continue

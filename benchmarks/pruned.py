@@ -30,7 +30,7 @@ from header import machine_header, taken_device, without_forced_blas_kernels
 
 from znnpy.kernels.aligned import aligned_bytes, odd_lines
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 
 KERNELS = (3, 5, 7, 9)
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     cases = [("kernel", k, n) for n in SIZES for k in KERNELS] + [("image", m, n) for m, n in IMAGES]
     rows = []
-    with Crew(1):  # BLAS runs one thread
+    with ThreadPool(1):  # BLAS runs one thread
         for what, size, n in [("kernel", 3, 16)] if options.quick else cases:
             rows.append(measure(what, size, n, options.rounds))
             show(rows[-1])

@@ -34,8 +34,8 @@ from gpu_card import gpu_header
 from header import machine_header
 
 from znnpy.formats.weights import random_weights
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.gpu import device
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
@@ -53,9 +53,9 @@ Facts = dict[str, Any]
 
 
 @contextmanager
-def lanes(site: Site, made: Plan, network: Network) -> Iterator[list[tuple[str, Warm, Crew]]]:
+def lanes(site: Site, made: Plan, network: Network) -> Iterator[list[tuple[str, Warm, ThreadPool]]]:
     """A session on each of as many GPUs as the plan is for."""
-    with Crew(made.limits.threads) as crew, ExitStack() as stack:
+    with ThreadPool(made.limits.threads) as crew, ExitStack() as stack:
         yield [
             (
                 f"GPU {gpu.number}",

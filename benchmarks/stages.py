@@ -27,7 +27,7 @@ from stages_layers import LAYERS, layer
 from stages_limits import PRODUCT, SIDES, multiplication, transform
 
 from znnpy.kernels.cpu.native.library import why_not
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.shapes import ConvShape
 
@@ -43,7 +43,7 @@ QUICK_LAYERS = (
 )
 
 
-def measure(options: argparse.Namespace, crew: Crew) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure(options: argparse.Namespace, crew: ThreadPool) -> Iterator[tuple[str, dict[str, Any]]]:
     """(part, row), one after another."""
     sides, maps, layers = (QUICK_SIDES, QUICK_PRODUCT, QUICK_LAYERS) if options.quick else (SIDES, PRODUCT, LAYERS)
     if "transforms" in options.only:
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = "-".join(this_machine().processor.lower().split()[:3])
     out = options.out or Path(__file__).parent / "results" / f"stages-{name}-{date.today()}.json"
     rows: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
-    with Crew(options.threads) as crew:
+    with ThreadPool(options.threads) as crew:
         for part, row in measure(options, crew):
             rows[part].append(row)
             show(part, row)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import argparse
 
     from znnpy.kernels.contract import Array, Bytes, Variant
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
 
 LAYERS = tuple(ConvShape(1, 80, 80, (100, 100, 100), (k, k, k), "relu") for k in (3, 5, 7, 9))
 STAGES = ("forward", "multiply", "inverse")
@@ -69,7 +69,7 @@ class Stages:
         self._step._pool.each(piece, min(x.size, out.size) // LANES)
 
 
-def plain_copy(x: Array, out: Array, crew: Crew) -> None:
+def plain_copy(x: Array, out: Array, crew: ThreadPool) -> None:
     """numpy's, of as much of x as out holds."""
     source, target = x.reshape(-1), out.reshape(-1)
 
@@ -101,14 +101,14 @@ def moved(shape: ConvShape, s: _Sizes) -> dict[str, float]:
     }
 
 
-def chosen(shape: ConvShape, crew: Crew) -> Variant:
+def chosen(shape: ConvShape, crew: ThreadPool) -> Variant:
     """The variant that the planner would choose without having measured."""
     machine, primitive = this_machine(), ConvFftLanes()
     rates = assumed_rates(machine, crew.threads)
     return min(primitive.variants(shape, machine), key=lambda variant: seconds(primitive.work(shape, variant), rates))
 
 
-def layer(shape: ConvShape, crew: Crew, options: argparse.Namespace) -> dict[str, Any]:
+def layer(shape: ConvShape, crew: ThreadPool, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds, ns an output voxel, GB/s and GFLOP/s of the layer, its stages and what they move."""
     primitive, variant = ConvFftLanes(), chosen(shape, crew)
     random = np.random.default_rng(20261121)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from znnpy.kernels.contract import Array
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
 
     Run = Callable[[], object]
     Way = Literal["forward", "inverse"]
@@ -63,7 +63,7 @@ def interleaved(runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def by_worker(crew: Crew, each: Callable[[int], object]) -> Run:
+def by_worker(crew: ThreadPool, each: Callable[[int], object]) -> Run:
     """`each(worker)`, once for every worker, at the same time."""
 
     def piece(lo: int, hi: int, worker: int) -> None:
@@ -106,7 +106,7 @@ def fftw(side: int, way: Way, innermost: bool) -> Any:
     return pyfftw.FFTW(*arrays, axes=axes, direction=direction, flags=flags, threads=1)
 
 
-def transform(side: int, crew: Crew, options: argparse.Namespace) -> dict[str, Any]:
+def transform(side: int, crew: ThreadPool, options: argparse.Namespace) -> dict[str, Any]:
     """ns a real voxel and channel of all workers together."""
     times = 1 if options.quick else -(-TRANSFORM_VALUES // (LANES * side**3))
     row: dict[str, Any] = {"side": side, "channels": LANES, "threads": crew.threads, "times": times}
@@ -177,7 +177,7 @@ def bmm(fin: int, fout: int, tiles: int, size: int, times: int) -> Run:
     return run
 
 
-def multiplication(fin: int, fout: int, crew: Crew, options: argparse.Namespace) -> dict[str, Any]:
+def multiplication(fin: int, fout: int, crew: ThreadPool, options: argparse.Namespace) -> dict[str, Any]:
     """GFLOP/s of all workers together; 8 flops a complex multiply-add."""
     least = 1.0 if options.quick else PRODUCT_FLOPS
     once = 8.0 * fin * fout

@@ -26,8 +26,8 @@ from header import machine_header, without_forced_blas_kernels
 
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape
@@ -77,7 +77,9 @@ class Row:
         return statistics.median(a / b for a, b in zip(self.data, self.tasks, strict=True))
 
 
-def bound(name: str, case: Case, x: Array, weights: ConvWeights, crew: Crew) -> tuple[Any, str, Callable[[], Array]]:
+def bound(
+    name: str, case: Case, x: Array, weights: ConvWeights, crew: ThreadPool
+) -> tuple[Any, str, Callable[[], Array]]:
     """The step of a primitive with buffers of its own, its variant, and what runs it."""
     machine, primitive, shape = this_machine(), find(name), case.shape
     rates = assumed_rates(machine, crew.threads)
@@ -128,7 +130,7 @@ def measure(case: Case, threads: int, rounds: int) -> Row:
         rng.standard_normal((shape.fout, shape.fin, *shape.k), np.float32) * scale,
         rng.standard_normal(shape.fout, np.float32),
     )
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         _, _, data = bound(DATA, case, x, weights, crew)
         step, variant, tasks = bound(TASKS, case, x, weights, crew)
         expected, found = data(), tasks()

@@ -34,8 +34,8 @@ from header import machine_header, without_forced_blas_kernels
 
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import ConvWeights
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import of_kind
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import ConvShape
@@ -96,7 +96,7 @@ class Row:
     efficiency: float  # against the fewest threads, of medians
 
 
-def each_for_itself(crew: Crew, work: Callable[[int], float], least_seconds: float) -> float:
+def each_for_itself(crew: ThreadPool, work: Callable[[int], float], least_seconds: float) -> float:
     """Sum of the workers' rates: each repeats its `work`, which says how much it was, for `least_seconds` at least."""
     rates = [0.0] * crew.threads
 
@@ -112,7 +112,7 @@ def each_for_itself(crew: Crew, work: Callable[[int], float], least_seconds: flo
     return sum(rates)
 
 
-def products(crew: Crew, least_seconds: float) -> Callable[[], float]:
+def products(crew: ThreadPool, least_seconds: float) -> Callable[[], float]:
     """FLOP/s of all threads, in caches of their own."""
     rng = np.random.default_rng(20261121)
     left, right = (rng.standard_normal((crew.threads, SIDE, SIDE), np.float32) for _ in range(2))
@@ -125,7 +125,7 @@ def products(crew: Crew, least_seconds: float) -> Callable[[], float]:
     return lambda: each_for_itself(crew, work, least_seconds)
 
 
-def copy(crew: Crew, least_seconds: float, nbytes: int) -> Callable[[], float]:
+def copy(crew: ThreadPool, least_seconds: float, nbytes: int) -> Callable[[], float]:
     """Bytes per second that all threads read and write, each from and to memory of its own."""
     source, target = (np.ones((crew.threads, nbytes), np.uint8) for _ in range(2))
 
@@ -153,7 +153,7 @@ class Layer:
         self.expected: Array | None = None
         self._memory = aligned_bytes(0)
 
-    def bound(self, primitive: Primitive, variant: Variant, crew: Crew) -> Callable[[], float]:
+    def bound(self, primitive: Primitive, variant: Variant, crew: ThreadPool) -> Callable[[], float]:
         """What runs it and returns the seconds."""
         step = primitive.bind(primitive.prepare(self.weights, variant, crew), self.shape, variant, crew)
         buffers = primitive.footprint(self.shape, variant, crew.threads).scratch
@@ -173,7 +173,7 @@ class Layer:
 
         return run
 
-    def entry(self, primitive: Primitive, crew: Crew, variants: int) -> Entry:
+    def entry(self, primitive: Primitive, crew: ThreadPool, variants: int) -> Entry:
         """The primitive with the fastest of the variants that the cost model likes best, checked and warm."""
         machine = this_machine()
         rates = assumed_rates(machine, crew.threads)
@@ -209,7 +209,7 @@ def measure(case: Case, options: argparse.Namespace) -> list[Row]:
     entries: list[Entry] = []
     with ExitStack() as stack:
         for threads in options.threads:
-            crew = stack.enter_context(Crew(threads))
+            crew = stack.enter_context(ThreadPool(threads))
             entries.append(Entry("products", threads, "", products(crew, least_seconds)))
             entries.append(Entry("copy", threads, "", copy(crew, least_seconds, nbytes)))
             for primitive in of_kind("conv"):

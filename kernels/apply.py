@@ -10,9 +10,9 @@ import numpy as np
 from znnpy.errors import ShapeError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import Variant
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.gpu.device import Device, find_gpu
 from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
 from znnpy.shapes import ConvShape
@@ -75,7 +75,7 @@ def apply(
     if machine.gpu is not None:
         with Device(machine.gpu) as device:
             return _on_gpu(primitive, shape, x, weights, chosen, device)
-    with Crew(threads or machine.cores) as pool:
+    with ThreadPool(threads or machine.cores) as pool:
         step = primitive.bind(primitive.prepare(weights, chosen, pool), shape, chosen, pool)
         buffers = primitive.footprint(shape, chosen, pool.threads).scratch
         out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)

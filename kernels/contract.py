@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
     from znnpy.shapes import Vec3
 
@@ -209,7 +209,7 @@ class DeviceStep(Protocol):
 class HostStep(Protocol):
     """A primitive bound to one shape on a GPU whose input and output live in host memory."""
 
-    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], pool: Crew) -> None:
+    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
         """Compute the layer as `Step.run` does; the work is done when the call returns.
 
         x, out   numpy arrays, pageable, any strides; float16 if the shape's precision is fp16, else float32.

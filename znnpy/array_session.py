@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import PlanFileError, ShapeError, VolumeError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights, Network
 from znnpy.patches import Box
 from znnpy.phases import log_once, log_phase
@@ -113,7 +113,7 @@ class ArraySession:
             site, plan = stack.enter_context(site_for(self._make, meant, words.vram, words.precision))
             log_phase("planned", predicted(plan))
             log_phase("preparing", f"{human_bytes(plan.memory.arena + plan.memory.residents)}")
-            crew = stack.enter_context(Crew(plan.crew))
+            crew = stack.enter_context(ThreadPool(plan.crew))
             with wisdom_kept(site.machine, plan.seconds) as wisdom:
                 session = Session(plan, self._network, self._weights, crew, device=site.gpu)
                 stack.enter_context(session)

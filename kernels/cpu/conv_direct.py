@@ -26,7 +26,7 @@ from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 BLOCK_BYTES = 1024 * 1024  # of a worker's columns, which stay in L2 until BLAS has packed them
@@ -114,19 +114,19 @@ class ConvDirect:
             Work("copy", 0.0, columns + shape.in_bytes + shape.out_bytes),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         del variant, pool
         assert weights is not None
         fout = len(weights.bias)
         return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)), weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
         return _Step(resident, as_conv(shape), pool)
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, pool: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._blocks = shape, pool, _blocks(shape)
         self._kernels = resident.kernels
         self._epilogue = Epilogue(resident.bias, shape.activation, self._blocks.size[2])

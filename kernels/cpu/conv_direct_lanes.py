@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 FEW = 4  # most input maps of a first layer
@@ -119,7 +119,7 @@ class _DirectLanes:
         maxima = MAXIMA_FLOPS * lines * mx * LANES * blocks(shape.fout) if shape.pools else 0.0
         return (Work("lane_stream", 2.0 * lines * sums * LANES * taps + maxima, moved),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         del variant, pool
         assert weights is not None
         fout, fin, *k = weights.weight.shape
@@ -134,7 +134,7 @@ class _DirectLanes:
             panel[..., : len(maps)] = maps.transpose(2, 3, 4, 1, 0)
         return _Resident(kernels, bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
         return _Step(resident, as_conv(shape), pool)
 
@@ -226,7 +226,7 @@ def _offsets(shape: ConvShape) -> npt.NDArray[np.int64]:
 class _Step:
     """The convolution of one shape."""
 
-    def __init__(self, resident: _Resident, shape: ConvShape, pool: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
         self._offsets = _offsets(shape)
         self._library = library(this_machine().simd)

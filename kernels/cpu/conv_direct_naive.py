@@ -24,7 +24,7 @@ from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 # Costs as bytes of traffic, fitted to 1 to 80 maps, k = 3 and 5, on 2 Zen 5 cores (2026-11-21): per sum over input
@@ -72,18 +72,18 @@ class ConvDirectNaive:
         nbytes = SUM_BYTES + MAP_BYTES * shape.fin + LINE_BYTES / mx + PLANE_BYTES / (my * mx)
         return (Work("copy", 2.0 * sums * shape.fin, sums * nbytes),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         del variant, pool
         assert weights is not None
         return _Resident(np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1)), weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
         return _Step(resident, as_conv(shape), pool)
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, pool: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._kernels = shape, pool, resident.kernels
         self._epilogue = Epilogue(resident.bias, shape.activation, shape.out[2])
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]
@@ -170,12 +170,12 @@ class ConvFftData:
             Work("copy", 0.0, summed + scattered + shape.in_bytes + 2.0 * shape.out_bytes),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> ConvWeights:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> ConvWeights:
         del variant, pool
         assert weights is not None
         return weights
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
         return _Step(resident, as_conv(shape), pool)
 
@@ -216,7 +216,7 @@ class _Plans:
 
 
 class _Step:
-    def __init__(self, weights: ConvWeights, shape: ConvShape, pool: Crew) -> None:
+    def __init__(self, weights: ConvWeights, shape: ConvShape, pool: ThreadPool) -> None:
         self._shape, self._pool, self._weights = shape, pool, weights
         self._sizes = t = _sizes(shape)
         with planning():

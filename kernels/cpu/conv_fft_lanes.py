@@ -42,7 +42,7 @@ from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3, add, ceil_divide,
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # lengths for which tiled.cpp has straight-line code, besides 1
@@ -241,7 +241,7 @@ class ConvFftLanes:
             s.inverse,
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         assert weights is not None
         fout, fin, kz, ky, kx = weights.weight.shape
         tile = variant.size("tile")
@@ -284,7 +284,7 @@ class ConvFftLanes:
         pool.each(finish, sizes.columns)
         return _Resident(kept.view(np.float32), bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         return _Step(resident, as_conv(shape), variant, pool)
 
 
@@ -310,7 +310,7 @@ def _address(array: Any) -> ctypes.c_void_p:
 class _Step:
     """The convolution of one shape."""
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
         self._shape, self._pool, self._resident = shape, pool, resident
         g = _grouped(shape, variant)
         self._sizes = s = g.sizes

@@ -42,7 +42,7 @@ from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]
@@ -151,7 +151,7 @@ class ConvFftTasks:
             Work("copy", 0.0, moved),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         assert weights is not None
         width = variant.count("width")
         fout, fin = weights.weight.shape[:2]
@@ -163,7 +163,7 @@ class ConvFftTasks:
                 _pair(kernels, fout, of_pair.shape, lo, first)[...] = of_pair
         return _Resident(kernels, weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         return _Step(resident, as_conv(shape), variant, pool)
 
 
@@ -232,7 +232,7 @@ class _Step:
     placements  the cores of the workers, or the reason why they are not pinned.
     """
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
         self.observe: Observer | None = None
         self.sizes = t = sizes(shape, variant.count("width"))
         self.placements = place_workers(pool.threads, _primaries(shape, t, pool.threads))

@@ -47,7 +47,7 @@ from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]
@@ -194,7 +194,7 @@ class ConvFftTiled:
         moved += 3 * COMPLEX64 * frequencies * maps * t.tiles
         return Work("fft", transforms, 0.0), Work("product", products, 0.0), Work("copy", 0.0, float(moved))
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         assert weights is not None
         tile = variant.size("tile")
         fout, fin, kz, ky, kx = weights.weight.shape
@@ -211,7 +211,7 @@ class ConvFftTiled:
         pool.each(transform, -(-fin // step))
         return _Resident(spectra, weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         return _Step(resident, as_conv(shape), variant, pool)
 
 
@@ -283,7 +283,7 @@ class _Plans:
 class _Step:
     """The convolution of one shape, planned."""
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
         self._shape, self._pool, self._kernels = shape, pool, resident.spectra
         self._tiling = t = _tiling(shape, variant.size("tile"), variant.count("group"))
         count = -(-t.tiles // t.group)

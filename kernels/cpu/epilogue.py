@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from znnpy.kernels.contract import Array
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.shapes import Activation
 
 LINES_BYTES = 256 * 1024  # of lines processed at once, which stay in L2
@@ -69,7 +69,7 @@ def overflow(bad: int, size: int) -> ValuesOverflowError:
     )
 
 
-def apply_epilogue(epilogue: Epilogue, out: Array, pool: Crew) -> None:
+def apply_epilogue(epilogue: Epilogue, out: Array, pool: ThreadPool) -> None:
     """Apply `epilogue` to every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
 
     epilogue  the epilogue for rows of x voxels.
@@ -93,14 +93,14 @@ def activate_rows(activation: Activation, rows: Array, maps: int) -> None:
             pass
 
 
-def activate_output(activation: Activation, out: Array, pool: Crew) -> None:
+def activate_output(activation: Activation, out: Array, pool: ThreadPool) -> None:
     """Apply `activate_rows` to all of `out` (S, z, y, x, f') in place; softmax by lines, to keep temporaries small."""
     if activation not in ("none", "relu"):
         most = 0 if activation == "softmax" else LINES_BYTES
         _each_block(lambda rows: activate_rows(activation, rows, out.shape[-1]), out, pool, most)
 
 
-def _each_block(work: Callable[[Array], None], out: Array, pool: Crew, most: int = LINES_BYTES) -> None:
+def _each_block(work: Callable[[Array], None], out: Array, pool: ThreadPool, most: int = LINES_BYTES) -> None:
     """Call `work` on parts (lines, x * f') of `out` (S, z, y, x, f') of up to `most` bytes, at least a line."""
     batch, mz, my, mx, fout = out.shape
     lines = max(1, most // (FLOAT32 * mx * fout))

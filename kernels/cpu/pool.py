@@ -36,7 +36,7 @@ from znnpy.shapes import FLOAT32, LayerShape, MaxoutShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 NUMPY_BYTES = 128 * 1024  # allocated by numpy's iterators at most, per thread
@@ -116,11 +116,11 @@ class _Maxima:
         shape = as_windowed(shape)
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + _passes_bytes(shape)),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
         del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del resident, variant
         return _Step(as_windowed(shape), pool)
 
@@ -171,7 +171,7 @@ class MaxFilter(_Maxima):
 
 
 class _Step:
-    def __init__(self, shape: Windowed, pool: Crew) -> None:
+    def __init__(self, shape: Windowed, pool: ThreadPool) -> None:
         self._shape, self._pool, self._lines = shape, pool, _lines(shape)
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
@@ -260,11 +260,11 @@ class MaxoutDirect:
         maxima = max(1, shape.of - 1) * shape.out_bytes / FLOAT32 if isinstance(shape, MaxoutShape) else 0.0
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + GATHERED_BYTES * maxima),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
         del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _MaxoutStep:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _MaxoutStep:
         del resident, variant
         if not isinstance(shape, MaxoutShape):
             raise TypeError(f"cpu.maxout.direct computes maxouts, not {shape}")
@@ -272,7 +272,7 @@ class MaxoutDirect:
 
 
 class _MaxoutStep:
-    def __init__(self, shape: MaxoutShape, pool: Crew) -> None:
+    def __init__(self, shape: MaxoutShape, pool: ThreadPool) -> None:
         self._shape, self._pool = shape, pool
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:

@@ -38,7 +38,7 @@ from znnpy.shapes import FLOAT32, LayerShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
     from znnpy.kernels.contract import Array, Bytes, ConvWeights
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 RING_BYTES = 40 * 1024  # of a worker's lines, which stay in L1
@@ -119,11 +119,11 @@ class _Maxima:
         loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _apart(shape, t)
         return (Work("lane_stream", LOADS * loads, moved),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
         del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del resident, variant
         return _Step(as_windowed(shape), pool)
 
@@ -180,7 +180,7 @@ class MaxFilterLanes(_Maxima):
 
 
 class _Step:
-    def __init__(self, shape: Windowed, pool: Crew) -> None:
+    def __init__(self, shape: Windowed, pool: ThreadPool) -> None:
         self._shape, self._pool, self._columns = shape, pool, _columns(shape)
         self._library = library(this_machine().simd)
         column_bytes = shape.in_bytes / self._columns.columns

@@ -16,7 +16,7 @@ from rivals import TINY
 
 from znnpy.errors import NoPlanError
 from znnpy.formats.weights import random_weights
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.search import make_plan
@@ -132,7 +132,7 @@ def test_scaling_counts_what_a_run_does(imported: Callable[[str], Any], columns:
         return count
 
     raw, out = np.zeros((1, *plan.patch_in), np.uint8), np.zeros((3, *plan.patch_out), np.float32)
-    with Crew(1) as crew, Counting(plan, NET, random_weights(NET), crew) as session:
+    with ThreadPool(1) as crew, Counting(plan, NET, random_weights(NET), crew) as session:
         session._shop.load, session._shop.store = counting(0), counting(-1)
         for column in cover:
             for step in column.steps:
@@ -149,7 +149,7 @@ def test_a_descent_is_a_step(imported: Callable[[str], Any]) -> None:
     plan = make_plan(NET, (8, 12, 16), this_machine(), Limits(2**30, 2), baseline=0, **wish)
     raw = np.random.default_rng(5).integers(0, 256, (1, *plan.patch_in), np.uint8)
     found, wanted = (np.full((3, *plan.patch_out), np.nan, np.float32) for _ in range(2))
-    with Crew(2) as crew, layer_by_layer.Descent(plan, NET, random_weights(NET), crew) as session:
+    with ThreadPool(2) as crew, layer_by_layer.Descent(plan, NET, random_weights(NET), crew) as session:
         session.touch()
         for _ in range(2):
             seconds = session.once(raw, found)

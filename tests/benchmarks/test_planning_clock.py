@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 from rivals import NET, OUTPUT, maker_with
 
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, this_machine
 from znnpy.planner.cost import assumed_rates
 from znnpy.planner.plan import Choice
@@ -120,7 +120,7 @@ def test_every_layer_of_a_plan_is_timed(imported: Callable[[str], Any], columns:
     ground = plans.Ground(machine, Limits(2**30, 1), assumed_rates(machine, 1), baseline=0)
     maker = plans.Maker(ground, NET, ground.plan(NET, OUTPUT, columns=columns, patch=(8, 8, 12)))
     rivals = [maker.pick, *(r.plan for r in plans.random_plans(maker, 3, np.random.default_rng(2)))]
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         room = child.HostRoom(maker.pick, "n337", crew)
         for plan in rivals:
             for choice, planes in zip(plan.choices, plans.carried(plan), strict=True):

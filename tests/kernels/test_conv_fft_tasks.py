@@ -22,8 +22,8 @@ from znnpy.kernels.cpu.pinning import Placements
 from znnpy.kernels.cpu.scheduler import Event
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import bounds, sizes
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.planner.cost import Rates, seconds
 from znnpy.shapes import ConvShape
 
@@ -76,7 +76,7 @@ def run(
         ]
         monkeypatch.setattr(conv_fft_tasks, "place_workers", lambda *counts: Placements(tuple(unpinned)))
     out = np.full(shape.out_shape, np.nan, np.float32)
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), variant, crew), shape, variant, crew)
         step.observe = observe
         scratch = {s.name: aligned(s.nbytes) for s in TASKS.footprint(shape, variant, threads).scratch}
@@ -133,7 +133,7 @@ def test_workers_are_pinned_one_a_core_and_released() -> None:
         time.sleep(1e-3)
 
     seen: list[set[int]] = []
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         shape = ConvShape(2, 16, 16, (9, 9, 9), (3, 3, 3))
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
         step.observe = observe
@@ -147,7 +147,7 @@ def test_workers_are_pinned_one_a_core_and_released() -> None:
 
 def test_a_crew_stopped_in_the_middle_stops_promptly() -> None:
     shape = ConvShape(2, 32, 32, (24, 24, 24), (3, 3, 3))
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
         trace: list[Event] = []
 

@@ -14,8 +14,8 @@ from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
 from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes
 from znnpy.kernels.cpu.native import library
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import find, of_kind
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.shapes import ConvShape, FilterShape, PoolShape, fused
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def test_direct_sums_that_overflow_are_counted_before_they_are_pooled(fin: int) 
 def test_a_stopped_crew_stops_a_step() -> None:
     shape = SHAPES[0]
     variant = LANES.variants(shape, MACHINE)[0]
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         step = LANES.bind(LANES.prepare(random_weights(shape), variant, crew), shape, variant, crew)
         crew.stop()
         scratch = {s.name: aligned(s.nbytes) for s in LANES.footprint(shape, variant, 2).scratch}

@@ -20,8 +20,8 @@ from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.kernels.cpu import fft
 from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.crew import Crew, chunks, min_chunk
 from znnpy.kernels.table import TABLE, find, of_kind
+from znnpy.kernels.thread_pool import ThreadPool, chunks, min_chunk
 from znnpy.shapes import ACTIVATIONS, ConvShape
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def test_each_covers_the_range_once(threads: int) -> None:
         time.sleep(0.001)
         busy[worker].release()
 
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         crew.each(piece, 103)
     assert (seen == 1).all()
 
@@ -57,7 +57,7 @@ def test_the_first_error_comes_out_after_every_worker_has_ended() -> None:
         time.sleep(0.05)
         ended.append(lo)
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         with pytest.raises(ValuesOverflowError, match="too large"):
             crew.each(piece, 2)
         assert ended == [1]
@@ -72,7 +72,7 @@ def test_a_stopped_crew_takes_no_more_work() -> None:
         crew.stop()
         crew.stop()
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         with pytest.raises(Stopped):
             crew.each(piece, 100)
         assert 1 <= len(calls) <= 2
@@ -87,7 +87,7 @@ def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
             crew.check()
             time.sleep(0.01)
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         main = threading.main_thread().ident
         assert main is not None
         timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
@@ -101,7 +101,7 @@ def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
 
 def test_a_crew_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="at least one thread, not 0"):
-        Crew(0)
+        ThreadPool(0)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_few_bytes_are_not_handed_out(nbytes: int, calls: int) -> None:
         found.append(hi - lo)
         seen[lo:hi] += 1
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         crew.each(piece, 1000, least=min_chunk(nbytes, 1000))
     assert (seen == 1).all()
     assert len(found) == calls
@@ -131,7 +131,7 @@ def test_shares_are_near_equal() -> None:
 def test_blas_runs_one_thread_inside_a_crew() -> None:
     from threadpoolctl import threadpool_info
 
-    with Crew(2):
+    with ThreadPool(2):
         assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {1}
 
 

@@ -12,7 +12,7 @@ from emulated import EmulatedDevice
 from hosted_plans import EVERY, hosted_plan
 from odd import _nan_bytes, small, some_volume, trained
 
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Conv, Pool
 from znnpy.planner.plan import Plan
 from znnpy.run import gpu, host, lane
@@ -35,7 +35,7 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]
 @contextmanager
 def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[HostedSession]:
     """Of arenas that hold NaN."""
-    with pytest.MonkeyPatch.context() as patch, Crew(plan.crew) as crew:
+    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.crew) as crew:
         patch.setattr(host, "aligned_bytes", _nan_bytes)
         with HostedSession(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
             yield session

@@ -19,8 +19,8 @@ from stand_ins import STAND_INS
 from znnpy.errors import PlanFileError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
 from znnpy.kernels.contract import Variant
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.hosted import HostedMode
@@ -157,7 +157,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
         plan = hosted_plan(network, output, (4, 6, 2), 2, column=column, overlaps=overlaps)
         blocks: list[int] = []
         taken.clear()
-        with pytest.MonkeyPatch.context() as patch, Crew(plan.crew) as crew:
+        with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.crew) as crew:
             patch.setattr(host, "aligned_bytes", held)
             with HostedSession(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory

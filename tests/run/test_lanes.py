@@ -31,7 +31,7 @@ from probes import (
 )
 
 from znnpy.errors import DeviceError, DeviceLostError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
 from znnpy.patches import Column, Cover, cover
 from znnpy.run import pipeline
@@ -78,7 +78,11 @@ def any_columns(seed: int, rng: random.Random) -> tuple[Cover, Network]:
 
 
 def lanes_of(
-    hooks: Sequence[Hook], crew: Crew, network: Network, columns: Sequence[Column], done: frozenset[int] = frozenset()
+    hooks: Sequence[Hook],
+    crew: ThreadPool,
+    network: Network,
+    columns: Sequence[Column],
+    done: frozenset[int] = frozenset(),
 ) -> list[Lane]:
     """One a hook, of the same shares; every other one with a step under way."""
     shares = Shares(columns, done=done)
@@ -97,7 +101,7 @@ def went(
     progress: Callable[[pipeline.Event], None] | None = None,
     output: Output | None = None,
 ) -> tuple[Output, pipeline.Timings]:
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = output or Lenient(hook, done)
         lanes = lanes_of(hooks, crew, network, columns, done)
         timings = pipeline.run_lanes(lanes, Source(volume(network), hook), output, progress)

@@ -32,7 +32,7 @@ from probes import (
 )
 
 from znnpy.errors import DeviceError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.patches import Box, Column, Cover
 from znnpy.run import pipeline
 from znnpy.run.lane import Lane
@@ -97,7 +97,7 @@ def went(
     """
     cells, patches = grid(cell, axis), {"GPU": STEP, "CPU": cell if walks else (1, 1, 3)}
     output = output or Lenient(hook, done)
-    with Crew(1) as gpus, Crew(1) as cpu:
+    with ThreadPool(1) as gpus, ThreadPool(1) as cpu:
         hands, sessions = {}, {}
         for name in hooks:
             gpu = name.startswith("GPU")
@@ -114,7 +114,7 @@ def went(
     return output, timings
 
 
-def until_stopped(hook: Hook, crew: Crew, hangs: int, late: float, deaf: bool) -> Hook:
+def until_stopped(hook: Hook, crew: ThreadPool, hangs: int, late: float, deaf: bool) -> Hook:
     def stalled(stage: str, patch: int) -> None:
         hook(stage, patch)
         began = time.perf_counter()
@@ -331,7 +331,7 @@ def test_nothing_is_taken_before_it_can_be_read() -> None:
     cells = whole = Cover(SIZE, (1, 5, 9))
     hands = {"CPU": Hand(patches, 1.0, runs=False)}
     shares, output = Cells(cells, 0, hands), Lenient(quiet)
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         lane = Lane("CPU", Session(hook, crew, WALKER, whole), crew, shares)
         words = ((lane,), Source(volume(WALKER), quiet), output)
         thread = threading.Thread(target=pipeline.run_lanes, args=words)
@@ -346,7 +346,7 @@ def test_nothing_is_taken_before_it_can_be_read() -> None:
 
 def test_nothing_is_left_to_read() -> None:
     """A session that is told of no reads makes no buffers; the run ends all the same."""
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         session = Session(quiet, crew)
         output = Output(quiet, frozenset(range(len(COLUMNS))))
         timings = pipeline.run(session, crew, Source(volume(), quiet), output, COLUMNS)

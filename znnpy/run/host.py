@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes, touch
-from znnpy.kernels.crew import Crew, min_chunk
+from znnpy.kernels.thread_pool import ThreadPool, min_chunk
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan, Tensor
@@ -35,7 +35,7 @@ class HostWorkshop:
         self,
         plan: Plan,
         network: Network,
-        crew: Crew,
+        crew: ThreadPool,
         trace: Trace | None = None,
         lane: str = "CPU",
         prepared: Callable[[int], None] | None = None,

@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from znnpy.errors import Stopped, ValuesOverflowError, VramError
 from znnpy.kernels.contract import Primitive
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.memory import PINNED
 from znnpy.planner.plan import Choice, Plan, handovers
@@ -54,7 +54,7 @@ def session_of(
     plan: Plan,
     network: Network,
     weights: Sequence[ConvWeights],
-    crew: Crew,
+    crew: ThreadPool,
     *,
     device: Device | None = None,
     trace: Trace | None = None,
@@ -70,7 +70,7 @@ def session_of(
 class _Front(HostWorkshop):
     """Where hosted choices run: the host, and, for those that a GPU computes, scratch that the back's workshop has."""
 
-    def __init__(self, plan: Plan, network: Network, crew: Crew, back: GpuWorkshop, trace: Trace | None) -> None:
+    def __init__(self, plan: Plan, network: Network, crew: ThreadPool, back: GpuWorkshop, trace: Trace | None) -> None:
         super().__init__(plan, network, crew, trace)
         self._back = back
 
@@ -100,7 +100,7 @@ class _Stops:
     failed  the back of a step: its crew computes no further front, and steps before are waited for all the same
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: ThreadPool) -> None:
         self._crew = crew
         self._ending = threading.Event()
         self.failed = False
@@ -149,7 +149,7 @@ class HostedSession:
         plan: Plan,
         network: Network,
         weights: Sequence[ConvWeights],
-        crew: Crew,
+        crew: ThreadPool,
         table: tuple[Primitive, ...] = ALL,
         *,
         device: Device | None = None,

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from znnpy.errors import VramError
 from znnpy.kernels.contract import Primitive
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.plan import Plan
 from znnpy.run.host import HostWorkshop
@@ -45,7 +45,7 @@ class Session(Walk):
         plan: Plan,
         network: Network,
         weights: Sequence[ConvWeights],
-        crew: Crew,
+        crew: ThreadPool,
         table: tuple[Primitive, ...] = TABLE,
         *,
         device: Device | None = None,
@@ -131,7 +131,7 @@ class Session(Walk):
 def _workshop(
     plan: Plan,
     network: Network,
-    crew: Crew,
+    crew: ThreadPool,
     device: Device | None,
     trace: Trace | None,
     lane: str,

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
@@ -42,7 +42,7 @@ def sessions_of(
     if plan.beside is not None:
         plans["CPU"] = plan.beside, None
     with ExitStack() as stack:
-        crews = {its.device: stack.enter_context(Crew(its.crew)) for its in (plan, plan.beside) if its}
+        crews = {its.device: stack.enter_context(ThreadPool(its.crew)) for its in (plan, plan.beside) if its}
         sessions: dict[str, Session | HostedSession] = {}
         for name, (its, device) in plans.items():
             session = session_of(

@@ -29,7 +29,7 @@ class Workshop(Protocol):
     """
 
     def hands_for(self, choice: Choice) -> Any:
-        """Whom its primitive prepares and binds for: a Crew, or a Device."""
+        """Whom its primitive prepares and binds for: a ThreadPool, or a Device."""
 
     @property
     def under_way(self) -> int:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.crew import min_chunk
 from znnpy.kernels.gpu.host_ram.division import Divided, Visit
+from znnpy.kernels.thread_pool import min_chunk
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 from znnpy.wording import option
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.thread_pool import ThreadPool
 
     Values = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
@@ -93,7 +93,7 @@ class HostRamStep:
         self._downloaded = [device.event() for _ in range(divided.slots)]
         assert largest.itemsize == self._kind.itemsize
 
-    def run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: Crew) -> None:
+    def run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
         """Compute the layer; see `HostStep.run`."""
         device = self._device
         streams = device.uploads, device.stream, device.downloads
@@ -114,7 +114,7 @@ class HostRamStep:
                 device.synchronize(stream)
         self._check()
 
-    def _run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: Crew) -> None:
+    def _run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
         landing: deque[_Landing] = deque()
         tasks, landed = self._tasks(), 0
         first = next(tasks)
@@ -148,7 +148,7 @@ class HostRamStep:
     def _maps(self, group_in: int, group_out: int) -> tuple[tuple[int, int], tuple[int, int]]:
         return self._divided.maps_in.of(group_in), self._divided.maps_out.of(group_out)
 
-    def _upload(self, task: _Task, x: Values, scratch: Mapping[str, Any], pool: Crew) -> None:
+    def _upload(self, task: _Task, x: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
         """Copy to the pinned buffer that belongs to the device buffer, and upload from there."""
         device, buffer, (p, q) = self._device, task.buffer, task.planes
         (fin, fin_end), _ = self._maps(*task.visit[:2])
@@ -230,7 +230,7 @@ class HostRamStep:
         device.downloads.record(self._downloaded[task.slot])
         return _Landing(task, landed)
 
-    def _land(self, landing: _Landing, out: Values, pool: Crew) -> None:
+    def _land(self, landing: _Landing, out: Values, pool: ThreadPool) -> None:
         task = landing.task
         self._await(self._downloaded[task.slot], pool)
         _, maps = self._maps(*task.visit[:2])
@@ -258,7 +258,7 @@ class HostRamStep:
         )
         return self._device.view(scratch["host_ram.totals"], shape, np.float32, offset=offset)
 
-    def _await(self, event: Any, pool: Crew) -> None:
+    def _await(self, event: Any, pool: ThreadPool) -> None:
         """Wait for an event; raise Stopped if the pool is stopped meanwhile."""
         with self._device.calling("a layer in the memory of the host"):
             while not event.done:
@@ -279,7 +279,7 @@ class HostRamStep:
             )
 
 
-def _copy(target: Values, source: Values, pool: Crew) -> None:
+def _copy(target: Values, source: Values, pool: ThreadPool) -> None:
     """Copy row by row with all threads of the pool: (images, planes, rows, ...) of any strides."""
     _, planes, rows = source.shape[:3]
 

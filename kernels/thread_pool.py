@@ -176,7 +176,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Crew:
+class ThreadPool:
     """The `threads` workers for every step of a run. A context manager: inside it BLAS runs one thread per call.
 
     The division of work depends only on `threads` and the arguments of `each`, so results repeat byte for byte; which
