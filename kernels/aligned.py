@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from znnpy.kernels.primitive import ALIGNMENT
+from znnpy.kernels.contract import ALIGNMENT
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Bytes
+    from znnpy.kernels.contract import Bytes
+    from znnpy.kernels.thread_pool import ThreadPool
 
 PAGE = 4096  # bytes; equal to the system's page size or a divisor of it
 TOUCHED = 2**28  # bytes, a multiple of PAGE; takes a quarter of a second on a slow virtual machine
@@ -25,7 +25,7 @@ def aligned_bytes(nbytes: int) -> Bytes:
     return room[start : start + nbytes]
 
 
-def touch(block: Bytes, hands: Crew, told: Callable[[int], None] | None = None) -> None:
+def touch(block: Bytes, hands: ThreadPool, told: Callable[[int], None] | None = None) -> None:
     """Write to every page of a block without changing its values, so that the system commits the memory.
 
     All threads share the work: committing is slow, most of all on a virtual machine, which has to ask its host for the

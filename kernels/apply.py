@@ -9,10 +9,10 @@ import numpy as np
 
 from znnpy.errors import ShapeError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.device import Device, find_gpu
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
 from znnpy.shapes import ConvShape
@@ -20,7 +20,7 @@ from znnpy.shapes import ConvShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from znnpy.kernels.primitive import Array, Primitive, Unit, Work
+    from znnpy.kernels.contract import Array, Primitive, Unit, Work
     from znnpy.shapes import LayerShape
 
 # Rough time of a floating-point operation and of a byte, relative to a flop of a matrix product, on any CPU or GPU.
@@ -75,9 +75,9 @@ def apply(
     if machine.gpu is not None:
         with Device(machine.gpu) as device:
             return _on_gpu(primitive, shape, x, weights, chosen, device)
-    with Crew(threads or machine.cores) as crew:
-        step = primitive.bind(primitive.prepare(weights, chosen, crew), shape, chosen, crew)
-        buffers = primitive.footprint(shape, chosen, crew.threads).scratch
+    with ThreadPool(threads or machine.cores) as pool:
+        step = primitive.bind(primitive.prepare(weights, chosen, pool), shape, chosen, pool)
+        buffers = primitive.footprint(shape, chosen, pool.threads).scratch
         out = aligned_bytes(shape.out_bytes).view(np.float32).reshape(shape.out_shape)
         step.run(x, out, {scratch.name: aligned_bytes(scratch.nbytes) for scratch in buffers})
     return out

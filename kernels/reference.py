@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.shapes import Activation, Sliding, Vec3, valid
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from znnpy.kernels.contract import Kind, Primitive
 from znnpy.kernels.cpu.conv_direct import ConvDirect
 from znnpy.kernels.cpu.conv_direct_lanes import ConvDirectLanes, ConvFirst
 from znnpy.kernels.cpu.conv_direct_naive import ConvDirectNaive
@@ -27,7 +28,6 @@ from znnpy.kernels.gpu.pool import MaxFilter as GpuMaxFilter
 from znnpy.kernels.gpu.pool import MaxoutDirect as GpuMaxoutDirect
 from znnpy.kernels.gpu.pool import PoolFragments as GpuPoolFragments
 from znnpy.kernels.gpu.pool import PoolMax as GpuPoolMax
-from znnpy.kernels.primitive import Kind, Primitive
 
 TABLE: tuple[Primitive, ...] = (
     ConvDirect(),

@@ -21,11 +21,11 @@ from math import inf, log
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.planner.sizes import Sizes, Trend, interpolated
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive
+    from znnpy.kernels.contract import Primitive
     from znnpy.machine import Gpu, Machine
     from znnpy.planner.memory import DeviceKind
     from znnpy.shapes import LayerShape

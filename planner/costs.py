@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from znnpy.kernels.primitive import Primitive, Unit, Variant
+from znnpy.kernels.contract import Primitive, Unit, Variant
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.planner.cost import Rate, Rates, assumed_rates

@@ -20,7 +20,7 @@ from math import log
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.primitive import Unit, Work
+from znnpy.kernels.contract import Unit, Work
 from znnpy.planner.cost import Rates
 from znnpy.planner.sizes import SIZES, weights_of
 

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from znnpy.kernels.primitive import Footprint
+from znnpy.kernels.contract import Footprint
 from znnpy.shapes import LayerShape
 
 Count = Annotated[int, Field(ge=0)]  # checked where a plan is read from a file

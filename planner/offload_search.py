@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, prod
 
 from znnpy.errors import NoPlanError
-from znnpy.kernels.primitive import Work
+from znnpy.kernels.contract import Work
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network, Pool

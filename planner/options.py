@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from znnpy.kernels.primitive import Footprint, Primitive, Variant
+from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.machine import Machine
 from znnpy.planner.candidates import kept_bytes
 from znnpy.planner.cost import Rates

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from znnpy.errors import PlanFileError
-from znnpy.kernels.primitive import Variant
+from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.messages import excerpt
 from znnpy.option_values import Mode, RigorLevel
@@ -27,7 +27,7 @@ from znnpy.planner.stages import two_stage_seconds
 from znnpy.shapes import LayerShape, Precision, Vec3, text
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive
+    from znnpy.kernels.contract import Primitive
     from znnpy.machine import Machine
     from znnpy.network import Network
 

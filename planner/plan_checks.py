@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import lt
 
 from znnpy.errors import PlanFileError, ShapeError
-from znnpy.kernels.primitive import Footprint, Primitive
+from znnpy.kernels.contract import Footprint, Primitive
 from znnpy.machine import Machine
 from znnpy.messages import excerpt
 from znnpy.network import Network

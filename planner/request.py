@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network

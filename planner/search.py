@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import find
 from znnpy.machine import Machine
 from znnpy.messages import option

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from znnpy.kernels.primitive import Footprint
+from znnpy.kernels.contract import Footprint
 from znnpy.planner.layout import Tensor, carried_bytes, chain, loops
 from znnpy.planner.memory import DeviceKind, StageMemory
 from znnpy.shapes import LayerShape

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import Speeds
 from znnpy.machine import Machine
 from znnpy.planner.candidates import kept_bytes

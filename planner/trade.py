@@ -12,7 +12,7 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
-from znnpy.kernels.primitive import Footprint, Primitive, Variant
+from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.shapes import LayerShape
 
 EXACT_SPANS = 48  # up to so many spans the choice is exact: the work of the knapsack grows faster than their number

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from znnpy.kernels.primitive import Footprint, Primitive, Variant
+from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.machine import Machine
 from znnpy.network import Network
 from znnpy.planner.candidates import kept_bytes

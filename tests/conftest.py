@@ -18,8 +18,8 @@ from znnpy.network import Conv, Layer, Network, Normalise, Pool
 if TYPE_CHECKING:
     from tests.support.cli import Place
     from tests.support.emulated_gpus import EmulatedGpus
-    from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.thread_pool import ThreadPool
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMPILED = "ZNNPY_EMULATOR_CACHE"  # names a folder, see tests/support/emulator/compiling.py
@@ -81,11 +81,11 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+def crew(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
     """An open crew; each test that asks for it runs with one thread and with two."""
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
 
-    with Crew(request.param) as crew:
+    with ThreadPool(request.param) as crew:
         yield crew
 
 

@@ -22,7 +22,6 @@ __all__ = [
     "Conv",
     "ConvShape",
     "ConvWeights",
-    "Crew",
     "Device",
     "DeviceError",
     "DeviceLostError",
@@ -49,6 +48,7 @@ __all__ = [
     "ResumeError",
     "ShapeError",
     "ThreadError",
+    "ThreadPool",
     "TrainedNetwork",
     "ValuesOverflowError",
     "Variant",
@@ -87,10 +87,10 @@ if TYPE_CHECKING:
     )
     from znnpy.inference import infer
     from znnpy.kernels.apply import apply
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.contract import Primitive, Variant
     from znnpy.kernels.gpu.device import Device, find_gpu
-    from znnpy.kernels.primitive import Primitive, Variant
     from znnpy.kernels.table import find as primitive
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Gpu
     from znnpy.network import Conv, ConvWeights, MaxFilter, Maxout, Network, Normalise, Pool
     from znnpy.planner.plan import Plan
@@ -111,9 +111,9 @@ else:
         ),
         "znnpy.inference": "infer",
         "znnpy.kernels.apply": "apply",
-        "znnpy.kernels.crew": "Crew",
+        "znnpy.kernels.thread_pool": "ThreadPool",
         "znnpy.kernels.gpu.device": "Device find_gpu",
-        "znnpy.kernels.primitive": "Primitive Variant",
+        "znnpy.kernels.contract": "Primitive Variant",
         "znnpy.kernels.table": "find",
         "znnpy.machine": "Gpu",
         "znnpy.network": "Conv ConvWeights MaxFilter Maxout Network Normalise Pool",

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates
 from znnpy.shapes import ConvShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive, Variant
+    from znnpy.kernels.contract import Primitive, Variant
     from znnpy.network import ConvWeights
     from znnpy.shapes import Activation
 
@@ -52,7 +52,7 @@ def convolve(x: npt.NDArray[Any], out: npt.NDArray[Any], weights: ConvWeights, p
     source = np.ascontiguousarray(np.pad(x, around) if any(padding) else x, np.float32)
     direct = out.dtype == np.float32 and out.flags.c_contiguous
     target = out if direct else np.empty(out.shape, np.float32)
-    with Crew(this_machine().cores) as crew:
+    with ThreadPool(this_machine().cores) as crew:
         step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
         scratch = {s.name: aligned_bytes(s.nbytes) for s in primitive.footprint(shape, variant, crew.threads).scratch}
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from znnpy.formats.networks import read_network
-from znnpy.kernels.primitive import Unit
+from znnpy.kernels.contract import Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.messages import option

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from znnpy.errors import DeviceError
+from znnpy.kernels.contract import Kind, Primitive
 from znnpy.kernels.cpu.native.library import why_not
-from znnpy.kernels.primitive import Kind, Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.planner.widths import WideOrNarrow, columns_for, indented

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError, VerifyError
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.reference import convolve, max_filter, maxout
 from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.patches import Box
@@ -56,12 +56,12 @@ def check_plan(plan: Plan, network: Network, site: OpenTarget, tell: Callable[[P
         for done, ((where, *_), choice) in enumerate(layers.items()):
             tell(Progress(done, len(layers), np.inf, f"checking {choice.primitive} on {choice.shape}"))
             name = f"{choice.where} ({network.layers[choice.layers[0]]})"
-            with Crew(max(1, where.threads)) as crew:
+            with ThreadPool(max(1, where.threads)) as crew:
                 _check_layer(choice, name, where, rooms, crew, site.gpu)
         tell(Progress(len(layers), len(layers), np.inf, ""))
 
 
-def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: Crew, gpu: Device | None) -> None:
+def _check_layer(choice: Choice, name: str, where: Where, rooms: Rooms, crew: ThreadPool, gpu: Device | None) -> None:
     """Check one layer; it runs on fewer images if all do not fit into `rooms`."""
     primitive, shape, variant = find(choice.primitive, ALL), choice.shape, choice.variant
     while (lacks := lacking(where, primitive, shape, variant, rooms)) and shape.batch > 1:

@@ -128,7 +128,7 @@ def place_of(device: str, threads: int | None = None) -> Iterator[Place]:
         with znnpy.Device(znnpy.find_gpu()) as opened:
             yield OnGpu(opened)
     else:
-        with znnpy.Crew(threads or this_machine().cores) as crew:
+        with znnpy.ThreadPool(threads or this_machine().cores) as crew:
             yield Host(crew)
 
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.kernels.cpu.blas import product_bytes
-from znnpy.kernels.cpu.finish import Finish, quiet
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
+from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 BLOCK_BYTES = 1024 * 1024  # of a worker's columns, which stay in L2 until BLAS has packed them
@@ -94,7 +94,7 @@ class ConvDirect:
         columns = workers * b.worker_bytes
         sums = FLOAT32 * prod(b.size) if shape.activation == "softmax" else 0  # over the maps of a voxel
         return Footprint(
-            resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, b.size[2]),
+            resident=shape.weight_bytes + Epilogue.nbytes(shape.fout, shape.activation, b.size[2]),
             scratch=(Scratch("columns", columns),) if columns else (),
             allowance=workers * (product_bytes(b.taps, shape.fout, FLOAT32) + sums),
         )
@@ -114,25 +114,25 @@ class ConvDirect:
             Work("copy", 0.0, columns + shape.in_bytes + shape.out_bytes),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
-        del variant, crew
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+        del variant, pool
         assert weights is not None
         fout = len(weights.bias)
         return _Resident(np.ascontiguousarray(weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)), weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
-        return _Step(resident, as_conv(shape), crew)
+        return _Step(resident, as_conv(shape), pool)
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
-        self._shape, self._crew, self._blocks = shape, crew, _blocks(shape)
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._blocks = shape, pool, _blocks(shape)
         self._kernels = resident.kernels
-        self._finish = Finish(resident.bias, shape.activation, self._blocks.size[2])
+        self._epilogue = Epilogue(resident.bias, shape.activation, self._blocks.size[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        b, crew, fout = self._blocks, self._crew, self._shape.fout
+        b, pool, fout = self._blocks, self._pool, self._shape.fout
         counts = b.counts
         columns = scratch["columns"].reshape(-1, b.worker_bytes) if b.gathered else None
         windows = self._windows(x)
@@ -140,7 +140,7 @@ class _Step:
         @quiet()
         def piece(lo: int, hi: int, worker: int) -> None:
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 rest, ix = divmod(unit, counts[2])
                 rest, iy = divmod(rest, counts[1])
                 s, iz = divmod(rest, counts[0])
@@ -150,9 +150,9 @@ class _Step:
                 rows = self._rows(windows[s][box], voxels, None if columns is None else columns[worker])
                 np.matmul(rows, self._kernels, out=target.reshape(voxels, fout, copy=False))
                 lines = target.reshape(*target.shape[:2], -1, copy=False)
-                self._finish(lines, lines)
+                self._epilogue(lines, lines)
 
-        crew.each(piece, self._shape.batch * prod(counts))
+        pool.each(piece, self._shape.batch * prod(counts))
 
     def _windows(self, x: Array) -> Array:
         """Return a view (S, mz, my, mx, kz, ky, kx, f) of the inputs of every output voxel."""

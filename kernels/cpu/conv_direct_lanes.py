@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.cpu.finish import overflow, squash_whole
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
+from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, streams, why_not
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 FEW = 4  # most input maps of a first layer
@@ -119,8 +119,8 @@ class _DirectLanes:
         maxima = MAXIMA_FLOPS * lines * mx * LANES * blocks(shape.fout) if shape.pools else 0.0
         return (Work("lane_stream", 2.0 * lines * sums * LANES * taps + maxima, moved),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
-        del variant, crew
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+        del variant, pool
         assert weights is not None
         fout, fin, *k = weights.weight.shape
         taps, count = fin * prod(k), blocks(fout)
@@ -134,9 +134,9 @@ class _DirectLanes:
             panel[..., : len(maps)] = maps.transpose(2, 3, 4, 1, 0)
         return _Resident(kernels, bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
-        return _Step(resident, as_conv(shape), crew)
+        return _Step(resident, as_conv(shape), pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,8 @@ def _offsets(shape: ConvShape) -> npt.NDArray[np.int64]:
 class _Step:
     """The convolution of one shape."""
 
-    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
-        self._shape, self._crew, self._resident = shape, crew, resident
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._resident = shape, pool, resident
         self._offsets = _offsets(shape)
         self._library = library(this_machine().simd)
         self._direct = d = _Direct(
@@ -244,17 +244,17 @@ class _Step:
         self._most = max(1, int(CALL_FLOPS // unit_flops))
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, crew, lib, w = self._shape, self._crew, self._library, self._windows
+        shape, pool, lib, w = self._shape, self._pool, self._library, self._windows
         rooms = scratch["windows"].reshape(-1, w.room_bytes) if shape.pools else None
         d = _Direct.from_buffer_copy(self._direct)  # a copy, since steps may run at the same time
         d.x, d.out = x.ctypes.data, out.ctypes.data
         d.x_image, d.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
         d.stream = streams(shape.fout, shape.out_bytes) and (d.out | out.strides[0]) % ALIGNMENT == 0
-        bad = [0] * crew.threads
+        bad = [0] * pool.threads
 
         def piece(lo: int, hi: int, worker: int) -> None:
             for first in range(lo, hi, self._most):
-                crew.check()
+                pool.check()
                 some = ctypes.c_int64(first), ctypes.c_int64(min(hi, first + self._most))
                 if rooms is None:
                     bad[worker] += lib.znnpy_direct(ctypes.byref(d), *some)
@@ -262,8 +262,8 @@ class _Step:
                     room = ctypes.c_void_p(rooms[worker].ctypes.data)
                     bad[worker] += lib.znnpy_direct_pool(ctypes.byref(d), room, *some)
 
-        crew.each(piece, w.units)
+        pool.each(piece, w.units)
         if sum(bad):
             raise overflow(sum(bad), w.lines * w.line * shape.fout)
         # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
-        squash_whole(shape.activation, out, crew)
+        activate_output(shape.activation, out, pool)

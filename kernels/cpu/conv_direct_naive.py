@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
+from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 # Costs as bytes of traffic, fitted to 1 to 80 maps, k = 3 and 5, on 2 Zen 5 cores (2026-11-21): per sum over input
@@ -59,7 +59,7 @@ class ConvDirectNaive:
         del variant
         shape = as_conv(shape)
         return Footprint(
-            resident=shape.weight_bytes + Finish.nbytes(shape.fout, shape.activation, shape.out[2]),
+            resident=shape.weight_bytes + Epilogue.nbytes(shape.fout, shape.activation, shape.out[2]),
             scratch=(Scratch("planes", threads * 2 * FLOAT32 * prod(shape.out[1:])),),
             allowance=threads * 2**16,  # numpy's buffers
         )
@@ -72,25 +72,25 @@ class ConvDirectNaive:
         nbytes = SUM_BYTES + MAP_BYTES * shape.fin + LINE_BYTES / mx + PLANE_BYTES / (my * mx)
         return (Work("copy", 2.0 * sums * shape.fin, sums * nbytes),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
-        del variant, crew
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
+        del variant, pool
         assert weights is not None
         return _Resident(np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1)), weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
-        return _Step(resident, as_conv(shape), crew)
+        return _Step(resident, as_conv(shape), pool)
 
 
 class _Step:
-    def __init__(self, resident: _Resident, shape: ConvShape, crew: Crew) -> None:
-        self._shape, self._crew, self._kernels = shape, crew, resident.kernels
-        self._finish = Finish(resident.bias, shape.activation, shape.out[2])
+    def __init__(self, resident: _Resident, shape: ConvShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._kernels = shape, pool, resident.kernels
+        self._epilogue = Epilogue(resident.bias, shape.activation, shape.out[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, crew, kernels = self._shape, self._crew, self._kernels
+        shape, pool, kernels = self._shape, self._pool, self._kernels
         mz, my, mx = shape.out
-        planes = scratch["planes"].view(np.float32).reshape(crew.threads, 2, my, mx)
+        planes = scratch["planes"].view(np.float32).reshape(pool.threads, 2, my, mx)
 
         @quiet()
         def piece(lo: int, hi: int, worker: int) -> None:
@@ -100,10 +100,10 @@ class _Step:
                 for z in range(mz):
                     total[...] = 0
                     for dz, dy, dx in product(*map(range, shape.k)):
-                        crew.check()
+                        pool.check()
                         np.matmul(x[s, z + dz, dy : dy + my, dx : dx + mx], kernels[j, dz, dy, dx], out=term)
                         np.add(total, term, out=total)
                     out[s, z, :, :, j] = total
 
-        crew.each(piece, shape.batch * shape.fout)
-        finish_whole(self._finish, out, crew)
+        pool.each(piece, shape.batch * shape.fout)
+        apply_epilogue(self._epilogue, out, pool)

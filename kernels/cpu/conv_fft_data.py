@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import odd_lines
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.kernels.cpu.blas import product_bytes
+from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, good_size, like, planning
-from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]
@@ -137,7 +137,7 @@ class ConvFftData:
         )
         kernels = COMPLEX64 * shape.fin * kz * ky * kx  # kernels of one output map, as complex numbers
         return Footprint(  # the weights belong to the caller: no copy is kept
-            resident=Finish.nbytes(shape.fout, shape.activation, shape.out[2])
+            resident=Epilogue.nbytes(shape.fout, shape.activation, shape.out[2])
             + COMPLEX64 * (t.padded[0] * kz + t.padded[1] * ky + t.pitch * kx),  # twiddles
             input_until=0,
             output_from=1,
@@ -170,14 +170,14 @@ class ConvFftData:
             Work("copy", 0.0, summed + scattered + shape.in_bytes + 2.0 * shape.out_bytes),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> ConvWeights:
-        del variant, crew
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> ConvWeights:
+        del variant, pool
         assert weights is not None
         return weights
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del variant
-        return _Step(resident, as_conv(shape), crew)
+        return _Step(resident, as_conv(shape), pool)
 
 
 class _Plans:
@@ -216,19 +216,19 @@ class _Plans:
 
 
 class _Step:
-    def __init__(self, weights: ConvWeights, shape: ConvShape, crew: Crew) -> None:
-        self._shape, self._crew, self._weights = shape, crew, weights
+    def __init__(self, weights: ConvWeights, shape: ConvShape, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._weights = shape, pool, weights
         self._sizes = t = _sizes(shape)
         with planning():
-            self._plans = [_Plans(shape, t) for _ in range(crew.threads)]
+            self._plans = [_Plans(shape, t) for _ in range(pool.threads)]
         gz, gy, gx = t.padded
         self._along_z, self._along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
         self._along_x = np.zeros((shape.k[2], t.pitch), np.complex64)
         self._along_x[:, : t.half] = twiddles(gx, shape.k[2], t.half).T
-        self._finish = Finish(weights.bias, shape.activation, shape.out[2])
+        self._epilogue = Epilogue(weights.bias, shape.activation, shape.out[2])
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, t, crew = self._shape, self._sizes, self._crew
+        shape, t, pool = self._shape, self._sizes, self._pool
         gz, gy, _ = t.padded
         planes = scratch["spectra"].view(np.complex64).reshape(shape.batch, shape.fin, gz, t.plane)
         # `reshape` would give axes of size 1 other strides than the transforms were planned for.
@@ -241,17 +241,17 @@ class _Step:
         for j in range(shape.fout):
             self._accumulate(spectra, j, total, products)
             self._invert(total, j, out, images)
-        finish_whole(self._finish, out, crew)
+        apply_epilogue(self._epilogue, out, pool)
 
     def _transform_lines(self, x: Array, spectra: Complex, blocks: npt.NDArray[np.uint8]) -> None:
         """Transform along x, from channels last to planar."""
-        shape, t, crew = self._shape, self._sizes, self._crew
+        shape, t, pool = self._shape, self._sizes, self._pool
         (nz, ny, nx), gx = shape.n, t.padded[2]
         parts = -(-ny // t.lines)
 
         def piece(lo: int, hi: int, worker: int) -> None:
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 rest, part = divmod(unit, parts)
                 s, z = divmod(rest, nz)
                 start = part * t.lines
@@ -263,11 +263,11 @@ class _Step:
                 self._plans[worker].along_x[count](buffer, target[..., : t.half].transpose(1, 2, 0))
                 target[..., t.half :] = 0
 
-        crew.each(piece, shape.batch * nz * parts)
+        pool.each(piece, shape.batch * nz * parts)
 
     def _transform_maps(self, planes: Complex) -> None:
         """Transform along y where a plane (S, f, z) is not zero, then along z."""
-        shape, t, crew = self._shape, self._sizes, self._crew
+        shape, t, pool = self._shape, self._sizes, self._pool
         (nz, ny, _), (gz, gy, _) = shape.n, t.padded
         images = planes.reshape(-1, gz, t.plane)[..., : gy * t.pitch]
 
@@ -275,20 +275,20 @@ class _Step:
             plans = self._plans[worker]
             for image in images[lo:hi]:
                 for plane in image[:nz].reshape(nz, gy, t.pitch, copy=False):
-                    crew.check()
+                    pool.check()
                     plane[ny:] = 0
                     plans.along_y(plane, plane)
                 image[nz:] = 0
                 for start in range(0, gy * t.pitch, t.columns):
-                    crew.check()
+                    pool.check()
                     columns = image[:, start : start + t.columns]
                     plans.along_z[columns.shape[1]](columns, columns)
 
-        crew.each(piece, len(images))
+        pool.each(piece, len(images))
 
     def _accumulate(self, spectra: Complex, j: int, total: Complex, blocks: npt.NDArray[np.uint8]) -> None:
         """Set total[s] to the inverse transform along z of the sum over maps of spectra[s, i] * kernel[j, i]."""
-        shape, t, crew = self._shape, self._sizes, self._crew
+        shape, t, pool = self._shape, self._sizes, self._pool
         gz, gy, _ = t.padded
         (kz, ky, _), mz = shape.k, shape.out[0]
         kernels = self._weights.weight[j]
@@ -306,7 +306,7 @@ class _Step:
                 sums, _ = _take(store, (shape.batch, gz, rows, t.pitch))
                 np.matmul(kernels, self._along_x, out=kernel_x)
                 for i in range(shape.fin):
-                    crew.check()
+                    pool.check()
                     np.matmul(self._along_y[start : start + rows], kernel_x[i], out=kernel_y)
                     np.matmul(self._along_z, kernel_y.reshape(kz, -1), out=kernel.reshape(gz, -1))
                     for s in range(shape.batch):
@@ -319,11 +319,11 @@ class _Step:
                     self._plans[worker].along_z_back[rows](columns, columns)
                     total[s, :, start : start + rows] = sums[s, :mz]
 
-        crew.each(piece, -(-gy // t.rows))
+        pool.each(piece, -(-gy // t.rows))
 
     def _invert(self, total: Complex, j: int, out: Array, blocks: npt.NDArray[np.uint8]) -> None:
         """Transform back along y and x, restricted to the planes and lines of the output."""
-        shape, t, crew = self._shape, self._sizes, self._crew
+        shape, t, pool = self._shape, self._sizes, self._pool
         mz, my, mx = shape.out
 
         @quiet()
@@ -331,14 +331,14 @@ class _Step:
             plans = self._plans[worker]
             image = np.ndarray((my, t.padded[2]), np.float32, blocks[worker])
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 s, z = divmod(unit, mz)
                 plane = total[s, z]
                 plans.along_y_back(plane, plane)
                 plans.along_x_back(plane[:my, : t.half], image)
                 out[s, z, :, :, j] = image[:, :mx]
 
-        crew.each(piece, shape.batch * mz)
+        pool.each(piece, shape.batch * mz)
 
 
 def _rows(store: Bytes, nbytes: int) -> npt.NDArray[np.uint8]:

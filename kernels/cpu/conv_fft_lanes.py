@@ -33,16 +33,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.cpu.finish import overflow, squash_whole
+from znnpy.kernels.contract import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
+from znnpy.kernels.cpu.epilogue import activate_output, overflow
 from znnpy.kernels.cpu.native.library import LANES, blocks, library, why_not
 from znnpy.kernels.cpu.tiles import tiles_worth
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32
 from znnpy.machine import this_machine
 from znnpy.shapes import FLOAT32, ConvShape, LayerShape, Vec3, add, ceil_divide, subtract, valid
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 SIDES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)  # lengths for which tiled.cpp has straight-line code, besides 1
@@ -241,7 +241,7 @@ class ConvFftLanes:
             s.inverse,
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         assert weights is not None
         fout, fin, kz, ky, kx = weights.weight.shape
         tile = variant.size("tile")
@@ -256,7 +256,7 @@ class ConvFftLanes:
         def transform(lo: int, hi: int, worker: int) -> None:
             del worker
             for map in range(lo, hi):
-                crew.check()
+                pool.check()
                 lib.znnpy_tiled_kernels(
                     ctypes.byref(tiling),
                     _address(weight),
@@ -265,7 +265,7 @@ class ConvFftLanes:
                     ctypes.c_int64(map + 1),
                 )
 
-        crew.each(transform, fin)
+        pool.each(transform, fin)
         bias = np.zeros(LANES * blocks(fout), np.float32)
         bias[:fout] = weights.bias
         if not variant.count("kept"):
@@ -276,16 +276,16 @@ class ConvFftLanes:
         def finish(lo: int, hi: int, worker: int) -> None:
             del worker
             for column in range(lo, hi):
-                crew.check()
+                pool.check()
                 lib.znnpy_tiled_spectra(
                     ctypes.byref(tiling), _address(kept), ctypes.c_int64(column), ctypes.c_int64(column + 1)
                 )
 
-        crew.each(finish, sizes.columns)
+        pool.each(finish, sizes.columns)
         return _Resident(kept.view(np.float32), bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
-        return _Step(resident, as_conv(shape), variant, crew)
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
+        return _Step(resident, as_conv(shape), variant, pool)
 
 
 @cache
@@ -310,8 +310,8 @@ def _address(array: Any) -> ctypes.c_void_p:
 class _Step:
     """The convolution of one shape."""
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
-        self._shape, self._crew, self._resident = shape, crew, resident
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._resident = shape, pool, resident
         g = _grouped(shape, variant)
         self._sizes = s = g.sizes
         self._library = library(this_machine().simd)
@@ -339,18 +339,18 @@ class _Step:
         )
         units = (g.group * tz, s.columns, g.group * (blocks(shape.fout) if shape.pools else s.step[0]))
         most = [max(1, int(CALL_FLOPS // flops)) for flops in unit_flops]
-        grain = [max(1, min(n // (PARTS * crew.threads), m)) for n, m in zip(units, most, strict=True)]
+        grain = [max(1, min(n // (PARTS * pool.threads), m)) for n, m in zip(units, most, strict=True)]
         self._most, self._grain = (ctypes.c_int64 * 3)(*most), (ctypes.c_int64 * 3)(*grain)
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes], before: Array | None = None) -> None:
-        s, shape, crew, run = self._sizes, self._shape, self._crew, self._library.znnpy_tiled_run
+        s, shape, pool, run = self._sizes, self._shape, self._pool, self._library.znnpy_tiled_run
         t = _Tiling.from_buffer_copy(self._tiling)  # a copy, since steps may run at the same time
         t.x, t.out, t.spectra = x.ctypes.data, out.ctypes.data, scratch["spectra"].ctypes.data
         t.x_image, t.out_image = x.strides[0] // FLOAT32, out.strides[0] // FLOAT32
         if before is not None:
             t.before, t.before_image, t.carried = before.ctypes.data, before.strides[0] // FLOAT32, before.shape[1]
-        rooms = scratch["blocks"].reshape(crew.threads, -1)
-        bad = (ctypes.c_int64 * crew.threads)()
+        rooms = scratch["blocks"].reshape(pool.threads, -1)
+        bad = (ctypes.c_int64 * pool.threads)()
         for start in range(0, len(self._groups), TOGETHER):
             some = self._groups[start : start + TOGETHER]
             groups = (_Tiling * len(some))()
@@ -365,10 +365,10 @@ class _Step:
                 del lo, hi  # units are taken from the counters: no worker waits for another while any are left
                 own = _address(rooms[worker]), *counters, ctypes.byref(bad, worker * ctypes.sizeof(ctypes.c_int64))
                 while run(*shared, *own):
-                    crew.check()
+                    pool.check()
 
-            crew.each(piece, crew.threads)
+            pool.each(piece, pool.threads)
             if any(bad):
                 raise overflow(sum(bad), s.tiles * prod(s.span) * shape.fout)
         # tanh and sigmoid are monotonic, so they may follow the maximum of a pooling.
-        squash_whole(shape.activation, out, crew)
+        activate_output(shape.activation, out, pool)

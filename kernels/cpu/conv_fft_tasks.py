@@ -30,19 +30,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
+from znnpy.kernels.cpu.epilogue import Epilogue, apply_epilogue, quiet
 from znnpy.kernels.cpu.fft import Transform, like, planning
-from znnpy.kernels.cpu.finish import Finish, finish_whole, quiet
+from znnpy.kernels.cpu.pinning import pinned, place_workers
 from znnpy.kernels.cpu.pruned import twiddles
 from znnpy.kernels.cpu.scheduler import Event, Observer, Scheduler
-from znnpy.kernels.cpu.seats import pinned, seating
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import WIDTHS, Block, Sizes, bounds, sizes
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_fp32, why_not_plain
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]
@@ -125,7 +125,7 @@ class ConvFftTasks:
         ]
         return Footprint(
             resident=shape.weight_bytes
-            + Finish.nbytes(shape.fout, shape.activation, shape.out[2])
+            + Epilogue.nbytes(shape.fout, shape.activation, shape.out[2])
             + COMPLEX64 * (gz * kz + gy * ky + t.half * kx),  # twiddles
             input_until=0,
             output_from=2,
@@ -151,20 +151,20 @@ class ConvFftTasks:
             Work("copy", 0.0, moved),
         )
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         assert weights is not None
         width = variant.count("width")
         fout, fin = weights.weight.shape[:2]
         kernels = np.empty(weights.weight.size, np.float32)
         for lo, hi in bounds(fin, width):
             for first, last in bounds(fout, width):
-                crew.check()
+                pool.check()
                 of_pair = weights.weight[first:last, lo:hi].transpose(4, 3, 2, 1, 0)
                 _pair(kernels, fout, of_pair.shape, lo, first)[...] = of_pair
         return _Resident(kernels, weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
-        return _Step(resident, as_conv(shape), variant, crew)
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
+        return _Step(resident, as_conv(shape), variant, pool)
 
 
 def _primaries(shape: ConvShape, t: Sizes, threads: int) -> int:
@@ -229,18 +229,18 @@ class _Step:
     """The convolution of one shape, planned.
 
     observe  if set, is called with every task's begin and end and every allocation of synchronisations, one at a time.
-    seating  the cores of the workers, or the reason why they are not pinned.
+    placements  the cores of the workers, or the reason why they are not pinned.
     """
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
         self.observe: Observer | None = None
         self.sizes = t = sizes(shape, variant.count("width"))
-        self.seating = seating(crew.threads, _primaries(shape, t, crew.threads))
-        if self.seating.unpinned and crew.threads > 1:
-            _log.info("%s: workers are not pinned to cores: %s", shape, self.seating.unpinned)
-        self.shape, self.crew, self.kernels = shape, crew, resident.kernels
+        self.placements = place_workers(pool.threads, _primaries(shape, t, pool.threads))
+        if self.placements.unpinned and pool.threads > 1:
+            _log.info("%s: workers are not pinned to cores: %s", shape, self.placements.unpinned)
+        self.shape, self.pool, self.kernels = shape, pool, resident.kernels
         with planning():
-            self.plans = [_Plans(shape, t) for _ in range(crew.threads)]
+            self.plans = [_Plans(shape, t) for _ in range(pool.threads)]
         gz, gy, gx = t.padded
         self.along_z, self.along_y = twiddles(gz, shape.k[0]), twiddles(gy, shape.k[1])
         # Real and imaginary parts are separate: kernels are real, so their first transform is a real product.
@@ -248,9 +248,9 @@ class _Step:
             twiddles(gx, shape.k[2], t.half).view(np.float32).reshape(t.half, -1, 2).transpose(0, 2, 1).copy()
         )
         mx, activation = shape.out[2], shape.activation
-        self._softmax = Finish(resident.bias, activation, mx) if activation == "softmax" else None  # over all maps
-        self.finishes = (
-            [Finish(resident.bias[b.lo : b.lo + b.width], activation, mx) for b in t.outputs]
+        self._softmax = Epilogue(resident.bias, activation, mx) if activation == "softmax" else None  # over all maps
+        self.epilogues = (
+            [Epilogue(resident.bias[b.lo : b.lo + b.width], activation, mx) for b in t.outputs]
             if self._softmax is None
             else []
         )
@@ -260,14 +260,14 @@ class _Step:
 
         @quiet()
         def sit(lo: int, hi: int, worker: int) -> None:
-            del worker  # a thread of the pool; the seat holds the worker's number
-            for seat in self.seating.seats[lo:hi]:
-                with pinned(seat.core):
-                    run.scheduler.work(seat)
+            del worker  # a thread of the pool; the place holds the worker's number
+            for place in self.placements.places[lo:hi]:
+                with pinned(place.core):
+                    run.scheduler.work(place)
 
-        self.crew.each(sit, self.crew.threads)
+        self.pool.each(sit, self.pool.threads)
         if self._softmax is not None:
-            finish_whole(self._softmax, out, self.crew)
+            apply_epilogue(self._softmax, out, self.pool)
 
 
 class _Run:
@@ -278,7 +278,7 @@ class _Run:
         self._given: dict[str, Any] = {"input": x, "output": out, **scratch}  # used by synchronisations only
         self._held: dict[str, Any] = {}  # buffers that tasks may use now
         t = step.sizes
-        self.scheduler = Scheduler(t.tasks, step.seating.seats, self._execute, step.crew.check, step.observe)
+        self.scheduler = Scheduler(t.tasks, step.placements.places, self._execute, step.pool.check, step.observe)
 
     def _execute(self, task: Task, worker: int, owner: int) -> None:
         match task.kind:
@@ -345,7 +345,7 @@ class _Run:
     def _buffer(self, name: str, worker: int, number: int) -> Bytes:
         """Return the worker's buffer, or that of task `number` if there are fewer tasks (and buffers) than workers."""
         buffers = self._held[name]
-        found: Bytes = buffers[worker if len(buffers) == self._step.crew.threads else number]
+        found: Bytes = buffers[worker if len(buffers) == self._step.pool.threads else number]
         return found
 
     def _input(self, task: Task, worker: int) -> None:
@@ -437,9 +437,9 @@ class _Run:
                 planes = np.ndarray((count, mz, gx, width), np.float32, store)
                 plans.along_z_back[width, count](whole, whole)
                 plans.along_x_back[width, count](whole[:, :, :mz].transpose(1, 2, 0, 3), planes)
-                if self._step.finishes:
+                if self._step.epilogues:
                     rows = planes.reshape(count, mz, -1)[..., : mx * width]
-                    self._step.finishes[task.column](rows, rows)
+                    self._step.epilogues[task.column](rows, rows)
                 maps[s, :, y : y + count] = planes[:, :, :mx].transpose(1, 0, 2, 3)
 
 

@@ -27,12 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.cpu.blas import product_bytes
-from znnpy.kernels.cpu.fft import Transform, like, planning
-from znnpy.kernels.cpu.finish import Finish, quiet
-from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.cpu.tiles import tiles_worth
-from znnpy.kernels.primitive import (
+from znnpy.kernels.contract import (
     ALIGNMENT,
     Footprint,
     Kind,
@@ -43,11 +38,16 @@ from znnpy.kernels.primitive import (
     why_not_fp32,
     why_not_plain,
 )
+from znnpy.kernels.cpu.blas import product_bytes
+from znnpy.kernels.cpu.epilogue import Epilogue, quiet
+from znnpy.kernels.cpu.fft import Transform, like, planning
+from znnpy.kernels.cpu.pruned import twiddles
+from znnpy.kernels.cpu.tiles import tiles_worth
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
     Complex = npt.NDArray[np.complex64]
@@ -174,7 +174,7 @@ class ConvFftTiled:
         return Footprint(
             resident=COMPLEX64 * t.tile[0] * t.columns * shape.fin * shape.fout
             + FLOAT32 * shape.fout
-            + Finish.nbytes(shape.fout, shape.activation, t.step[2]),
+            + Epilogue.nbytes(shape.fout, shape.activation, t.step[2]),
             scratch=tuple(scratch),
             # Kernels are transformed before the arena is touched, so its memory serves as theirs.
             allowance=max(workers * running, preparing - arena),
@@ -194,7 +194,7 @@ class ConvFftTiled:
         moved += 3 * COMPLEX64 * frequencies * maps * t.tiles
         return Work("fft", transforms, 0.0), Work("product", products, 0.0), Work("copy", 0.0, float(moved))
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> _Resident:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> _Resident:
         assert weights is not None
         tile = variant.size("tile")
         fout, fin, kz, ky, kx = weights.weight.shape
@@ -205,14 +205,14 @@ class ConvFftTiled:
         def transform(lo: int, hi: int, worker: int) -> None:
             del worker
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 _transform_kernels(weights.weight, tile, unit * step, min(fin, (unit + 1) * step), spectra)
 
-        crew.each(transform, -(-fin // step))
+        pool.each(transform, -(-fin // step))
         return _Resident(spectra, weights.bias)
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
-        return _Step(resident, as_conv(shape), variant, crew)
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
+        return _Step(resident, as_conv(shape), variant, pool)
 
 
 @cache
@@ -283,15 +283,15 @@ class _Plans:
 class _Step:
     """The convolution of one shape, planned."""
 
-    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, crew: Crew) -> None:
-        self._shape, self._crew, self._kernels = shape, crew, resident.spectra
+    def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._kernels = shape, pool, resident.spectra
         self._tiling = t = _tiling(shape, variant.size("tile"), variant.count("group"))
         count = -(-t.tiles // t.group)
         bounds = [t.tiles * i // count for i in range(count + 1)]
         self._groups = [(lo, hi - lo) for lo, hi in pairwise(bounds)]
-        self._finish = Finish(resident.bias, shape.activation, t.step[2])
+        self._epilogue = Epilogue(resident.bias, shape.activation, t.step[2])
         with planning():
-            self._plans = [_Plans(shape, t, [size for _, size in self._groups]) for _ in range(crew.threads)]
+            self._plans = [_Plans(shape, t, [size for _, size in self._groups]) for _ in range(pool.threads)]
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         t = self._tiling
@@ -324,7 +324,7 @@ class _Step:
         return planes, columns
 
     def _forward(self, x: Array, store: Bytes, blocks: npt.NDArray[np.uint8], first: int, tiles: int) -> None:
-        t, shape, crew = self._tiling, self._shape, self._crew
+        t, shape, pool = self._tiling, self._shape, self._pool
         planes, _ = self._spectra(store, tiles, shape.fin, t.pitch_in)
         per_tile = t.tile[0] // t.planes
 
@@ -332,7 +332,7 @@ class _Step:
             transform = self._plans[worker].forward
             buffer = np.ndarray((t.planes, *t.tile[1:], shape.fin), np.float32, blocks[worker])
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 index, part = divmod(unit, per_tile)
                 s, z, y, x0 = self._origin(first + index)
                 inside = x[s, z + part * t.planes :, y:, x0:][: t.planes, : t.tile[1], : t.tile[2]]
@@ -343,10 +343,10 @@ class _Step:
                 _gather(inside, buffer)
                 transform(buffer, target)
 
-        crew.each(piece, tiles * per_tile)
+        pool.each(piece, tiles * per_tile)
 
     def _multiply(self, before: Bytes, after: Bytes, blocks: npt.NDArray[np.uint8], tiles: int) -> None:
-        t, shape, crew = self._tiling, self._shape, self._crew
+        t, shape, pool = self._tiling, self._shape, self._pool
         tz = t.tile[0]
         _, sources = self._spectra(before, tiles, shape.fin, t.pitch_in)
         _, targets = self._spectra(after, tiles, shape.fout, t.pitch_out)
@@ -355,7 +355,7 @@ class _Step:
         def piece(lo: int, hi: int, worker: int) -> None:
             plans = self._plans[worker]
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 start = unit * t.block
                 stop = min(start + t.block, t.columns)
                 stack = (stop - start, tz, tiles)
@@ -367,10 +367,10 @@ class _Step:
                 (np.multiply if shape.fin == 1 else np.matmul)(left, self._kernels[start:stop], out=right)
                 plans.out_of_z[key](right.transpose(2, 1, 0, 3), targets[:, :, start:stop])
 
-        crew.each(piece, -(-t.columns // t.block))
+        pool.each(piece, -(-t.columns // t.block))
 
     def _inverse(self, store: Bytes, out: Array, blocks: npt.NDArray[np.uint8], first: int, tiles: int) -> None:
-        t, shape, crew = self._tiling, self._shape, self._crew
+        t, shape, pool = self._tiling, self._shape, self._pool
         planes, _ = self._spectra(store, tiles, shape.fout, t.pitch_out)
         mz, my, mx = t.step
         per_tile = -(-mz // t.planes_out)
@@ -379,7 +379,7 @@ class _Step:
         def piece(lo: int, hi: int, worker: int) -> None:
             plans = self._plans[worker]
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 index, part = divmod(unit, per_tile)
                 start = part * t.planes_out
                 count = min(t.planes_out, mz - start)
@@ -392,9 +392,9 @@ class _Step:
                 plans.along_y[count](spectra, spectra)
                 plans.along_x[count](spectra[:, :my], buffer)
                 result = buffer.reshape(count, my, -1)[tuple(slice(size) for size in target.shape)]
-                self._finish(result, target)
+                self._epilogue(result, target)
 
-        crew.each(piece, tiles * per_tile)
+        pool.each(piece, tiles * per_tile)
 
 
 def _gather(inside: Array, buffer: Array) -> None:

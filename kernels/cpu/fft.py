@@ -32,7 +32,7 @@ import numpy.typing as npt
 import pyfftw
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.primitive import ALIGNMENT
+from znnpy.kernels.contract import ALIGNMENT
 
 Direction = Literal["FFTW_FORWARD", "FFTW_BACKWARD"]
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.cpu.finish import quiet, squash
+from znnpy.kernels.cpu.epilogue import activate_rows, quiet
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.shapes import Activation, Sliding, Vec3
 
 Values: TypeAlias = npt.NDArray[Any]  # float32 or float16
@@ -47,7 +47,7 @@ def pointwise(activation: Activation, x: Values, out: Values) -> None:
                 np.maximum(source, zeros[: len(source)], out=target)
             else:
                 target[...] = source
-                squash(activation, target, 1)
+                activate_rows(activation, target, 1)
 
 
 @quiet()
@@ -57,7 +57,7 @@ def softmax(x: Values, out: Values, *, over_maps: bool) -> None:
         if over_maps:
             for part in _lines(source):
                 rows = np.array(source[part], np.float32, order="C")
-                squash("softmax", rows.reshape(len(rows), -1), x.shape[-1])
+                activate_rows("softmax", rows.reshape(len(rows), -1), x.shape[-1])
                 target[part] = rows
             continue
         largest = np.float32(source.max())
@@ -125,7 +125,7 @@ def convolve(
         values += weights.bias
         if activation == "relu":
             np.maximum(values, np.float32(0), out=values)
-        squash(activation, values.reshape(len(values), -1), shape[-1])
+        activate_rows(activation, values.reshape(len(values), -1), shape[-1])
         out[s, z, rows] = values
 
 

@@ -19,12 +19,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, why_not_fp32
-from znnpy.shapes import FLOAT32, FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3
+from znnpy.kernels.contract import (
+    Footprint,
+    Kind,
+    Scratch,
+    Variant,
+    Windowed,
+    Work,
+    as_windowed,
+    why_not_filter,
+    why_not_fp32,
+    why_not_maxout,
+    why_not_pooling,
+)
+from znnpy.shapes import FLOAT32, LayerShape, MaxoutShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 NUMPY_BYTES = 128 * 1024  # allocated by numpy's iterators at most, per thread
@@ -36,8 +48,6 @@ RUN_BYTES = 150  # to start a run of maps that has no neighbour along x: 5 ns
 STEP_BYTES = 15  # the same for a single map: a step of a strided loop
 CALL_BYTES = 35_000  # to call numpy once, while the other threads wait for the interpreter: 1.2 us
 GATHERED_BYTES = 15  # a maximum of two maps of a voxel, one by one
-
-Windowed = PoolShape | FilterShape
 
 
 class _Lines(NamedTuple):
@@ -63,13 +73,6 @@ def _lines(shape: Windowed) -> _Lines:
     over_lines = block * line_bytes if py > 1 else 0
     over_planes = -(-over_planes // 64) * 64
     return _Lines(step, planes, lines, block, over_planes, -(-(over_planes + over_lines) // 64) * 64)
-
-
-def windowed(shape: LayerShape) -> Windowed:
-    """Return `shape` as a pooling or a max-filter; TypeError if it is another kind of layer."""
-    if not isinstance(shape, Windowed):
-        raise TypeError(f"maxima over windows are computed here, not {shape}")
-    return shape
 
 
 def _passes_bytes(shape: Windowed) -> float:
@@ -102,7 +105,7 @@ class _Maxima:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        shape = windowed(shape)
+        shape = as_windowed(shape)
         t = _lines(shape)
         workers = min(threads, shape.batch * t.planes * -(-t.lines // t.block))
         nbytes = workers * t.worker_bytes
@@ -110,16 +113,16 @@ class _Maxima:
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        shape = windowed(shape)
+        shape = as_windowed(shape)
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + _passes_bytes(shape)),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
-        del weights, variant, crew
+        del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del resident, variant
-        return _Step(windowed(shape), crew)
+        return _Step(as_windowed(shape), pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +137,7 @@ class PoolMax(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        return "dense output needs every offset: see cpu.pool.fragments" if shape.fragments else why_not_fp32(shape)
+        return why_not_pooling(shape, fragments=False, other="cpu.pool.fragments") or why_not_fp32(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,7 @@ class PoolFragments(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        return why_not_fp32(shape) if shape.fragments else "plain pooling has no fragments: see cpu.pool.max"
+        return why_not_pooling(shape, fragments=True, other="cpu.pool.max") or why_not_fp32(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +167,15 @@ class MaxFilter(_Maxima):
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return why_not_fp32(shape) if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+        return why_not_filter(shape) or why_not_fp32(shape)
 
 
 class _Step:
-    def __init__(self, shape: Windowed, crew: Crew) -> None:
-        self._shape, self._crew, self._lines = shape, crew, _lines(shape)
+    def __init__(self, shape: Windowed, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._lines = shape, pool, _lines(shape)
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, t, crew = self._shape, self._lines, self._crew
+        shape, t, pool = self._shape, self._lines, self._pool
         blocks = -(-t.lines // t.block)
         store = scratch["lines"].reshape(-1, t.worker_bytes) if "lines" in scratch else None
         write = self._into_fragments if isinstance(shape, PoolShape) and shape.fragments else self._into_image
@@ -184,13 +183,13 @@ class _Step:
         def piece(lo: int, hi: int, worker: int) -> None:
             mine = None if store is None else store[worker]
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 rest, block = divmod(unit, blocks)
                 s, z = divmod(rest, t.planes)
                 y = block * t.block
                 write(self._over_lines(x[s], z, y, min(t.block, t.lines - y), mine), out, s, z, y)
 
-        crew.each(piece, shape.batch * t.planes * blocks)
+        pool.each(piece, shape.batch * t.planes * blocks)
 
     def _over_lines(self, image: Array, z: int, y: int, count: int, store: Bytes | None) -> Array:
         """Return (count, nx, f): maxima over planes and lines of the windows at z and at y, y + 1, ..."""
@@ -245,7 +244,7 @@ class MaxoutDirect:
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         del machine
-        return why_not_fp32(shape) if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
+        return why_not_maxout(shape) or why_not_fp32(shape)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
         del shape, machine
@@ -261,30 +260,30 @@ class MaxoutDirect:
         maxima = max(1, shape.of - 1) * shape.out_bytes / FLOAT32 if isinstance(shape, MaxoutShape) else 0.0
         return (Work("pool", 0.0, shape.in_bytes + shape.out_bytes + GATHERED_BYTES * maxima),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
-        del weights, variant, crew
+        del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _MaxoutStep:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _MaxoutStep:
         del resident, variant
         if not isinstance(shape, MaxoutShape):
             raise TypeError(f"cpu.maxout.direct computes maxouts, not {shape}")
-        return _MaxoutStep(shape, crew)
+        return _MaxoutStep(shape, pool)
 
 
 class _MaxoutStep:
-    def __init__(self, shape: MaxoutShape, crew: Crew) -> None:
-        self._shape, self._crew = shape, crew
+    def __init__(self, shape: MaxoutShape, pool: ThreadPool) -> None:
+        self._shape, self._pool = shape, pool
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
         del scratch
-        of, crew, planes = self._shape.of, self._crew, self._shape.n[0]
+        of, pool, planes = self._shape.of, self._pool, self._shape.n[0]
 
         def piece(lo: int, hi: int, worker: int) -> None:
             del worker
             for unit in range(lo, hi):
-                crew.check()
+                pool.check()
                 s, z = divmod(unit, planes)
                 _maximum([x[s, z, :, :, member::of] for member in range(of)], out[s, z])
 
-        crew.each(piece, self._shape.batch * planes)
+        pool.each(piece, self._shape.batch * planes)

@@ -19,15 +19,26 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from znnpy.kernels.contract import (
+    ALIGNMENT,
+    Footprint,
+    Kind,
+    Scratch,
+    Variant,
+    Windowed,
+    Work,
+    as_windowed,
+    why_not_filter,
+    why_not_fp32,
+    why_not_pooling,
+)
 from znnpy.kernels.cpu.native.library import LANES, STREAM_BYTES, blocks, library, why_not
-from znnpy.kernels.cpu.pool import Windowed, windowed
-from znnpy.kernels.primitive import ALIGNMENT, Footprint, Kind, Scratch, Variant, Work, why_not_fp32
 from znnpy.machine import this_machine
-from znnpy.shapes import FLOAT32, FilterShape, LayerShape, PoolShape, Vec3
+from znnpy.shapes import FLOAT32, LayerShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array, Bytes, ConvWeights
+    from znnpy.kernels.contract import Array, Bytes, ConvWeights
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
 
 RING_BYTES = 40 * 1024  # of a worker's lines, which stay in L1
@@ -93,14 +104,14 @@ class _Maxima:
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del variant
-        t = _columns(windowed(shape))
+        t = _columns(as_windowed(shape))
         workers = min(threads, t.columns)
         nbytes = workers * t.room_bytes
         return Footprint(scratch=(Scratch("lines", nbytes),) if nbytes else (), allowance=workers * CALL_BYTES)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         del variant
-        shape = windowed(shape)
+        shape = as_windowed(shape)
         t, p = _columns(shape), shape.p
         rims = (1 + (p[1] - t.step[1]) / (t.step[1] * t.lines)) * (1 + (p[2] - t.step[2]) / (t.step[2] * t.run))
         moved = rims * shape.in_bytes + shape.out_bytes * (1 if t.past else 2)
@@ -108,13 +119,13 @@ class _Maxima:
         loads = rims * lines * shape.n[2] * (t.step[1] * p[0] + p[1]) + p[2] * shape.out_bytes * _apart(shape, t)
         return (Work("lane_stream", LOADS * loads, moved),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> None:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: ThreadPool) -> None:
         """Return None: there are no weights."""
-        del weights, variant, crew
+        del weights, variant, pool
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> _Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: ThreadPool) -> _Step:
         del resident, variant
-        return _Step(windowed(shape), crew)
+        return _Step(as_windowed(shape), pool)
 
 
 def _apart(shape: Windowed, columns: _Columns) -> float:
@@ -135,11 +146,8 @@ class PoolMaxLanes(_Maxima):
     source: str = "definition"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        if shape.fragments:
-            return "dense output needs every offset: see cpu.pool.fragments_lanes"
-        return why_not_fp32(shape) or why_not(machine)
+        reason = why_not_pooling(shape, fragments=False, other="cpu.pool.fragments_lanes")
+        return reason or why_not_fp32(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +161,8 @@ class PoolFragmentsLanes(_Maxima):
     source: str = "ZNNi V; Giusti et al. 2013; Masci et al. 2013"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        if not shape.fragments:
-            return "plain pooling has no fragments: see cpu.pool.max_lanes"
-        return why_not_fp32(shape) or why_not(machine)
+        reason = why_not_pooling(shape, fragments=True, other="cpu.pool.max_lanes")
+        return reason or why_not_fp32(shape) or why_not(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +176,18 @@ class MaxFilterLanes(_Maxima):
     source: str = "definition, separable"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
-        if not isinstance(shape, FilterShape):
-            return f"computes max-filters, not {shape.kind}"
-        return why_not_fp32(shape) or why_not(machine)
+        return why_not_filter(shape) or why_not_fp32(shape) or why_not(machine)
 
 
 class _Step:
-    def __init__(self, shape: Windowed, crew: Crew) -> None:
-        self._shape, self._crew, self._columns = shape, crew, _columns(shape)
+    def __init__(self, shape: Windowed, pool: ThreadPool) -> None:
+        self._shape, self._pool, self._columns = shape, pool, _columns(shape)
         self._library = library(this_machine().simd)
         column_bytes = shape.in_bytes / self._columns.columns
         self._most = max(1, int(CALL_INPUT_BYTES // (column_bytes * prod(shape.p))))
 
     def run(self, x: Array, out: Array, scratch: Mapping[str, Bytes]) -> None:
-        shape, t, crew, lib = self._shape, self._columns, self._crew, self._library
+        shape, t, pool, lib = self._shape, self._columns, self._pool, self._library
         pooling = _Pooling(f=shape.f, lines=t.lines, run=t.run, x=x.ctypes.data, out=out.ctypes.data)
         pooling.n[:], pooling.p[:], pooling.step[:] = shape.n, shape.p, t.step
         pooling.into[:], pooling.m[:] = t.into, t.windows
@@ -197,8 +200,8 @@ class _Step:
         def piece(lo: int, hi: int, worker: int) -> None:
             room = ctypes.c_void_p(None if rooms is None else rooms[worker].ctypes.data)
             for first in range(lo, hi, self._most):
-                crew.check()
+                pool.check()
                 last = ctypes.c_int64(min(hi, first + self._most))
                 lib.znnpy_pool(ctypes.byref(pooling), room, ctypes.c_int64(first), last)
 
-        crew.each(piece, t.columns)
+        pool.each(piece, t.columns)

@@ -19,10 +19,10 @@ from heapq import heappop, heappush
 from typing import Literal, NamedTuple, Protocol
 
 from znnpy.errors import Stopped
-from znnpy.kernels.cpu.seats import Seat
+from znnpy.kernels.cpu.pinning import Placement
 from znnpy.kernels.cpu.task_graph import Task, TaskGraph
 
-LOOK_SECONDS = 0.1  # interval at which an idle worker checks the stop flag
+POLL_SECONDS = 0.1  # interval at which an idle worker checks the stop flag
 
 
 class Event(NamedTuple):
@@ -58,7 +58,7 @@ class _Held:
 
 
 class Scheduler:
-    """One run of one graph by the workers of `seats`. Each calls `work` once; the first must, the others may.
+    """One run of one graph by the workers of `places`. Each calls `work` once; the first must, the others may.
 
     execute  does a task; `check` raises Stopped if the run is to stop; `observe`, if given, is called at every begin
              and end.
@@ -67,19 +67,19 @@ class Scheduler:
     def __init__(
         self,
         tasks: TaskGraph,
-        seats: Sequence[Seat],
+        places: Sequence[Placement],
         execute: Execute,
         check: Callable[[], None],
         observe: Observer | None = None,
     ) -> None:
         self._tasks, self._seats, self._execute, self._outer_check, self._observe = (
             tasks,
-            seats,
+            places,
             execute,
             check,
             observe,
         )
-        self._turn = threading.Condition()
+        self._lock = threading.Condition()
         self._waiting = 0
         self._failed = False
         self._stage = -1  # number of completed synchronisations, minus one
@@ -89,7 +89,7 @@ class Scheduler:
         self._chains: list[int] = []  # multiply-adds done in each chain, which is the next row
         self._held: dict[tuple[int, int, int], _Held] = {}  # by row, column, slab
         self._buffers: dict[int, _Held] = {}  # by owner; also while the kernel is being transformed
-        self._queues: dict[int, list[tuple[int, int, _Held]]] = {seat.chip: [] for seat in seats}
+        self._queues: dict[int, list[tuple[int, int, _Held]]] = {place.chip: [] for place in places}
         self._queued = 0
 
     def check(self) -> None:
@@ -98,73 +98,73 @@ class Scheduler:
         if self._failed:
             raise Stopped
 
-    def work(self, seat: Seat) -> None:
+    def work(self, place: Placement) -> None:
         """Execute tasks until all are done. If one raises, all workers stop and the exception is raised once."""
         try:
-            while (taken := self._take(seat)) is not None:
+            while (taken := self._take(place)) is not None:
                 self.check()
-                self._execute(taken[0], seat.worker, taken[1])
-                self._end(seat, *taken)
+                self._execute(taken[0], place.worker, taken[1])
+                self._end(place, *taken)
         except BaseException as error:  # whatever it is, the others must not wait for this worker
             others = self._failed
-            with self._turn:
+            with self._lock:
                 self._failed = True
-                self._turn.notify_all()
+                self._lock.notify_all()
             if not (others and isinstance(error, Stopped)):
                 raise
 
-    def _take(self, seat: Seat) -> tuple[Task, int] | None:
+    def _take(self, place: Placement) -> tuple[Task, int] | None:
         """Wait for the next task for this worker; return it and the owner of its buffer, or None when all are done."""
-        with self._turn:
+        with self._lock:
             while True:
                 self.check()
                 if self._stage == 3:
                     return None
-                if (taken := self._next(seat)) is not None:
-                    self._tell("begin", seat, *taken)
+                if (taken := self._next(place)) is not None:
+                    self._tell("begin", place, *taken)
                     return taken
                 self._waiting += 1
-                self._turn.wait(LOOK_SECONDS)
+                self._lock.wait(POLL_SECONDS)
                 self._waiting -= 1
 
-    def _next(self, seat: Seat) -> tuple[Task, int] | None:
+    def _next(self, place: Placement) -> tuple[Task, int] | None:
         tasks = self._tasks
         if self._syncing:
             return None
         if self._stage == -1:
             self._syncing = True
-            return Task("sync", part=0), seat.worker
+            return Task("sync", part=0), place.worker
         if self._stage == 1:
-            return self._next_product(seat)
+            return self._next_product(place)
         count, numbered = (tasks.inputs, tasks.input) if self._stage == 0 else (tasks.outputs, tasks.output)
         if self._begun == count:
             return None
         self._begun += 1
-        return numbered(self._begun - 1), seat.worker
+        return numbered(self._begun - 1), place.worker
 
-    def _next_product(self, seat: Seat) -> tuple[Task, int] | None:
+    def _next_product(self, place: Placement) -> tuple[Task, int] | None:
         """Return a kernel or a multiply-add, whichever is more distant from the sink; if equal, the multiply-add."""
-        tasks, queue = self._tasks, self._queues[seat.chip]
+        tasks, queue = self._tasks, self._queues[place.chip]
         while queue and not queue[0][2].ready:
             heappop(queue)[2].queued = False
-        if seat.primary and seat.worker not in self._buffers and self._begun < tasks.kernels:
+        if place.primary and place.worker not in self._buffers and self._begun < tasks.kernels:
             kernel = tasks.kernel(self._begun)
             if not queue or tasks.distance(kernel) > -queue[0][0]:
                 self._begun += 1
-                self._buffers[seat.worker] = _Held(kernel, seat.worker, seat.chip)
-                return kernel, seat.worker
+                self._buffers[place.worker] = _Held(kernel, place.worker, place.chip)
+                return kernel, place.worker
         if not queue:
             return None
         held = queue[0][2]
-        own = self._buffers.get(seat.worker)
+        own = self._buffers.get(place.worker)
         if own is not None and own.ready and own.kernel.row == held.kernel.row:
             held = own  # equally distant, and in this core's cache
         return held.ready.pop(), held.owner
 
-    def _end(self, seat: Seat, task: Task, owner: int) -> None:
+    def _end(self, place: Placement, task: Task, owner: int) -> None:
         """Count `task` as done; if a synchronisation waited for it alone, execute that."""
-        with self._turn:
-            self._tell("end", seat, task, owner)
+        with self._lock:
+            self._tell("end", place, task, owner)
             match task.kind:
                 case "sync":
                     self._begin_stage(task.part)
@@ -175,14 +175,14 @@ class Scheduler:
             if task.kind in ("input", "multiply", "output"):
                 self._left -= 1
             if self._waiting:
-                self._turn.notify_all()
+                self._lock.notify_all()
             if task.kind == "sync" or self._left:
                 return
             self._syncing = True
             sync = Task("sync", part=self._stage + 1)
-            self._tell("begin", seat, sync, seat.worker)
-        self._execute(sync, seat.worker, seat.worker)
-        self._end(seat, sync, seat.worker)
+            self._tell("begin", place, sync, place.worker)
+        self._execute(sync, place.worker, place.worker)
+        self._end(place, sync, place.worker)
 
     def _begin_stage(self, stage: int) -> None:
         tasks = self._tasks
@@ -221,6 +221,6 @@ class Scheduler:
     def _chain(self, task: Task, part: int) -> int:
         return (task.column * self._tasks.slabs + task.slab) * self._tasks.products + part
 
-    def _tell(self, what: Literal["begin", "end"], seat: Seat, task: Task, owner: int) -> None:
+    def _tell(self, what: Literal["begin", "end"], place: Placement, task: Task, owner: int) -> None:
         if self._observe is not None:
-            self._observe(Event(what, seat.worker, task, owner=owner))
+            self._observe(Event(what, place.worker, task, owner=owner))

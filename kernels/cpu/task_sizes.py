@@ -8,9 +8,9 @@ from math import prod
 from typing import NamedTuple
 
 from znnpy.kernels.aligned import odd_lines
+from znnpy.kernels.contract import ALIGNMENT
 from znnpy.kernels.cpu.fft import good_size
 from znnpy.kernels.cpu.task_graph import Task, TaskGraph
-from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.shapes import COMPLEX64, FLOAT32, ConvShape, Vec3
 
 WIDTHS = 16, 32  # maps of a block, or more: fewer fill no vector; more make faster products and fewer tasks

@@ -1,10 +1,10 @@
-"""Direct convolution by NVIDIA's cuDNN, channels last: the yardstick, and the one to take where it wins.
+"""Direct convolution by NVIDIA's cuDNN, channels last: the baseline, and the best choice for some layers.
 
-Method   cuDNN's implicit matrix product, by those of its plans that compute right: cudnn_plans.py. Which of them is the
-         fastest its heuristics do not know: the variant says which to take. Bias and activation within it where a plan
-         can, else by a kernel of ours.
-Layout   As everything: channels last. A layer of 2^31 values or more goes image by image, and in slabs of planes; in
-         smaller parts still where cuDNN has none but its naive plan for those, as in fp32.
+Method   cuDNN's implicit matrix product, by those of its plans that compute correctly: cudnn_plans.py. cuDNN's
+         heuristics do not know the fastest, so the variant selects a plan. Bias and activation are fused if a plan can,
+         else applied by a kernel of ours.
+Layout   Channels last, as everywhere. A layer of 2^31 values or more is computed image by image and in slabs of planes;
+         in even smaller parts if cuDNN has only its naive plan for those, as in fp32.
 Memory   Input, output, workspace.
 Bound    Arithmetic.
 Source   ZNNi IV-B.1; Chetlur et al., cuDNN (2014); nvidia-cudnn-frontend.
@@ -22,6 +22,7 @@ import numpy as np
 
 from znnpy.errors import DeviceError
 from znnpy.extras import install
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.kernels.gpu.cudnn_plans import (
     Chosen,
     NoPlanError,
@@ -32,39 +33,38 @@ from znnpy.kernels.gpu.cudnn_plans import (
     refuse,
     reject,
 )
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.kernels.gpu.libraries import Convolution, RefusedError
-from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Unit, Variant, Work, as_conv, why_not_plain
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape, valid
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
     from znnpy.shapes import Precision
 
 MIB = 2**20
-LEAN_MIB = 16  # of workspace beside a copy of the weights: what plans want that copy neither input nor output
-FEW_TAPS = 32  # of a kernel: with more, tf32 has no plan that copies nothing (27 and 125 tried), but those of fp32
+LEAN_MIB = 16  # of workspace besides a copy of the weights: enough for plans that copy neither input nor output
+FEW_TAPS = 32  # of a kernel: with more, tf32 has no plan without copies (27 and 125 tried) except those of fp32
 CHOICES = 4  # plans to choose from
-OLDEST = (9, 16)  # of cuDNN: 9.8 to 9.15 have 3D kernels that compute something else
-MOST_VALUES = 2**31  # of a tensor that cuDNN is given: beyond it, it is not reliable
-LESS_VALUES = (2**29, 2**27)  # where it has no good plan for so many: 2^31 bytes in fp32, and less
-ALIGNED = 16  # bytes, on which cuDNN expects images to begin; in a column they begin on any plane
-MOST_TERMS = 5000  # of a sum in float32, one after another, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
+OLDEST = (9, 16)  # version of cuDNN: 9.8 to 9.15 have 3D kernels with wrong results
+MOST_VALUES = 2**31  # of a tensor passed to cuDNN: beyond it, cuDNN is not reliable
+LESS_VALUES = (2**29, 2**27)  # tried if it has no good plan for so many: 2^31 bytes in fp32, and less
+ALIGNED = 16  # bytes: cuDNN's alignment of images; in a column they start on any plane
+MOST_TERMS = 5000  # of a sum in float32, in sequence, for an error of 1e-6: 2,160 cost 5.8e-7, 10,000 1.3e-6
 THREADS = 256
-MOST_IMAGES = 65535  # of a grid along y: a loop takes what is left
+MOST_IMAGES = 65535  # of a grid along y; a loop does the rest
 UNITS: dict[Precision, Unit] = {"fp32": "gpu_cudnn_fp32", "tf32": "gpu_cudnn_tf32", "fp16": "gpu_cudnn_fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class ConvCudnn:
-    """cuDNN without a workspace."""
+    """Convolution by cuDNN without a workspace."""
 
     name: str = "gpu.conv.cudnn"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "small kernels in half precision; takes no memory beside input and output"
+    summary: str = "small kernels in half precision; takes no memory besides input and output"
     source: str = "ZNNi IV-B.1; NVIDIA cuDNN 9"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -79,16 +79,16 @@ class ConvCudnn:
             return "softmax needs all maps of a voxel at once: see gpu.conv.direct"
         if shape.fin * shape.itemsize % ALIGNED or shape.fout * shape.itemsize % ALIGNED:
             return (
-                f"cuDNN wants images on {ALIGNED} bytes, and planes of {shape.fin} or {shape.fout} maps in "
-                f"{shape.precision} may begin between: see gpu.conv.first"
+                f"cuDNN needs images aligned to {ALIGNED} bytes, and planes of {shape.fin} or {shape.fout} maps in "
+                f"{shape.precision} may not be: see gpu.conv.first"
             )
         terms = shape.fin * prod(shape.k)
         if shape.precision == "fp32" and terms > MOST_TERMS:
-            return f"cuDNN adds {terms:,} products one after another, which costs more than 1e-6 in fp32"
+            return f"cuDNN adds {terms:,} products in sequence, which costs more than 1e-6 in fp32"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Bytes of workspace (in MiB), which plan, and the precision: it decides what weights are stored as."""
+        """Return workspace sizes (in MiB), plan numbers and the precision, which decides the type of stored weights."""
         del machine
         shape = as_conv(shape)
         return tuple(
@@ -98,7 +98,7 @@ class ConvCudnn:
         )
 
     def workspaces(self, shape: ConvShape) -> tuple[int, ...]:
-        """MiB that are worth having."""
+        """Return the useful sizes in MiB."""
         return (_lean(shape),)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
@@ -123,7 +123,7 @@ class ConvCudnn:
     def prepare(self, weights: ConvWeights | None, variant: Variant, device: Device) -> _Resident:
         assert weights is not None
         dtype = np.float16 if variant.word("precision") == "fp16" else np.float32
-        with np.errstate(over="ignore"):  # what float16 cannot hold shows in the result, as any overflow
+        with np.errstate(over="ignore"):  # values beyond float16 show in the result, as any overflow
             kernels = np.ascontiguousarray(weights.weight.transpose(0, 2, 3, 4, 1), dtype)
         return _Resident(
             device.put(kernels, "weights"), device.put(np.ascontiguousarray(weights.bias, np.float32), "biases")
@@ -135,10 +135,10 @@ class ConvCudnn:
 
 @dataclass(frozen=True, slots=True)
 class ConvCudnnWorkspace(ConvCudnn):
-    """cuDNN with one."""
+    """Convolution by cuDNN with a workspace."""
 
     name: str = "gpu.conv.cudnn_workspace"
-    summary: str = "as gpu.conv.cudnn, with plans that copy input or output into an order they like better"
+    summary: str = "as gpu.conv.cudnn, with plans that copy input or output to a layout they prefer"
 
     def workspaces(self, shape: ConvShape) -> tuple[int, ...]:
         copied = [min(nbytes, MOST_VALUES * shape.itemsize) for nbytes in (shape.in_bytes, shape.out_bytes)]
@@ -146,22 +146,22 @@ class ConvCudnnWorkspace(ConvCudnn):
 
 
 def _lean(shape: ConvShape) -> int:
-    """MiB of workspace for plans that copy neither input nor output."""
+    """Return the MiB of workspace for plans that copy neither input nor output."""
     return LEAN_MIB + -(-shape.itemsize * shape.fout * shape.fin * prod(shape.k) // MIB)
 
 
-def instances() -> list[Instance]:
-    """All kernels that may be compiled."""
-    return [Instance("conv_cudnn.cu", f"finish<{value}>", 64) for value in ("float", "half")]
+def instances() -> list[KernelInstance]:
+    """Return all kernels that may be compiled."""
+    return [KernelInstance("conv_cudnn.cu", f"finish<{value}>", 64) for value in ("float", "half")]
 
 
 def _why_no_library(gpu: Gpu) -> str | None:
     versions = dict(gpu.versions)
     if "cudnn-frontend" not in versions:
         return f"needs NVIDIA's cuDNN and its frontend: {install('cudnn')}"
-    found = versions.get("cudnn-cu13", "9.16")  # from elsewhere than a package: looked at when it is loaded
+    found = versions.get("cudnn-cu13", "9.16")  # not installed as a package: checked when it is loaded
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        return f"cuDNN {found} has 3D kernels that compute something else: 9.16 or newer is needed"
+        return f"cuDNN {found} has 3D kernels with wrong results: 9.16 or newer is needed"
     return None
 
 
@@ -183,7 +183,7 @@ class _Step:
         self._resident, self._shape, self._device = resident, shape, device
         self._limit, self._choice = variant.count("workspace") * MIB, variant.count("choice")
         self._calls: dict[tuple[int, int], tuple[_Call, ...]] = {}
-        self._seen: set[tuple[int, int]] = set()  # steps for which results were looked at
+        self._seen: set[tuple[int, int]] = set()  # strides for which results were checked
         kernel = f"finish<{'half' if shape.precision == 'fp16' else 'float'}>"
         self._finish = device.kernels("conv_cudnn.cu", [kernel])[kernel]
         self._planned(prod(shape.in_shape[1:]), prod(shape.out_shape[1:]))
@@ -198,8 +198,8 @@ class _Step:
         x_peak: int = 0,
         out_peak: int = 0,
     ) -> None:
-        del x_peak, out_peak  # the footprint asks for neither
-        assert before is None, "the footprint says that planes are joined"
+        del x_peak, out_peak  # the footprint requests neither
+        assert before is None, "the footprint does not have reads_carried"
         steps = x.strides[0] // x.dtype.itemsize, out.strides[0] // out.dtype.itemsize
         if steps in self._seen:
             for call in self._planned(*steps):
@@ -225,11 +225,11 @@ class _Step:
             )
 
     def _tried(self, call: _Call, x: Any, out: Any, workspace: Any) -> bool:
-        """Whether cuDNN computes a call for the first time as it should; else its plan is not chosen again."""
+        """Run a call for the first time; if the result is wrong, never choose its plan again and return False."""
         problem, plan = call.by
         try:
             self._compute(call, x, out, workspace)
-        except RefusedError:  # some plans learn only now that a size is too much for them
+        except RefusedError:  # some plans only now fail because a size is too large for them
             refuse(problem, plan)
             return False
         given, into = self._parts(call, x, out)
@@ -239,19 +239,19 @@ class _Step:
         return right
 
     def _parts(self, call: _Call, x: Any, out: Any) -> tuple[Any, Any]:
-        """What a call reads and writes."""
+        """Return the arrays that a call reads and writes."""
         wanted = slice(call.planes.start, call.planes.stop + self._shape.k[0] - 1)
         return x[call.images, wanted], out[call.images, call.planes]
 
     def _planned(self, x_step: int, out_step: int) -> tuple[_Call, ...]:
-        """Calls for images that lie so many values apart: planned once."""
+        """Return the calls for images with these strides in values, planned once."""
         found = self._calls.get((x_step, out_step))
         if found is None:
             found = self._calls[x_step, out_step] = self._plan(x_step, out_step)
         return found
 
     def _plan(self, x_step: int, out_step: int) -> tuple[_Call, ...]:
-        """In parts as large as they may be; in smaller ones where cuDNN has no plan for those, or the naive one."""
+        """Plan parts as large as possible; smaller ones if cuDNN has no plan for those, or only the naive one."""
         ways = [parts(self._shape, x_step, out_step, MOST_VALUES)]
         if not ways[0]:
             raise DeviceError(f"one plane of {self._shape} is more than cuDNN convolves at once: plan smaller patches")
@@ -264,7 +264,7 @@ class _Step:
         for way in ways:
             try:
                 calls = self._calls_for(way, x_step, out_step)
-            except NoPlanError as error:  # it stands where smaller parts do not help
+            except NoPlanError as error:  # it stands if smaller parts do not help
                 refusal = refusal or error
                 continue
             if not any(is_naive(call.by.plan) for call in calls):
@@ -286,7 +286,7 @@ class _Step:
                 asked = Convolution(
                     size[0], shape.fin, shape.fout, n, shape.k, shape.precision, x_step, out_step, shape.activation
                 )
-                if asked.batch == 1:  # cuDNN refuses steps of 2^31 even where there is no second image
+                if asked.batch == 1:  # cuDNN refuses strides of 2^31 even if there is no second image
                     size_in, size_out = prod(n) * shape.fin, prod(valid(n, shape.k)) * shape.fout
                     asked = replace(asked, x_step=size_in, out_step=size_out)
                 chosen[size] = choose(self._device, asked, self._limit, self._choice)
@@ -295,9 +295,9 @@ class _Step:
 
 
 def parts(shape: ConvShape, x_step: int, out_step: int, most_values: int) -> list[tuple[slice, slice]]:
-    """Images and planes of the output that go together, so that no tensor has `most_values` or more.
+    """Divide images and planes of the output into parts, so that no tensor has `most_values` or more.
 
-    An empty list where a plane has more than that.
+    Returns an empty list if a single plane has more than that.
     """
     mz, my, mx = shape.out
     line_in, line_out = shape.n[1] * shape.n[2] * shape.fin, my * mx * shape.fout

@@ -1,35 +1,37 @@
-/* Direct convolution of any shape: the definition, a thread an output voxel, and the same with input in shared memory.
+/* Direct convolution of any shape: the definition, one thread per output voxel, and the same with input in shared
+ * memory.
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i * step + d - pad, f] * kernels[(d, f), g]);
  *            outside of an image x is 0.
- * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart; kernels
- *            (kz * ky * kx * f, padded f') float, bias (padded f') float: f' rounded up to whole groups of GROUP maps.
+ * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart; kernels (kz * ky
+ *            * kx * f, padded f') float, bias (padded f') float: f' rounded up to whole groups of GROUP maps.
  *            `vectors`: four maps are written at once: their number and all addresses of out allow it.
- * Launch     plain   128 threads: a thread computes one voxel, all its maps, GROUP of them at a time in registers.
- *                    grid (blocks of voxels, counted through all images).
+ * Launch     plain   128 threads: a thread computes one voxel, all its maps, GROUP of them at a time in registers. grid
+ *            (blocks of voxels, counted through all images).
  *            tiled   up to 6 warps. The tile of output voxels is `wide` along x; a warp takes 32 / wide lanes of four
- *                    neighbours along y, warps lie `warps_y` along y and then along z, and warps_maps warps have the
- *                    same voxels and other groups of maps. `planes` taps along z of `chunk` input maps are staged at a
- *                    time: tile [chunk][plane floats], lines `pitch` floats apart. grid (tiles of all images, blocks of
- *                    maps). With step 1 a lane reads one new value a tap along y, where it moves the other three.
+ *                    neighbours along y, warps are arranged `warps_y` along y and then along z, and warps_maps warps
+ *                    have the same voxels and other groups of maps. `planes` taps along z of `chunk` input maps are
+ *                    staged at a time: tile [chunk][plane floats], lines `pitch` floats apart. grid (tiles of all
+ *                    images, blocks of maps). With step 1 a lane reads one new value a tap along y and shifts the other
+ *                    three.
  *            apart: sums of each part go to totals in shared memory, since long sums in float32 lose digits.
- *            softmax: a block takes all maps, once to find what they sum to and, if one pass does not hold them, once
- *            more to write them.
+ *            softmax: a block takes all maps, once to compute the softmax's sum and, if one pass does not hold them,
+ *            once more to write them.
  * Bound      arithmetic: tiled: 4 GROUP products for GROUP / 4 + 1 + 3 / ky reads of shared memory and L1; plain: GROUP
- *            products for GROUP / 4 + 1, of which the one of x meets up to 32 lines where x has many maps.
+ *            products for GROUP / 4 + 1 reads, of which the one of x touches up to 32 lines if x has many maps.
  * Source     first principles: Convolution in CUDA from first principles (thread model; its shared-memory version);
  *            strides and padding: Chetlur et al., cuDNN, 2014, 3.
  * Tested     tests/kernels/gpu/test_conv_direct.py
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 128;    // of a block of `plain`; conv_direct.py
-constexpr int MOST_WARPS = 6;   // of a block of `tiled`; conv_direct.py
-constexpr int LANE = 4;         // voxels of a lane of `tiled`, neighbours along y; conv_direct.py
-constexpr int HEAD = 32;        // floats, for Staged; conv_direct.py
-constexpr int AT_ONCE = 4;      // lines of which a warp has inputs on their way
+constexpr int THREADS = 128;    // of a block of `plain`, as in conv_direct.py
+constexpr int MOST_WARPS = 6;   // of a block of `tiled`, as in conv_direct.py
+constexpr int LANE = 4;         // voxels of a lane of `tiled`, neighbours along y, as in conv_direct.py
+constexpr int HEAD = 32;        // floats, for Staged, as in conv_direct.py
+constexpr int AT_ONCE = 4;      // lines for which a warp has inputs in flight
 
-/* sums += value * kernels of one tap. */
+/* Adds value * kernels of one tap to sums. */
 template <int GROUP, int VOXELS>
 DEVICE void add_tap(float (&sums)[VOXELS][GROUP], const float (&in)[VOXELS], const float* kernels) {
     if constexpr (GROUP == 1) {
@@ -51,13 +53,13 @@ DEVICE void add_tap(float (&sums)[VOXELS][GROUP], const float (&in)[VOXELS], con
     }
 }
 
-/* What softmax needs of a voxel's maps so far: the largest, and the sum of exp(value - largest). */
+/* The running state of a voxel's softmax: the largest map, and the sum of exp(value - largest). */
 struct Summed {
     float largest, sum;
 };
 DEVICE Summed joined(Summed a, Summed b) {
     const float largest = maximum(a.largest, b.largest);
-    if (largest == -INFINITY) return {largest, 0.0f};  // none yet
+    if (largest == -INFINITY) return {largest, 0.0f};  // no maps yet
     return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
 }
 template <int GROUP> DEVICE Summed joined(Summed all, const float (&sums)[GROUP], int known) {
@@ -73,7 +75,7 @@ template <int GROUP> DEVICE Summed joined(Summed all, const float (&sums)[GROUP]
     return {largest, sum};
 }
 
-/* Writes maps first .. first + COUNT of a group of which `known` exist; gives the largest |value|, or `largest`. */
+/* Writes maps first .. first + COUNT of a group of which `known` exist; returns the largest |value|, or `largest`. */
 template <class T, int GROUP, int COUNT>
 DEVICE float finish(T* to, const float (&sums)[GROUP], int first, int known, int activation, Summed all, bool vectors,
                     float largest) {
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     const bool known_voxel = voxel < images * voxels;
     const long long s = voxel / voxels, i = voxel % voxels;
     const int z0 = i / (my * mx) * step_z - pad_z, y0 = i / mx % my * step_y - pad_y, x0 = i % mx * step_x - pad_x;
-    const int first_y = max(0, -y0), end_y = min((int)ky, (int)ny - y0);  // taps that lie within the image
+    const int first_y = max(0, -y0), end_y = min((int)ky, (int)ny - y0);  // taps inside the image
     const int first_x = max(0, -x0), end_x = min((int)kx, (int)nx - x0);
     const long long origin = ((long long)(y0 + first_y) * nx + x0 + first_x) * fin;
     const T* const fresh = x + s * x_image + origin - carried * ny * nx * fin;  // both as if all planes were there
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(THREADS, 4)
                 const T* line = (z0 + dz < carried ? old : fresh) + (z0 + dz) * ny * from_line;
 #pragma unroll 1
                 for (int dy = first_y; dy < end_y; ++dy, line += from_line) {
-                    float part[1][GROUP] = {};  // summed apart: long sums in float32 would lose digits
+                    float part[1][GROUP] = {};  // separate, since long sums in float32 lose digits
                     const float* taps = kernels + ((dz * ky + dy) * kx + first_x) * fin * padded + g0;
                     const T* const end = line + (end_x - first_x) * (int)fin;
 #pragma unroll(GROUP < 16 ? 2 : 1)
@@ -150,19 +152,19 @@ __global__ void __launch_bounds__(THREADS, 4)
     raise_peak_by_warp(peak, largest);
 }
 
-/* How the input of a tile lies in shared memory, and where it comes from: kept there too, registers are for sums. */
+/* The layout of a tile's input in shared memory, and its origin: stored there too, because registers are for sums. */
 template <class T> struct Staged {
     const T *old, *fresh;                  // of this image, as if all planes were there
     int carried, nz, ny, nx, fin;
-    int z0, y0, x0;                        // of the input, where the tile's window begins: may lie outside
+    int z0, y0, x0;                        // start of the tile's window in the input, possibly outside
     int lines, columns;                    // of a plane, of a line
     int pitch, plane;                      // floats from line to line, from map to map
-    int more_planes;                       // that voxels behind the first meet
+    int more_planes;                       // planes for voxels after the first
     int tile_z, tile_y, tile_x;            // of the output
     T* out;                                // of this image
 };
 
-/* `planes` planes from z0 + dz on of `count` maps from f0 on. */
+/* Stages `planes` planes from z0 + dz on of `count` maps from f0 on. */
 template <class T> DEVICE void stage(float* tile, const Staged<T>& n, int dz, int planes, int f0, int count) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int all = planes * n.lines, values = n.columns * count;
@@ -181,7 +183,7 @@ template <class T> DEVICE void stage(float* tile, const Staged<T>& n, int dz, in
             const bool inside = n.x0 + column >= 0 && n.x0 + column < n.nx;
             float in[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j)  // all are on their way before the first is waited for
+            for (int j = 0; j < AT_ONCE; ++j)  // all are in flight before the first is waited for
                 in[j] = inside && from[j] != nullptr ? load_activation(from[j] + column * n.fin + f) : 0.0f;
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
@@ -192,7 +194,7 @@ template <class T> DEVICE void stage(float* tile, const Staged<T>& n, int dz, in
     }
 }
 
-/* Taps dz .. dz + planes of maps f0 .. f0 + count, staged from `at` on for this lane's first voxel. */
+/* Adds taps dz .. dz + planes of maps f0 .. f0 + count, staged at `at` for this lane's first voxel. */
 template <int GROUP>
 DEVICE void accumulate(float (&sums)[LANE][GROUP], const float* at, int plane, int plane_lines, int pitch,
                        const float* kernels, int planes, int count, int ky, int kx, int step_y, long long fin,
@@ -224,7 +226,7 @@ DEVICE void accumulate(float (&sums)[LANE][GROUP], const float* at, int plane, i
     }
 }
 
-/* total += sums, `first`: = sums; and sums = 0, `last`: = total. */
+/* Adds sums to total (`first`: replaces it) and clears sums; `last`: leaves the total in sums instead. */
 template <int GROUP> DEVICE void add_apart(float (&sums)[LANE][GROUP], float* total, bool first, bool last) {
 #pragma unroll
     for (int v = 0; v < LANE; ++v) {
@@ -240,8 +242,8 @@ template <int GROUP> DEVICE void add_apart(float (&sums)[LANE][GROUP], float* to
     }
 }
 
-/* sums += all taps of all maps in, as much of them as the tile has room for at a time; `any`: this warp has maps out.
- * at: of `tile`, this lane's first voxel. kernels: of the warp's first map. total: where sums of parts go, if `apart`.
+/* Adds all taps of all input maps to sums, as many at a time as the tile has space for; `any`: this warp has output
+ * maps. at: this lane's first voxel in `tile`. kernels: at the warp's first map. total: sums of parts, if `apart`.
  */
 template <class T, int GROUP>
 DEVICE void sum_taps(float (&sums)[LANE][GROUP], bool any, float* tile, const float* at, float* total, bool apart,
@@ -266,7 +268,9 @@ DEVICE void sum_taps(float (&sums)[LANE][GROUP], bool any, float* tile, const fl
     }
 }
 
-/* summed [LANE][threads]: what this thread's voxels sum to so far, these maps included; `first`: there were none. */
+/* summed [LANE][threads]: the softmax state of this thread's voxels so far, updated with these maps; `first`: there was
+ * none.
+ */
 template <int GROUP> DEVICE void join_maps(Summed* summed, const float (&sums)[LANE][GROUP], bool first, int known) {
 #pragma unroll
     for (int v = 0; v < LANE; ++v) {
@@ -276,7 +280,7 @@ template <int GROUP> DEVICE void join_maps(Summed* summed, const float (&sums)[L
 }
 
 /* Writes maps from g0 on of a lane's voxels, the first of which is (lz, ly, lx) of the tile; the warp is number
- * `warp_maps` of `warps_maps` that have them. Gives the largest |value|, or `largest`.
+ * `warp_maps` of the `warps_maps` with these voxels. Returns the largest |value|, or `largest`.
  */
 template <class T, int GROUP>
 DEVICE float write_voxels(const float (&sums)[LANE][GROUP], const Staged<T>& n, const Summed* summed, int lz, int ly,
@@ -287,7 +291,7 @@ DEVICE float write_voxels(const float (&sums)[LANE][GROUP], const Staged<T>& n, 
     for (int v = 0; v < LANE; ++v) {
         const int z = n.tile_z + lz, y = n.tile_y + ly + v, column = n.tile_x + lx;
         const int known = z < mz && y < my && column < mx ? (int)maps - g0 : 0;
-        Summed all = {-INFINITY, 0.0f};  // of all warps that have this voxel
+        Summed all = {-INFINITY, 0.0f};  // of all warps with this voxel
         for (int other = 0; activation == SOFTMAX && other < warps_maps; ++other)
             all = joined(all, summed[v * blockDim.x + threadIdx.x + (other - warp_maps) * WARP]);
         T* const to = n.out + ((z * my + y) * mx + column) * maps + g0;

@@ -1,12 +1,12 @@
-"""Direct convolution on a GPU, by the definition: any shape, slow but sure.
+"""Direct convolution on a GPU by the definition: any shape, slow but reliable.
 
 Method   kernel=shared: a block stages the input of a tile of voxels in shared memory, some maps and planes of taps at a
          time; a lane sums four neighbours and up to 16 maps in registers. kernel=plain: a thread computes one voxel,
-         all its maps, and asks memory for everything. Both take strides and zero padding. conv_direct.cu.
-Memory   Nothing beside kernels, in float32 in every precision.
+         all its maps, and reads everything from memory. Both take strides and zero padding. conv_direct.cu.
+Memory   None besides kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units.
-Source   First principles, after the post Convolution in CUDA from first principles, whose shared-memory version is only
-         announced; strides and padding as Chetlur et al., cuDNN, 2014, 3.
+Source   First principles, after the post Convolution in CUDA from first principles, which only announces its
+         shared-memory version; strides and padding as in Chetlur et al., cuDNN, 2014, 3.
 Tested   tests/kernels/gpu/test_conv_direct.py
 """
 
@@ -21,32 +21,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
-from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32, LayerShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
 
 SOURCE = "conv_direct.cu"
-THREADS, WARP, MOST_WARPS, LANE, HEAD = 128, 32, 6, 4, 32  # conv_direct.cu
-SUMMED_BYTES = 8  # conv_direct.cu: Summed
+THREADS, WARP, MOST_WARPS, LANE, HEAD = 128, 32, 6, 4, 32  # as in conv_direct.cu
+SUMMED_BYTES = 8  # size of Summed in conv_direct.cu
 WIDTHS = (32, 16, 8)  # of a tile along x
-SHARED_BYTES = 40 << 10  # of what is staged: two blocks fit a multiprocessor of any card
-LONGEST = 512  # products summed in a row where there are more: a float32 sum of 4,000 is wrong by 1e-6
-MOST_BYTES = 99 << 10  # that a block of any card may have
-FEW = 4  # input maps staged at a time, at least, where all planes of taps fit with so many
+SHARED_BYTES = 40 << 10  # of staged input: two blocks fit a multiprocessor of any GPU
+LONGEST = 512  # products summed in sequence, if there are more: a float32 sum of 4,000 is wrong by 1e-6
+MOST_BYTES = 99 << 10  # per block, available on any GPU
+FEW = 4  # input maps staged at a time, at least, if all planes of taps fit with so many
 BANKS = 32
-STAGED = 8  # products of a lane in the time of one input staged, roughly: to choose a tile it does
-PLAIN = 4.0  # times slower than with its input in shared memory, assumed
+STAGED = 8  # products of a lane in the time of staging one input: rough, to choose a tile
+PLAIN = 4.0  # slowdown without shared memory, assumed
 REGISTERS = {"plain": 128, "shared": 168}
 
 
 def _group(maps: int) -> int:
-    """Maps that a thread sums at a time."""
+    """Return the maps that a thread sums at a time."""
     return next(group for group in (1, 4, 16) if maps <= group or group == 16)
 
 
@@ -59,9 +59,10 @@ def _kernel(kernel: str, itemsize: int, group: int) -> str:
     return f"{name}<{'half' if itemsize == 2 else 'float'}, {group}>"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
+    """Return all kernels."""
     return [
-        Instance(SOURCE, _kernel(kernel, itemsize, group), registers)
+        KernelInstance(SOURCE, _kernel(kernel, itemsize, group), registers)
         for kernel, registers in REGISTERS.items()
         for itemsize in (2, 4)
         for group in (1, 4, 16)
@@ -69,17 +70,17 @@ def instances() -> list[Instance]:
 
 
 class Tile(NamedTuple):
-    """How a block of kernel=shared works: its voxels, its maps, and what it stages at a time."""
+    """The work of a block of kernel=shared: its voxels, its maps, and what it stages at a time."""
 
     size: Vec3  # voxels of the output
     warps_y: int
-    warps_maps: int  # that share voxels
+    warps_maps: int  # warps that share voxels
     warps: int
     planes: int  # of taps at a time
     chunk: int  # input maps at a time
     pitch: int  # floats from line to line
     plane: int  # floats from map to map
-    apart: bool  # sums of what is staged at a time are added up in shared memory
+    apart: bool  # whether sums of each staged part are added up in shared memory
 
     def shared_bytes(self, group: int, *, soft: bool) -> int:
         totals = LANE * group * MOST_WARPS * WARP if self.apart else 0
@@ -87,13 +88,13 @@ class Tile(NamedTuple):
         return FLOAT32 * (HEAD + -(-self.chunk * self.plane // 2) * 2 + totals) + summed
 
     def blocks(self, out: Vec3) -> int:
-        """Of one image."""
+        """Return the blocks of one image."""
         return prod(-(-m // t) for m, t in zip(out, self.size, strict=True))
 
 
 @lru_cache(maxsize=1024)
 def tile_of(problem: Lowering) -> Tile | None:
-    """The tile with the least work; None where not even one line of taps of one map fits shared memory."""
+    """Return the tile with the least work; None if not even one line of taps of one map fits shared memory."""
     groups = _padded(problem.fout) // _group(problem.fout)
     warps_maps = -(-groups // -(-groups // MOST_WARPS))
     warps_voxels = MOST_WARPS // warps_maps
@@ -113,13 +114,13 @@ def tile_of(problem: Lowering) -> Tile | None:
 
 
 def _staged(problem: Lowering, size: Vec3, warps_y: int, warps_maps: int) -> Tile | None:
-    """What is staged at a time for a tile of `size`: all planes of taps if that leaves room for a few maps."""
+    """Choose what to stage at a time for a tile of `size`: all planes of taps if a few maps fit as well."""
     (deep, high, wide), (sz, sy, sx), (kz, ky, kx) = size, problem.sliding.stride, problem.k
     warps = deep * warps_y * warps_maps
     lines, pitch = (high - 1) * sy + ky, _pitch((wide - 1) * sx + kx, wide, sy, sx)
     apart = problem.taps * problem.fin > LONGEST
     for planes in range(kz, 0, -1):
-        plane = ((deep - 1) * sz + planes) * lines * pitch | 1  # odd: maps are written beside each other
+        plane = ((deep - 1) * sz + planes) * lines * pitch | 1  # odd, because maps are written side by side
         chunk = min(problem.fin, (SHARED_BYTES // FLOAT32 - HEAD - 1) // plane)
         if apart:
             chunk = min(chunk, LONGEST // (planes * ky * kx))
@@ -131,7 +132,7 @@ def _staged(problem: Lowering, size: Vec3, warps_y: int, warps_maps: int) -> Til
 
 @lru_cache(maxsize=1024)
 def _pitch(columns: int, wide: int, step_y: int, step_x: int) -> int:
-    """Floats from line to line, of lines of so many, such that lanes of a warp meet in as few banks as can be."""
+    """Return the floats from line to line, for lines of `columns`, with the fewest bank conflicts in a warp."""
 
     def most_in_a_bank(pitch: int) -> int:
         floats = {lane % wide * step_x + lane // wide * LANE * step_y * pitch for lane in range(WARP)}
@@ -147,19 +148,19 @@ class _Resident(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConvDirect:
-    """Direct convolution: what no other primitive takes, and what the others are compared with."""
+    """Direct convolution: for shapes that no other primitive takes, and as reference for the others."""
 
     name: str = "gpu.conv.direct"
     kind: Kind = "conv"
     version: int = 2
-    summary: str = "any shape, slow but sure, by the definition: softmax, few maps"
+    summary: str = "any shape, slow but reliable, by the definition: softmax, few maps"
     source: str = "definition; Convolution in CUDA from first principles"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         return why_not_on_gpu(shape, machine)
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Shared memory first, where its tile fits."""
+        """Return the shared-memory kernel first, if its tile fits."""
         del machine
         plain = Variant.of(kernel="plain")
         return (plain,) if tile_of(Lowering.of(as_conv(shape))) is None else (Variant.of(kernel="shared"), plain)
@@ -193,7 +194,7 @@ class ConvDirect:
 
 
 def prepare(weights: ConvWeights, device: Device) -> _Resident:
-    """Kernels and biases on the device, as both kernels read them."""
+    """Upload kernels and biases in the layout of both kernels."""
     fout = len(weights.bias)
     matrix = weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)
     more = _padded(fout) - fout
@@ -204,9 +205,9 @@ def prepare(weights: ConvWeights, device: Device) -> _Resident:
 
 
 class DirectStep:
-    """A DeviceStep, of any stride and padding.
+    """A DeviceStep for any stride and padding.
 
-    kernel  plain | shared; None: shared where its tile fits.
+    kernel  plain | shared; None: shared if its tile fits.
     """
 
     def __init__(self, resident: _Resident, problem: Lowering, device: Device, kernel: str | None = None) -> None:

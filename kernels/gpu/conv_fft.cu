@@ -1,15 +1,16 @@
-/* Whole-image FFT convolution: what lies between the one-dimensional transforms of cuFFT.
+/* Whole-image FFT convolution: the operations between the one-dimensional transforms of cuFFT.
  *
- * Computes   gather    maps of an image, channels last, as padded planar lines along x: what R2C transforms in place
+ * Computes   gather    maps of an image, channels last, as padded planar lines along x, for in-place R2C transforms
  *            pad       lines of kernels, padded the same way
- *            turn      matrices turned over, so that the next axis to be transformed lies innermost, and padded or cropped
- *            expand    lines of which `count` values are not zero to their spectra, by Horner's rule in exp(-2 pi i z / n)
+ *            turn      transposed matrices, so that the axis transformed next is innermost, padded or cropped
+ *            expand    the spectra of lines with `count` nonzero values, by Horner's rule in exp(-2 pi i z / n)
  *            multiply  sums[s][g] += sum over maps i of spectra[s][i] * conj(kernels[g][i]), at every frequency
  *            scatter   planar lines along x back to channels last: scaled, bias, activation, largest |value|
- * Shapes     T is float or half; complex numbers are float2; a spectrum of `image` complex numbers lies as [x][y][z].
- * Launch     blocks of 32 x 8 threads on tiles of 32 x 32 values (gather, turn, scatter: 4 to 8 KiB of shared memory) or 32
- *            columns (expand);
- *            blocks of 256 (pad, multiply). One grid axis, so that no size meets a limit of 65535.
+ * Shapes     T is float or half; complex numbers are float2; a spectrum of `image` complex numbers is stored as
+ *            [x][y][z].
+ * Launch     blocks of 32 x 8 threads on tiles of 32 x 32 values (gather, turn, scatter: 4 to 8 KiB of shared memory)
+ *            or 32 columns (expand); blocks of 256 (pad, multiply). One grid axis, so that no size exceeds a limit of
+ *            65535.
  * Bound      memory.
  * Source     Zlateski, Lee, Seung, ZNNi (SC16), III-C and algorithm 3.
  * Tested     tests/kernels/gpu/test_conv_fft.py
@@ -20,7 +21,7 @@
 constexpr int TILE = 32;
 constexpr int ROWS = 8;
 
-/* Where this block's tile lies: 32 columns of 32 maps, of one line. */
+/* The position of this block's tile: 32 columns of 32 maps, of one line. */
 struct Tile {
     long long column, map, y, z;
 };
@@ -30,7 +31,7 @@ DEVICE Tile tile_of(long long columns, long long maps, long long lines) {
     return {column * TILE, rest % groups * TILE, rest / groups % lines, rest / groups / lines};
 }
 
-/* Images that may begin with planes carried from elsewhere; steps from one to the next. */
+/* Images whose first planes may be stored elsewhere (carried), with their strides. */
 template <class T> struct Planes {
     const T *before, *x;
     long long carried, before_step, x_step;
@@ -39,7 +40,9 @@ template <class T> struct Planes {
     }
 };
 
-/* target[map][z][y][column], `pitch` columns, zero from nx on; maps are `maps` from `first` on of all images' (S, f). */
+/* Computes target[map][z][y][column], `pitch` columns, zero from nx on; maps are `maps` from `first` on of all images'
+ * (S, f).
+ */
 template <class T>
 __global__ void gather(const T* before, const T* x, float* target, long long carried, long long before_step,
                        long long x_step, long long fin, long long first, long long maps, long long nz, long long ny,
@@ -59,7 +62,7 @@ __global__ void gather(const T* before, const T* x, float* target, long long car
             target[(((map + row) * nz + z) * ny + y) * pitch + column + lane] = tile[lane][row];
 }
 
-/* target[line][column], `pitch` columns, zero from `size` on. */
+/* Computes target[line][column], `pitch` columns, zero from `size` on. */
 extern "C" __global__ void pad(const float* source, float* target, long long lines, long long size,
                                long long pitch) {
     const long long values = lines * pitch;
@@ -69,7 +72,7 @@ extern "C" __global__ void pad(const float* source, float* target, long long lin
     }
 }
 
-/* target[b][c][r] = source[b][r][c], zero where r >= rows, for c < wide <= columns and r < deep. */
+/* Computes target[b][c][r] = source[b][r][c], zero for r >= rows, for c < wide <= columns and r < deep. */
 extern "C" __global__ void turn(const float2* source, float2* target, long long rows, long long columns, long long wide,
                                 long long deep) {
     SHARED(float2, tile, [TILE][TILE + 1]);
@@ -88,8 +91,8 @@ extern "C" __global__ void turn(const float2* source, float2* target, long long 
         if (c + row < wide && r + lane < deep) target[(b * wide + c + row) * deep + r + lane] = tile[lane][row];
 }
 
-/* target[b][c][z] = sum over d < count of source[b][d][c] * turns[z]^d: turned over, padded and transformed in one pass
- * that reads next to nothing. Shared memory: count x 32 complex numbers.
+/* Computes target[b][c][z] = sum over d < count of source[b][d][c] * turns[z]^d: transposition, padding and transform
+ * in one pass that reads very little. Shared memory: count x 32 complex numbers.
  */
 extern "C" __global__ void expand(const float2* source, float2* target, const float2* turns, long long count,
                                   long long columns, long long deep) {
@@ -113,9 +116,9 @@ extern "C" __global__ void expand(const float2* source, float2* target, const fl
     }
 }
 
-/* OUTPUTS kernels times IMAGES images a thread, and as many groups of either as the grid has; groups of the same
- * frequencies run side by side, so that they share what they read in the L2 cache. `spectra` and `sums` point at the
- * first image, `kernels` at the first kernel; `count` maps are summed, onto what `sums` holds if `add`.
+/* A thread takes OUTPUTS kernels times IMAGES images, and the grid has groups of both; groups of the same frequencies
+ * run concurrently, so that they share their reads in the L2 cache. `spectra` and `sums` point to the first image,
+ * `kernels` to the first kernel; `count` maps are summed, added to `sums` if `add`.
  */
 template <int OUTPUTS, int IMAGES>
 __global__ void multiply(const float2* spectra, const float2* kernels, float2* sums, long long image, long long count,
@@ -147,7 +150,7 @@ __global__ void multiply(const float2* spectra, const float2* kernels, float2* s
         for (int s = 0; s < IMAGES; ++s) sums[s * sums_stride + g * image] = sum[g][s];
 }
 
-/* out[s][z][y][column][g] = activation(bias[g] + scale * lines[map][z][y][column]), first + map = s f' + g. */
+/* Computes out[s][z][y][column][g] = activation(bias[g] + scale * lines[map][z][y][column]), first + map = s f' + g. */
 template <class T>
 __global__ void scatter(const float* lines, T* out, const float* bias, float* peak, float scale, long long activation,
                         long long out_step, long long fout, long long first, long long maps, long long mz, long long my, long long mx,

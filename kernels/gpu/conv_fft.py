@@ -1,17 +1,17 @@
 """Whole-image FFT convolution on cuFFT (ZNNi algorithm 3), with the pruned transforms of III-C.
 
-Method   0  For some maps at a time, of one image or of several: lines along x, padded; turned over, lines along y,
-            padded; turned over, lines along z. Lines of padding are never transformed: n_z n_y of them, then n_z h,
-            then h g_y.
+Method   0  For some maps at a time, of one image or of several: padded lines along x are transformed; after a
+         transposition, padded lines along y; after another, lines along z. Lines of padding are never transformed:
+         there are n_z n_y, then n_z h, then h g_y lines.
          1  For some kernels at a time, the same with k_z k_y, k_z h, h g_y lines; the last are computed from their k_z
-            values by a kernel of ours, which reads next to nothing where cuFFT would read and write what it was padded
-            to. Another multiplies them with the spectra of all images and sums.
-         2  For some maps at a time, back: all lines along z, along y those of planes that are wanted, along x those of
-            lines that are wanted; scale, bias and activation while they go to their places.
-Layout   Spectra planar, [x][y][z]: what is transformed next always lies innermost. Channels last outside.
-Memory   Table II of the paper: input + spectra; spectra in and out + kernels; spectra out + output; beside each, of
-         what is under way, the values before the last turn: a part `n_z / g_z` of a spectrum. cuFFT's tables are there
-         from `bind` on, those of all layers at once: they count as what is kept between patches.
+            values by a kernel of ours, which reads next to nothing, whereas cuFFT would read and write the padded
+            lines. Another kernel multiplies them with the spectra of all images and sums.
+         2  For some maps at a time, the inverse: all lines along z, along y those of output planes, along x those of
+            output lines; scale, bias and activation are applied as values are written.
+Layout   Spectra are planar, [x][y][z]: the axis transformed next is always innermost. Channels last outside.
+Memory   Table II of the paper: input + spectra; spectra in and out + kernels; spectra out + output; in addition, for
+         the maps in progress, the values before the last transposition: a part `n_z / g_z` of a spectrum. cuFFT's
+         tables exist from `bind` on, for all layers at once: they count as kept between patches.
 Bound    Memory: spectra of kernels are written once and read once.
 Source   Zlateski, Lee, Seung, ZNNi (SC16), III-C and IV-B.2, algorithm 3.
 Tested   tests/kernels/gpu/test_conv_fft.py
@@ -27,29 +27,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.shapes import ACTIVATIONS, COMPLEX64, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
 
-TILE = 32  # conv_fft.cu: values a side of what a block turns
+TILE = 32  # side of the tiles that blocks transpose, as in conv_fft.cu
 BLOCK = (TILE, 8, 1)
-THREADS = 256  # of a block that turns nothing
-EXPANDED = 16  # values of a line that is not zero, up to which Horner's rule beats a padded transform
-TOGETHER = 4  # kernels, and images, that one thread multiplies at once at most
-FULL_VALUES = 2**25  # complex numbers: transforming as many at once fills a card
-LINES_VALUES = 2**26  # complex numbers of one call of cuFFT: far below 2^31
-LONGEST = 2048  # points: what cuFFT's needs are known of (libraries.py)
+THREADS = 256  # of blocks of kernels without tiles
+EXPANDED = 16  # nonzero values of a line up to which Horner's rule beats a padded transform
+TOGETHER = 4  # most kernels, and images, that one thread multiplies at once
+FULL_VALUES = 2**25  # complex numbers whose transform fills a GPU
+LINES_VALUES = 2**26  # complex numbers per call of cuFFT: far below 2^31
+LONGEST = 2048  # points, up to which cuFFT's scratch is known (libraries.py)
 WORK_ALIGNMENT = 256  # bytes
-WORK_BYTES = 1024 + WORK_ALIGNMENT  # that cuFFT may use for lines along x beyond what they themselves have
+WORK_BYTES = 1024 + WORK_ALIGNMENT  # scratch of cuFFT for lines along x, besides their own memory
 TABLES_BYTES = 2**20  # of one plan of cuFFT
 
 
 class _Sizes(NamedTuple):
-    """Of spectra and of what is under way at a time."""
+    """Sizes of spectra and of the work in progress."""
 
     padded: Vec3  # the transform's size
     half: int  # frequencies along x
@@ -75,7 +75,7 @@ def _sizes(shape: ConvShape, variant: Variant) -> _Sizes:
 
 @lru_cache(maxsize=2 * LONGEST)
 def good_size(n: int, *, even: bool = False) -> int:
-    """The smallest size >= n that cuFFT transforms fast: 2^a 3^b 5^c 7^d (III-D). Real lines want an even one."""
+    """Return the smallest size >= n that cuFFT transforms fast: 2^a 3^b 5^c 7^d (III-D). Real lines need even sizes."""
     while not (_is_smooth(n) and (n % 2 == 0 or not even)):
         n += 1
     return n
@@ -90,12 +90,12 @@ def _is_smooth(n: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ConvFft:
-    """Whole-image FFT convolution: the paper's; no spectrum of a kernel is kept."""
+    """The paper's whole-image FFT convolution; no kernel spectrum is kept."""
 
     name: str = "gpu.conv.fft"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "large kernels on many small images, when spectra of all kernels do not fit the GPU: none is kept"
+    summary: str = "large kernels on many small images, if the spectra of all kernels do not fit the GPU: none is kept"
     source: str = "ZNNi IV-B.2 (algorithm 3) with the pruned transforms of III-C, on cuFFT"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -105,13 +105,13 @@ class ConvFft:
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see gpu.conv.direct"
         if max(shape.n) > LONGEST:
-            return f"transforms of more than {LONGEST} points are not tried: cuFFT may want memory for them"
+            return f"transforms of more than {LONGEST} points are not used: cuFFT may need unplanned memory for them"
         if shape.activation == "softmax":
-            return "softmax needs all maps of a voxel at once, and they come some at a time: see gpu.conv.direct"
+            return "softmax needs all maps of a voxel at once, but they are computed in groups: see gpu.conv.direct"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """How many maps, or kernels, are transformed at once: fewer take less memory."""
+        """Return numbers of maps, or kernels, to transform at once: fewer take less memory."""
         del machine
         shape = as_conv(shape)
         pairs = shape.fin * shape.fout
@@ -124,10 +124,10 @@ class ConvFft:
         del threads
         shape = as_conv(shape)
         t = _sizes(shape, variant)
-        rows = COMPLEX64 * t.half * t.padded[1]  # of one plane before its last turn
+        rows = COMPLEX64 * t.half * t.padded[1]  # of one plane before its last transposition
         plans = sum(2 if axis == "x" else 1 for axis, _ in _batches(shape, t))
         return Footprint(
-            resident=shape.weight_bytes + TABLES_BYTES * plans + COMPLEX64 * t.padded[0],  # the last: a table of sines
+            resident=shape.weight_bytes + TABLES_BYTES * plans + COMPLEX64 * t.padded[0],  # last: a table of sines
             input_until=0,
             output_from=2,
             stages=3,
@@ -155,7 +155,7 @@ class ConvFft:
             shape.in_bytes
             + shape.out_bytes
             + COMPLEX64 * (shape.batch * (shape.fin * forward + shape.fout * back) + pairs * kernels)
-            # to multiply: each kernel once, all images once for as many kernels as there are at a time
+            # The product reads each kernel once, and all images once per group of kernels.
             + COMPLEX64 * t.image * (pairs + shape.batch * (shape.fin * chunks + shape.fout))
         )
         return (Work("gpu_cufft", flops + 8.0 * t.image * pairs * shape.batch, nbytes),)
@@ -173,16 +173,16 @@ class ConvFft:
 
 
 def _passes(t: _Sizes, size: Vec3) -> float:
-    """Complex numbers read and written to transform one map of `size` voxels that are not zero, or wanted.
+    """Return the complex numbers read and written to transform one map with `size` nonzero, or output, voxels.
 
-    A transform reads and writes its lines, a turn reads what there is and writes what it was padded to.
+    A transform reads and writes its lines; a transposition reads what exists and writes the padded size.
     """
     rows, planes = size[0] * size[1] * t.half, size[0] * t.half * t.padded[1]
     return 3.0 * rows + rows + 3.0 * planes + planes + 3.0 * t.image
 
 
 def _batches(shape: ConvShape, t: _Sizes) -> set[tuple[str, int]]:
-    """Axis and number of lines of every call of cuFFT that a step needs a plan for; along x it needs two."""
+    """Return axis and number of lines of every cuFFT call that a step needs a plan for; along x it needs two plans."""
     found: set[tuple[str, int]] = set()
     for total, most, (nz, ny, _), turned in (
         (shape.batch * shape.fin, t.maps_in, shape.n, True),
@@ -197,12 +197,12 @@ def _batches(shape: ConvShape, t: _Sizes) -> set[tuple[str, int]]:
 
 
 def _calls(lines: int, pitch: int) -> Iterator[tuple[int, int]]:
-    """`lines` lines of `pitch` complex numbers, as many at a time as one call of cuFFT takes."""
+    """Yield (start, count) of `lines` lines of `pitch` complex numbers for each call of cuFFT."""
     return _some(lines, _most(pitch))
 
 
 def _most(pitch: int) -> int:
-    """Lines of `pitch` complex numbers that one call of cuFFT takes."""
+    """Return the lines of `pitch` complex numbers that one call of cuFFT takes."""
     return max(1, LINES_VALUES // pitch)
 
 
@@ -212,14 +212,14 @@ class _Resident(NamedTuple):
 
 
 class _Batches:
-    """Transforms of any number of lines, a bounded number of them at a time; `counts`: those that there will be."""
+    """Transforms of any number of lines, a bounded number at a time; `counts`: the numbers that will occur."""
 
     def __init__(self, device: Device, kind: Any, n: int, pitch: int, counts: set[int]) -> None:
         self._device, self._pitch = device, pitch
         self._plans = {count: device.libraries.lines(kind, n, count) for count in sorted(counts)}
 
     def forward(self, store: Any, offset: int, lines: int, work: Any) -> None:
-        """Transform `lines` lines that begin `offset` complex numbers into `store`; `work` is free meanwhile."""
+        """Transform `lines` lines at `offset` complex numbers in `store`; `work` is free scratch."""
         for start, count in _calls(lines, self._pitch):
             self._plans[count].forward(self._view(store, offset, start, count), work)
 
@@ -270,7 +270,7 @@ class FftStep:
         x_peak: int = 0,
         out_peak: int = 0,
     ) -> None:
-        del x_peak  # the footprint does not ask for it
+        del x_peak  # the footprint does not request it
         shape, t = self._shape, self._sizes
         for first, maps in _some(shape.batch * shape.fin, t.maps_in):
             self.transform_maps(x, before, first, maps, scratch)
@@ -281,7 +281,7 @@ class FftStep:
             self._invert(out, first, maps, out_peak, scratch)
 
     def transform_maps(self, x: Any, before: Any | None, first: int, maps: int, scratch: Mapping[str, Any]) -> None:
-        """Spectra of `maps` maps, counted from all (S, f), in their places."""
+        """Compute the spectra of `maps` maps from `first` on, counted over all (S, f), in their places."""
         shape, t = self._shape, self._sizes
         nz, ny, nx = shape.n
         at, pitch = first * t.image, 2 * t.half
@@ -295,7 +295,7 @@ class FftStep:
         self._forward(scratch["spectra"], at, scratch["lines_in"], maps, nz, ny, expand=False)
 
     def transform_kernels(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
-        """Spectra of `kernels` kernels, counted from all (f', f)."""
+        """Compute the spectra of `kernels` kernels from `first` on, counted over all (f', f)."""
         shape, t = self._shape, self._sizes
         kz, ky, kx = shape.k
         lines, pitch = kernels * kz * ky, 2 * t.half
@@ -304,7 +304,7 @@ class FftStep:
         self._forward(scratch["kernels"], 0, scratch["lines_kernels"], kernels, kz, ky, expand=self._expands)
 
     def _forward(self, store: Any, at: int, lines: Any, maps: int, nz: int, ny: int, *, expand: bool) -> None:
-        """From padded lines along x, `at` complex numbers into `store`, to spectra in the same place."""
+        """Transform padded lines along x at `at` complex numbers in `store` into spectra in the same place."""
         t = self._sizes
         gz, gy, _ = t.padded
         self._along_x.forward(store, at, maps * nz * ny, self._work(lines))
@@ -323,11 +323,11 @@ class FftStep:
         self._along_z.forward(store, at, maps * t.half * gy, lines[:0])
 
     def _multiply(self, first: int, kernels: int, scratch: Mapping[str, Any]) -> None:
-        """Add what the `kernels` kernels from `first` on give to the sums of their output maps."""
+        """Multiply by `kernels` kernels from `first` on and add to the sums of their output maps."""
         shape = self._shape
         output, i = divmod(first, shape.fin)
         done = 0
-        while done < kernels:  # whole output maps all at once, or what there is of one
+        while done < kernels:  # whole output maps all at once, or the available part of one
             count, outputs = min(shape.fin - i, kernels - done), max(1, (kernels - done) // shape.fin)
             for g, outputs_each, output_groups in _groups(outputs):
                 for s, images_each, image_groups in _groups(shape.batch):
@@ -342,7 +342,11 @@ class FftStep:
     def _multiply_group(
         self, groups: tuple[int, int, int, int], first: tuple[int, int, int, int, int], scratch: Mapping[str, Any]
     ) -> None:
-        """groups: output maps and images of a thread, groups of either. first: image, output, input, kernel; inputs."""
+        """Multiply by the kernels of some output maps, for some images.
+
+        groups  output maps and images per thread, and groups of either.
+        first   image, output map, input map and kernel to start with, and the number of input maps.
+        """
         shape, t = self._shape, self._sizes
         outputs, images, output_groups, image_groups = groups
         s, output, i, kernel, count = first
@@ -357,7 +361,7 @@ class FftStep:
         )
 
     def _invert(self, out: Any, first: int, maps: int, peak: int, scratch: Mapping[str, Any]) -> None:
-        """Sums of `maps` maps, counted from all (S, f'), transformed back, to their places."""
+        """Transform the sums of `maps` maps from `first` on, counted over all (S, f'), back to their places."""
         shape, t = self._shape, self._sizes
         gz, gy, gx = t.padded
         mz, my, mx = shape.out
@@ -381,32 +385,32 @@ class FftStep:
         )
 
     def _turn(self, source: Any, target: Any, batch: int, rows_columns: tuple[int, int], to: tuple[int, int]) -> None:
-        """Turn `batch` matrices over, cropped to the first `to[0]` columns, lines padded with zeros to `to[1]`."""
+        """Transpose `batch` matrices, cropped to the first `to[0]` columns, lines padded with zeros to `to[1]`."""
         blocks = batch * -(-to[0] // TILE) * -(-to[1] // TILE)
         self._kernels["turn"]((blocks,), BLOCK, source, target, *rows_columns, *to)
 
     def _work(self, lines: Any) -> Any:
-        """What cuFFT may use while lines along x are transformed, which is before they are turned over, or after."""
+        """Return cuFFT's scratch for lines along x: free before their first transposition and after their last."""
         return lines[-self._device.address(lines) % WORK_ALIGNMENT :]
 
     def _from(self, store: Any, at: int) -> Any:
-        """`store` from complex number `at` on."""
+        """Return `store` from complex number `at` on."""
         return store[COMPLEX64 * at :]
 
 
 def _some(total: int, most: int) -> Iterator[tuple[int, int]]:
-    """`total` things, `most` at a time: the first, and how many."""
+    """Yield the first and the count of each group of at most `most` of `total` things."""
     for first in range(0, total, most):
         yield first, min(most, total - first)
 
 
 def _counts(total: int, most: int) -> set[int]:
-    """How many there are at a time in `_some`."""
+    """Return the counts that `_some` yields."""
     return {count for count in (min(most, total), total % most) if count}
 
 
 def _groups(total: int) -> Iterator[tuple[int, int, int]]:
-    """`total` things, TOGETHER in a group, and what is left: the first, how many in a group, how many groups."""
+    """Yield the first, the size and the number of groups: groups of TOGETHER of `total` things, then the rest."""
     groups, rest = divmod(total, TOGETHER)
     if groups:
         yield 0, TOGETHER, groups

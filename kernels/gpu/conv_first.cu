@@ -1,33 +1,36 @@
-/* Convolution of few input maps: the first layer of a network, whose output is many times its input.
+/* Convolution of few input maps: the first layer of a network, whose output is many times larger than its input.
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * kernels[d, f, g])
- * Shapes     x (S, n, FIN), out (S, n - k + 1, f') float or half, images in C order, any number of values apart. The taps
- *            (dz, dy) come in chunks of whole rows, so that inputs and kernels of a chunk fit shared memory:
+ * Shapes     x (S, n, FIN), out (S, n - k + 1, f') float or half, images in C order, any number of values apart. The
+ *            taps (dz, dy) are processed in chunks of whole rows, so that inputs and kernels of a chunk fit shared
+ *            memory:
  *            plain   kernels [maps / (16 GROUPS)][dz, dy][f][dx][16 GROUPS] float;
- *            tensor  kernels [maps / (16 GROUPS)][chunk][8 taps][GROUPS][lane] as float4 of tf32, a chunk's taps
- *                    (dz, dy, f, dx) padded with zeros to whole eights: word 2 i + h of lane 4 c + t is tap t + 4 h of
- *                    map 4 (c / 2) + 2 i + c % 2 of the group, so that a lane ends with four maps that are neighbours.
- * Launch     192 threads: a tile of 192 output voxels, `wide` along x, 32 a warp, and 16 GROUPS maps, one z after another.
- *            Lane 4 g + t sums maps 16 c + 4 t + (0..3) of four voxels: plain 4 g + (0..3), tensor g + 8 (0..3).
+ *            tensor  kernels [maps / (16 GROUPS)][chunk][8 taps][GROUPS][lane] as float4 of tf32, a chunk's taps (dz,
+ *                    dy, f, dx) padded with zeros to whole eights: word 2 i + h of lane 4 c + t is tap t + 4 h of map 4
+ *                    (c / 2) + 2 i + c % 2 of the group, so that a lane ends with four neighbouring maps.
+ * Launch     192 threads: a tile of 192 output voxels, `wide` along x, 32 a warp, and 16 GROUPS maps, one z after
+ *            another. Lane 4 g + t sums maps 16 c + 4 t + (0..3) of four voxels: plain 4 g + (0..3), tensor g + 8
+ *            (0..3).
  *            grid (tiles, blocks of maps, images).
- *            AHEAD: what the next chunk, or the next z, needs comes while this one is multiplied. One chunk: its kernels
- *            stay, and planes lie in a ring of one more than the kernel has, so that the next z needs one plane. Several:
- *            two buffers of kernels, planes and offsets take turns. float units get inputs by cp.async; for tensor
- *            units, which want them rounded, and as float, they pass through registers: at most AT_ONCE a thread.
- * Bound      plain: arithmetic from k = 3 on (float32 units), below the writing of out; tensor: writing up to k = 5.
- * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1 (input tile
- *            in shared memory, division of the filters); matrix fragments: PTX ISA, mma.m16n8k8.
+ *            AHEAD: the data of the next chunk, or the next z, are loaded while this one is multiplied. One chunk: its
+ *            kernels stay, and planes form a ring of one more than the kernel has, so that the next z needs one plane.
+ *            Several: two buffers of kernels, planes and offsets alternate. float units get inputs by cp.async; for
+ *            tensor units, which need them rounded, and as float, they pass through registers: at most AT_ONCE a
+ *            thread.
+ * Bound      plain: arithmetic from k = 3 on (float32 units), below it the writing of out; tensor: writing up to k = 5.
+ * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1 (input
+ *            tile in shared memory, division of the filters); matrix fragments: PTX ISA, mma.m16n8k8.
  * Tested     tests/kernels/gpu/test_conv_first.py
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 192, WARPS = THREADS / WARP, TILE = 192;  // 168 registers for two blocks; conv_first.py
-constexpr int GROUP = 16;                                        // maps; conv_first.py
-constexpr int HEAD = 32;                                         // floats, for Sizes; conv_first.py
-constexpr int AT_ONCE = 8;                                       // inputs of a thread on their way
+constexpr int THREADS = 192, WARPS = THREADS / WARP, TILE = 192;  // 168 registers for two blocks; as in conv_first.py
+constexpr int GROUP = 16;                                        // maps, as in conv_first.py
+constexpr int HEAD = 32;                                         // floats, for Sizes, as in conv_first.py
+constexpr int AT_ONCE = 8;                                       // inputs of a thread in flight
 constexpr int LANE = 4;                                          // voxels and neighbouring maps of a lane
 
-/* Kept in shared memory, so that what follows from it is computed again where it is needed: the registers are for sums. */
+/* Kept in shared memory, so that values derived from it are recomputed where needed: the registers are for sums. */
 struct Sizes {
     int carried, ny, nx, my, mx, maps, ky, kx, wide;
     int lines, pitch, plane;   // of a plane of the tile: lines, floats from one to the next, floats of all for one f
@@ -35,10 +38,11 @@ struct Sizes {
     int all_rows, rows, chunks, kernel_floats;
     int planes, slots;         // of a chunk at most; of those that fit the tile
     const void *before, *x;    // of the block's image, as if all planes were in both
-    int columns, step_lines, step_columns;  // of Walk: values of a line of the tile, and what THREADS of them are
+    int columns, step_lines, step_columns;  // of Walk: values in a tile line, and THREADS of them
 };
 
-/* Planes first .. first + count of one image, from (y, x) on, into tile [plane][f][lines][pitch]; zeros outside. */
+/* Stages planes first .. first + count of one image, from (y, x) on, in tile [plane][f][lines][pitch]; zeros outside.
+ */
 template <class T, int FIN, bool TENSOR>
 DEVICE void stage_planes(float* tile, const T* before, const T* x, int first, int count, const Sizes& n) {
     const int columns = (n.wide + n.kx - 1) * FIN, all = count * n.lines * columns;
@@ -46,7 +50,7 @@ DEVICE void stage_planes(float* tile, const T* before, const T* x, int first, in
     for (int start = threadIdx.x; start < all; start += THREADS * AT_ONCE) {
         float values[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {  // all are on their way before the first is waited for
+        for (int i = 0; i < AT_ONCE; ++i) {  // all are in flight before the first is waited for
             const int line = (start + i * THREADS) / columns, e = (start + i * THREADS) % columns;
             const int z = first + line / n.lines, y = n.y0 + line % n.lines;
             const bool inside = line < count * n.lines && y < n.ny && n.x0 + e / FIN < n.nx;
@@ -63,8 +67,8 @@ DEVICE void stage_planes(float* tile, const T* before, const T* x, int first, in
     }
 }
 
-/* Planes first .. first + count of an image that come ahead, value by value as they lie there, THREADS at a time: only the
- * first is divided for. TILE is THREADS, so that no step passes more than one plane.
+/* Iterates over planes first .. first + count of an image that are loaded ahead, value by value in memory order,
+ * THREADS at a time: only the first needs a division. TILE is THREADS, so that no step passes more than one plane.
  */
 template <class T, int FIN> struct Walk {
     const T *before, *x;
@@ -85,7 +89,7 @@ template <class T, int FIN> struct Walk {
     }
 };
 
-/* On their way, by cp.async. */
+/* Copies planes asynchronously by cp.async. */
 template <int FIN> DEVICE void copy_planes(float* tile, Walk<float, FIN> walk) {
 #pragma unroll 1
     for (; walk.goes_on(); walk.advance()) {
@@ -94,7 +98,7 @@ template <int FIN> DEVICE void copy_planes(float* tile, Walk<float, FIN> walk) {
     }
 }
 
-/* On their way, to registers: nothing is made of them before `store_planes`, which would wait for them. */
+/* Loads planes into registers: the values are not used before `store_planes`, which would wait for them. */
 template <class T, int FIN> DEVICE void load_planes(T (&values)[AT_ONCE], Walk<T, FIN> walk) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i, walk.advance()) {
@@ -118,7 +122,7 @@ template <bool TENSOR> DEVICE int voxel_of(int v) {
     return threadIdx.x / WARP * WARP + (TENSOR ? lane / 4 + 8 * v : LANE * (lane / 4) + v);
 }
 
-/* Rows begin .. begin + count of the taps, which meet `planes` of the input from `plane` on. */
+/* Rows begin .. begin + count of the taps, which need `planes` of the input from `plane` on. */
 struct Chunk {
     int number, begin, count, plane, planes;
     DEVICE Chunk(int chunk, const Sizes& n) : number(chunk), begin(chunk * n.rows) {
@@ -127,7 +131,7 @@ struct Chunk {
     }
 };
 
-/* A chunk's kernels, which are not waited for, and in `offsets` where tensor units find its taps in the tile. */
+/* Starts copies of a chunk's kernels, and fills `offsets` with the places of its taps in the tile, for tensor units. */
 template <int FIN, int GROUPS, bool TENSOR>
 DEVICE void stage_kernels(float* to, unsigned short* offsets, const float* kernels, const Chunk& chunk, const Sizes& n) {
     const int taps = chunk.count * FIN * n.kx, row_floats = GROUP * GROUPS * FIN * n.kx;
@@ -144,8 +148,8 @@ DEVICE void stage_kernels(float* to, unsigned short* offsets, const float* kerne
     }
 }
 
-/* Sums of a chunk's taps; `at`: where the window of this lane's first voxel begins in the tile. RING: the chunk's planes
- * begin in its slot `slot` and go on in its first.
+/* Adds a chunk's taps; `at`: the start of the window of this lane's first voxel in the tile. RING: the chunk's planes
+ * start in slot `slot` and wrap around.
  */
 template <int FIN, int GROUPS, int KX, bool RING>
 DEVICE void add_rows(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, int at,
@@ -181,8 +185,8 @@ DEVICE void add_rows(float (&sums)[LANE][GROUPS][LANE], const float* tile, const
     }
 }
 
-/* The same, in matrix products of 8 taps; `offsets` of the chunk's taps in the tile, `at` of each of the four voxels. RING:
- * the tile has `ring` floats, and its first plane is `first` floats from its beginning.
+/* Adds a chunk's taps in matrix products of 8 taps; `offsets` of the taps in the tile, `at` of each of the four voxels.
+ * RING: the tile has `ring` floats, and its first plane is `first` floats from its start.
  */
 template <int GROUPS, bool RING>
 DEVICE void add_taps(float (&sums)[LANE][GROUPS][LANE], const float* tile, const float* kernels, const unsigned short* offsets,
@@ -215,7 +219,7 @@ DEVICE void add_taps(float (&sums)[LANE][GROUPS][LANE], const float* tile, const
     }
 }
 
-/* The results of this lane's voxels at z, `g0` the first of its maps; returns the largest magnitude. */
+/* Writes the results of this lane's voxels at z, `g0` the first of its maps; returns the largest magnitude. */
 template <int GROUPS, bool TENSOR, int KIND, bool VECTORS, class T>
 DEVICE float write_out(T* image, const float (&sums)[LANE][GROUPS][LANE], int z, int g0, float largest, const Sizes& n) {
 #pragma unroll
@@ -243,8 +247,8 @@ DEVICE float write_out(T* image, const float (&sums)[LANE][GROUPS][LANE], int z,
     return largest;
 }
 
-/* KX: the kernel's size along x; 0: in matrix products, any size. KIND: the activation. VECTORS: four maps
- * are written at once: their number and all addresses allow it. AHEAD: see above.
+/* KX: the kernel's size along x; 0: in matrix products, any size. KIND: the activation. VECTORS: four maps are written
+ * at once: their number and all addresses allow it. AHEAD: see above.
  */
 template <class T, int FIN, int GROUPS, int KX, int KIND, bool VECTORS, bool AHEAD>
 __global__ void __launch_bounds__(THREADS, 2)
@@ -253,7 +257,7 @@ __global__ void __launch_bounds__(THREADS, 2)
           long long my, long long mx, long long maps, long long kz, long long ky, long long kx, long long rows,
           long long wide, long long planes, long long slots, long long pitch, long long kernel_floats, long long tiles_y,
           long long steps, float* peak) {
-    constexpr bool TENSOR = KX == 0, HELD = TENSOR || sizeof(T) < 4;  // in registers, on the way to the tile
+    constexpr bool TENSOR = KX == 0, HELD = TENSOR || sizeof(T) < 4;  // in registers on the way to the tile
     EXTERN_SHARED(float, shared);  // Sizes; biases; a chunk's kernels, planes, offsets of its taps
     Sizes& n = *reinterpret_cast<Sizes*>(shared);
     const int tiles_x = ((int)mx + (int)wide - 1) / (int)wide;
@@ -270,7 +274,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
     if (threadIdx.x < GROUP * GROUPS) shared[HEAD + threadIdx.x] = bias[blockIdx.y * GROUP * GROUPS + threadIdx.x];
     sync_block();
-    const bool turns = AHEAD && n.chunks > 1;  // of two buffers
+    const bool turns = AHEAD && n.chunks > 1;  // whether two buffers alternate
     float* const staged = shared + HEAD + GROUP * GROUPS;
     float* const tile = staged + (turns ? 2 : 1) * n.kernel_floats;
     unsigned short* const offsets = reinterpret_cast<unsigned short*>(tile + (int)slots * FIN * n.plane);
@@ -281,7 +285,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
     for (int v = 0; v < LANE; ++v) at[v] = voxel_of<TENSOR>(v) / n.wide * n.pitch + voxel_of<TENSOR>(v) % n.wide;
 
-    int slot = 0;  // of the tile, where planes of a chunk begin
+    int slot = 0;  // of the tile, where planes of a chunk start
     if constexpr (AHEAD) {
         stage_kernels<FIN, GROUPS, TENSOR>(staged, offsets, kernels, Chunk(0, n), n);
         const int count = Chunk(0, n).planes;
@@ -310,10 +314,10 @@ __global__ void __launch_bounds__(THREADS, 2)
             const int eights = (chunk.count * FIN * n.kx + 7) / 8;
             const T *const early = static_cast<const T*>(n.before), *const late = static_cast<const T*>(n.x);
             T held[AT_ONCE];
-            int filled = 0, first = z + chunk.plane, count = chunk.planes;  // AHEAD: of what comes next
+            int filled = 0, first = z + chunk.plane, count = chunk.planes;  // AHEAD: of the data loaded next
             if constexpr (AHEAD) {
                 cp_async_wait<0>();
-                sync_block();  // this chunk is there, and nobody reads the one before
+                sync_block();  // this chunk is there, and no thread reads the one before
                 const bool last = number + 1 == n.chunks;
                 filled = slot + n.planes < n.slots ? slot + n.planes : slot + n.planes - n.slots;
                 first = z + n.planes, count = z + last < n.z_end ? 1 : 0;

@@ -1,12 +1,12 @@
-"""Convolution of few input maps on a GPU: the first layer, whose output is many times its input.
+"""Convolution of few input maps on a GPU: the first layer, whose output is many times larger than its input.
 
 Method   A block stages the input of a tile of 192 voxels in shared memory and sums all output maps, up to 80 of them,
          in registers. units=float: on float32 units; units=tensor: in matrix products of tf32, whose rounding tf32 and
-         fp16 allow. Kernels come in chunks of whole rows of taps, so that any size fits shared memory. Where an image
-         has not tiles enough for the card, a block sums fewer maps, as the paper's division says. staging=ahead: as in
-         the paper, while one part is multiplied the next comes: a plane of the input where all kernels stay in shared
-         memory, else a chunk of kernels and its planes. conv_first.cu.
-Memory   Nothing beside kernels.
+         fp16 allow. Kernels are processed in chunks of whole rows of taps, so that any size fits shared memory. If an
+         image has too few tiles for the GPU, a block sums fewer maps, according to the paper's division. staging=ahead:
+         as in the paper, while one part is multiplied the next is loaded: a plane of the input if all kernels stay in
+         shared memory, else a chunk of kernels and its planes. conv_first.cu.
+Memory   None besides kernels.
 Bound    float: arithmetic from k = 3 on, 2 k^3 f f' flops a voxel; tensor: writing the output up to k = 5.
 Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.1.
 Tested   tests/kernels/gpu/test_conv_first.py
@@ -22,45 +22,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.block.division import Image, card_of, divide_single
-from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
 
 SOURCE = "conv_first.cu"
-THREADS, TILE, GROUP, HEAD, AT_ONCE = 192, 192, 16, 32, 8  # conv_first.cu
+THREADS, TILE, GROUP, HEAD, AT_ONCE = 192, 192, 16, 32, 8  # as in conv_first.cu
 WIDTHS = (32, 16, 8)  # of a tile along x
 MOST_GROUPS = 5  # of GROUP maps that a block sums
 MOST_MAPS = 4  # of the input
 WIDEST = 11  # kernel along x: the inputs of a row of taps stay in registers
 MOST_IMAGES = 65535  # of a grid along z
-SHARED_BYTES = 49 << 10  # of a block: two fit a multiprocessor of any card
-RESIDENT = 2  # blocks of a multiprocessor
-BLOCKS = 16  # a multiprocessor that there should be: so many z may one block take
+SHARED_BYTES = 49 << 10  # per block: two fit a multiprocessor of any GPU
+RESIDENT = 2  # blocks per multiprocessor
+BLOCKS = 16  # blocks per multiprocessor that there should be: limits how many z a block takes
 REGISTERS = 168
-TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
-AHEAD = ("staging", "ahead")  # of a variant; without: a chunk is staged, then multiplied
-# Staged ahead, of the work of taps and bytes, and flops that a value of out costs beside its taps: fitted to 1 to 80
-# maps, k = 2 to 8, on an H200, benchmarks/results/layers_first-..
+TENSOR_SPEED = 4.0  # throughput of tensor cores relative to float32 units
+AHEAD = ("staging", "ahead")  # of a variant; without it a chunk is staged, then multiplied
+# Cost with staging ahead relative to that without, for flops of taps and for bytes, and flops per output value besides
+# its taps: fitted to 1 to 80 maps, k = 2 to 8, on an H200, benchmarks/results/layers_first-..
 AHEAD_FLOPS, AHEAD_BYTES, BESIDE = 0.45, 0.77, 16
 
 
 class _Plan(NamedTuple):
-    """How the kernels of one layer are cut."""
+    """The division of one layer's kernels."""
 
     blocks: int  # of maps
-    groups: int  # of GROUP maps a block
-    rows: int  # of taps a chunk: (dz, dy)
+    groups: int  # of GROUP maps per block
+    rows: int  # of taps per chunk: (dz, dy)
     chunks: int
     kernel_floats: int  # of a chunk and a block of maps
-    planes: int  # of the input that a chunk meets at most
+    planes: int  # most planes of the input that a chunk needs
     units: str
-    ahead: bool  # what comes next is staged while a chunk is multiplied
+    ahead: bool  # whether the next chunk is staged while one is multiplied
 
     @property
     def padded(self) -> int:
@@ -68,17 +68,17 @@ class _Plan(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Of kernels: where one chunk is all, it stays."""
+        """Buffers of kernels: if one chunk is all, it stays."""
         return 2 if self.ahead and self.chunks > 1 else 1
 
     @property
     def arriving(self) -> int:
-        """Planes that are staged ahead at a time: the next z shares all but one."""
+        """Planes staged ahead at a time: the next z shares all but one."""
         return self.planes if self.chunks > 1 else 1
 
     @property
     def slots(self) -> int:
-        """Planes that there is room for."""
+        """Planes that fit the tile."""
         return self.planes + self.arriving if self.ahead else self.planes
 
 
@@ -99,13 +99,13 @@ def _plan(fin: int, fout: int, k: Vec3, units: str, groups: int, *, ahead: bool 
 
 
 def _fits(plan: _Plan, fin: int, k: Vec3) -> bool:
-    """Whatever the tile; but that all kernels stay while planes come is worth a choice among fewer tiles."""
+    """Whether shared memory suffices for any tile; if all kernels stay, for at least one."""
     some = 1 if plan.ahead and plan.chunks == 1 else len(WIDTHS)
     return len(_widths(plan, fin, k)) >= some
 
 
 def _widths(plan: _Plan, fin: int, k: Vec3) -> list[int]:
-    """Of tiles of which two blocks fit a multiprocessor, and registers hold what passes through them."""
+    """Return the widths of tiles for which two blocks fit a multiprocessor, and the data in flight fit registers."""
 
     def held(wide: int) -> int:
         by_cp_async = plan.units == "float" or not plan.ahead
@@ -121,18 +121,18 @@ def _plan_of(shape: ConvShape, variant: Variant) -> _Plan:
 
 
 def _comes_ahead(shape: ConvShape, groups: int) -> bool:
-    """There is something to stage while something is multiplied, and room for both."""
+    """Whether there is something to stage while something is multiplied, and space for both."""
     plan = _plan(shape.fin, shape.fout, shape.k, _units(shape), groups, ahead=True)
     return _fits(plan, shape.fin, shape.k) and (plan.chunks > 1 or shape.out[0] > 1)
 
 
 def _most_groups(fout: int) -> int:
-    """Of a block, where all blocks have as many."""
+    """Return the most groups of a block, if all blocks have as many."""
     return -(-fout // (-(-fout // (MOST_GROUPS * GROUP)) * GROUP))
 
 
 def _divided_groups(shape: ConvShape, gpu: Gpu) -> int:
-    """Of a block: the most, but where these are blocks for less than the card, what the paper's 3.1 gives."""
+    """Return the groups of a block: the most, or if these blocks do not fill the GPU, the paper's number (3.1)."""
     most, wide, (mz, my, mx) = _most_groups(shape.fout), _wide(shape), shape.out
     tiles = shape.batch * mz * -(-my // (TILE // wide)) * -(-mx // wide)
     if tiles * -(-shape.fout // (most * GROUP)) >= RESIDENT * gpu.multiprocessors:
@@ -151,19 +151,19 @@ def _shared_bytes(plan: _Plan, fin: int, k: Vec3, wide: int) -> int:
 
 
 def _pitch(wide: int, k: Vec3) -> int:
-    """Floats from one line of the tile to the next: lanes read four at a time."""
+    """Return the floats from one line of the tile to the next: lanes read four at a time."""
     return -(-(wide + k[2] - 1) // 4) * 4
 
 
 def _wide(shape: ConvShape, plan: _Plan | None = None) -> int:
-    """Of a tile along x: the tiles that cover least, of those that fit where they are fewer than WIDTHS."""
+    """Return the width of the tiles that cover the least, of those that fit if they are fewer than WIDTHS."""
     _, my, mx = shape.out
     widths = _widths(plan, shape.fin, shape.k) if plan is not None and plan.ahead else WIDTHS
     return min(widths, key=lambda wide: -(-mx // wide) * -(-my // (TILE // wide)))
 
 
 def _units(shape: LayerShape) -> str:
-    """What computes: fp32 allows no rounding to tf32."""
+    """Return the units that compute: fp32 allows no rounding to tf32."""
     return "float" if shape.precision == "fp32" else "tensor"
 
 
@@ -175,19 +175,19 @@ def _kernel(
     return f"first<{value}, {fin}, {groups}, {kx}, {ACTIVATIONS.index(activation)}, {words}>"
 
 
-def instances() -> list[Instance]:
-    """Kernels of the benchmarks' first layers, and of the widest."""
+def instances() -> list[KernelInstance]:
+    """Return kernels of the benchmarks' first layers, and of the widest."""
     tensor = [(itemsize, fin, 5, 0) for itemsize in (2, 4) for fin in (1, 3)]
     plain = [(4, fin, 5, kx) for fin, kx in ((1, 2), (1, 3), (1, 5), (1, 9), (3, 3))]
     names = []
     for ahead in (False, True):
         names += [_kernel(*sizes, "relu", vectors=True, ahead=ahead) for sizes in (*tensor, *plain)]
         names += [_kernel(4, 1, 1, kx, "none", vectors=False, ahead=ahead) for kx in (0, 3)]
-    return [Instance(SOURCE, name, REGISTERS) for name in names]
+    return [KernelInstance(SOURCE, name, REGISTERS) for name in names]
 
 
 class _Resident(NamedTuple):
-    kernels: Any  # float32, cut as the plan says: conv_first.cu
+    kernels: Any  # float32, in the plan's layout: conv_first.cu
     bias: Any  # (padded f',) float32
 
 
@@ -215,7 +215,7 @@ class ConvFirst:
         plan = _plan(shape.fin, shape.fout, shape.k, _units(shape), _most_groups(shape.fout))
         needed, there = _shared_bytes(plan, shape.fin, shape.k, _wide(shape)), machine.gpu.shared_block_bytes
         if needed > there:
-            return f"one row of its taps wants {needed} bytes of shared memory, and a block has {there}"
+            return f"one row of its taps needs {needed} bytes of shared memory, and a block has {there}"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
@@ -270,7 +270,7 @@ class ConvFirst:
 
 
 def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.float32]:
-    """Rows of taps (rows, f * kx, blocks, maps) as tensor cores take them: conv_first.cu, "tensor"."""
+    """Arrange rows of taps (rows, f * kx, blocks, maps) for tensor cores: conv_first.cu, "tensor"."""
     rows, taps, blocks, maps = matrix.shape
     eights = plan.kernel_floats // maps // 8
     chunks = np.zeros((plan.chunks, eights * 8, blocks, maps), np.float32)
@@ -278,7 +278,7 @@ def _fragments(matrix: npt.NDArray[np.float32], plan: _Plan) -> npt.NDArray[np.f
         part = matrix[chunk * plan.rows : (chunk + 1) * plan.rows]
         chunks[chunk, : len(part) * taps] = part.reshape(-1, blocks, maps)
     assert plan.chunks * plan.rows >= rows
-    # taps are 4 h + t of an eight; maps 4 c + 2 i + b of a group, lane 4 (2 c + b) + t, word 2 i + h
+    # Taps are 4 h + t of an eight; maps 4 c + 2 i + b of a group, lane 4 (2 c + b) + t, word 2 i + h.
     apart = chunks.reshape(plan.chunks, eights, 2, 4, blocks, plan.groups, 4, 2, 2)
     ordered = apart.transpose(4, 0, 1, 5, 6, 8, 3, 7, 2)
     bits = np.ascontiguousarray(ordered).view(np.uint32)

@@ -1,11 +1,11 @@
-"""Which of cuDNN's plans compute a convolution, and compute it right.
+"""Selection of cuDNN plans that compute a convolution correctly.
 
-Method   Of the plans that its heuristics propose, in their order, those count that need no more workspace than is given
-         and compute a small layer of the same maps and kernel right: some versions have 3D kernels that do not. What a
-         plan then computes of the first input is looked at in a few voxels: some are wrong for some sizes only. What
-         was found out is remembered as long as the process lives.
+Method   Of the plans that cuDNN's heuristics propose, in their order, those are used that need no more workspace than
+         given and compute a small layer of the same maps and kernel correctly: some versions have 3D kernels that do
+         not. A plan's result for the first input is then checked in a few voxels: some are wrong for some sizes only.
+         Findings are remembered for the life of the process.
 Memory   While a plan is tried: the small layer twice, its weights, CHECK_BYTES of workspace.
-Source   nvidia-cudnn-frontend; what was wrong: cuDNN 9.8 to 9.15.
+Source   nvidia-cudnn-frontend; observed errors: cuDNN 9.8 to 9.15.
 Tested   tests/kernels/gpu/test_conv_cudnn.py
 """
 
@@ -28,48 +28,48 @@ if TYPE_CHECKING:
     from znnpy.kernels.gpu.libraries import ConvolutionPlan
     from znnpy.shapes import Activation
 
-ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, of the rms answer
-ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of what is stored
-BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output but one
+ALLOWED = {"fp32": 1e-6, "tf32": 1e-3, "fp16": 2e-3}  # rms error of a plan, relative to the rms answer
+ROUNDING = {"fp32": 2.0**-22, "tf32": 2.0**-22, "fp16": 2.0**-10}  # of stored values
+BEYOND: Vec3 = (1, 4, 9)  # voxels of the small layer's output, minus one
 CHECK_BYTES = 8 << 20  # of workspace for the small layer
-LOOKS = 15  # voxels that are looked at, and the last
+LOOKS = 15  # voxels that are checked, besides the last
 NAIVE = "eng0"
 
-_RIGHT: dict[tuple[object, ...], bool] = {}  # what this process has checked
-_REFUSED: set[tuple[Convolution, str]] = set()  # plans that did not run, of these very sizes
+_RIGHT: dict[tuple[object, ...], bool] = {}  # results of this process's checks
+_REFUSED: set[tuple[Convolution, str]] = set()  # plans that failed to run, for exactly these sizes
 
 
 def forget() -> None:
-    """Check all plans anew from here on, as a new process does."""
+    """Forget all findings, so that plans are checked again as in a new process."""
     _RIGHT.clear()
     _REFUSED.clear()
 
 
 def refuse(problem: Convolution, plan: ConvolutionPlan) -> None:
-    """Never choose the plan for this very size: it did not run."""
+    """Never choose the plan for exactly this problem again: it failed to run."""
     _REFUSED.add((problem, plan.name))
 
 
 def reject(problem: Convolution, plan: ConvolutionPlan) -> None:
-    """Never choose the plan for these maps and this kernel: what it computed was wrong."""
+    """Never choose the plan for these maps and this kernel again: its result was wrong."""
     _RIGHT[_key(problem, plan)] = False
 
 
 class Chosen(NamedTuple):
-    """A plan, and what it computes: with bias and activation or without."""
+    """A plan and its problem, which includes bias and activation or not."""
 
     problem: Convolution
     plan: ConvolutionPlan
 
 
 class NoPlanError(DeviceError):
-    """cuDNN has no plan that computes a layer of this size right."""
+    """cuDNN has no plan that computes a layer of this size correctly."""
 
 
 def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chosen:
-    """Of plans that fit and compute what they should, number `choice`, or the last.
+    """Return number `choice`, or the last, of the plans that fit and compute correctly.
 
-    Those that bring bias and activation along go first, the naive one last.
+    Plans that fuse bias and activation go first, the naive one last.
     """
     right: list[Chosen] = []
     wrong, refused = [], []
@@ -94,19 +94,19 @@ def choose(device: Device, asked: Convolution, limit: int, choice: int) -> Chose
     told += f"; refused to run: {', '.join(refused)}" if refused else ""
     raise NoPlanError(
         f"cuDNN has no plan for {asked} within {limit} bytes of workspace{told}; "
-        f"take another primitive with {option('only')}"
+        f"choose another primitive with {option('only')}"
     )
 
 
 def is_naive(plan: ConvolutionPlan) -> bool:
-    """It is the plan that is always there, and many times as slow as others."""
+    """Whether it is the plan that always exists and is many times slower than others."""
     return plan.name.split("_")[0] == NAIVE
 
 
 def is_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
-    """Whether the plan computes a small layer of these maps and this kernel right; tried once in a process.
+    """Whether the plan computes a small layer of these maps and this kernel correctly; tried once per process.
 
-    False too where it cannot be tried.
+    False also if it cannot be tried.
     """
     key = _key(problem, plan)
     if key not in _RIGHT:
@@ -119,16 +119,16 @@ def _key(problem: Convolution, plan: ConvolutionPlan) -> tuple[object, ...]:
 
 
 def _apart(problem: Convolution) -> tuple[bool, bool, bool]:
-    """Whether there are several images, and whether something lies between those of input and of output."""
+    """Return whether there are several images, and whether there are gaps between those of input and of output."""
     n, m = prod(problem.n) * problem.fin, prod(valid(problem.n, problem.k)) * problem.fout
     several = problem.batch > 1
     return several, several and problem.x_step != n, several and problem.out_step != m
 
 
 def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan) -> bool:
-    """Tried on images that lie as the problem's do: next to each other, or with planes between.
+    """Try the plan on images with the problem's layout: adjacent, or with planes between them.
 
-    With weights of its own, not the layer's: those may be 0, or so large that sums overflow.
+    The weights are not the layer's: those may be 0, or so large that sums overflow.
     """
     several, x_apart, out_apart = _apart(problem)
     n, dtype = add(problem.k, BEYOND), np.float16 if problem.precision == "fp16" else np.float32
@@ -159,7 +159,7 @@ def _computes_right(device: Device, problem: Convolution, plan: ConvolutionPlan)
 
 
 def looks_right(device: Device, given: Any, kernels: Any, biases: Any, into: Any, activation: Activation) -> bool:
-    """Whether some voxels of a result are what they should be: no bound on errors of sums is below these."""
+    """Whether some voxels of a result are plausible; the bound is above all rounding errors of sums."""
     kz, ky, kx = kernels.shape[1:4]
     weight = device.get(kernels).astype(np.float64)
     bias = device.get(biases).astype(np.float64)
@@ -168,12 +168,12 @@ def looks_right(device: Device, given: Any, kernels: Any, biases: Any, into: Any
     for s, z, y, v in [[int(rng.integers(m + 1)) for m in last] for _ in range(LOOKS)] + [last]:
         window = device.get(given[s, z : z + kz, y : y + ky, v : v + kx]).astype(np.float64)
         found = device.get(into[s, z, y, v]).astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is not this one's to find
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow is detected elsewhere
             exact = reference.activate(np.tensordot(weight, window, 4) + bias, activation)
-            # products of tf32 are within 2^-11 twice, and steps of float16 near 0 are 2^-24
+            # Products of tf32 are within 2^-11 twice, and steps of float16 near 0 are 2^-24.
             largest = np.tensordot(abs(weight), abs(window), 4)
             bound = 2.0**-9 * largest + 2.0**-10 * abs(exact) + 2.0**-24
-            # else it may be infinite, or is NaN
+            # Elsewhere the result may be infinite or NaN.
             held = (abs(exact) < np.finfo(into.dtype).max / 2) & (largest < np.finfo(np.float32).max / 2)
             if not (abs(found - exact) <= bound)[held].all():
                 return False
@@ -181,7 +181,7 @@ def looks_right(device: Device, given: Any, kernels: Any, biases: Any, into: Any
 
 
 def check_bytes(shape: ConvShape) -> int:
-    """What the small layers take, with weights and workspace."""
+    """Return the bytes of the small layers, with weights and workspace."""
     small = add(shape.k, add(BEYOND, (1, 0, 0)))
     values = prod(small) * shape.fin + prod(valid(small, shape.k)) * shape.fout
     weights = shape.itemsize * shape.fout * shape.fin * prod(shape.k) + FLOAT32 * shape.fout

@@ -14,20 +14,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from znnpy.errors import DeviceError, VramError
-from znnpy.extras import install
-from znnpy.kernels.gpu.arrays import c_strides, check_view, copy_rows, kernel_arguments
+from znnpy.errors import DeviceError
+from znnpy.kernels.gpu.checks import c_strides, check_view, copy_rows, kernel_arguments
+from znnpy.kernels.gpu.cuda_runtime import describe, dotted, import_cupy, refusal
+from znnpy.kernels.gpu.kernel_source import compiler_options, describe_kernels, source_text
 from znnpy.kernels.gpu.libraries import CudaLibraries, Libraries
-from znnpy.kernels.gpu.modules import compiler_options, kernel_words, source_text
 from znnpy.machine import Gpu
-from znnpy.messages import option
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -56,14 +54,14 @@ def find_gpus() -> dict[int, Gpu]:
     Plans are made for one kind. Raises DeviceError, in one sentence: CuPy or CUDA's compiler is not installed, there is
     no driver, the driver is older than CuPy's CUDA, there is no device, or it is too old.
     """
-    cupy = _cupy()
+    cupy = import_cupy()
     runtime = cupy.cuda.runtime
     driver, library = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if driver == 0:
         raise DeviceError("this machine has no NVIDIA driver: install one, or run on the CPU")
     if driver // 1000 < library // 1000:  # within one major version, any driver runs any library
         raise DeviceError(
-            f"the NVIDIA driver supports CUDA {_dotted(driver)} and CuPy needs CUDA {library // 1000}: "
+            f"the NVIDIA driver supports CUDA {dotted(driver)} and CuPy needs CUDA {library // 1000}: "
             "install a newer driver, or run on the CPU"
         )
     try:
@@ -77,28 +75,14 @@ def find_gpus() -> dict[int, Gpu]:
             "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES, "
             "or run on the CPU"
         )
-    gpu = _describe(cupy, driver, library, 0)
+    gpu = describe(cupy, driver, library, 0)
     if gpu.capability < _OLDEST:
         major, minor = gpu.capability
         raise DeviceError(
             f"the GPU, a {gpu.name}, has compute capability {major}.{minor}, and the kernels need "
             f"{_OLDEST[0]}.{_OLDEST[1]} (Ampere) and newer: run on the CPU"
         )
-    return {number: gpu for number in range(devices) if _describe(cupy, driver, library, number) == gpu}
-
-
-def refusal(call: str, code: object, nbytes: int | None = None, free: int | None = None) -> DeviceError:
-    """Return the error for a call that CUDA refused.
-
-    code    CUDA's answer, e.g. "cudaErrorMemoryAllocation: out of memory".
-    nbytes  bytes requested; None if the call is not about memory.
-    free    free bytes of a device that refused memory: the error is a VramError.
-    """
-    sizes = "" if nbytes is None else f" of {nbytes} bytes"
-    left = (
-        "" if free is None else f"; {free} bytes are free, so lower {option('vram')} or stop other programs on the GPU"
-    )
-    return (DeviceError if free is None else VramError)(f"{call}{sizes} was refused: {code}{left}")
+    return {number: gpu for number in range(devices) if describe(cupy, driver, library, number) == gpu}
 
 
 class Kernel:
@@ -156,7 +140,7 @@ class Device:
         self.gpu = gpu
         self.number = number
         self.abandoned = False
-        self._cupy = _cupy()
+        self._cupy = import_cupy()
         runtime = self._cupy.cuda.runtime
         self._refusals = (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
         self._modules: dict[tuple[Any, ...], dict[str, Kernel]] = {}
@@ -367,7 +351,7 @@ class Device:
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
     def _compile(self, source: str, names: Sequence[str], defines: dict[str, int | str]) -> dict[str, Kernel]:
-        words = kernel_words(source, names, defines)
+        words = describe_kernels(source, names, defines)
         module = self._cupy.RawModule(
             code=source_text(source), options=compiler_options(source, defines), name_expressions=tuple(names)
         )  # compiled when a function is requested, once per device
@@ -398,56 +382,3 @@ class _Owner:
     """An object that lives as long as an array views the memory it stands for."""
 
     __slots__ = ("__weakref__",)
-
-
-def _cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise DeviceError(
-            f"a GPU is driven through CuPy, which cannot be imported ({error}): {install('gpu')}"
-        ) from error
-    return cupy
-
-
-def _describe(cupy: Any, driver: int, library: int, number: int) -> Gpu:
-    runtime = cupy.cuda.runtime
-
-    def attribute(name: str) -> int:
-        return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), number))
-
-    try:
-        properties = runtime.getDeviceProperties(number)
-        return Gpu(
-            name=properties["name"].decode(),
-            capability=(properties["major"], properties["minor"]),
-            multiprocessors=properties["multiProcessorCount"],
-            memory_bytes=properties["totalGlobalMem"],
-            l2_bytes=properties["l2CacheSize"],
-            shared_block_bytes=attribute("MaxSharedMemoryPerBlockOptin"),
-            shared_multiprocessor_bytes=attribute("MaxSharedMemoryPerMultiprocessor"),
-            bandwidth=2e3 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8,  # two a clock (kHz)
-            driver=driver,
-            versions=_versions(cupy, library),
-        )
-    except runtime.CUDARuntimeError as error:
-        raise refusal("cudaGetDeviceProperties", error) from error
-
-
-def _versions(cupy: Any, library: int) -> tuple[tuple[str, str], ...]:
-    try:
-        compiler = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    except (ImportError, RuntimeError) as error:  # CuPy alone, without CUDA's libraries
-        told = str(error).strip().partition("\n")[0]
-        raise DeviceError(f"CUDA's compiler, which CuPy needs, cannot be loaded ({told}): {install('gpu')}") from error
-    found = [("cupy", cupy.__version__), ("cuda", _dotted(library)), ("nvrtc", compiler)]
-    for package in ("nvidia-cublas", "nvidia-cufft", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"):
-        try:
-            found.append((package.removeprefix("nvidia-"), version(package)))
-        except PackageNotFoundError:
-            continue  # not every installation has it as a package
-    return tuple(found)
-
-
-def _dotted(cuda: int) -> str:
-    return f"{cuda // 1000}.{cuda % 1000 // 10}"

@@ -1,8 +1,8 @@
-/* The one seam between kernels and the machine: barriers, shuffles, shared memory, half precision, tensor instructions.
+/* The only interface between kernels and the hardware: barriers, shuffles, shared memory, half precision, tensor cores.
  *
- * Every kernel includes this file first and asks the hardware for nothing but through it, wgmma.cuh and plain CUDA C++.
- * Each operation has two bodies: instructions of sm_80 and newer, and plain C++ for the tests' emulator, which runs one
- * fiber per CUDA thread on a CPU (`ZNNPY_EMULATOR`; tests/support/emulator/emulator.hpp brings CUDA's own words).
+ * Every kernel includes this file first and uses the hardware only through it, wgmma.cuh and plain CUDA C++. Each
+ * operation has two bodies: instructions of sm_80 and newer, and plain C++ for the tests' emulator, which runs one
+ * fiber per CUDA thread on a CPU (`ZNNPY_EMULATOR`; its header tests/support/emulator/emulator.hpp defines CUDA's own names).
  * The emulator proves indexing and arithmetic; timing, bank conflicts and the instructions themselves are proved on a
  * device.
  *
@@ -14,7 +14,7 @@
 
 #ifndef ZNNPY_EMULATOR
 #include <cuda_fp16.h>
-#define INFINITY __int_as_float(0x7f800000)  // of <math.h>, which NVRTC has not
+#define INFINITY __int_as_float(0x7f800000)  // of <math.h>, which NVRTC lacks
 #define NAN __int_as_float(0x7fffffff)
 #endif
 
@@ -25,8 +25,8 @@
 #define CALLED __device__ __noinline__  // a function with an address of its own
 #endif
 
-/* Shared memory of a block. Neither holds anything meaningful when a block starts.
- *   EXTERN_SHARED(float2, lines);           as many bytes as the launch gave, on 128 bytes: `float2* lines`
+/* Shared memory of a block, uninitialised when a block starts.
+ *   EXTERN_SHARED(float2, lines);           the launch's bytes, aligned to 128 bytes: `float2* lines`
  *   SHARED(float, tile, [16][17]);          fixed size: `float tile[16][17]`, dimensions in brackets
  */
 #ifdef ZNNPY_EMULATOR
@@ -42,7 +42,7 @@
 constexpr int WARP = 32;
 constexpr unsigned WHOLE_WARP = 0xffffffffu;
 
-/* Barriers: all threads of the block (those that returned count as arrived), all lanes of the warp. */
+/* Barriers for all threads of the block (threads that returned count as arrived), and for all lanes of the warp. */
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 
@@ -68,7 +68,9 @@ DEVICE float from_bits(unsigned bits) { return __uint_as_float(bits); }
 DEVICE unsigned bits_of(half2 pair) { return *reinterpret_cast<unsigned*>(&pair); }
 DEVICE half2 half2_from_bits(unsigned bits) { return *reinterpret_cast<half2*>(&bits); }
 
-/* Activations: T is float or half, arithmetic is in float. The wide ones need an address of 4 * sizeof(T), 2 * ... */
+/* Activations: T is float or half, arithmetic is in float. The wide ones need addresses aligned to 4 * sizeof(T), 2 *
+ * ...
+ */
 DEVICE float load_activation(const float* from) { return __ldg(from); }
 DEVICE float load_activation(const half* from) { return to_float(__ldg(from)); }
 DEVICE float2 load_activation2(const float* from) { return __ldg(reinterpret_cast<const float2*>(from)); }
@@ -88,13 +90,13 @@ DEVICE void store_activation4(half* to, float4 v) {
     *reinterpret_cast<uint2*>(to) = make_uint2(bits_of(to_half2(v.x, v.y)), bits_of(to_half2(v.z, v.w)));
 }
 
-/* The larger of two, of each pair; NaN if one of them is. */
+/* The larger of two values, for each element; NaN if one of them is. */
 DEVICE float maximum(float a, float b);
 DEVICE half2 maximum(half2 a, half2 b) { return __hmax2_nan(a, b); }
 DEVICE half maximum(half a, half b);
 
-/* Peaks: *peak = max(*peak, |value|), whatever order threads come in. Bits of |x| grow with |x|, and those of infinity
- * and NaN lie above all numbers, so they win and stay. A null peak: nobody asks.
+/* Peaks: *peak = max(*peak, |value|), whatever the order of threads. The bits of |x| grow with |x|, and those of
+ * infinity and NaN are above all numbers, so they win and stay. A null peak: not wanted.
  */
 DEVICE unsigned magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
 #ifdef ZNNPY_EMULATOR
@@ -102,7 +104,7 @@ DEVICE float larger_magnitude(float peak, float value) {
     return from_bits(max(magnitude_bits(peak), magnitude_bits(value)));
 }
 #else
-DEVICE float larger_magnitude(float peak, float value) {  // one instruction, |x| and all
+DEVICE float larger_magnitude(float peak, float value) {  // one instruction, including |x|
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(peak)), "f"(fabsf(value)));
     return larger;
@@ -112,24 +114,24 @@ DEVICE void raise_peak(float* peak, float value) {
     if (peak == nullptr) return;
     const unsigned bits = magnitude_bits(value);
     unsigned* const word = reinterpret_cast<unsigned*>(peak);
-    if (bits > *static_cast<volatile unsigned*>(word)) atomicMax(word, bits);  // the word only grows: most skip
+    if (bits > *static_cast<volatile unsigned*>(word)) atomicMax(word, bits);  // it only grows: most skip this
 }
-/* One atomic a warp; all 32 lanes must call. */
+/* One atomic per warp; all 32 lanes must call. */
 DEVICE void raise_peak_by_warp(float* peak, float value) {
     if (peak == nullptr) return;
     for (int mask = WARP / 2; mask > 0; mask /= 2) value = larger_magnitude(value, shuffle_xor(value, mask));
     if (((threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x) % WARP == 0) raise_peak(peak, value);
 }
 
-/* d += a b, for one warp: a 16 x 16 float16, b 16 x 8 float16, d 16 x 8 float32 in the registers of mma.m16n8k16. Lane
- * l = 4 g + t holds, two float16 in a word with the lower index in the lower half:
+/* Computes d += a b for one warp: a 16 x 16 float16, b 16 x 8 float16, d 16 x 8 float32 in the registers of
+ * mma.m16n8k16. Lane l = 4 g + t holds, two float16 in a word with the lower index in the lower half:
  *   a[0] = A[g][2t, 2t+1], a[1] = A[g+8][2t, +1], a[2] = A[g][2t+8, +1], a[3] = A[g+8][2t+8, +1]
  *   b[0] = B[2t, 2t+1][g], b[1] = B[2t+8, 2t+9][g]
  *   d[0], d[1] = D[g][2t, 2t+1], d[2], d[3] = D[g+8][2t, 2t+1]
  */
 DEVICE void mma_half(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
 
-/* The same in tf32: a 16 x 8, b 8 x 8, words made by `to_tf32`, as mma.m16n8k8 wants them:
+/* Computes the same in tf32: a 16 x 8, b 8 x 8, words from `to_tf32`, in the layout of mma.m16n8k8:
  *   a[0] = A[g][t], a[1] = A[g+8][t], a[2] = A[g][t+4], a[3] = A[g+8][t+4];  b[0] = B[t][g], b[1] = B[t+4][g]
  */
 DEVICE void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
@@ -137,18 +139,18 @@ DEVICE void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[
 /* The word of a tf32: 10 bits of mantissa, rounded to nearest, ties away from zero. */
 DEVICE unsigned to_tf32(float value);
 
-/* Four or two 8 x 8 matrices of 16-bit elements from shared memory: lane 8 i + r gives the address of row r of matrix i
- * (16 bytes, on 16), and word i of lane 4 g + t becomes elements 2t, 2t+1 of row g; transposed: of column g. All lanes
- * must call; for two matrices only addresses of lanes 0..15 are read.
+/* Loads four or two 8 x 8 matrices of 16-bit elements from shared memory: lane 8 i + r passes the address of row r of
+ * matrix i (16 bytes, aligned to 16), and word i of lane 4 g + t becomes elements 2t, 2t+1 of row g; transposed: of
+ * column g. All lanes must call; for two matrices only addresses of lanes 0..15 are read.
  */
 DEVICE void ldmatrix(unsigned (&words)[4], const void* row);
 DEVICE void ldmatrix(unsigned (&words)[2], const void* row);
 DEVICE void ldmatrix_transposed(unsigned (&words)[4], const void* row);
 DEVICE void ldmatrix_transposed(unsigned (&words)[2], const void* row);
 
-/* Copies from global to shared memory that go on while the thread does: BYTES is 4, 8 or 16, both addresses are multiples
- * of it. With `valid` false nothing is read and zeros are written. They are there after `cp_async_wait<N>` (all but the
- * last N committed groups of this thread) and a barrier.
+/* Asynchronous copies from global to shared memory: BYTES is 4, 8 or 16, both addresses are multiples of it. With
+ * `valid` false nothing is read and zeros are written. They are complete after `cp_async_wait<N>` (all but the last N
+ * committed groups of this thread) and a barrier.
  */
 template <int BYTES> DEVICE void cp_async(void* shared, const void* global, bool valid = true);
 DEVICE void cp_async_commit();
@@ -213,7 +215,7 @@ DEVICE void ldmatrix_transposed(unsigned (&words)[2], const void* row) {
 template <int BYTES> DEVICE void cp_async(void* shared, const void* global, bool valid) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
     const int read = valid ? BYTES : 0;
-    if constexpr (BYTES == 16)  // past L1: nobody reads it again from there
+    if constexpr (BYTES == 16)  // past L1: the data are not read again from there
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                      "r"(read)
                      : "memory");
@@ -228,7 +230,7 @@ template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group
 #else  // the emulator
 
 namespace twin {
-// Element `column` of row `row` of the 16-bit matrix whose 8 rows begin where lanes first..first+7 say.
+// Element `column` of row `row` of the 16-bit matrix whose 8 row addresses are those of lanes first..first+7.
 inline unsigned short element(const void* const* rows, int first, int row, int column) {
     return static_cast<const unsigned short*>(rows[first + row])[column];
 }
@@ -236,13 +238,13 @@ template <int COUNT> inline void load_matrices(unsigned (&words)[COUNT], const v
     const void* const* rows = emulator::of_all_lanes(row);
     const int g = emulator::lane() / 4, t = emulator::lane() % 4;
     for (int i = 0; i < COUNT; ++i) {
-        if (reinterpret_cast<unsigned long long>(rows[8 * i + g]) % 16 != 0) emulator::fail("ldmatrix: a row not on 16 bytes");
+        if (reinterpret_cast<unsigned long long>(rows[8 * i + g]) % 16 != 0) emulator::fail("ldmatrix: misaligned row");
         const unsigned low = transposed ? element(rows, 8 * i, 2 * t, g) : element(rows, 8 * i, g, 2 * t);
         const unsigned high = transposed ? element(rows, 8 * i, 2 * t + 1, g) : element(rows, 8 * i, g, 2 * t + 1);
         words[i] = low | high << 16;
     }
 }
-struct Operands {  // of one lane, as numbers: the lower of a word first
+struct Operands {  // of one lane, as numbers: the lower half of a word first
     float a[8], b[4];
 };
 inline Operands numbers_of(const unsigned (&a)[4], const unsigned (&b)[2]) {
@@ -272,7 +274,7 @@ inline void multiply(const Operands* lanes, Product& product) {
         product.rows[row] = sum;
     }
 }
-inline float tf32_of(unsigned word) { return from_bits(word & 0xffffe000u); }  // what the unit does not read
+inline float tf32_of(unsigned word) { return from_bits(word & 0xffffe000u); }  // the bits that the unit reads
 }  // namespace twin
 
 DEVICE void mma_half(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from znnpy.errors import DeviceError
 from znnpy.shapes import FLOAT32, Activation, Precision, Vec3, valid
-
-if TYPE_CHECKING:
-    from znnpy.kernels.gpu.device import Device
 
 Kind = Literal["real", "complex"]
 
@@ -99,10 +96,25 @@ def work_bytes(kind: Kind, n: int, count: int) -> int:
     return FLOAT32 * n * count + 1024 if kind == "real" else 0
 
 
+class LibraryDevice(Protocol):
+    """The part of a device that its libraries use."""
+
+    @property
+    def number(self) -> int:
+        """Its number among the devices that the process may see."""
+
+    @property
+    def stream(self) -> Any:
+        """The stream that libraries queue their work on."""
+
+    def address(self, array: Any) -> int:
+        """Return the device address of an array's first element."""
+
+
 class CudaLibraries:
     """cuFFT and cuDNN on one device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: LibraryDevice) -> None:
         self._device = device
         self._handle: Any = None  # of cuDNN, created at first use
 
@@ -176,7 +188,7 @@ class CudaLibraries:
 class _CufftLines:
     """Plans of cuFFT; if one needs a work area, one plan per address of that area."""
 
-    def __init__(self, device: Device, kind: Kind, n: int, count: int) -> None:
+    def __init__(self, device: LibraryDevice, kind: Kind, n: int, count: int) -> None:
         self._device, self._kind, self._n, self._count = device, kind, n, count
         self._plans: dict[tuple[bool, int], Any] = {}
         self._needs = {back: self._plan(back, None) for back in ((False, True) if kind == "real" else (False,))}
@@ -232,7 +244,9 @@ class _CufftLines:
 
 
 class _CudnnPlan:
-    def __init__(self, graph: Any, index: int, handle: Any, name: str, workspace_bytes: int, device: Device) -> None:
+    def __init__(
+        self, graph: Any, index: int, handle: Any, name: str, workspace_bytes: int, device: LibraryDevice
+    ) -> None:
         self.graph, self.index, self.name, self.workspace_bytes = graph, index, name, workspace_bytes
         self._handle, self._device = handle, device
 

@@ -22,17 +22,17 @@ from znnpy.errors import ShapeError
 from znnpy.kernels.gpu import conv_direct
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, Precision, Sliding, Vec3, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
 
-SOURCE, PEAK_SOURCE = "ops.cu", "moves.cu"
-PEAKS = ["peak_of<float, 1>", "peak_of<float, 4>"]  # as in moves.cu
+SOURCE, PEAK_SOURCE = "ops.cu", "load_store.cu"
+PEAKS = ["peak_of<float, 1>", "peak_of<float, 4>"]  # as in load_store.cu
 THREADS, WARP, SUMMED_BYTES = 256, 32, 8  # as in ops.cu
 WAVES = 16  # blocks per multiprocessor: enough to hide each other's latency
 PARTS = 512  # most parts of an image that softmax adds up: each block reads them all
@@ -55,9 +55,10 @@ def _families(value: str) -> list[list[str]]:
     ]
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
+    """Return the kernels for both types."""
     names = [name for value in ("half", "float") for family in _families(value) for name in family]
-    return [Instance(SOURCE, name, REGISTERS) for name in names]
+    return [KernelInstance(SOURCE, name, REGISTERS) for name in names]
 
 
 def pointwise(device: Device, activation: Activation, x: Any, out: Any) -> None:

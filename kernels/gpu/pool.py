@@ -15,13 +15,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work
-from znnpy.shapes import FilterShape, LayerShape, MaxoutShape, PoolShape, Vec3, valid
+from znnpy.kernels.contract import (
+    Footprint,
+    Kind,
+    Variant,
+    Windowed,
+    Work,
+    as_windowed,
+    why_not_filter,
+    why_not_maxout,
+    why_not_pooling,
+)
+from znnpy.kernels.gpu.kernel_source import KernelInstance
+from znnpy.shapes import LayerShape, MaxoutShape, PoolShape, Vec3, valid
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
 
 SOURCE = "pool.cu"
@@ -34,15 +44,6 @@ GROUP_THREADS = 256
 MOST_IMAGES = 65535  # of a grid along z; kernels loop over the rest
 REGISTERS = 64
 
-Windowed = PoolShape | FilterShape
-
-
-def windowed(shape: LayerShape) -> Windowed:
-    """Return `shape` as a pooling or a max-filter; TypeError if it is another kind of layer."""
-    if not isinstance(shape, Windowed):
-        raise TypeError(f"maxima over windows are computed here, not {shape}")
-    return shape
-
 
 def elements(itemsize: int, width: int) -> str:
     """Return the C++ template arguments of a vector of `width` neighbouring maps."""
@@ -51,12 +52,12 @@ def elements(itemsize: int, width: int) -> str:
     return f"half2, {width // 2}" if width % 2 == 0 else "half, 1"
 
 
-def instances() -> list[Instance]:
+def instances() -> list[KernelInstance]:
     """Return kernels for all vectors, for the commonest window and for any."""
     vectors = [elements(4, width) for width in (1, 2, 4)] + [elements(2, width) for width in (1, 2, 4, 8)]
     slides = [f"slide<{e}, {window}>" for e in vectors for window in ("2, 2, 2", "0, 0, 0")]
     names = [*slides, "groups<float>", "groups<half>"]
-    return [Instance(SOURCE, name, REGISTERS) for name in names]
+    return [KernelInstance(SOURCE, name, REGISTERS) for name in names]
 
 
 class _OnGpu:
@@ -88,7 +89,7 @@ class _Maxima(_OnGpu):
 
     def bind(self, resident: Any, shape: LayerShape, variant: Variant, device: Device) -> _Step:
         del resident, variant
-        return _Step(windowed(shape), device)
+        return _Step(as_windowed(shape), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,7 @@ class PoolMax(_Maxima):
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
             return "needs a CUDA device"
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        return "dense output needs every offset: see gpu.pool.fragments" if shape.fragments else None
+        return why_not_pooling(shape, fragments=False, other="gpu.pool.fragments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +121,7 @@ class PoolFragments(_Maxima):
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
             return "needs a CUDA device"
-        if not isinstance(shape, PoolShape):
-            return f"computes poolings, not {shape.kind}"
-        return None if shape.fragments else "plain pooling has no fragments: see gpu.pool.max"
+        return why_not_pooling(shape, fragments=True, other="gpu.pool.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,7 @@ class MaxFilter(_Maxima):
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
             return "needs a CUDA device"
-        return None if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+        return why_not_filter(shape)
 
 
 class _Step:
@@ -208,7 +205,7 @@ class MaxoutDirect(_OnGpu):
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if machine.gpu is None:
             return "needs a CUDA device"
-        return None if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
+        return why_not_maxout(shape)
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del shape, variant, threads

@@ -1,8 +1,8 @@
-/* Products of matrices in shared memory by a warpgroup, four warps in a row: the tensor cores of sm_90a read both
- * factors from there themselves and go on while the warps do something else.
+/* Products of matrices in shared memory by a warpgroup, four consecutive warps: the tensor cores of sm_90a read both
+ * factors from there themselves, asynchronously.
  *
- * A factor lies in shared memory as cores of 8 rows x 8 values, half: 128 bytes, row after row. A row of a core may
- * begin on any 16 bytes, so a core is any 8 consecutive pieces of 8 values.
+ * A factor is stored in shared memory as cores of 8 rows x 8 values, half: 128 bytes, row after row. A row of a core
+ * may start at any multiple of 16 bytes, so a core is any 8 consecutive pieces of 8 values.
  *
  * Source  PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": no swizzling, both
  *         factors K-major.
@@ -14,40 +14,40 @@
 
 constexpr int WARPGROUP = 128;
 
-/* Where a factor is, of 16 values along k: `first` its first row, `along_k` and `along_rows` from core to core, in
- * pieces of 16 bytes, less than 2^14. A factor that begins i pieces later: + i.
+/* The descriptor of a factor of 16 values along k: `first` its first row, `along_k` and `along_rows` from core to core,
+ * in pieces of 16 bytes, less than 2^14. A factor that starts i pieces later: + i.
  */
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows);
 
-/* d = a b, d += a b where `adds`: a 64 x 16, b 16 x N, d 64 x N float in the warpgroup's registers: thread
- * 32 w + 4 g + t has
+/* Computes d = a b, or d += a b if `adds`: a 64 x 16, b 16 x N, d 64 x N float in the warpgroup's registers: thread 32
+ * w + 4 g + t has
  *   d[4 j], d[4 j + 1] = D[16 w + g][8 j + 2 t, + 1];  d[4 j + 2], d[4 j + 3] = D[16 w + g + 8][8 j + 2 t, + 1]
- * All threads of the warpgroup call. Nobody may touch d, or write what a and b lie in, before `wgmma_wait`.
+ * All threads of the warpgroup call. No thread may touch d, or write to the memory of a and b, before `wgmma_wait`.
  */
 template <int N> DEVICE void wgmma_half(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool adds);
 
-/* Before the first product of some, with all sums that they add to (or the compiler has every product waited for);
- * after the last; until all are done, d with them.
+/* Call wgmma_begin before the first product of a group, with all sums they add to (else the compiler waits for every
+ * product); wgmma_end after the last; wgmma_wait to wait for all, with d.
  */
 template <int ROWS, int COUNT> DEVICE void wgmma_begin(float (&d)[ROWS][COUNT]);
 DEVICE void wgmma_end();
 DEVICE void wgmma_wait();
 template <int COUNT> DEVICE void wgmma_wait(float (&d)[COUNT]);
 
-/* What this thread wrote to shared memory is what products and bulk copies read that begin behind the next barrier. */
+/* Makes this thread's writes to shared memory visible to products and bulk copies that start after the next barrier. */
 DEVICE void wgmma_publish();
 
-/* Copies from shared to global memory that go on while the thread does: all addresses and bytes are multiples of 16.
- * A thread's copies up to a commit have read shared memory after `bulk_wait`, and are all done after `bulk_finish`.
+/* Asynchronous copies from shared to global memory: all addresses and bytes are multiples of 16. A thread's copies up
+ * to a commit have read shared memory after `bulk_wait`, and are complete after `bulk_finish`.
  */
 DEVICE void bulk_store(void* global, const void* shared, int bytes);
 DEVICE void bulk_commit();
 DEVICE void bulk_wait();
 DEVICE void bulk_finish();
 
-/* Copies from global to shared memory, likewise, by one thread: they are there when `arrival_wait` returns. An arrival
- * lies in shared memory; one thread begins it, before a barrier; it is waited for as often as it is used, `parity` 0
- * the first time, then 1, 0, ..
+/* Asynchronous copies from global to shared memory by one thread: they are complete when `arrival_wait` returns. An
+ * arrival is in shared memory; one thread initialises it, before a barrier; it is waited for as often as it is used,
+ * with `parity` 0 the first time, then 1, 0, ..
  */
 using Arrival = unsigned long long;
 DEVICE void arrival_begin(Arrival* arrival);
@@ -61,7 +61,7 @@ DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along
            (unsigned long long)along_rows << 32;
 }
 
-// %0, %1, ... of N / 2 sums, and what they are
+// %0, %1, ... for N / 2 sums, and their operands
 #define WGMMA_TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_TEXT_32 WGMMA_TEXT_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_TEXT_48 WGMMA_TEXT_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -162,7 +162,7 @@ DEVICE void bulk_finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memo
 #else  // the emulator: a product is computed when it is waited for
 
 namespace twin {
-struct WarpgroupProduct {  // a thread's part of one
+struct WarpgroupProduct {  // a thread's part of a product
     float* d;
     unsigned long long a, b;
     int n;
@@ -190,7 +190,7 @@ inline void compute(const WarpgroupProduct& product) {
             const half *left = row_of(product.a, k, row), *right = row_of(product.b, k, column);
             for (int v = 0; v < 8; ++v) sum += to_float(left[v]) * to_float(right[v]);
         }
-        product.d[i] = product.adds ? product.d[i] + sum : sum;  // rounded once, as mma_half's twin does
+        product.d[i] = product.adds ? product.d[i] + sum : sum;  // rounded once, as in the emulation of mma_half
     }
 }
 }  // namespace twin
@@ -198,7 +198,7 @@ inline void compute(const WarpgroupProduct& product) {
 DEVICE unsigned long long wgmma_factor(const void* first, int along_k, int along_rows) {
     const auto* const begin = static_cast<const unsigned char*>(emulator::dynamic_shared());
     const size_t at = static_cast<const unsigned char*>(first) - begin;
-    if (at % 16 != 0) emulator::fail("wgmma: a factor that does not begin on 16 bytes");
+    if (at % 16 != 0) emulator::fail("wgmma: a factor is not aligned to 16 bytes");
     if (along_k >= 1 << 14 || along_rows >= 1 << 14) emulator::fail("wgmma: cores too far apart");
     return at / 16 | (unsigned long long)along_k << 16 | (unsigned long long)along_rows << 32;
 }
@@ -242,9 +242,9 @@ struct BulkLoad {
 inline BulkLoad coming[4];  // of the block
 }  // namespace twin
 
-// An arrival counts its phases, which tells who waits for the wrong one, or with no barrier behind the load, since
-// nobody else goes on while a thread waits. Until then what is to arrive is not a number:
-// nobody may read any longer what lay there, nor yet what comes.
+// An arrival counts its phases, which detects a wait for the wrong one, or without a barrier after the load, since no
+// other thread runs while one waits. Until then the destination holds NaN: no thread may still read the old data, nor
+// already the new.
 DEVICE void arrival_begin(Arrival* arrival) {
     *arrival = 0;
     for (twin::BulkLoad& load : twin::coming) load.arrival = nullptr;

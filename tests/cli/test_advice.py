@@ -25,7 +25,7 @@ def test_a_run_without_compiled_kernels_says_what_is_lost(place: Place) -> None:
     result = place.infer()
     assert result.exit_code == 0
     assert f"\nwarning: {lost}" in result.stdout
-    assert "install it again where a C++ compiler is (g++ or clang++)" in result.stdout
+    assert "reinstall it where there is a C++ compiler (g++ or clang++)" in result.stdout
     assert lost in place.run("plan", "--shape", "40,40,40").stdout
 
 

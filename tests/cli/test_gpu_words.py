@@ -97,7 +97,7 @@ def card(emulated_gpus: EmulatedGpus) -> Callable[..., None]:
 
 
 NO_DRIVER = "this machine has no NVIDIA driver: install one, or run on the CPU"
-OLD_DRIVER = "the NVIDIA driver speaks CUDA 12.4 and CuPy needs CUDA 13: install a newer driver, or run on the CPU"
+OLD_DRIVER = "the NVIDIA driver supports CUDA 12.4 and CuPy needs CUDA 13: install a newer driver, or run on the CPU"
 NO_DEVICE = (
     "the NVIDIA driver shows this process no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES, or run on the CPU"
 )

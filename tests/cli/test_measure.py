@@ -15,7 +15,7 @@ import pytest
 from tests.support.cli import Place
 from znnpy import measurement
 from znnpy.errors import OutputError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
 from znnpy.machine import Gpu, this_machine
 from znnpy.planner.cost import Rates, assumed_rates

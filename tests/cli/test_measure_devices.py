@@ -14,7 +14,7 @@ from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU, needs_compiler
 from znnpy import measurement
 from znnpy.errors import DeviceError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Gpu, this_machine
 from znnpy.options import MeasureOptions
 from znnpy.planner.costs import Costs

@@ -14,7 +14,7 @@ import pytest
 from tests.support.cli import Place
 from znnpy import planning, self_check, verify
 from znnpy.errors import DeviceError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates

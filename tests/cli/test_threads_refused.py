@@ -14,7 +14,7 @@ import zarr.core.sync
 
 from tests.support.cli import Place
 from znnpy.errors import ThreadError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def test_wherever_a_thread_is_refused(
 
 def test_the_library_raises_an_error_of_its_own(refusing: Callable[[int], Refusing]) -> None:
     refusing(2)
-    with pytest.raises(ThreadError, match="give a smaller `threads`"), Crew(3):
+    with pytest.raises(ThreadError, match="give a smaller `threads`"), ThreadPool(3):
         raise AssertionError("a crew of three began with one thread")
     assert own_threads() == []
 

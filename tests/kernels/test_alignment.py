@@ -11,13 +11,13 @@ import pytest
 from tests.support.closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
 from znnpy.kernels import aligned as memory
 from znnpy.kernels.aligned import PAGE, aligned_bytes, touch
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ALIGNMENT
+from znnpy.kernels.contract import ALIGNMENT
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.shapes import FLOAT32, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.kernels.contract import Array, Primitive
     from znnpy.shapes import LayerShape
 
 SHAPES: list[LayerShape] = [
@@ -55,7 +55,7 @@ def test_memory_is_touched_in_parts_between_which_an_interrupt_is_answered(monke
     block[...] = 7
     pages = list[int]()
 
-    class Counting(Crew):
+    class Counting(ThreadPool):
         stops = False
 
         def each(self, piece: Any, count: int, *, least: int = 1) -> None:
@@ -111,7 +111,7 @@ def test_planes_that_are_kept_elsewhere_change_no_byte(primitive: Primitive, sha
         before[...], x[...] = given[:, :carried], given[:, carried:]
         scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 2).scratch}
         out = np.full(shape.out_shape, np.nan, np.float32)
-        with Crew(2) as crew:
+        with ThreadPool(2) as crew:
             step: Any = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
             step.run(x, out, scratch, before)
         np.testing.assert_array_equal(out, joined)

@@ -12,10 +12,10 @@ from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU, compiler
 from znnpy.errors import DeviceError, ShapeError, ValuesOverflowError
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu.conv_fft_tiled import ConvFftTiled
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find, of_kind
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 from znnpy.network import ConvWeights
 from znnpy.shapes import ConvShape, LayerShape, PoolShape, Precision
@@ -120,7 +120,7 @@ def test_the_variant_with_the_least_work_is_taken(monkeypatch: pytest.MonkeyPatc
     taken: list[Variant] = []
     bind = ConvFftTiled.bind
 
-    def spy(self: ConvFftTiled, resident: object, shape: LayerShape, variant: Variant, crew: Crew) -> object:
+    def spy(self: ConvFftTiled, resident: object, shape: LayerShape, variant: Variant, crew: ThreadPool) -> object:
         taken.append(variant)
         return bind(self, resident, shape, variant, crew)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 
 
 def blas_threads() -> set[int]:
@@ -15,7 +15,7 @@ def blas_threads() -> set[int]:
 @pytest.mark.parametrize("first_out", [0, 1], ids=["first in, first out", "last in, first out"])
 def test_overlapping_crews_restore_what_was_before(first_out: int) -> None:
     with threadpool_limits(limits=2):
-        crews = [Crew(1), Crew(1)]
+        crews = [ThreadPool(1), ThreadPool(1)]
         for crew in crews:
             crew.__enter__()
         assert blas_threads() == {1}

@@ -16,12 +16,12 @@ import pytest
 from znnpy.errors import Stopped, ValuesOverflowError
 from znnpy.kernels import reference
 from znnpy.kernels.aligned import aligned_bytes
+from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.kernels.cpu import fft
-from znnpy.kernels.cpu.finish import Finish, quiet
+from znnpy.kernels.cpu.epilogue import Epilogue, quiet
 from znnpy.kernels.cpu.pruned import twiddles
-from znnpy.kernels.crew import Crew, least_share, shares
-from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
+from znnpy.kernels.thread_pool import ThreadPool, chunks, min_chunk
 from znnpy.shapes import ACTIVATIONS, ConvShape
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def test_each_covers_the_range_once(threads: int) -> None:
         time.sleep(0.001)
         busy[worker].release()
 
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         crew.each(piece, 103)
     assert (seen == 1).all()
 
@@ -57,7 +57,7 @@ def test_the_first_error_comes_out_after_every_worker_has_ended() -> None:
         time.sleep(0.05)
         ended.append(lo)
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         with pytest.raises(ValuesOverflowError, match="too large"):
             crew.each(piece, 2)
         assert ended == [1]
@@ -72,7 +72,7 @@ def test_a_stopped_crew_takes_no_more_work() -> None:
         crew.stop()
         crew.stop()
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         with pytest.raises(Stopped):
             crew.each(piece, 100)
         assert 1 <= len(calls) <= 2
@@ -87,7 +87,7 @@ def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
             crew.check()
             time.sleep(0.01)
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         main = threading.main_thread().ident
         assert main is not None
         timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
@@ -101,7 +101,7 @@ def test_an_interrupt_of_the_caller_stops_the_workers() -> None:
 
 def test_a_crew_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="at least one thread, not 0"):
-        Crew(0)
+        ThreadPool(0)
 
 
 @pytest.mark.parametrize(
@@ -117,21 +117,21 @@ def test_few_bytes_are_not_handed_out(nbytes: int, calls: int) -> None:
         found.append(hi - lo)
         seen[lo:hi] += 1
 
-    with Crew(2) as crew:
-        crew.each(piece, 1000, least=least_share(nbytes, 1000))
+    with ThreadPool(2) as crew:
+        crew.each(piece, 1000, least=min_chunk(nbytes, 1000))
     assert (seen == 1).all()
     assert len(found) == calls
 
 
 def test_shares_are_near_equal() -> None:
-    assert shares(7, 3) == [(0, 2), (2, 4), (4, 7)]
-    assert shares(2, 5) == [(0, 1), (1, 2)]
+    assert chunks(7, 3) == [(0, 2), (2, 4), (4, 7)]
+    assert chunks(2, 5) == [(0, 1), (1, 2)]
 
 
 def test_blas_runs_one_thread_inside_a_crew() -> None:
     from threadpoolctl import threadpool_info
 
-    with Crew(2):
+    with ThreadPool(2):
         assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {1}
 
 
@@ -236,7 +236,7 @@ def test_twiddles_are_the_conjugate_transform_over_n(n: int, k: int) -> None:
 def test_finish_works_in_place_and_on_rows_apart(activation: Activation) -> None:
     rows = np.random.default_rng(4).standard_normal((2, 4, 15)).astype(np.float32)
     apart = np.full((2, 4, 30), np.nan, np.float32)
-    finish = Finish(np.arange(3, dtype=np.float32), activation, 8)
+    finish = Epilogue(np.arange(3, dtype=np.float32), activation, 8)
     with quiet():
         finish(rows, apart[:, :, :15])
         finish(rows, rows)
@@ -251,7 +251,7 @@ def test_finish_equals_the_definition(activation: Activation) -> None:
     source = np.concatenate([rng.standard_normal((6, 3)) * 5, [[-200, 200, 0], [90, -90, 88]]]).astype(np.float32)
     out = np.full((1, 24), np.nan, np.float32)
     with quiet():
-        Finish(bias, activation, 8)(source.reshape(1, 24), out)
+        Epilogue(bias, activation, 8)(source.reshape(1, 24), out)
     exact = reference.activate(source.astype(np.float64) + bias, activation)
     np.testing.assert_allclose(out.reshape(8, 3), exact, rtol=2e-6, atol=1e-6)
 
@@ -262,7 +262,7 @@ def test_finish_counts_what_is_not_finite(bad: float, activation: Activation) ->
     source = np.zeros((2, 6), np.float32)
     source[1, 4] = bad
     with quiet(), pytest.raises(ValuesOverflowError, match="1 of 12 values of a block became infinite or not a number"):
-        Finish(np.zeros(2, np.float32), activation, 3)(source, source)
+        Epilogue(np.zeros(2, np.float32), activation, 3)(source, source)
 
 
 # The contract and the table

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.closeness import fragments, random_input, random_weights
 from znnpy.kernels import reference
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
 from znnpy.network import Conv, MaxFilter, Maxout, Network, Pool
 from znnpy.shapes import ACTIVATIONS, ConvShape, PoolShape
 

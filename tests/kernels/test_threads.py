@@ -19,7 +19,7 @@ from tests.support.cli import Place
 from znnpy.errors import Stopped
 from znnpy.formats.weights import random_weights
 from znnpy.inference import infer
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Conv, Network
 from znnpy.trained import TrainedNetwork
 
@@ -33,7 +33,7 @@ TICK = 0.01  # seconds: the system counts a thread's time in these
 
 
 def crew_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("znnpy-crew")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("znnpy-pool")]
 
 
 class Busy:
@@ -126,7 +126,7 @@ def test_crews_together_keep_no_more_threads_busy_than_the_largest() -> None:
                 time.sleep(0.002)
 
         threads = 2 + number % 2
-        with Crew(threads) as crew:
+        with ThreadPool(threads) as crew:
             crew.each(piece, 40)
             crew.each(piece, 40)
 
@@ -144,7 +144,7 @@ def test_a_small_crew_beside_a_large_one_keeps_to_its_number() -> None:
         with busy:
             time.sleep(0.01)
 
-    with Crew(5), Crew(2) as small:
+    with ThreadPool(5), ThreadPool(2) as small:
         assert len(crew_threads()) == 5
         small.each(piece, 30)
     assert busy.most == 2
@@ -162,7 +162,7 @@ def test_crews_take_turns() -> None:
             begun.set()
             time.sleep(0.02)
 
-        with Crew(2) as crew:
+        with ThreadPool(2) as crew:
             crew.each(piece, 8)
 
     first = threading.Thread(target=work, args=["early"])
@@ -184,7 +184,7 @@ def test_a_crew_that_waits_for_another_is_stopped_at_once() -> None:
     def never(lo: int, hi: int, worker: int) -> None:
         raise AssertionError((lo, hi, worker))
 
-    with Crew(2) as first, Crew(2) as second, ThreadPoolExecutor(1) as user:
+    with ThreadPool(2) as first, ThreadPool(2) as second, ThreadPoolExecutor(1) as user:
         waiting = user.submit(first.each, held, 2)
         time.sleep(0.05)
         threading.Timer(0.05, second.stop).start()
@@ -202,7 +202,7 @@ def test_the_error_of_the_first_share_is_raised_whoever_was_faster() -> None:
         time.sleep(0.03 if lo == 0 else 0)
         raise ValueError(f"share from {lo}")
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         for _ in range(3):
             with pytest.raises(ValueError, match="share from 0"):
                 crew.each(piece, 20)
@@ -215,7 +215,7 @@ def test_what_failed_lets_go_of_its_arrays(fails: str) -> None:
     """At once, and not when the garbage collector comes: they are most of a machine's memory."""
     arrays: list[weakref.ref[Any]] = []
 
-    def call(crew: Crew) -> None:
+    def call(crew: ThreadPool) -> None:
         array = np.zeros(1000)
         arrays.append(weakref.ref(array))
 
@@ -229,7 +229,7 @@ def test_what_failed_lets_go_of_its_arrays(fails: str) -> None:
 
         crew.each(piece, 20)
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         for _ in range(3):
             with pytest.raises(ValueError if fails == "a share" else Stopped):
                 call(crew)
@@ -239,15 +239,15 @@ def test_what_failed_lets_go_of_its_arrays(fails: str) -> None:
 
 def test_threads_end_with_the_crews_that_asked_for_them() -> None:
     before = threading.active_count()
-    with Crew(2):
-        with Crew(4):
+    with ThreadPool(2):
+        with ThreadPool(4):
             assert len(crew_threads()) == 4
         deadline = time.perf_counter() + 2
         while len(crew_threads()) > 2 and time.perf_counter() < deadline:
             time.sleep(0.001)
         assert len(crew_threads()) == 2
     assert threading.active_count() == before
-    with Crew(1):
+    with ThreadPool(1):
         assert not crew_threads(), "one thread is the caller's"
 
 
@@ -258,7 +258,7 @@ def test_an_openmp_setting_of_the_callers_threads_is_left_alone() -> None:
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    first, last = Crew(1), Crew(1)
+    first, last = ThreadPool(1), ThreadPool(1)
     first.__enter__()
     try:
         with ThreadPoolExecutor(1) as other:
@@ -277,7 +277,7 @@ def child(pipe: Connection) -> None:
         del worker
         seen[lo:hi] += 1
 
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         crew.each(piece, 20)
     pipe.send(seen.tolist())
 
@@ -288,7 +288,7 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
         pytest.skip("this system does not fork")
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    with Crew(2):  # its threads are not in the child
+    with ThreadPool(2):  # its threads are not in the child
         process = context.Process(target=child, args=[there])
         process.start()
         assert here.poll(10), "the child waits for threads it does not have"

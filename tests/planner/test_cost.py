@@ -12,7 +12,7 @@ import pytest
 from tests.support.brute_force import EDGE_BYTES
 from tests.support.fake_primitives import CARRYING, FAST, GPU, MACHINE, SLOW, limits
 from tests.support.flat_requests import make_plan
-from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.network import Conv, Network
 from znnpy.planner.cost import CPU_RATES, GPU_RATES, Rate, Rates, assumed_rates, edge_seconds, seconds
 from znnpy.planner.sizes import SIZES

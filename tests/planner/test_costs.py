@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.fake_primitives import FAST, GPU, MACHINE, SLOW, WITH_GPU, on_gpu
 from znnpy.errors import PlanFileError
-from znnpy.kernels.primitive import Variant
+from znnpy.kernels.contract import Variant
 from znnpy.machine import Machine
 from znnpy.planner.cost import CPU_RATES, CPU_TOUCHING, Rate, assumed_rates
 from znnpy.planner.costs import AGAIN, FORMAT, Costs, Measurement, UnitSpeed

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from znnpy.kernels.primitive import Work
+from znnpy.kernels.contract import Work
 from znnpy.planner.cost import CPU_RATES, Rates, seconds
 from znnpy.planner.fitting import Run, fitted, units_of
 from znnpy.planner.sizes import SIZES, weights_of

@@ -17,7 +17,7 @@ from tests.support.brute_force import AROUND, BASELINE, CONTEXT, EDGE_BYTES, SMA
 from tests.support.fake_hosted_plans import GPU_RATES, HOST_RATES, IN_HOST, ON_CPU, ON_GPU, PLENTY, UPLOAD, hosted, link
 from tests.support.fake_primitives import WITH_GPU, Fake
 from znnpy.errors import NoPlanError
-from znnpy.kernels.primitive import Variant, Work
+from znnpy.kernels.contract import Variant, Work
 from znnpy.network import Conv, Layer, Network, Pool
 from znnpy.planner.candidates import Candidate, all_sizes, all_spaces, candidate
 from znnpy.planner.cost import Rates

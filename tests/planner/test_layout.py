@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fake_primitives import FAST, MACHINE, OVER, POOL, SLOW
-from znnpy.kernels.primitive import Footprint, Scratch, Variant
+from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.layout import (
     ALIGNMENT,

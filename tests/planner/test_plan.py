@@ -17,7 +17,7 @@ from tests.support.brute_force import AROUND, planned, steps_of
 from tests.support.fake_plans import CHOICES_AT, MIXED, TENSORS_AT, edited
 from tests.support.fake_primitives import FAKES, MACHINE
 from znnpy.errors import PlanFileError
-from znnpy.kernels.primitive import Variant
+from znnpy.kernels.contract import Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.documents import MOST_BYTES

@@ -12,7 +12,7 @@ from tests.support.brute_force import AROUND, BASELINE, SMALL, planned, steps_of
 from tests.support.fake_primitives import BOTH, CARRYING, FAKES, FAST, FILTER, MACHINE, OVER, POOL, SLOW, Fake, limits
 from tests.support.flat_requests import make_plan
 from znnpy.errors import NoPlanError, ShapeError
-from znnpy.kernels.primitive import Footprint, Variant
+from znnpy.kernels.contract import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Pool
 from znnpy.planner.candidates import axis_sizes, between, thinned

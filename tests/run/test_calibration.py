@@ -27,7 +27,7 @@ from tests.support.simulated_timing import (
     own_cache,
     rates_of,
 )
-from znnpy.kernels.primitive import Unit, Variant, Work
+from znnpy.kernels.contract import Unit, Variant, Work
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rate, Rates, assumed_rates
 from znnpy.run import calibration
 from znnpy.run.clocks import LONG_SECONDS

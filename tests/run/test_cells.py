@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.simulated_queue import GRID, Played, joined, take_now
 from znnpy.errors import Stopped
 from znnpy.patches import Box, Column, Cover
-from znnpy.run import balanced_queue, work_queue
+from znnpy.run import balanced_queue
 from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
 from znnpy.run.work_queue import LOOK_SECONDS, Lease
 

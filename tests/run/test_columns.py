@@ -29,7 +29,7 @@ from tests.support.odd_networks import (
 )
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import aligned
-from znnpy.kernels.primitive import ALIGNMENT, Step
+from znnpy.kernels.contract import ALIGNMENT, Step
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool

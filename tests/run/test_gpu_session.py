@@ -25,8 +25,8 @@ from tests.support.odd_networks import (
     trained,
 )
 from znnpy.errors import ValuesOverflowError
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.gpu.device import Device
-from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.candidates import splits

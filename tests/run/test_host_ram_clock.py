@@ -11,10 +11,10 @@ import pytest
 from tests.support.closeness import MACHINE
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice, needs_compiler
 from znnpy.errors import DeviceError, DeviceLostError
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.reference import convolve
 from znnpy.kernels.table import IN_HOST_RAM
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run.clocks import CpuClock, GpuClock, HostRamClock, clock_of
 from znnpy.run.layer import HostRamLayer
 from znnpy.run.timing import ON_GPU, Where
@@ -30,7 +30,7 @@ DIRECT = Variant.of(
 
 
 def test_it_computes_the_layer_between_arrays_of_the_host(device: Any) -> None:
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         layer = HostRamLayer(device, crew, HOST_RAM, SHAPE, DIRECT)
         layer.run()
     values = layer.values
@@ -50,7 +50,7 @@ def test_all_of_a_run_counts(device: Any, monkeypatch: pytest.MonkeyPatch) -> No
         seen.append("look")
         return float(seen.count("run") ** 2)  # each run takes longer than those before
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         spent = HostRamClock(device, crew, now).seconds(HOST_RAM, SHAPE, DIRECT)
     assert seen == ["look", "run", "look"] * 3, "one is long, and repeated once"
     assert spent == (3.0 + 5.0) / 2
@@ -66,7 +66,7 @@ def test_where_layers_run_says_who_times_them() -> None:
                 assert clock.crew.threads == 2
 
 
-@pytest.mark.parametrize("of", [GpuClock, lambda device: HostRamClock(device, Crew(1))], ids=["gpu", "host_ram"])
+@pytest.mark.parametrize("of", [GpuClock, lambda device: HostRamClock(device, ThreadPool(1))], ids=["gpu", "host_ram"])
 def test_a_device_that_refuses_a_layer_goes_on_or_is_lost(of: Callable[[Any], Any]) -> None:
     class Refusing:
         gpu = EMULATED_GPU

@@ -19,9 +19,9 @@ from tests.support.odd_networks import NETWORKS, ODDER, Poisoned, assert_dense, 
 from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import PlanFileError, ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import OffloadMode
@@ -161,7 +161,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
         plan = hosted_plan(network, output, (4, 6, 2), 2, column=column, overlaps=overlaps)
         blocks: list[int] = []
         taken.clear()
-        with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
+        with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
             patch.setattr(cpu_backend, "aligned_bytes", held)
             with Session(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory

@@ -20,7 +20,7 @@ from tests.support.fake_pipeline import Source as Voxels
 from tests.support.hosted_sessions import a_plan, emulated_device, session_for
 from tests.support.odd_networks import Poisoned
 from znnpy.errors import DeviceError, OutputError, Stopped
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run import pipeline
 from znnpy.run.work_queue import ColumnQueue
 from znnpy.run.worker import Worker
@@ -40,7 +40,7 @@ def failing(at: str, stage: str, patch: int) -> None:
 def test_sessions_sources_and_outputs(at: str, lanes: int) -> None:
     def go() -> list[weakref.ref[Any]]:
         hook = partial(failing, at)
-        with Crew(1) as crew:
+        with ThreadPool(1) as crew:
             output, source = Output(hook), Voxels(volume(), hook)
             sessions = [Session(hook, crew) for _ in range(lanes)]
             shares = ColumnQueue(COLUMNS)
@@ -65,7 +65,7 @@ def test_where_what_was_computed_is_not_written_any_more() -> None:
             raise OutputError("a")
 
     def go() -> list[weakref.ref[Any]]:
-        with Crew(1) as crew:
+        with ThreadPool(1) as crew:
             output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
             with pytest.raises(OutputError):
                 pipeline.run(session, crew, source, output, COLUMNS)
@@ -97,7 +97,7 @@ def test_where_a_device_gives_no_buffers(late: bool, lanes: int) -> None:
     """The last of the lanes."""
 
     def go() -> list[weakref.ref[Any]]:
-        with Crew(1) as crew:
+        with ThreadPool(1) as crew:
             output, source, shares = Output(quiet), Voxels(volume(), quiet), ColumnQueue(COLUMNS)
             sessions = [Session(quiet, crew) for _ in range(lanes - 1)]
             sessions.append(Refuses(late, quiet, crew))
@@ -159,7 +159,7 @@ def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
         assert caller is not None
         signal.pthread_kill(caller, signal.SIGINT)
 
-    def press(crew: Crew) -> None:
+    def press(crew: ThreadPool) -> None:
         assert inside.wait(20)
         time.sleep(0.1)
         ctrl_c()
@@ -174,7 +174,7 @@ def test_ctrl_c_while_a_thread_hangs(presses: int, patch: int) -> None:
             goes_on.set()
 
     def go() -> list[weakref.ref[Any]]:
-        with Crew(1) as crew:
+        with ThreadPool(1) as crew:
             thread = threading.Thread(target=press, args=(crew,))
             output, source, session = Output(hook), Voxels(volume(), hook), Session(hook, crew)
             thread.start()
@@ -204,7 +204,7 @@ def test_ctrl_c_while_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:
         begin(thread)
 
     shares = ColumnQueue(COLUMNS)
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         lanes = [Worker("CPU", Session(quiet, crew), crew, shares) for _ in range(2)]
         monkeypatch.setattr(threading.Thread, "start", third_is_interrupted)
         with pytest.raises(KeyboardInterrupt):

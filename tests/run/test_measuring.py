@@ -12,9 +12,9 @@ import pytest
 from tests.support.fake_primitives import FAST, GPU, MACHINE, POOL, SLOW, WITH_GPU
 from tests.support.flat_requests import request_of
 from znnpy.errors import DeviceError, DeviceLostError, NoPlanError, VramError
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import TABLE, find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import COVERS, Cover
@@ -253,7 +253,7 @@ def test_an_earlier_measurement_is_kept_as_far_as_it_was_not_made_again() -> Non
 def test_new_memory_is_written_to_by_all_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[tuple[int, int]] = []
 
-    def touch(block: Any, hands: Crew) -> None:
+    def touch(block: Any, hands: ThreadPool) -> None:
         touched.append((block.size, hands.threads))
         seconds.append(seconds[-1] + 0.25)
 
@@ -304,6 +304,6 @@ def test_a_processor_is_timed_warm_long_enough_and_at_its_best(threads: int) -> 
 
     shape = ConvShape(2, 2, 3, (6, 7, 5), (2, 3, 1), "relu")
     primitive: Any = find("cpu.conv.direct")
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         spent = CpuClock(crew, now).seconds(primitive, shape, primitive.variants(shape, MACHINE)[0])
     assert 0 < spent < CLOCK_SECONDS, "of one run of many"

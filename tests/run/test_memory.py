@@ -17,7 +17,7 @@ from tests.support.flat_requests import make_plan
 from tests.support.infer_process import infer, thin
 from tests.support.odd_networks import Ways, planned
 from znnpy import plan
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, this_machine
 from znnpy.run.session import Session
 from znnpy.shapes import Vec3
@@ -175,13 +175,13 @@ def test_a_session_has_its_memory_before_it_runs(tmp_path: Path) -> None:
     program = (  # a process of its own: this one may have memory left from what it did before
         "import sys\n"
         "from pathlib import Path\n"
-        "from znnpy.kernels.crew import Crew\n"
+        "from znnpy.kernels.thread_pool import ThreadPool\n"
         "from znnpy.machine import process_bytes\n"
         "from znnpy.planner.plan import Plan\n"
         "from znnpy.run.session import Session\n"
         "from znnpy.trained import load_network\n"
         "trained, plan = load_network('fib25_boundary'), Plan.load(Path(sys.argv[1]))\n"
-        "with Crew(2) as crew:\n"
+        "with ThreadPool(2) as crew:\n"
         "    before = process_bytes()\n"
         "    with Session(plan, trained.network, trained.weights, crew):\n"
         "        print(process_bytes() - before)\n"
@@ -203,7 +203,7 @@ def test_a_bound_session_allocates_no_more_than_its_allowance(primitive: str, dt
     raw = np.random.default_rng(8).integers(0, 256, (1, *chosen.patch_in)).astype(np.float64)
     out = np.full((network.output_channels, *chosen.patch_out), 77, dtype)
     assert raw.nbytes > chosen.memory.last.allowance
-    with Crew(2) as crew, Session(chosen, network, trained.weights, crew) as session:
+    with ThreadPool(2) as crew, Session(chosen, network, trained.weights, crew) as session:
         session.run(raw, out)
         tracemalloc.start()
         try:

@@ -30,7 +30,7 @@ from tests.support.fake_pipeline import (
     volume,
 )
 from znnpy.errors import Stopped, ValuesOverflowError, VolumeError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.patches import Column, cover
 from znnpy.run import nan_mask, pipeline
 from znnpy.shapes import Vec3
@@ -57,7 +57,7 @@ def test_columns_of_several_steps_finish_with_the_last() -> None:
         if stage == "write":
             events.append((patch, len(finished)))
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(hook)
         finished = output.finished
         pipeline.run(Session(hook, crew), crew, Source(volume(), quiet), output, columns)
@@ -146,7 +146,7 @@ def test_whatever_fails_is_raised_and_nothing_hangs(seed: int) -> None:
         seen["progress"] += 1
         hook("progress", seen["progress"] - 1)
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(hook)
         began = time.perf_counter()
         with pytest.raises(type(fault)) as caught:
@@ -200,7 +200,7 @@ def test_ctrl_c_while_any_stage_is_busy(stage: str) -> None:
         assert ident is not None
         signal.pthread_kill(ident, signal.SIGINT)
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(hook)
         with pytest.raises(KeyboardInterrupt):
             pipeline.run(Session(hook, crew), crew, Source(volume(), hook), output, COLUMNS)
@@ -211,7 +211,7 @@ def test_ctrl_c_while_any_stage_is_busy(stage: str) -> None:
 
 
 def test_a_stopped_crew_stops_the_run() -> None:
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
 
         def hook(stage: str, patch: int) -> None:
             if (stage, patch) == ("read", 3):
@@ -225,7 +225,7 @@ def test_a_stopped_crew_stops_the_run() -> None:
 @pytest.mark.parametrize("where", ["read", "write"])
 def test_a_fault_elsewhere_stops_the_computation_inside_a_patch(where: str) -> None:
     busy = threading.Event()
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
 
         def hook(stage: str, patch: int) -> None:
             if (stage, patch) == (where, 1):
@@ -249,7 +249,7 @@ def test_no_list_of_columns_is_made() -> None:
         if (stage, patch) == ("compute", 3):
             raise KeyboardInterrupt
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         many = cover((3, 2, 4 * 20_000), PATCH)
         source = Source(np.zeros((2, *NETWORK.patch_in((3, 2, 40))), np.float32), quiet)
         output = Output(quiet, ColumnSet(len(many), range(100, 10_000)))
@@ -272,6 +272,6 @@ def test_buffers_are_few_and_reused() -> None:
             addresses["out"].add(out.ctypes.data)
             super().run(raw, out, begins=begins)
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         pipeline.run(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
     assert {name: len(used) for name, used in addresses.items()} == {"raw": 2, "out": 2}

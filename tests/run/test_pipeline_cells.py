@@ -32,7 +32,7 @@ from tests.support.fake_pipeline import (
 )
 from tests.support.simulated_queue import GRID, NamedLane
 from znnpy.errors import DeviceError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.patches import Box, Column, Cover
 from znnpy.run import pipeline
 from znnpy.run.balanced_queue import BalancedQueue, WorkerProfile
@@ -98,7 +98,7 @@ def went(
     """
     cells, patches = grid(cell, axis), {"GPU": STEP, "CPU": cell if walks else (1, 1, 3)}
     output = output or Lenient(hook, done)
-    with Crew(1) as gpus, Crew(1) as cpu:
+    with ThreadPool(1) as gpus, ThreadPool(1) as cpu:
         hands, sessions = {}, {}
         for name in hooks:
             gpu = name.startswith("GPU")
@@ -117,7 +117,7 @@ def went(
     return output, timings
 
 
-def until_stopped(hook: Hook, crew: Crew, hangs: int, late: float, deaf: bool) -> Hook:
+def until_stopped(hook: Hook, crew: ThreadPool, hangs: int, late: float, deaf: bool) -> Hook:
     def stalled(stage: str, patch: int) -> None:
         hook(stage, patch)
         began = time.perf_counter()
@@ -338,7 +338,7 @@ def test_nothing_is_taken_before_it_can_be_read() -> None:
     cells = whole = Cover(SIZE, (1, 5, 9))
     hands = {"CPU": WorkerProfile(patches, 1.0, runs=False)}
     shares, output = BalancedQueue(cells, 0, hands), Lenient(quiet)
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         lane = Worker("CPU", Session(hook, crew, WALKER, whole), crew, shares)
         words = ((lane,), Source(volume(WALKER), quiet), output)
         thread = threading.Thread(target=pipeline.run_workers, args=words)
@@ -353,7 +353,7 @@ def test_nothing_is_taken_before_it_can_be_read() -> None:
 
 def test_nothing_is_left_to_read() -> None:
     """A session that is told of no reads makes no buffers; the run ends all the same."""
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         session = Session(quiet, crew)
         output = Output(quiet, frozenset(range(len(COLUMNS))))
         timings = pipeline.run(session, crew, Source(volume(), quiet), output, COLUMNS)

@@ -26,7 +26,7 @@ from tests.support.fake_pipeline import (
     walking,
 )
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run import pipeline
 from znnpy.shapes import Vec3
 
@@ -49,7 +49,7 @@ def test_everything_arrives_in_columns(axis: int, steps: int) -> None:
 def test_a_column_is_recorded_when_its_last_step_is_written(axis: int) -> None:
     columns = walking(axis, 2, (3, 2, 2))
     seen: list[int] = []
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
 
         def hook(stage: str, patch: int) -> None:
             if stage == "write":
@@ -83,7 +83,7 @@ def test_first_steps_write_nothing_and_take_no_buffer(axis: int) -> None:
         if stage == "write":
             assert begun.wait(5), "the computation waits for a buffer that it does not need"
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(hook)
         pipeline.run(Watching(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
     assert outs == [step.write.voxels > 0 for column in columns for step in column.steps]
@@ -137,7 +137,7 @@ def test_whatever_fails_within_a_column_leaves_whole_columns(seed: int) -> None:
         if (stage, patch) == (where, when):
             raise fault
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(hook)
         session, source = Session(hook, crew, WALKER, columns), Source(volume(WALKER), hook)
         with pytest.raises(type(fault)) as caught:

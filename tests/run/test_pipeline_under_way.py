@@ -30,7 +30,7 @@ from tests.support.fake_pipeline import (
     walking,
 )
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run import pipeline
 
 Voxels = npt.NDArray[Any]
@@ -67,7 +67,7 @@ class UnderWay(Session):
 
 def went(hook: Hook = quiet, columns: Any = COLUMNS, voxels: Any = None) -> tuple[Output, UnderWay]:
     network = NETWORK if columns is COLUMNS else WALKER
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output, session = Output(hook), UnderWay(hook, crew, network, columns)
         pipeline.run(session, crew, Source(volume(network) if voxels is None else voxels, hook), output, columns)
     return output, session
@@ -152,7 +152,7 @@ def test_whatever_fails_is_raised_and_leaves_whole_columns(seed: int) -> None:
             raise fault
 
     network = WALKER if seed % 2 else NETWORK
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(hook)
         session, source = UnderWay(hook, crew, network, columns), Source(volume(network), hook)
         began = time.perf_counter()
@@ -194,7 +194,7 @@ def test_buffers_are_three_of_each() -> None:
             used["out"].add(out.ctypes.data)
             return super().submit(raw, out, begins=begins)
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         pipeline.run(Watching(quiet, crew), crew, Source(volume(), quiet), Output(quiet), COLUMNS)
     assert {name: len(buffers) for name, buffers in used.items()} == {"raw": 3, "out": 3}
 
@@ -218,7 +218,7 @@ def test_buffers_are_made_while_others_are_in_use() -> None:
             return super().submit(raw, out, begins=begins)
 
     columns = walking(0, 2)
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(quiet)
         pipeline.run(Slow(quiet, crew, WALKER, columns), crew, Source(volume(WALKER), quiet), output, columns)
     np.testing.assert_array_equal(output.written, dense(volume(WALKER), WALKER))

@@ -14,7 +14,7 @@ import pytest
 from tests.support.fake_primitives import FAST, MACHINE, POOL, SLOW, Fake
 from tests.support.flat_requests import request_of
 from znnpy.errors import DeviceError, NoPlanError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import RigorLevel

@@ -14,7 +14,7 @@ from tests.support.emulated_gpus import EmulatedGpus
 from tests.support.emulator import EMULATED_GPU
 from znnpy import planning
 from znnpy.errors import DeviceError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.kernels.table import IN_HOST_RAM, find
 from znnpy.machine import Machine, this_machine
 from znnpy.network import Conv

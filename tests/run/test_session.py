@@ -9,10 +9,10 @@ from tests.support.flat_requests import make_plan
 from tests.support.odd_networks import NETWORKS, ODDER, assert_dense, definition, small, some_volume
 from znnpy.errors import ShapeError, ValuesOverflowError, VolumeError
 from znnpy.formats.weights import random_weights
+from znnpy.kernels.contract import ConvWeights, Primitive
 from znnpy.kernels.cpu.native import library as native
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Primitive
 from znnpy.kernels.table import TABLE, find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, this_machine
 from znnpy.network import Conv, Network, Normalise, Pool
 from znnpy.run.session import Session
@@ -60,7 +60,7 @@ def run_one_patch(trained: TrainedNetwork, table: tuple[Primitive, ...], raw: np
     alone = any(primitive.kind == "pool" for primitive in table)
     assert len(plan.choices) == len(network.layers) - (0 if alone else pooled)
     out = np.full((network.output_channels, *size), np.nan, np.float32)
-    with Crew(threads) as crew, Session(plan, network, trained.weights, crew) as session:
+    with ThreadPool(threads) as crew, Session(plan, network, trained.weights, crew) as session:
         session.run(raw, out)
     return out
 

@@ -30,8 +30,8 @@ from tests.support.odd_networks import (
 )
 from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import OutputError, ValuesOverflowError, ZnnpyError
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
 from znnpy.planner.candidates import splits
 from znnpy.planner.plan import Plan
@@ -81,7 +81,7 @@ class Case:
             names[f"{choice.shape.kind} {layers} {choice.primitive}"] = index
         return names
 
-    def session(self, crew: Crew, trace: Trace | None, lane: str | None = None) -> Session:
+    def session(self, crew: ThreadPool, trace: Trace | None, lane: str | None = None) -> Session:
         device: Any = self.device
         table = TABLE if device is None else STAND_INS
         words: dict[str, Any] = {"device": device, "trace": trace, "lane": lane}
@@ -101,7 +101,7 @@ class Case:
     def run(self, path: Path) -> tuple[list[Span], Session, float, float]:
         """Spans, the closed session, and when the first step was submitted and the last was there."""
         dense = np.full((self.net.network.output_channels, *self.plan.output), np.nan, np.float32)
-        with Trace(path) as trace, Crew(2) as crew, self.session(crew, trace) as session:
+        with Trace(path) as trace, ThreadPool(2) as crew, self.session(crew, trace) as session:
             begun = time.perf_counter() - trace._zero
             tickets: list[Any] = []
 
@@ -211,7 +211,7 @@ def test_several_devices_have_tracks_of_their_own(tmp_path: Path, device: Emulat
     for on in (None, device):
         case = Case.of(NETWORKS[0], on, walks=False)
         raw, out, begins, _ = next(case.steps())
-        with Trace(path) as trace, Crew(1) as crew, ExitStack() as stack:
+        with Trace(path) as trace, ThreadPool(1) as crew, ExitStack() as stack:
             for lane in ("one", "two"):
                 stack.enter_context(case.session(crew, trace, lane)).run(raw, out, begins=begins)
         tracks = [("upload", "compute", "download"), ("",)][on is None]
@@ -232,7 +232,7 @@ def test_a_span_is_as_long_as_its_work(tmp_path: Path, device: EmulatedDevice, m
 
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
-    with Trace(path) as trace, Crew(1) as crew, case.session(crew, trace) as session:
+    with Trace(path) as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
         session.run(raw, out, begins=begins)
         monkeypatch.setattr(EmulatedDevice, "copy_async", slow)
         session.run(raw, out, begins=begins)
@@ -250,7 +250,7 @@ def test_a_step_is_told_when_it_is_waited_for(tmp_path: Path, device: EmulatedDe
             told.append(facts["step"])
 
     case = Case.of(NETWORKS[0], device, walks=False)
-    with Noted(tmp_path / "trace.json") as trace, Crew(1) as crew, case.session(crew, trace) as session:
+    with Noted(tmp_path / "trace.json") as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
         tickets = [session.submit(raw, out, begins=begins) for raw, out, begins, _ in list(case.steps())[:2]]
         assert not told
         for number, ticket in enumerate(tickets):
@@ -272,7 +272,7 @@ def test_a_device_whose_seconds_are_others_stays_with_the_host(
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
     path = tmp_path / "trace.json"
-    with Trace(path) as trace, Crew(1) as crew, case.session(crew, trace) as session:
+    with Trace(path) as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
         session.run(raw, out, begins=begins)  # kernels are compiled
         time.sleep(0.6)
         begun = time.perf_counter() - trace._zero
@@ -334,7 +334,7 @@ def test_the_error_of_a_run_comes_before_that_of_its_trace(tmp_path: Path, devic
     raw, out, begins, _ = next(case.steps())
 
     def run(error: BaseException | None) -> None:
-        with Full(tmp_path / "trace.json") as trace, Crew(1) as crew, case.session(crew, trace) as session:
+        with Full(tmp_path / "trace.json") as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
             session.submit(raw, out, begins=begins)
             if error is not None:
                 raise error
@@ -353,7 +353,7 @@ def test_what_a_gpu_did_before_a_run_ended_is_there(tmp_path: Path, device: Emul
     path = tmp_path / "trace.json"
 
     def ends_early() -> None:
-        with Trace(path) as trace, Crew(1) as crew, case.session(crew, trace) as session:
+        with Trace(path) as trace, ThreadPool(1) as crew, case.session(crew, trace) as session:
             session.submit(raw, out, begins=begins)
             raise ZnnpyError("the volume ends here; give a longer one")
 
@@ -372,7 +372,7 @@ def test_what_a_gpu_did_before_a_run_ended_is_there(tmp_path: Path, device: Emul
     with (
         pytest.raises(ValuesOverflowError),
         Trace(path) as trace,
-        Crew(1) as crew,
+        ThreadPool(1) as crew,
         case.session(crew, trace) as session,
     ):
         session.run(raw, out, begins=begins)
@@ -394,7 +394,7 @@ def test_without_a_trace_nothing_is_timed(device: EmulatedDevice, monkeypatch: p
     monkeypatch.setattr(EmulatedDevice, "event", noted)
     case = Case.of(NETWORKS[0], device, walks=False)
     raw, out, begins, _ = next(case.steps())
-    with Crew(1) as crew, case.session(crew, None) as session:
+    with ThreadPool(1) as crew, case.session(crew, None) as session:
         session.run(raw, out, begins=begins)
     assert made
     assert not any(made)

@@ -31,7 +31,7 @@ from tests.support.fake_pipeline import (
     walking,
 )
 from znnpy.errors import DeviceError, DeviceLostError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Network
 from znnpy.patches import Column, Cover, cover
 from znnpy.run import pipeline
@@ -78,7 +78,11 @@ def any_columns(seed: int, rng: random.Random) -> tuple[Cover, Network]:
 
 
 def workers_of(
-    hooks: Sequence[Hook], crew: Crew, network: Network, columns: Sequence[Column], done: frozenset[int] = frozenset()
+    hooks: Sequence[Hook],
+    crew: ThreadPool,
+    network: Network,
+    columns: Sequence[Column],
+    done: frozenset[int] = frozenset(),
 ) -> list[Worker]:
     """One a hook, of the same shares; every other one with a step under way."""
     shares = ColumnQueue(columns, done=done)
@@ -97,7 +101,7 @@ def went(
     progress: Callable[[pipeline.Event], None] | None = None,
     output: Output | None = None,
 ) -> tuple[Output, pipeline.Timings]:
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = output or Lenient(hook, done)
         lanes = workers_of(hooks, crew, network, columns, done)
         timings = pipeline.run_workers(lanes, Source(volume(network), hook), output, progress)

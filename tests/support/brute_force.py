@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.fake_primitives import CARRYING, FAKES, WITH_GPU, Fake
 from tests.support.flat_requests import make_plan
-from znnpy.kernels.primitive import Footprint, Variant
+from znnpy.kernels.contract import Footprint, Variant
 from znnpy.machine import Limits
 from znnpy.network import Network
 from znnpy.patches import Cover

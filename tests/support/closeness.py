@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from znnpy.kernels import reference
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from znnpy.kernels.primitive import Array, Bytes, Footprint, Primitive, Variant
+    from znnpy.kernels.contract import Array, Bytes, Footprint, Primitive, Variant
     from znnpy.shapes import Activation, ConvShape, LayerShape, Vec3
 
 MACHINE = this_machine()
@@ -59,7 +59,7 @@ def run(
     stores = {s.name: aligned(s.nbytes + 2 * GUARD) for s in footprint.scratch}
     scratch = {name: store[GUARD : len(store) - GUARD] for name, store in stores.items()}
     out = np.full(shape.out_shape, np.nan, np.float32) if out is None else out
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
         tracemalloc.start()
         try:

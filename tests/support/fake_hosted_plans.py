@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.brute_force import BASELINE, THREADS
 from tests.support.fake_primitives import BOTH, CARRYING, FAST, FILTER, MAXOUT, OVER, POOL, SLOW, WITH_GPU, Fake, on_gpu
 from tests.support.flat_requests import make_plan
-from znnpy.kernels.primitive import Footprint, Scratch, Variant
+from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.planner.cost import Rate, Rates

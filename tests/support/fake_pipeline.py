@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import OutputError, VolumeError, ZnnpyError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Conv, Network
 from znnpy.patches import Box, Column, Cover, cover
 from znnpy.planner.plan import patch_in
@@ -44,7 +44,9 @@ class Session:
     max_in_flight = 0
     abandoned = False
 
-    def __init__(self, hook: Hook, crew: Crew, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS) -> None:
+    def __init__(
+        self, hook: Hook, crew: ThreadPool, network: Network = NETWORK, columns: Sequence[Column] = COLUMNS
+    ) -> None:
         self.network = network
         self._axis = columns.axis if isinstance(columns, Cover) else 0
         patch = columns.patch if isinstance(columns, Cover) else PATCH
@@ -151,7 +153,7 @@ def run(
     progress: Callable[[pipeline.Event], None] | None = None,
     network: Network = NETWORK,
 ) -> tuple[Output, pipeline.Timings]:
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         output = Output(hook, done)
         source = Source(volume(network) if voxels is None else voxels, hook)
         session = Session(hook, crew, network, columns)

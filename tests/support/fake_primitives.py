@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Step, Unit, Variant, Work, why_not_plain
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Gpu, Limits, Machine
 from znnpy.network import ConvWeights
 from znnpy.planner.cost import Rate, Rates
@@ -71,10 +71,10 @@ class Fake:
         values = prod(shape.out_shape)
         return (Work(self.unit, self.flops * values / variant.count("scale"), 0.0),)
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Crew) -> Any:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: ThreadPool) -> Any:
         raise NotImplementedError("a fake does not run")
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Crew) -> Step:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: ThreadPool) -> Step:
         raise NotImplementedError("a fake does not run")
 
 

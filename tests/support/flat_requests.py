@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network

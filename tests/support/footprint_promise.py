@@ -37,9 +37,9 @@ import numpy as np
 
 from znnpy.errors import ShapeError
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import SHARES, Crew, shares
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import CHUNKS_PER_THREAD, ThreadPool, chunks
 from znnpy.machine import this_machine
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.planner.layout import chain, place
@@ -48,7 +48,7 @@ from znnpy.run.arena import host_arena
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive, Variant
+    from znnpy.kernels.contract import Primitive, Variant
     from znnpy.shapes import Vec3
 
 MIB = 2**20
@@ -60,7 +60,7 @@ MOST_SECONDS = 0.4  # predicted, of one run
 MOST_TRIES = 20_000
 
 
-class EvenCrew(Crew):
+class EvenCrew(ThreadPool):
     """Every worker has its part of every stage, all of them at once, as on a machine with as many idle cores.
 
     A crew leaves to chance who takes which share: with more threads than cores some may never get one, and what they
@@ -68,7 +68,7 @@ class EvenCrew(Crew):
     """
 
     def each(self, piece: Callable[[int, int, int], None], count: int, *, least: int = 1) -> None:
-        todo = shares(count, min(SHARES * self.threads, count // least))
+        todo = chunks(count, min(CHUNKS_PER_THREAD * self.threads, count // least))
         workers = min(self.threads, len(todo))
         together = threading.Barrier(workers)
 

@@ -16,9 +16,9 @@ from tests.support.odd_networks import MACHINE, Ways, choice_of
 from tests.support.reference_primitives import STAND_INS
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import reference
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work, as_conv
+from znnpy.kernels.contract import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work, as_conv
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network, Pool
 from znnpy.planner.candidates import Space, candidate, spans
@@ -70,7 +70,7 @@ class _Step:
     device: Any
 
     def run(
-        self, x: npt.NDArray[Any], out: npt.NDArray[Any], scratch: Mapping[str, npt.NDArray[np.uint8]], crew: Crew
+        self, x: npt.NDArray[Any], out: npt.NDArray[Any], scratch: Mapping[str, npt.NDArray[np.uint8]], crew: ThreadPool
     ) -> None:
         assert (x.shape, out.shape) == (self.shape.in_shape, self.shape.out_shape)
         assert {name: array.nbytes for name, array in scratch.items()} == dict.fromkeys(

@@ -12,7 +12,7 @@ import pytest
 from tests.support.emulator import EmulatedDevice
 from tests.support.hosted_plans import EVERY, hosted_plan
 from tests.support.odd_networks import _nan_bytes, small, some_volume, trained
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import Conv, Pool
 from znnpy.planner.plan import Plan
 from znnpy.run import cpu_backend, gpu_backend, worker
@@ -35,7 +35,7 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]
 @contextmanager
 def session_for(plan: Plan, net: TrainedNetwork, device: EmulatedDevice) -> Iterator[Session]:
     """Of arenas that hold NaN."""
-    with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
+    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
         patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
         with Session(plan, net.network, net.weights, crew, EVERY, device=device) as session:  # type: ignore[arg-type]
             yield session

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from znnpy.kernels.gpu.modules import compiler_options, source_text
+from znnpy.kernels.gpu.kernel_source import compiler_options, source_text
 
 _OPTIONS = ("--ptxas-options=-v", "-ftz=true")  # the second: CuPy passes it
 _USED = re.compile(

@@ -15,10 +15,10 @@ import pytest
 
 import znnpy
 from znnpy.formats.weights import random_weights
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Footprint, Primitive, Variant
+from znnpy.kernels.contract import Footprint, Primitive, Variant
 from znnpy.kernels.reference import dense_by_sliding
 from znnpy.kernels.table import TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine, this_machine
 from znnpy.network import Conv, Layer, MaxFilter, Maxout, Network, Normalise, Pool
 from znnpy.patches import Box
@@ -247,7 +247,7 @@ def poisoned_session(
     plan: Plan, trained: TrainedNetwork, table: tuple[Primitive, ...] = TABLE, device: Any = None
 ) -> Iterator[Session]:
     """A session whose arena holds NaN before it is first written to; on a GPU that is up to `device`."""
-    with pytest.MonkeyPatch.context() as patch, Crew(plan.compute_threads) as crew:
+    with pytest.MonkeyPatch.context() as patch, ThreadPool(plan.compute_threads) as crew:
         patch.setattr(cpu_backend, "aligned_bytes", _nan_bytes)
         with Session(plan, trained.network, trained.weights, crew, table, device=device) as session:
             yield session

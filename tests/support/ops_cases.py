@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.primitive import ConvWeights
+from znnpy.kernels.contract import ConvWeights
 from znnpy.shapes import Sliding, Vec3
 
 ROUNDING = {"float32": 1e-6, "float16": 5e-4}  # of the rms answer

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels import reference
-from znnpy.kernels.primitive import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work
+from znnpy.kernels.contract import ConvWeights, Footprint, Kind, Primitive, Scratch, Variant, Work
 from znnpy.machine import Machine
 from znnpy.run.backend import dtype_of
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape

@@ -15,7 +15,7 @@ from tests.support.fake_plans import MIXED as NETWORK
 from tests.support.fake_primitives import WITH_GPU, Fake
 from tests.support.flat_requests import make_plan
 from znnpy.errors import DeviceError
-from znnpy.kernels.primitive import Footprint, Primitive, Scratch, Variant, Work
+from znnpy.kernels.contract import Footprint, Primitive, Scratch, Variant, Work
 from znnpy.machine import Limits
 from znnpy.planner.cost import GPU_STAGE_SECONDS, Rates, assumed_rates
 from znnpy.run import calibration

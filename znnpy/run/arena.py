@@ -11,7 +11,7 @@ import numpy.typing as npt
 from znnpy.planner.plan import Tensor
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Bytes
+    from znnpy.kernels.contract import Bytes
 
 
 class View(Protocol):

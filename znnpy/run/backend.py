@@ -16,7 +16,7 @@ from znnpy.planner.plan import Choice, Plan, Tensor
 from znnpy.shapes import LayerShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Footprint
+    from znnpy.kernels.contract import Footprint
 
 Voxels = npt.NDArray[Any]
 UNTRACED = nullcontext()  # may be entered any number of times
@@ -30,7 +30,7 @@ class Backend(Protocol):
     """
 
     def executor_for(self, choice: Choice) -> Any:
-        """Return what the primitive of a choice prepares and binds for: a Crew, or a Device."""
+        """Return what the primitive of a choice prepares and binds for: a ThreadPool, or a Device."""
 
     @property
     def max_in_flight(self) -> int:

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from znnpy.errors import DeviceError, VramError
 from znnpy.files import read_regular, replace_file
-from znnpy.kernels.primitive import Primitive, Unit, Variant
+from znnpy.kernels.contract import Primitive, Unit, Variant
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.messages import excerpt

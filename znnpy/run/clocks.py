@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from znnpy.errors import DeviceError, DeviceLostError, VramError
 from znnpy.kernels.aligned import aligned_bytes, touch
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run.layer import DeviceLayer, HostLayer, HostRamLayer
 from znnpy.run.timing import Clock, Where
 from znnpy.run.wisdom import wisdom_kept
@@ -38,7 +38,7 @@ MOST_TOUCHING = 2.0  # seconds, after which no further part is touched
 class CpuClock:
     """Times layers as `crew` runs them."""
 
-    crew: Crew
+    crew: ThreadPool
     now: Callable[[], float] = time.perf_counter
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
@@ -66,7 +66,7 @@ class HostRamClock:
     """Times layers as `device` and `crew` run them together: copies, uploads, all sub-layers and downloads."""
 
     device: Device
-    crew: Crew
+    crew: ThreadPool
     now: Callable[[], float] = time.perf_counter
 
     def seconds(self, primitive: Primitive, shape: LayerShape, variant: Variant) -> float:
@@ -86,10 +86,10 @@ def clock_of(where: Where, device: Device | None, machine: Machine, seconds: flo
         if not where.hosted:
             yield GpuClock(device)
             return
-        with Crew(where.threads) as crew:
+        with ThreadPool(where.threads) as crew:
             yield HostRamClock(device, crew)
         return
-    with Crew(where.threads) as crew, wisdom_kept(machine, seconds):
+    with ThreadPool(where.threads) as crew, wisdom_kept(machine, seconds):
         yield CpuClock(crew)
 
 
@@ -99,7 +99,7 @@ def touching_rate(threads: int, nbytes: int, now: Callable[[], float] = time.per
     Takes `nbytes` of memory meanwhile. It stops after MOST_TOUCHING seconds: what was written to until then counts.
     """
     block, done = aligned_bytes(nbytes), 0
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         begin = now()
         while done < nbytes and now() - begin < MOST_TOUCHING:
             part = block[done : done + TOUCHED_PART]

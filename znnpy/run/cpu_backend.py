@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels.aligned import aligned_bytes, touch
-from znnpy.kernels.crew import Crew, least_share
+from znnpy.kernels.thread_pool import ThreadPool, min_chunk
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import BUFFERS
 from znnpy.planner.plan import Choice, Plan, Tensor
@@ -20,7 +20,7 @@ from znnpy.run.arena import host_arena
 from znnpy.run.backend import UNTRACED, Voxels, corners, input_overflow, layer_of, output_overflow
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Bytes, Footprint
+    from znnpy.kernels.contract import Bytes, Footprint
     from znnpy.run.gpu_backend import GpuBackend
     from znnpy.run.trace import Trace
 
@@ -36,7 +36,7 @@ class CpuBackend:
         self,
         plan: Plan,
         network: Network,
-        crew: Crew,
+        crew: ThreadPool,
         trace: Trace | None = None,
         lane: str = "CPU",
         prepared: Callable[[int], None] | None = None,
@@ -134,7 +134,7 @@ class CpuBackend:
             del worker
             flat[lo:hi] = 0
 
-        self.executor.each(piece, flat.size, least=least_share(flat.nbytes, flat.size))
+        self.executor.each(piece, flat.size, least=min_chunk(flat.nbytes, flat.size))
 
     def save_carry(self, kept: Any, x: Any, *, join: bool) -> None:
         carried, planes = kept.shape[1], x.shape[1]
@@ -150,7 +150,7 @@ class CpuBackend:
                     later = plane + planes
                     old[plane] = old[later] if later < carried else image[later - carried]
 
-        self.executor.each(piece, x.shape[2], least=least_share(kept.nbytes, x.shape[2]))
+        self.executor.each(piece, x.shape[2], least=min_chunk(kept.nbytes, x.shape[2]))
 
     def load(self, raw: Voxels, x: Any) -> None:
         normalise = self._network.normalise
@@ -169,7 +169,7 @@ class CpuBackend:
                 np.divide(target, np.float32(std), out=target)
 
         try:
-            self.executor.each(piece, x.shape[0], least=least_share(x.nbytes, x.shape[0]))
+            self.executor.each(piece, x.shape[0], least=min_chunk(x.nbytes, x.shape[0]))
         except FloatingPointError:
             raise input_overflow(raw) from None
 
@@ -192,4 +192,4 @@ class CpuBackend:
             except FloatingPointError:
                 raise output_overflow(float(np.abs(part).max()), out.dtype) from None
 
-        self.executor.each(piece, fragments.shape[1], least=least_share(fragments.nbytes, fragments.shape[1]))
+        self.executor.each(piece, fragments.shape[1], least=min_chunk(fragments.nbytes, fragments.shape[1]))

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from znnpy.errors import DeviceError, OutputError, ValuesOverflowError
 from znnpy.kernels.gpu.device import Device, find_gpu
-from znnpy.kernels.gpu.moves import Moves
+from znnpy.kernels.gpu.load_store import LoadStore
 from znnpy.messages import option
 from znnpy.network import Network, Pool
 from znnpy.planner.memory import PINNED, STAGED
@@ -37,7 +37,7 @@ from znnpy.run.gpu_trace import GpuTrace
 from znnpy.shapes import FLOAT32
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Footprint
+    from znnpy.kernels.contract import Footprint
     from znnpy.run.trace import Trace
 
 LOOK_SECONDS = 0.0001  # between looks at an event; a wait inside CUDA would not notice Ctrl-C
@@ -115,7 +115,7 @@ class GpuBackend:
         """Let go of every array, which gives its memory back."""
         self.executor: Any = None
         self._arena = Arena((), _no_view)
-        self._moves: Moves | None = None
+        self._moves: LoadStore | None = None
         self._types: tuple[np.dtype[Any], np.dtype[Any]] | None = (
             None  # dtypes of raw patches and of the output, for `_moves`
         )
@@ -344,7 +344,7 @@ class GpuBackend:
         self._queued_seconds += layer.seconds
 
     @property
-    def _moving(self) -> Moves:
+    def _moving(self) -> LoadStore:
         if self._moves is None:
             raise RuntimeError("nothing is moved before the first step begins")
         return self._moves
@@ -355,7 +355,7 @@ class GpuBackend:
         wanted = (raw, out or (known[1] if known else np.dtype(np.float32)))
         if wanted != known:
             values = dtype_of(self._plan.choices[-1].shape)
-            self._moves = Moves(
+            self._moves = LoadStore(
                 self.executor,
                 raw=wanted[0],
                 values=values,

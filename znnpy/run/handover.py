@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import Stopped
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.planner.plan import Plan
 from znnpy.planner.stages import handover_buffers
 from znnpy.run.backend import Voxels
@@ -46,7 +46,7 @@ class StopFlag:
     failed  the second stage of a step failed: its pool runs no further first stage, but steps before are waited for
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: ThreadPool) -> None:
         self._crew = crew
         self._ending = threading.Event()
         self.failed = False

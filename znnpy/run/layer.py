@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.kernels.aligned import aligned_bytes
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Primitive, Variant
+from znnpy.kernels.contract import ConvWeights, Primitive, Variant
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.run.backend import dtype_of
 from znnpy.shapes import ConvShape, LayerShape
 
@@ -46,7 +46,7 @@ class Values:
 class HostLayer:
     """On a processor. Holds as many bytes as the primitive's footprint says, and the weights as they came."""
 
-    def __init__(self, crew: Crew, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
+    def __init__(self, crew: ThreadPool, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
         self.values = Values(shape)
         resident = primitive.prepare(self.values.weights, variant, crew)
         self._step = primitive.bind(resident, shape, variant, crew)
@@ -104,7 +104,9 @@ class HostRamLayer:
     crew  whose threads copy
     """
 
-    def __init__(self, device: Device, crew: Crew, primitive: Primitive, shape: LayerShape, variant: Variant) -> None:
+    def __init__(
+        self, device: Device, crew: ThreadPool, primitive: Primitive, shape: LayerShape, variant: Variant
+    ) -> None:
         self.values, self._crew = Values(shape), crew
         resident = primitive.prepare(self.values.weights, variant, device)
         self._step = primitive.bind(resident, shape, variant, device)

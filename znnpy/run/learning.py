@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.planner.cost import Rates
 from znnpy.planner.costs import Measurement
 from znnpy.planner.memory import DeviceKind

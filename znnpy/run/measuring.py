@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import znnpy
 from znnpy.errors import DeviceError, NoPlanError
-from znnpy.kernels.primitive import Primitive, Unit
+from znnpy.kernels.contract import Primitive, Unit
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.messages import option

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from znnpy.errors import VramError
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import IN_HOST_RAM, TABLE
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.memory import PINNED
 from znnpy.planner.plan import Plan
@@ -48,7 +48,7 @@ class Session:
         plan: Plan,
         network: Network,
         weights: Sequence[ConvWeights],
-        crew: Crew,
+        crew: ThreadPool,
         table: tuple[Primitive, ...] = ALL,
         *,
         device: Device | None = None,

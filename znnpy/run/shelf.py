@@ -13,7 +13,7 @@ from pathlib import Path
 
 from znnpy.errors import PlanFileError
 from znnpy.files import write_asked
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import Machine
 from znnpy.messages import option

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from znnpy.kernels.primitive import Primitive
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.table import find
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.layout import carried_planes, reads_apart

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from znnpy.errors import DeviceError, VramError
-from znnpy.kernels.primitive import Primitive, Variant
+from znnpy.kernels.contract import Primitive, Variant
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.plan import Choice, Plan
 from znnpy.shapes import LayerShape

@@ -23,8 +23,8 @@ from pydantic.dataclasses import dataclass
 
 from znnpy.errors import ResumeError
 from znnpy.files import read_regular, replace_file
+from znnpy.kernels.contract import ALIGNMENT
 from znnpy.kernels.cpu.fft import Wisdom, signature
-from znnpy.kernels.primitive import ALIGNMENT
 from znnpy.machine import Machine
 from znnpy.messages import excerpt, option
 

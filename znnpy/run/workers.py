@@ -9,7 +9,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 from znnpy.errors import VramError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.network import ConvWeights, Network
 from znnpy.planner.cells import of_a_gpu
 from znnpy.planner.plan import Plan
@@ -44,7 +44,7 @@ def sessions_of(
     if plan.beside is not None:
         plans["CPU"] = plan.beside, None
     with ExitStack() as stack:
-        crews = {its.device: stack.enter_context(Crew(its.compute_threads)) for its in (plan, plan.beside) if its}
+        crews = {its.device: stack.enter_context(ThreadPool(its.compute_threads)) for its in (plan, plan.beside) if its}
         sessions: dict[str, Session] = {}
         for name, (its, device) in plans.items():
             session = Session(

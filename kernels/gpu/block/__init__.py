@@ -1,1 +1,1 @@
-"""Direct convolution by stride-fixed blocks: division of maps and kernels by what the card is."""
+"""Direct convolution by stride-fixed blocks: maps and kernels are divided according to the GPU's properties."""

@@ -2,49 +2,52 @@
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i + d, f] * kernels[d, f, g])
  * Shapes     x (S, n, f), out (S, n - k + 1, f') float or half, images in C order, any number of values apart; f in
- *            whole QUADs, f' in blocks of MAPS. The taps (dz, dy) are gone through in pieces of `span` along x, and
- *            those in segments of SEGMENT maps f, the last of each as short as it must be. kernels [f' / MAPS][dz][dy]
- *            [piece][segment][dx of the piece][f of the segment][MAPS] float, bias (padded f') float.
+ *            whole QUADs, f' in blocks of MAPS. The taps (dz, dy) are processed in pieces of `span` along x, and those
+ *            in segments of SEGMENT maps f; the last piece and segment may be shorter. kernels [f' /
+ *            MAPS][dz][dy][piece][segment][dx of the piece][f of the segment][MAPS] float, bias (padded f') float.
  * Launch     128 threads: VOXELS output voxels, a tile of wide x lines x planes, and MAPS maps. A step is one segment
- *            of one piece: SEGMENT maps of the voxels that lie under it and its kernels, which come to shared memory
- *            while the step before is summed. Thread 8 v + m sums voxels v, v + 16, ... and maps m WIDTH +
- *            (0 .. WIDTH), ...
+ *            of one piece: SEGMENT maps of its input voxels and its kernels, which are copied to shared memory while
+ *            the previous step is summed. Thread 8 v + m sums voxels v, v + 16, ... and maps m WIDTH + (0 .. WIDTH),
+ *            ...
  *            grid (blocks of maps, tiles along x, y, z, images), the first fastest, as one number.
- *            LONG sums are cut: after every `together` steps a thread adds what it has to its voxels and maps of out,
- *            which nobody else reads or writes, and starts from 0. No register holds a second sum. The bias comes last:
- *            beside it, small terms would be rounded more.
+ *            LONG sums are cut: after every `together` steps a thread adds its sums to its voxels and maps of out,
+ *            which no other thread reads or writes, and starts from 0. No register holds a second sum. The bias comes
+ *            last: small terms added to it would be rounded more.
  * Bound      arithmetic (float32 units): VOXELS / 16 * MAPS / 8 products for VOXELS / 64 + MAPS / 8 / WIDTH reads of 16
  *            bytes of shared memory, 64 for 4 at VOXELS = 128, MAPS = 64.
  * Source     Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2. There a
- *            segment runs along one filter, which lies in memory from map to map; channels last, maps of a voxel do.
+ *            segment runs along one filter, whose maps are adjacent in memory; with channels last, the maps of a voxel
+ *            are.
  * Tested     tests/kernels/gpu/test_block.py
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 128;                             // block/primitive.py
+constexpr int THREADS = 128;                             // as in block/primitive.py
 constexpr int MAP_LANES = 8, VOXEL_LANES = THREADS / MAP_LANES;
-constexpr int QUAD = 4;                                  // input maps that are read at a time; block/primitive.py
+constexpr int QUAD = 4;                                  // input maps read at a time, as in block/primitive.py
 
-/* Values from one staged voxel to the next: on 16 bytes, and four voxels that are neighbours meet no bank twice. */
+/* Values from one staged voxel to the next: aligned to 16 bytes, and four neighbouring voxels do not conflict in a
+ * bank.
+ */
 template <class T, int SEGMENT> constexpr int PITCH = SEGMENT + (SEGMENT * sizeof(T) % 64 ? 0 : 16 / sizeof(T));
 
-/* A voxel of the input that a tile needs, at the first tap. */
+/* An input voxel of a tile, at the first tap. */
 struct Place {
-    long long at;  // in its image, in values, as if all planes were there
-    int x, z;      // z: -1 where no output needs it
+    long long at;  // offset in its image, in values, as if all planes were there
+    int x, z;      // z: -1 if no output needs it
 };
 
-/* Where a block begins; g: its first map. Kept in shared memory: the registers are for sums. */
+/* The start of a block; g: its first map. Kept in shared memory, because the registers are for sums. */
 struct Origin {
     long long s, z, y, x;
     int g;
 };
 
-/* Where a block's results lie in an image of the output. */
+/* The position of a block's results in an image of the output. */
 struct Part {
     const Origin& begin;
     long long mz, my, mx, maps, wide, lines;
-    /* Where the maps of a voxel of the block begin, in values; -1: it is outside. */
+    /* The offset of the maps of a voxel of the block, in values; -1: it is outside. */
     DEVICE long long maps_of(int voxel) const {
         const int row = voxel / (int)wide;
         const long long z = begin.z + row / lines, y = begin.y + row % lines, x = begin.x + voxel % wide;
@@ -57,7 +60,7 @@ struct Sizes {
     int ky, kx, span;
 };
 
-/* Where this block begins: maps, then tiles of `planes` planes, then images. */
+/* The start of this block: maps vary first, then tiles of `planes` planes, then images. */
 template <int MAPS> DEVICE Origin begin_of(long long planes, const Part& part) {
     const int tiles_x = (part.mx + part.wide - 1) / part.wide, tiles_y = (part.my + part.lines - 1) / part.lines;
     const int tiles_z = (part.mz + planes - 1) / planes, map_blocks = (part.maps + MAPS - 1) / MAPS;
@@ -66,8 +69,8 @@ template <int MAPS> DEVICE Origin begin_of(long long planes, const Part& part) {
             (int)blockIdx.x % map_blocks * MAPS};
 }
 
-/* `starts`: where voxels of the tile are staged, in values, `columns` of a row and APART apart; `places`: where all
- * `staged` voxels lie, once it is known where the block begins, which `part` knows too.
+/* `starts`: offsets of the tile's staged voxels, in values, with `columns` to a row and APART apart; `places`: all
+ * `staged` voxels, filled once the start of the block is known, which `part` refers to.
  */
 template <int VOXELS, int MAPS, int APART>
 DEVICE void locate(Origin& begin, int* starts, Place* places, int staged, int columns, const Part& part,
@@ -85,7 +88,7 @@ DEVICE void locate(Origin& begin, int* starts, Place* places, int staged, int co
     }
 }
 
-/* Which taps and maps a step takes: a segment, then the next piece, row, plane of taps. */
+/* The taps and maps of a step: segments vary first, then pieces, rows and planes of taps. */
 struct Walk {
     int dz = 0, dy = 0, dx = 0, first = 0;
     DEVICE int taps(const Sizes& n) const { return min(n.span, n.kx - dx); }
@@ -103,7 +106,7 @@ struct Walk {
     }
 };
 
-/* The step's maps of all voxels under it: QUADs beyond the maps and voxels that nobody needs become zeros. */
+/* Stages the step's maps of all its voxels: QUADs beyond the maps and unused voxels become zeros. */
 template <class T, int SEGMENT, int BYTES>
 DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places, int voxels, const Walk& step,
                          const Sizes& n) {
@@ -126,7 +129,7 @@ DEVICE void stage_voxels(T* to, const T* before, const T* x, const Place* places
     }
 }
 
-/* Returns how many values that is: next to them lie those of the next step. */
+/* Stages a step's kernels; returns the number of values, which is the offset of the next step's. */
 template <int MAPS> DEVICE int stage_kernels(float* to, const float* from, int quads) {
     const int count = quads * QUAD * MAPS;
 #pragma unroll 1
@@ -158,7 +161,7 @@ template <int ROWS, int COLUMNS> DEVICE void clear(float (&sums)[ROWS][COLUMNS])
         for (int g = 0; g < COLUMNS; ++g) sums[v][g] = 0.0f;
 }
 
-/* `bias` from this thread's first map on. */
+/* `bias` starts at this thread's first map. */
 template <int VOXELS, int MAPS, int WIDTH>
 DEVICE void add_bias(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const float* bias) {
 #pragma unroll
@@ -171,7 +174,7 @@ DEVICE void add_bias(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], cons
         }
 }
 
-/* One step; `at`: where this thread's voxels are staged, in values; `kernels` from its first map on. */
+/* Adds one step; `at`: offsets of this thread's staged voxels, in values; `kernels` starts at its first map. */
 template <class T, int SEGMENT, int VOXELS, int MAPS, int WIDTH>
 DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const T* tile, const float* kernels,
                      const int (&at)[VOXELS / VOXEL_LANES], int taps, int quads) {
@@ -185,7 +188,7 @@ DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], cons
             for (int v = 0; v < MINE; ++v) read<QUAD>(in[v], tile + at[v] + quad * QUAD);
 #pragma unroll
             for (int f = 0; f < QUAD; ++f) {
-                if (f == QUAD / 2 && MINE * MY_MAPS > 64) sync_warp();  // reads that come earlier find no registers
+                if (f == QUAD / 2 && MINE * MY_MAPS > 64) sync_warp();  // else earlier reads find no registers
                 float w[MY_MAPS];
 #pragma unroll
                 for (int g = 0; g < MY_MAPS; g += WIDTH) read<WIDTH>(w + g, kernels + f * MAPS + g * MAP_LANES);
@@ -198,13 +201,13 @@ DEVICE void add_step(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], cons
     }
 }
 
-/* What this thread wrote before joins its sums. */
+/* Adds what this thread wrote before to its sums. */
 template <int VOXELS, int MAPS, int WIDTH>
 DEVICE void add_written(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const float* image, const Part& part) {
     const int g0 = part.begin.g + threadIdx.x % MAP_LANES * WIDTH;
 #pragma unroll
     for (int v = 0; v < VOXELS / VOXEL_LANES; ++v) {
-        sync_warp();  // as where they are written
+        sync_warp();  // as in `write`
         const long long at = part.maps_of(v * VOXEL_LANES + threadIdx.x / MAP_LANES);
         const float* const from = image + at + g0;
 #pragma unroll
@@ -217,7 +220,7 @@ DEVICE void add_written(float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], c
     }
 }
 
-/* Activation and output of this thread's sums; the largest of their magnitudes. */
+/* Applies the activation and writes this thread's sums; returns the largest magnitude. */
 template <class T, int VOXELS, int MAPS, int WIDTH, int KIND, bool VECTORS>
 DEVICE float write(T* image, const float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const Part& part) {
     const int g0 = part.begin.g + threadIdx.x % MAP_LANES * WIDTH;
@@ -253,7 +256,7 @@ DEVICE float write(T* image, const float (&sums)[VOXELS / VOXEL_LANES][MAPS / MA
     return largest;
 }
 
-/* The sums so far, with what was `written`, go to the output as they are, and begin anew from 0. */
+/* Writes the sums so far, plus what was `written`, to the output without activation, and restarts from 0. */
 template <int VOXELS, int MAPS, int WIDTH, bool VECTORS>
 DEVICE void begin_anew(float* image, float (&sums)[VOXELS / VOXEL_LANES][MAPS / MAP_LANES], const Part& part,
                        bool written) {
@@ -272,7 +275,7 @@ __global__ void __launch_bounds__(THREADS, 3)
           long long mz, long long my, long long mx, long long maps, long long kz, long long ky, long long kx,
           long long span, long long wide, long long lines, long long together, float* peak) {
     constexpr int MINE = VOXELS / VOXEL_LANES, MY_MAPS = MAPS / MAP_LANES, WIDTH = MAPS % 32 ? 2 : 4;
-    EXTERN_SHARED(Place, places);  // of all staged voxels; then twice: the voxels, a step's kernels
+    EXTERN_SHARED(Place, places);  // for all staged voxels; then twice: the voxels, a step's kernels
     const Sizes n = {carried, ny, nx, fin, (int)ky, (int)kx, (int)span};
     const int columns = (int)wide + (int)span - 1, staged = VOXELS / (int)wide * columns;
     const int tile_bytes = staged * PITCH<T, SEGMENT> * (int)sizeof(T);
@@ -295,10 +298,10 @@ __global__ void __launch_bounds__(THREADS, 3)
     T* const image = out + begin.s * out_image;
     Walk next;
     int taps = 0, quads = 0;
-    long long left = together + 1;  // turns until sums are written; the first has none
+    long long left = together + 1;  // turns until sums are written; the first turn has none
     bool written = false;
 #pragma unroll 1
-    for (int turn = 0;; turn ^= 1) {  // this turn's step comes, last turn's is summed
+    for (int turn = 0;; turn ^= 1) {  // this turn's step is copied while the last turn's is summed
         const bool more = next.dz < kz;
         const int next_taps = next.taps(n), next_quads = next.quads<SEGMENT>(n);
         unsigned char* const to = buffers + turn * buffer_bytes;

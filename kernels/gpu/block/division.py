@@ -1,11 +1,11 @@
-"""How direct convolutions are divided among the multiprocessors of a card: the paper's procedures, as arithmetic.
+"""Division of direct convolutions among the multiprocessors of a GPU: the paper's procedures, as arithmetic.
 
-What is asked: how many products a multiprocessor must have to do on what is there while the next data are on their way,
-or, where it has not so many, how many bytes must be on their way at once. No arrays, no device.
+They determine how many products a multiprocessor must do on the data it has while the next data are in flight or, if it
+has fewer, how many bytes must be in flight at once. No arrays, no device.
 
-Source  Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 2.2 (what a card
-        needs), 3.1 (one input map), 3.2 (many); numbers of steps are the paper's.
-Tested  tests/kernels/gpu/test_block_division.py, on the paper's GTX 1080 Ti too
+Source  Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 2.2 (requirements
+        of a GPU), 3.1 (one input map), 3.2 (many); numbers of steps are the paper's.
+Tested  tests/kernels/gpu/test_block_division.py, also for the paper's GTX 1080 Ti
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the procedures ask of a card (table 1 of the paper)."""
+    """The properties of a GPU that the procedures use (table 1 of the paper)."""
 
-    latency: float  # cycles until a read of its memory is there
-    clock: float  # cycles a second
-    bandwidth: float  # bytes a second of its memory
+    latency: float  # cycles from a memory read to its data
+    clock: float  # cycles per second
+    bandwidth: float  # bytes per second of its memory
     multiprocessors: int
     shared_bytes: int  # shared memory of a multiprocessor
-    products: int  # multiply-adds that a multiprocessor does a cycle
+    products: int  # multiply-adds per cycle and multiprocessor
 
     @property
     def bytes_a_cycle(self) -> int:
@@ -40,17 +40,17 @@ class Card:
 
     @property
     def hiding_products(self) -> int:
-        """N_FMA: what a multiprocessor must do on one set of data to hide that the next is on its way."""
+        """N_FMA: products per multiprocessor and set of data that hide the latency of the next set."""
         return ceil(self.latency * self.products)
 
     @property
     def hiding_bytes(self) -> int:
-        """What must be on its way at once so that the memory never waits, exactly."""
+        """The bytes that must be in flight at once to keep the memory busy, exactly."""
         return ceil(self.bytes_a_cycle * self.latency)
 
     @property
     def threads(self) -> int:
-        """Of a multiprocessor, in whole warps, that each fetch one float32: as many bring `hiding_bytes`."""
+        """Threads per multiprocessor, in whole warps, that have `hiding_bytes` in flight at one float32 each."""
         warps = ceil(self.hiding_bytes / (FLOAT32 * WARP))
         return ceil(warps / self.multiprocessors) * WARP
 
@@ -67,8 +67,8 @@ class _Clocked(NamedTuple):
 
 
 # Latencies of A100, RTX 4090 and H100: Luo et al., Benchmarking and dissecting the Nvidia Hopper GPU architecture via
-# microbenchmarking, 2024; RTX 30 as A100 and RTX 50 as RTX 40 are assumed. Clocks: boost, of A100, RTX 3090, RTX 4090,
-# H200 and RTX 5090. A card does not say these itself.
+# microbenchmarking, 2024; RTX 30 is assumed to be like A100 and RTX 50 like RTX 40. Clocks: boost, of A100, RTX 3090,
+# RTX 4090, H200 and RTX 5090. A GPU does not report these itself.
 _CLOCKED: Mapping[tuple[int, int], _Clocked] = {
     (8, 0): _Clocked(466, 1.41e9, 64),
     (8, 6): _Clocked(466, 1.70e9, 128),
@@ -79,7 +79,7 @@ _CLOCKED: Mapping[tuple[int, int], _Clocked] = {
 
 
 def card_of(gpu: Gpu) -> Card:
-    """`gpu` as the procedures see it; one of a capability that is not known as the newest that is."""
+    """Return `gpu` as the procedures see it; an unknown capability counts as the newest known one."""
     clocked = _CLOCKED.get(gpu.capability, _CLOCKED[max(_CLOCKED)])
     return Card(
         clocked.latency,
@@ -92,12 +92,12 @@ def card_of(gpu: Gpu) -> Card:
 
 
 class Image(NamedTuple):
-    """What is convolved; cut only between lines: rows of an image, or the planes of a volume."""
+    """The input, which is cut only between lines: rows of an image, or planes of a volume."""
 
     lines: int  # W_y
     voxels: int  # of a line, W_x
-    halo: int  # lines that a piece shares with the next: K - 1
-    maps: int = 1  # the paper's has one
+    halo: int  # lines that adjacent pieces share: K - 1
+    maps: int = 1  # 1 in the paper
 
     @property
     def line_bytes(self) -> int:
@@ -109,23 +109,23 @@ class Image(NamedTuple):
 
 
 class Single(NamedTuple):
-    """How one input map and its filters are divided."""
+    """The division of one input map and its filters."""
 
-    divided: Literal["filters", "image"]  # among the multiprocessors; each goes through the other in `pieces`
+    divided: Literal["filters", "image"]  # what multiprocessors share; each goes through the other in `pieces`
     pieces: int  # P of the image or Q of the filters
-    filters: int  # that a multiprocessor applies at a time
+    filters: int  # filters that a multiprocessor applies at a time
     nbytes: int  # of shared memory: D_1 or D_2
     products: int  # on one piece: Th_1 or Th_2
-    hides: bool  # they are enough to fetch the next meanwhile, within shared memory; else `volume` has to be on its way
+    hides: bool  # whether they hide fetching the next piece, within shared memory; else `volume` must be in flight
 
 
 def divide_single(card: Card, image: Image, filters: int, taps: int) -> Single:
-    """3.1: the filters or the image among multiprocessors, whichever leaves more shared memory free (step 4).
+    """Divide the filters or the image among multiprocessors, whichever leaves more shared memory free (3.1, step 4).
 
-    Before that counts whether there are filters or lines for all multiprocessors, which the paper's card, with its 28,
-    always had, and whether they hide that the next data are on their way.
+    Two criteria come first: whether there are filters or lines for all multiprocessors, which is always true for the
+    paper's GPU with its 28, and whether they hide the latency of the next data.
 
-    taps  values of one filter: K K, of each input map.
+    taps  values of one filter: K K for each input map.
     """
     first, second = _among_filters(card, image, filters, taps), _among_images(card, image, filters, taps)
     units = {"filters": min(filters, card.multiprocessors), "image": min(image.lines, card.multiprocessors)}
@@ -133,7 +133,7 @@ def divide_single(card: Card, image: Image, filters: int, taps: int) -> Single:
 
 
 def _among_filters(card: Card, image: Image, filters: int, taps: int) -> Single:
-    """Each multiprocessor has some filters and takes the image in P pieces: formulas 4 to 6."""
+    """Give each multiprocessor some filters and the image in P pieces: formulas 4 to 6."""
     mine = ceil(filters / card.multiprocessors)
     held = FLOAT32 * taps * mine + image.halo * image.line_bytes
     products = taps * mine * image.lines * image.voxels
@@ -143,7 +143,7 @@ def _among_filters(card: Card, image: Image, filters: int, taps: int) -> Single:
 
 
 def _among_images(card: Card, image: Image, filters: int, taps: int) -> Single:
-    """Each multiprocessor has some lines and takes the filters in Q pieces: formulas 7 to 9."""
+    """Give each multiprocessor some lines and the filters in Q pieces: formulas 7 to 9."""
     lines = ceil(image.lines / card.multiprocessors)
     held = (lines + image.halo) * image.line_bytes
     products = taps * filters * lines * image.voxels
@@ -154,7 +154,7 @@ def _among_images(card: Card, image: Image, filters: int, taps: int) -> Single:
 
 
 def _pieces(card: Card, held: int, nbytes: int, products: int, most: int) -> int | None:
-    """Fewest pieces of `nbytes` that fit beside what is held (step 2) and leave enough to do (step 1), or None."""
+    """Return the fewest pieces of `nbytes` that fit (step 2) and have enough products each (step 1), or None."""
     room = card.shared_bytes - held
     if room <= 0:
         return None
@@ -163,16 +163,16 @@ def _pieces(card: Card, held: int, nbytes: int, products: int, most: int) -> int
 
 
 class Multiple(NamedTuple):
-    """The filters that stride-fixed blocks of many input maps may have."""
+    """The numbers of filters that stride-fixed blocks of many input maps may have."""
 
-    fewest: int  # M': enough to do while the next data come (step 3)
-    most: int  # both sets of data fit shared memory (step 4); less than `fewest`: no number does
+    fewest: int  # M': enough products while the next data arrive (step 3)
+    most: int  # both sets of data fit shared memory (step 4); if less than `fewest`, no number is valid
 
 
 def divide_multiple(card: Card, taps: int, pixels: int, image_bytes: int) -> Multiple:
-    """3.2: how many filters a multiprocessor applies to `pixels` (W'_x) at a time, `taps` values (S / 4) of each.
+    """Return how many filters of `taps` values (S / 4) to apply to `pixels` (W'_x) at a time (3.2).
 
-    image_bytes  of what these pixels need: ceil(taps / K) lines (W'_y) of them in the paper.
+    image_bytes  bytes that these pixels need: ceil(taps / K) lines (W'_y) of them in the paper.
     """
     fewest = ceil(card.hiding_products / (taps * pixels))
     most = (card.shared_bytes // 2 - image_bytes) // (FLOAT32 * taps)

@@ -1,13 +1,13 @@
 """Direct convolution of many input maps on a GPU by stride-fixed blocks.
 
 Method   A block sums a tile of voxels x some output maps in registers, on float32 units in every precision. It goes
-         through the taps a row of the kernel and 32 or 64 bytes of a voxel's maps at a time ("segment"): a whole number
-         of the 32 bytes that memory gives, and few, so that many output maps fit beside it. While one step is summed,
-         the next is copied to the other half of shared memory (cp.async). How many voxels, maps and taps a step has the
-         paper's procedure says first, where the kernel can have what it says; an estimate of cycles says others. In
-         fp32, sums of more than MOST_TERMS products are cut into parts, which are added up in the output: rounding
-         grows with a sum's length. division.py, conv_block.cu.
-Memory   Nothing beside kernels, in float32 in every precision.
+         through the taps one row of the kernel and 32 or 64 bytes of a voxel's maps at a time ("segment"): a multiple
+         of the 32 bytes of a memory sector, and few, so that many output maps fit as well. While one step is summed,
+         the next is copied to the other half of shared memory (cp.async). The numbers of voxels, maps and taps per step
+         come from the paper's procedure where the kernel has these sizes; other choices come from an estimate of
+         cycles. In fp32, sums of more than MOST_TERMS products are cut into parts, which are added up in the output,
+         because rounding grows with a sum's length. division.py, conv_block.cu.
+Memory   None besides kernels, in float32 in every precision.
 Bound    Arithmetic: 2 k^3 f f' flops a voxel on float32 units, of whole tiles.
 Source   Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU with high memory efficiency, 3.2.
 Tested   tests/kernels/gpu/test_block.py
@@ -24,37 +24,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.block.division import card_of, divide_multiple
-from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32, Activation, ConvShape, LayerShape, Precision, Vec3
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
 
 SOURCE = "block/conv_block.cu"
-WARP, THREADS, QUAD, PLACE_BYTES = 32, 128, 4, 16  # conv_block.cu
-COPY_ISSUES, KERNEL_ISSUES = 20, 4  # instructions of one copy of inputs and of kernels, about
-SEGMENTS = (32, 64)  # bytes of a voxel's maps; the paper's
-VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # of a block that the kernel is made for
-COMMON = 16  # voxels along x of a tile for which shared memory is shared out
+WARP, THREADS, QUAD, PLACE_BYTES = 32, 128, 4, 16  # as in conv_block.cu
+COPY_ISSUES, KERNEL_ISSUES = 20, 4  # approximate instructions per copy of inputs and of kernels
+SEGMENTS = (32, 64)  # bytes of a voxel's maps, as in the paper
+VOXELS, MAPS = (128, 64, 32), (16, 32, 48, 64, 80)  # sizes of blocks that the kernel is instantiated for
+COMMON = 16  # voxels along x of the tile for which shared memory is divided
 NARROWEST = 4  # of a tile along x: neighbours that lanes of a warp read together
-MOST_TERMS = 2500  # of a sum in fp32, one after another, for an error of 1e-6 of the rms answer: they leave 8.8e-7
-PART_TERMS = 1500  # of a part of a longer one: their errors add up as the parts do, and leave 7e-7
+MOST_TERMS = 2500  # of a sum in fp32, in sequence, for an error of 1e-6 of the rms answer: they leave 8.8e-7
+PART_TERMS = 1500  # of a part of a longer sum: errors of the parts add up and leave 7e-7
 MOST_BLOCKS = 2**31 - 1  # of a grid along x
-RESIDENT = 3  # blocks of a multiprocessor: so many its registers are shared out for
-RESERVED = 2 << 10  # bytes of a block's shared memory: CUDA's own, and what the kernel has of fixed size; rounded up
-MOST_SHARED = 98 << 10  # bytes of a block: what cards of any kind give, less what is of fixed size
+RESIDENT = 3  # blocks per multiprocessor that its registers are divided for
+RESERVED = 2 << 10  # bytes of a block's shared memory: CUDA's own and the kernel's fixed arrays; rounded up
+MOST_SHARED = 98 << 10  # bytes per block that every GPU has, minus the fixed arrays
 REGISTERS = 168
 
 
 class _Division(NamedTuple):
-    """How a layer is divided: what a Variant says."""
+    """The division of a layer, as given by a Variant."""
 
     channels: int  # input maps of a segment
-    span: int  # taps along x of a step
+    span: int  # taps along x in a step
     voxels: int  # of a block
     maps: int  # of a block
 
@@ -67,34 +67,34 @@ class _Division(NamedTuple):
         return Variant.of(**self._asdict())
 
     def blocks(self, fout: int) -> int:
-        """Of maps."""
+        """Return the blocks of maps."""
         return -(-fout // self.maps)
 
     def staged(self, wide: int) -> int:
-        """Voxels under a step."""
+        """Return the input voxels of a step."""
         return self.voxels // wide * (wide + self.span - 1)
 
     def image_bytes(self, wide: int, itemsize: int) -> int:
-        """Of the voxels of a step."""
+        """Return the bytes of the input voxels of a step."""
         segment = self.channels * itemsize
-        pitch = segment if segment % 64 else segment + 16  # lanes meet no bank twice: conv_block.cu
+        pitch = segment if segment % 64 else segment + 16  # against bank conflicts, as in conv_block.cu
         return self.staged(wide) * pitch
 
     def shared_bytes(self, wide: int, itemsize: int) -> int:
-        """Of a block: where voxels are, and twice the voxels and kernels of a step."""
+        """Return the bytes of a block: places of voxels, and two sets of voxels and kernels."""
         kernels = FLOAT32 * self.span * self.channels * self.maps
         return self.staged(wide) * PLACE_BYTES + 2 * (self.image_bytes(wide, itemsize) + kernels)
 
 
 class _Tile(NamedTuple):
-    """Of voxels, along x, y and z."""
+    """Sizes of a tile in voxels along x, y and z."""
 
     wide: int
     lines: int
     planes: int
 
     def count(self, out: Vec3) -> int:
-        """Tiles that cover an image."""
+        """Return the tiles that cover an image."""
         return -(-out[0] // self.planes) * -(-out[1] // self.lines) * -(-out[2] // self.wide)
 
 
@@ -104,9 +104,9 @@ def _powers(most: int) -> list[int]:
 
 @cache
 def _narrowest(division: _Division, itemsize: int) -> int:
-    """Voxels along x of the tiles that fit shared memory, at least: the wider a tile, the smaller its input.
+    """Return the least voxels along x of tiles that fit shared memory: the wider a tile, the smaller its input.
 
-    ValueError where none fits.
+    ValueError if none fits.
     """
     fitting = (wide for wide in _powers(division.voxels) if division.shared_bytes(wide, itemsize) <= MOST_SHARED)
     if (narrowest := next(fitting, None)) is None:
@@ -116,7 +116,7 @@ def _narrowest(division: _Division, itemsize: int) -> int:
 
 @cache
 def _tiles(voxels: int, narrowest: int) -> tuple[_Tile, ...]:
-    """The widest, whose input is smallest, first."""
+    """Return the tiles of `voxels` voxels, widest first: those have the smallest input."""
     found = []
     for wide, lines in product(_powers(voxels), _powers(voxels)):
         if wide >= narrowest and wide * lines <= voxels:
@@ -125,11 +125,11 @@ def _tiles(voxels: int, narrowest: int) -> tuple[_Tile, ...]:
 
 
 def _tile(out: Vec3, division: _Division, itemsize: int) -> _Tile:
-    """The one that covers least beyond the image."""
+    """Return the tile that covers the least outside of the image."""
     return _best_tile(out, division.voxels, _narrowest(division, itemsize))
 
 
-@lru_cache(maxsize=1024)  # of so many divisions of a layer few differ in it
+@lru_cache(maxsize=1024)  # the many divisions of a layer share few values of it
 def _best_tile(out: Vec3, voxels: int, narrowest: int) -> _Tile:
     return min(_tiles(voxels, narrowest), key=lambda tile: tile.count(out))
 
@@ -140,12 +140,12 @@ def _blocks(shape: ConvShape, division: _Division) -> int:
 
 
 def _room(gpu: Gpu) -> int:
-    """Bytes of shared memory of a block, where RESIDENT of them share a multiprocessor."""
+    """Return the bytes of shared memory of a block, if RESIDENT blocks share a multiprocessor."""
     return min(gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED, MOST_SHARED)
 
 
 def _with_span(shape: ConvShape, division: _Division, gpu: Gpu) -> _Division:
-    """With the most taps along x, in equal pieces of a row, for which a tile of most shapes fits; at least 1."""
+    """Return the division with the most taps along x, at least 1, in equal pieces of a row, that fit most shapes."""
     return division._replace(span=_span(shape.k[2], division, shape.itemsize, _room(gpu)))
 
 
@@ -158,9 +158,9 @@ def _span(kx: int, division: _Division, itemsize: int, room: int) -> int:
     return 1
 
 
-@lru_cache(maxsize=2)  # why_not and variants of a shape are asked for one after the other
+@lru_cache(maxsize=2)  # why_not and variants of a shape are requested one after the other
 def _divisions(shape: ConvShape, gpu: Gpu) -> tuple[_Division, ...]:
-    """The paper's own, where the kernel can have it, and for each segment the one that is estimated fastest."""
+    """Return the paper's division, if the kernel has it, and for each segment the one estimated fastest."""
     segments = [n for n in SEGMENTS if n == min(SEGMENTS) or n // 2 < shape.fin * shape.itemsize]
     estimated = sorted(_estimate(shape, gpu, segment) for segment in segments)
     found = [_by_the_paper(shape, gpu, segments), *(division for _, division in estimated)]
@@ -168,24 +168,24 @@ def _divisions(shape: ConvShape, gpu: Gpu) -> tuple[_Division, ...]:
 
 
 def _by_the_paper(shape: ConvShape, gpu: Gpu, segments: Sequence[int]) -> _Division | None:
-    """3.2: the most pixels (W'_x), and the fewest bytes (S), for which some number of filters (M') is in bounds.
+    """Return the most pixels (W'_x) and fewest bytes (S) for which some number of filters (M') is in bounds (3.2).
 
-    Here it departs from the paper: A segment is of maps, and a step takes it of several taps along x, as these share
+    This departs from the paper: A segment consists of maps, and a step takes several taps along x of it, as these share
     voxels. A block must hide the latency alone, within its share of the shared memory. Within the bounds the paper
-    tried what is best; here it is the most filters of those with the fewest sums beyond the layer's. There must be a
-    block for each multiprocessor, else pixels become fewer: the paper's card has 28.
-    None where the kernel has no such size.
+    measured what is best; here it is the most filters of those with the fewest sums outside of the layer. There must be
+    a block for each multiprocessor, else pixels become fewer: the paper's GPU has 28.
+    None if the kernel has no such size.
     """
     fewest = card_of(gpu).multiprocessors
     found = _within_bounds(shape.fin, shape.fout, shape.k, shape.precision, gpu, tuple(segments))
     return next((division for division in found if _blocks(shape, division) >= fewest), None)
 
 
-@lru_cache(maxsize=256)  # images of all sizes have the same
+@lru_cache(maxsize=256)  # the same for images of all sizes
 def _within_bounds(
     fin: int, fout: int, k: Vec3, precision: Precision, gpu: Gpu, segments: tuple[int, ...]
 ) -> tuple[_Division, ...]:
-    """The best number of filters within the paper's bounds, of pixels and segments in turn."""
+    """Return the best number of filters within the paper's bounds for each number of pixels and each segment."""
     card, shape, kept = card_of(gpu), ConvShape(1, fin, fout, k, k, precision=precision), []
     for voxels, segment in product(VOXELS, segments):
         channels, found = segment // shape.itemsize, []
@@ -205,10 +205,10 @@ def _within_bounds(
 
 
 def _estimate(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Division]:
-    """The fastest of all sizes that the kernel is made for: cycles of a multiprocessor, estimated, and how.
+    """Return the fastest of all sizes that the kernel has: the estimated cycles of a multiprocessor, and the division.
 
-    Some blocks share a multiprocessor. A step of theirs lasts as long as its products, or as memory takes to bring the
-    next where these are too few.
+    Several blocks share a multiprocessor. A step of theirs takes the time of its products, or the memory latency of the
+    next step's data if the products are fewer.
     """
     card, found = card_of(gpu), []
     for division, steps, step in _sizes(shape.fin, shape.k, shape.precision, gpu, segment):
@@ -218,9 +218,9 @@ def _estimate(shape: ConvShape, gpu: Gpu, segment: int) -> tuple[float, _Divisio
     return min(found)
 
 
-@lru_cache(maxsize=256)  # images of all sizes have the same
+@lru_cache(maxsize=256)  # the same for images of all sizes
 def _sizes(fin: int, k: Vec3, precision: Precision, gpu: Gpu, segment: int) -> tuple[tuple[_Division, int, float], ...]:
-    """All sizes that the kernel is made for, the steps of a block and the cycles of one."""
+    """Return all sizes that the kernel has, each with the steps of a block and the cycles of one step."""
     shape, found = ConvShape(1, fin, 1, k, k, precision=precision), []
     for voxels, maps in product(VOXELS, MAPS):
         division = _with_span(shape, _Division(segment // shape.itemsize, 1, voxels, maps), gpu)
@@ -229,14 +229,14 @@ def _sizes(fin: int, k: Vec3, precision: Precision, gpu: Gpu, segment: int) -> t
 
 
 def _step_cycles(shape: ConvShape, division: _Division, products: int) -> float:
-    """Of one block's step alone: what its threads issue, or its reads of shared memory if these take longer.
+    """Return the cycles of one block's step alone: instructions issued, or reads of shared memory if they take longer.
 
-    products  a cycle.
+    products  per cycle.
     """
     mine, my_maps, width = division.voxels // 16, division.maps // 8, 2 if division.maps % 32 else 4
     taps = division.span * min(division.channels, _quads(shape.fin))
-    reads = mine / QUAD + my_maps / width  # a tap, by a thread
-    passes = 2 * mine / QUAD + my_maps / 2  # of shared memory, by a warp: 64 bytes of different addresses each
+    reads = mine / QUAD + my_maps / width  # per tap and thread
+    passes = 2 * mine / QUAD + my_maps / 2  # of shared memory, per warp: 64 bytes of different addresses each
     copies = (division.voxels + division.span - 1) * division.channels * shape.itemsize / _copy_bytes(shape)
     kernels = FLOAT32 * taps * division.maps / 16
     issued = THREADS * taps * (mine * my_maps + reads) + COPY_ISSUES * copies + KERNEL_ISSUES * kernels
@@ -244,20 +244,20 @@ def _step_cycles(shape: ConvShape, division: _Division, products: int) -> float:
 
 
 def _copy_bytes(shape: ConvShape) -> int:
-    """The most bytes at a time in which maps of voxels can be copied."""
+    """Return the most bytes at a time in which maps of voxels can be copied."""
     return next(nbytes for nbytes in (16, 8, 4, 2) if shape.fin * shape.itemsize % nbytes == 0)
 
 
 def _steps(shape: ConvShape, division: _Division) -> int:
-    """Of a block."""
+    """Return the steps of a block."""
     return shape.k[0] * shape.k[1] * -(-shape.k[2] // division.span) * -(-shape.fin // division.channels)
 
 
 def _together(shape: ConvShape, division: _Division) -> int:
-    """Steps that a part of a sum has; 0: the sum is not cut."""
+    """Return the steps in a part of a sum; 0: the sum is not cut."""
     if shape.precision != "fp32" or shape.fin * prod(shape.k) <= MOST_TERMS:
         return 0
-    return PART_TERMS // (division.span * division.channels)  # steps of more do not fit shared memory
+    return PART_TERMS // (division.span * division.channels)  # steps of more terms do not fit shared memory
 
 
 def _kernel(
@@ -268,8 +268,8 @@ def _kernel(
     return f"block<{value}, {sizes}, {ACTIVATIONS.index(activation)}, {str(vectors).lower()}, {str(long).lower()}>"
 
 
-def instances() -> list[Instance]:
-    """The widest, the commonest and the narrowest."""
+def instances() -> list[KernelInstance]:
+    """Return the widest, the commonest and the narrowest kernels."""
     kinds = ((4, 8), (4, 16), (2, 16), (2, 32))
     names = [_kernel(item, _Division(f, 1, 128, 80), 16, "relu", vectors=True) for item, f in kinds]
     names += [_kernel(item, _Division(f, 1, 128, 64), 16, "relu", vectors=True) for item, f in kinds]
@@ -277,11 +277,11 @@ def instances() -> list[Instance]:
     names += [_kernel(item, _Division(16, 1, 32, 16), item, "sigmoid", vectors=False) for item in (4, 2)]
     names += [_kernel(4, _Division(8, 1, 128, maps), 16, "relu", vectors=True, long=True) for maps in (64, 80)]
     names += [_kernel(4, _Division(16, 1, 128, 80), 4, "tanh", vectors=False, long=True)]
-    return [Instance(SOURCE, name, REGISTERS) for name in names]
+    return [KernelInstance(SOURCE, name, REGISTERS) for name in names]
 
 
 class _Resident(NamedTuple):
-    kernels: Any  # float32, cut as the variant says: conv_block.cu
+    kernels: Any  # float32, arranged for the variant as described in conv_block.cu
     bias: Any  # (padded f',) float32
 
 
@@ -292,7 +292,7 @@ class ConvBlock:
     name: str = "gpu.conv.block"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "many input maps, float32 units: 32 or 64 bytes of maps at a time, the next fetched meanwhile"
+    summary: str = "many input maps, on float32 units: 32 or 64 bytes of maps at a time, prefetching the next"
     source: str = "Chang, Onishi, Maruyama, Fast convolution kernels on Pascal GPU, 3.2"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -347,7 +347,7 @@ class ConvBlock:
 
 
 def _quads(fin: int) -> int:
-    """Input maps, in whole QUADs."""
+    """Return the input maps in whole QUADs."""
     return -(-fin // QUAD) * QUAD
 
 
@@ -355,7 +355,7 @@ class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, division: _Division, device: Device) -> None:
         self._resident, self._shape, self._division, self._device = resident, shape, division, device
         self._tile = _tile(shape.out, division, shape.itemsize)
-        self._nbytes = _copy_bytes(shape)  # where images lie for it
+        self._nbytes = _copy_bytes(shape)  # alignment of the images that it needs
         self._together = _together(shape, division)
         sizes, long = ((self._nbytes, shape.fout % 4 == 0), (shape.itemsize, False)), self._together > 0
         names = [

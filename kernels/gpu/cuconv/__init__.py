@@ -1,1 +1,1 @@
-"""cuConv: rows of all filters with all rows of the input they meet, then the sums of what belongs together."""
+"""cuConv: products of rows of all filters with rows of the input, then sums of these partial results."""

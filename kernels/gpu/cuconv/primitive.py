@@ -1,12 +1,12 @@
-"""cuConv on a GPU: many small blocks, each with few rows of the filters; what small layers of one image want.
+"""cuConv on a GPU: many small blocks, each with few rows of the filters; for small layers of one image.
 
-Method   0  Products of rows of filters with the rows of the input that they meet, as they lie in memory: partial sums,
-            each of a few taps. Rows of both come to shared memory, in blocks of 16, 32 or 64 voxels and as many maps.
-         1  Partial sums of a voxel added, bias, activation. Where one part has all taps, as of a 1x1x1 kernel, there is
-            no such stage. units=float: on float32 units, long sums in several runs; units=tensor: in matrix products of
-            tf32, whose rounding tf32 and fp16 allow. stages.cu.
+Method   0  Products of rows of filters with the rows of the input they meet, as stored in memory: partial sums, each of
+         a few taps. Rows of both are copied to shared memory, in blocks of 16, 32 or 64 voxels and as many maps.
+         1  Partial sums of a voxel are added, then bias and activation. If one part has all taps, as for a 1x1x1
+            kernel, this stage is omitted. units=float: on float32 units, long sums in several runs; units=tensor: in
+            matrix products of tf32, whose rounding tf32 and fp16 allow. stages.cu.
 Memory   Partial sums of as many voxels as 32 MiB hold.
-Bound    Large layers: arithmetic, 2 k^3 f f' flops a voxel. Small ones, which it is for: latency of a few steps.
+Bound    Large layers: arithmetic, 2 k^3 f f' flops a voxel. Small ones, its purpose: latency of a few steps.
 Source   Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021; in 3D, channels
          last.
 Tested   tests/kernels/gpu/test_cuconv.py
@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from znnpy.kernels.gpu.cuconv.parts import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Cut, choices, cut
-from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv, why_not_on_gpu
+from znnpy.kernels.gpu.cuconv.partition import MOST_TERMS, SIDES, TENSOR_SPEED, THREADS, Partition, choices, partition
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32, ConvShape, LayerShape
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Machine
 
 SOURCE = "cuconv/stages.cu"
-REGISTERS, MOST_REGISTERS = 128, 168  # of a thread; the second: of blocks of 64 on float32 units
+REGISTERS, MOST_REGISTERS = 128, 168  # per thread; the second: for blocks of 64 on float32 units
 FOUR = 4  # values of one copy
-HEAVIEST = 2**31  # taps of one map of a kernel: they are counted in 32 bits
+HEAVIEST = 2**31  # taps per map of a kernel, which are counted in 32 bits
 
 
 def _units(shape: LayerShape) -> str:
-    """What computes: fp32 allows no rounding to tf32."""
+    """Return the units that compute: fp32 allows no rounding to tf32."""
     return "float" if shape.precision == "fp32" else "tensor"
 
 
@@ -52,18 +52,20 @@ def _sum_parts(itemsize: int) -> str:
     return f"sum_parts<{'half' if itemsize == 2 else 'float'}>"
 
 
-def instances() -> list[Instance]:
-    """All there are."""
+def instances() -> list[KernelInstance]:
+    """Return all kernels."""
     kinds = ((4, "float", False), (4, "float", True), (4, "tensor", False), (2, "tensor", False))
     products = [
-        Instance(SOURCE, _products(itemsize, side, units, vectors=vectors, long=long), registers, stack_bytes=stack)
+        KernelInstance(
+            SOURCE, _products(itemsize, side, units, vectors=vectors, long=long), registers, stack_bytes=stack
+        )
         for itemsize, units, long in kinds
         for side in SIDES
         for registers in (MOST_REGISTERS if (side, units) == (SIDES[-1], "float") else REGISTERS,)
         for stack in ((256 if side == SIDES[-1] else 64) if long else 0,)
         for vectors in (False, True)
     ]
-    return [*products, *(Instance(SOURCE, _sum_parts(itemsize), REGISTERS) for itemsize in (4, 2))]
+    return [*products, *(KernelInstance(SOURCE, _sum_parts(itemsize), REGISTERS) for itemsize in (4, 2))]
 
 
 class _Resident(NamedTuple):
@@ -78,7 +80,7 @@ class CuConv:
     name: str = "gpu.conv.cuconv"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "small layers of one image, 1x1x1 kernels: many small blocks, and the sums of what they computed"
+    summary: str = "small layers of one image, 1x1x1 kernels: many small blocks of partial sums, then their sums"
     source: str = "Jorda, Valero-Lara, Pena, cuConv: A CUDA implementation of convolution for CNN inference, 2021"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -90,7 +92,7 @@ class CuConv:
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Sides of the blocks and taps of a part, the likeliest first."""
+        """Return sides of the blocks and taps of a part, the most promising first."""
         assert machine.gpu is not None
         units = _units(shape)
         found = choices(as_conv(shape), machine.gpu.multiprocessors, units)
@@ -99,14 +101,14 @@ class CuConv:
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
         del threads
         shape = as_conv(shape)
-        c = _cut(shape, variant)
+        c = _partition(shape, variant)
         resident = FLOAT32 * c.maps * (prod(shape.k) * c.values + 1)
         scratch = () if c.parts == 1 else (Scratch("parts", c.parts_bytes),)
         return Footprint(resident=resident, scratch=scratch, raises_peak=True)
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         shape = as_conv(shape)
-        c = _cut(shape, variant)
+        c = _partition(shape, variant)
         rows, columns = -(-c.voxels // c.side) * c.side, -(-c.maps // c.side) * c.side
         flops = 2.0 * rows * columns * prod(shape.k) * c.values
         flops = flops if variant.word("units") == "float" else flops / TENSOR_SPEED
@@ -132,12 +134,12 @@ class CuConv:
         return _Step(resident, as_conv(shape), variant, device)
 
 
-def _cut(shape: ConvShape, variant: Variant) -> Cut:
-    return cut(shape, variant.count("side"), variant.count("taps"))
+def _partition(shape: ConvShape, variant: Variant) -> Partition:
+    return partition(shape, variant.count("side"), variant.count("taps"))
 
 
 def _tf32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """To the nearest."""
+    """Round to the nearest tf32."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
@@ -145,11 +147,12 @@ def _tf32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 class _Step:
     def __init__(self, resident: _Resident, shape: ConvShape, variant: Variant, device: Device) -> None:
         self._resident, self._shape, self._device = resident, shape, device
-        self._cut = _cut(shape, variant)
+        self._partition = _partition(shape, variant)
         units = variant.word("units")
-        long = units == "float" and self._cut.taps * shape.fin > MOST_TERMS
+        long = units == "float" and self._partition.taps * shape.fin > MOST_TERMS
         products = [
-            _products(shape.itemsize, self._cut.side, units, vectors=vectors, long=long) for vectors in (False, True)
+            _products(shape.itemsize, self._partition.side, units, vectors=vectors, long=long)
+            for vectors in (False, True)
         ]
         sums = _sum_parts(shape.itemsize)
         compiled = device.kernels(SOURCE, [*products, sums])
@@ -166,7 +169,7 @@ class _Step:
         out_peak: int = 0,
     ) -> None:
         del before, x_peak
-        shape, c, itemsize, (_, my, mx) = self._shape, self._cut, self._shape.itemsize, self._shape.out
+        shape, c, itemsize, (_, my, mx) = self._shape, self._partition, self._shape.itemsize, self._shape.out
         products = self._products[self._in_fours(x, shape.fin)]
         to, voxels = (out, out.strides[0] // itemsize), prod(shape.out)
         last = (
@@ -192,6 +195,6 @@ class _Step:
                 )
 
     def _in_fours(self, images: Any, maps: int) -> bool:
-        """Four maps of any voxel begin where a copy of four may."""
+        """Whether four maps of every voxel are aligned for a copy of four."""
         begins = (self._device.address(images), images.strides[0], maps * self._shape.itemsize)
         return all(begin % (FOUR * self._shape.itemsize) == 0 for begin in begins)

@@ -1,38 +1,38 @@
-/* cuConv: products of rows of filters with rows of the input, then the sums of those that belong together.
+/* cuConv: products of rows of filters with rows of the input, then the sums of these partial results.
  *
  * Computes   products  parts[p, i, g] = sum over the taps d of part p, and over f, of x[s, i + d, f] * kernels[d, f, g]
- *                      where one part has all taps, out[s, i, g] = activation(bias[g] + that sum): a single stage
+ *                      if one part has all taps, out[s, i, g] = activation(bias[g] + that sum): a single stage
  *            sum_parts out[s, i, g] = activation(bias[g] + sum over p of parts[p, i, g])
  * Shapes     x (S, n, f), out (S, n - k + 1, f') float or half, images in C order, any number of values apart; kernels
  *            (kz * ky * kx, padded f, padded f') float, padded with zeros to whole fours, for TENSOR rounded to tf32;
  *            bias (padded f') float; parts (parts, voxels of a launch, padded f') float. A row: the f values of one
  *            voxel, or of one tap.
  * Launch     products  A block of 128 threads: SIDE voxels, counted through all images, and SIDE maps, of one part.
- *                      Rows come to shared memory DEPTH values at a time, the next STAGES - 1 times on their way, as
- *                      they lie in memory: neighbouring lanes read neighbours, and nothing is transformed beforehand.
- *                      Small blocks, of which a small layer has more, have few sums for their threads: slices of the
- *                      threads take a share of the DEPTH values each, and their sums are added at the end.
+ *            Rows are copied to shared memory DEPTH values at a time, with STAGES - 1 copies in flight, in their order
+ *            in memory: neighbouring lanes read neighbours, and nothing is transformed beforehand. Small blocks, of
+ *            which a small layer has more, have few sums for their threads: slices of the threads take a share of the
+ *            DEPTH values each, and their sums are added at the end.
  *                      grid (blocks of maps, fastest, times blocks of voxels; parts).
  *                      LONG: sums are of TOGETHER values at a time, as rounding grows with the length of a sum.
- *            sum_parts A thread: four maps of one voxel, four parts on their way.
+ *            sum_parts A thread: four maps of one voxel, four parts in flight.
  * Bound      products  SIDE = 64: arithmetic, 256 products a lane for 16 reads of shared memory; SIDE = 16: L2, 1 / 8
- *                      of a value a product, for layers so small that latency is what counts.
- *            sum_parts memory, or L2 where it holds the parts: they are read once.
+ *            of a value a product, for layers so small that latency dominates.
+ *            sum_parts memory, or L2 if it holds the parts: they are read once.
  * Source     Jorda, Valero-Lara, Pena: cuConv, 2021, 3, with channels last; several taps in one block: ibid., 6; matrix
  *            fragments: PTX ISA, mma.m16n8k8.
  * Tested     tests/kernels/gpu/test_cuconv.py
  */
 #include "activation.cuh"
 
-constexpr int THREADS = 128, STAGES = 4;  // parts.py
-constexpr int TOGETHER = 1500;            // values that are added one after another, of a sum of many more: 7e-7
+constexpr int THREADS = 128, STAGES = 4;  // as in partition.py
+constexpr int TOGETHER = 1500;            // values added in sequence, if a sum has many more: 7e-7
 
-/* How a block is divided: on float32 units a lane sums ROWS voxels, ACROSS apart, by COLUMNS times 4 maps, 4 ALONG
+/* The division of a block: on float32 units a lane sums ROWS voxels, ACROSS apart, by COLUMNS times 4 maps, 4 ALONG
  * apart; TENSOR: a warp sums ROWS fragments of 16 voxels by COLUMNS of 8 maps.
  */
 template <int SIDE, bool TENSOR> struct Block {
-    static constexpr int DEPTH = 1024 / SIDE;      // values of a row at a time; parts.py
-    static constexpr int KERNEL_PITCH = SIDE + 8;  // floats between rows of maps: lanes of a warp meet no bank twice
+    static constexpr int DEPTH = 1024 / SIDE;      // values of a row at a time, as in partition.py
+    static constexpr int KERNEL_PITCH = SIDE + 8;  // floats between rows of maps: no bank conflicts in a warp
     static constexpr int SUM_PITCH = SIDE + 4;
     static constexpr int ROWS = TENSOR ? (SIDE == 64 ? 2 : 1) : (SIDE == 64 ? 8 : 4);
     static constexpr int COLUMNS = TENSOR ? (SIDE == 16 ? 2 : 4) : (SIDE == 64 ? 2 : 1);
@@ -40,17 +40,17 @@ template <int SIDE, bool TENSOR> struct Block {
     static constexpr int ALONG = SIDE / ((TENSOR ? 8 : 4) * COLUMNS);  // for all maps
     static constexpr int UNITS = THREADS / (TENSOR ? WARP : 1);        // warps, or lanes, of the block
     static constexpr int SLICES = UNITS / (ACROSS * ALONG);
-    static constexpr int SHARE = DEPTH / SLICES;  // of a slice, of the DEPTH values
-    static constexpr int RESIDENT = SIDE == 64 && !TENSOR ? 3 : 4;  // blocks that registers suffice for, on any card
+    static constexpr int SHARE = DEPTH / SLICES;  // values of a slice, of the DEPTH values
+    static constexpr int RESIDENT = SIDE == 64 && !TENSOR ? 3 : 4;  // blocks that the registers suffice for, on any GPU
 };
 
-/* Of one lane. */
+/* The sums of one lane. */
 template <int SIDE, bool TENSOR> using Sums = float[Block<SIDE, TENSOR>::ROWS][Block<SIDE, TENSOR>::COLUMNS][4];
 
-/* Values from one voxel's row to the next in shared memory: 16 bytes more than there are, for the banks. */
+/* Values from one voxel's row to the next in shared memory: 16 bytes of padding, for the banks. */
 template <class T, int SIDE> constexpr int INPUT_PITCH = 1024 / SIDE + 16 / (int)sizeof(T);
 
-/* Where a warp or a lane stands in its block. */
+/* The position of a warp or a lane in its block. */
 struct Place {
     int across, along, slice;
 };
@@ -65,7 +65,7 @@ struct Sizes {
     int ky, kx;
 };
 
-/* Where a thread is in the rows of a part: the value it copies next, of every voxel. */
+/* The position of a thread in the rows of a part: the value it copies next, for every voxel. */
 struct Column {
     int f, tap, dx, dy;
     long long offset;  // of the tap's row from that of the window's first tap
@@ -84,10 +84,10 @@ template <int WIDE, class T> DEVICE void copy_values(T* to, const T* from, bool 
     if constexpr (WIDE * sizeof(T) >= 4)
         cp_async<WIDE * sizeof(T)>(to, from, valid);
     else
-        *to = valid ? *from : to_half(0.0f);  // 2 bytes do not go on their way alone
+        *to = valid ? *from : to_half(0.0f);  // 2 bytes cannot be copied asynchronously
 }
 
-/* DEPTH values of the rows of all voxels, WIDE neighbours at once. */
+/* Copies DEPTH values of the rows of all voxels, WIDE neighbours at once. */
 template <int SIDE, int WIDE, class T>
 DEVICE void copy_inputs(T* to, const T* const* windows, int known, const Column& c, int end, long long fin) {
     constexpr int LANES = 1024 / SIDE / WIDE;
@@ -101,7 +101,7 @@ DEVICE void copy_inputs(T* to, const T* const* windows, int known, const Column&
     }
 }
 
-/* DEPTH rows of SIDE maps: so many rows and maps there are. */
+/* Copies DEPTH rows of SIDE maps, as far as there are `rows` and `maps`. */
 template <int SIDE>
 DEVICE void copy_kernels(float* to, const float* from, long long rows, long long maps, long long pitch) {
     constexpr int LANES = SIDE / 4;
@@ -116,7 +116,7 @@ DEVICE void copy_kernels(float* to, const float* from, long long rows, long long
 
 DEVICE float4 four(const float* from) { return *reinterpret_cast<const float4*>(from); }
 
-/* Products of this lane's share of DEPTH values, on float32 units, 4 values of a row at a time. */
+/* Multiplies this lane's share of DEPTH values, on float32 units, 4 values of a row at a time. */
 template <int SIDE>
 DEVICE void multiply(Sums<SIDE, false>& sums, const float* in, const float* kernels) {
     using B = Block<SIDE, false>;
@@ -147,7 +147,7 @@ DEVICE void multiply(Sums<SIDE, false>& sums, const float* in, const float* kern
     }
 }
 
-/* The same of this warp's share in matrix products of 16 voxels, 8 values and 8 maps. */
+/* Multiplies this warp's share in matrix products of 16 voxels, 8 values and 8 maps. */
 template <int SIDE, class T>
 DEVICE void multiply(Sums<SIDE, true>& sums, const T* in, const float* kernels) {
     using B = Block<SIDE, true>;
@@ -174,7 +174,7 @@ DEVICE void multiply(Sums<SIDE, true>& sums, const T* in, const float* kernels) 
     }
 }
 
-/* What this thread summed, into [slice][voxel][map]. */
+/* Writes this thread's sums to [slice][voxel][map]. */
 template <int SIDE, bool TENSOR>
 DEVICE void put_sums(float* to, const Sums<SIDE, TENSOR>& sums) {
     using B = Block<SIDE, TENSOR>;
@@ -198,8 +198,8 @@ DEVICE void put_sums(float* to, const Sums<SIDE, TENSOR>& sums) {
         }
 }
 
-/* LONG sums begin anew after every TOGETHER values of a thread's rows. What they were before lies in local memory, as
- * nobody needs it for many steps.
+/* LONG sums restart after every TOGETHER values of a thread's rows. The previous sums are in local memory, as they are
+ * not needed for many steps.
  */
 template <int SIDE, bool TENSOR, bool LONG> struct Before {
     DEVICE void after_step(Sums<SIDE, TENSOR>&) {}
@@ -249,7 +249,7 @@ DEVICE float finish(T* to, float4 sum, const float* bias, long long known, int a
     return largest;
 }
 
-/* Where sums go: all of it as the kernel was given it. */
+/* The destination of sums: the kernel's arguments for it. */
 template <class T> struct Result {
     T* out;
     long long out_image;
@@ -260,8 +260,8 @@ template <class T> struct Result {
     bool vectors;
 };
 
-/* The sums of a block's slices from shared memory, of `known` voxels from `base` on and maps from g0 on. Returns the
- * largest magnitude of what is no part.
+/* Writes the sums of a block's slices from shared memory, for `known` voxels from `base` on and maps from g0 on.
+ * Returns the largest magnitude of final results.
  */
 template <int SIDE, bool TENSOR, class T>
 DEVICE float write_sums(const Result<T>& to, const float* staged, long long base, int known, long long g0) {

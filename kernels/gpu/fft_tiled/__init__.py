@@ -1,1 +1,1 @@
-"""The fused tiled FFT convolution: transforms of overlapping tiles, products on tensor cores, transforms back."""
+"""Fused tiled FFT convolution: transforms of overlapping tiles, products on tensor cores, inverse transforms."""

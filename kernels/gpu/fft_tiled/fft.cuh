@@ -1,11 +1,12 @@
-// Transforms of 8, 16, 24 or 32 complex numbers that one thread holds in registers.
+// Transforms of 8, 16, 24 or 32 complex numbers in the registers of one thread.
 //
 // N = 4 M: M transforms of 4, twiddle factors, 4 transforms of M. All loops unroll, so every index is a constant and
 // nothing goes to local memory. Sign -1: forward, e^(-2 pi i n k / N); +1: inverse, not divided by N.
 #pragma once
 #include "device_ops.cuh"
 
-// A complex number, and two of them in float16: arithmetic of the second is rounded at every step, and twice as fast.
+// A complex number, and a pair of them in float16: arithmetic of the latter is rounded at every step, and twice as
+// fast.
 struct Complex {
   float re, im;
 };
@@ -50,7 +51,7 @@ DEVICE constexpr float cosine96(int e) {
   return e <= 24 ? quarter[e] : -quarter[48 - e];
 }
 
-// a * e^(Sign 2 pi i e / N)
+// a * e^(Sign 2 pi i e / N).
 template <int N, int Sign, class C>
 DEVICE C turned(C a, int e) {
   static_assert(96 % N == 0, "roots are tabulated for divisors of 96");
@@ -118,7 +119,7 @@ struct SmallTransform {
   }
 };
 
-// Transform of N in place; the result is in natural order.
+// Transforms N numbers in place; the result is in natural order.
 template <int N, int Sign, class C>
 DEVICE void transform(C (&x)[N]) {
   constexpr int M = N / 4;

@@ -1,11 +1,11 @@
-// Overlapping tiles of the input, transformed along z and then along y and x. tile.cuh says how they are stored.
+// Transforms of overlapping tiles of the input, along z and then along y and x. See tile.cuh for the layout.
 #include "tile.cuh"
 
-// A column of two neighbouring maps, of which `there` are there; the others, and planes from `depth` on, are zero.
+// Loads a column of two neighbouring maps, of which `there` exist; the others, and planes from `depth` on, are zero.
 template <int TZ, class Value>
 DEVICE void load_column(Complex (&v)[TZ], const Value* here, const Value* kept, int carried, int depth, long long plane,
                         int there, bool paired) {
-  // Loads first and nothing between them: all are on their way at once.
+  // Loads come first, with nothing between them, so that all are in flight at once.
   float2 two[TZ];
   if (paired && carried <= 0 && depth >= TZ) {
 #pragma unroll
@@ -29,10 +29,10 @@ DEVICE void load_column(Complex (&v)[TZ], const Value* here, const Value* kept, 
   for (int z = 0; z < TZ; z++) v[z] = {two[z].x, two[z].y};
 }
 
-// Two maps of a column along z ride through one transform as a + i b and part behind it. Lanes run over maps, then x.
+// Two maps of a column along z share one transform as a + i b and are separated after it.
 //
-// x       (S, z, y, x, maps) Value, `image` values from image to image, without the `carried` planes along z that are in
-//         `before`; planes behind the last are zero. Rows y0 .. y0 + ny - 1 of it go to U.
+// x       (S, z, y, x, maps) Value, `image` values from image to image, without the `carried` planes along z that are
+//         in `before`; planes after the last are zero. Rows y0 .. y0 + ny - 1 of it go to U.
 // U       times 2 * the scale by `peak`.
 // Blocks: (x * pairs, y, slab).
 template <int TZ, class Spectrum, class Value>
@@ -68,13 +68,13 @@ __global__ void __launch_bounds__(256, TZ > 24 ? 2 : TZ > 16 ? 2 : 3)
   }
 }
 
-// Where a number of X goes.
+// Writes a number of X.
 DEVICE void write_spectrum(Halves, void* X, long long at, Complex v) { store_complex(((half2*)X)[at], v); }
 DEVICE void write_spectrum(Quick, void* X, long long at, Complex v) { store_complex(((half2*)X)[at], v); }
 DEVICE void write_spectrum(Quick, void* X, long long at, Twins v) { *(uint2*)((half2*)X + at) = TwinLane::packed(v); }
 DEVICE void write_spectrum(Floats, void* X, long long at, Complex v) { store_complex(((float2*)X)[at], v); }
 DEVICE void write_spectrum(Split, void* X, long long at, Complex v) {
-  // Four maps together: their larger parts, 16 bytes, then what these leave out, 16 bytes.
+  // Four maps together: their larger parts, 16 bytes, then the remainders, 16 bytes.
   half2* group = (half2*)X + at / 4 * 8 + at % 4;
   const half2 high = to_half2(v.re, v.im);
   const float2 kept = to_float2(high);
@@ -82,7 +82,7 @@ DEVICE void write_spectrum(Split, void* X, long long at, Complex v) {
   group[4] = to_half2(v.re - kept.x, v.im - kept.y);
 }
 
-// A block takes one plane of one tile for CB maps. Lanes run over maps first, so whole sectors come and go together.
+// A block takes one plane of one tile for CB maps. Lanes run over maps first, so whole sectors are read and written.
 //
 // Blocks: maps / CB, then tiles, then planes.
 template <int TY, int TX, int CB, class Spectrum, int THREADS, int BLOCKS>
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int map0 = blockIdx.x % chunks * CB, tile = blockIdx.x / chunks % tiles, plane = blockIdx.x / chunks / tiles;
   const int x_first = tile % g.columns * g.sx, y_first = tile / g.columns % g.rows * g.sy;
 
-  // Along y: lanes run over maps, then x. All loads set out before the first is needed.
+  // Along y: lanes run over maps, then x. All loads are issued before the first value is needed.
   const bool inside = x_first + TX <= g.nx && y_first + TY <= g.ny;
   const Number* source = U + g.plane_at(tile / (g.columns * g.rows), plane) + map0;
   const long long row = (long long)g.nx * g.padded;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (plane > 0) return;
   sync_block();
 
-  // Plane 0 is A + i B, A of kz = 0 and B of kz = TZ / 2, both of real planes: A(k) = (F(k) + conj F(-k)) / 2.
+  // Plane 0 is A + i B, A for kz = 0 and B for kz = TZ / 2, both of real planes: A(k) = (F(k) + conj F(-k)) / 2.
   for (int i = threadIdx.x; i < TY * P::HX * CB; i += THREADS) {
     const int map = i % CB, x = i / CB % P::HX, y = i / (CB * P::HX);
     const Complex p = load_complex(shared[P::at(y, x, map)]);

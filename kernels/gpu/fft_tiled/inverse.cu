@@ -1,11 +1,11 @@
-// Spectra of the result, transformed back, cropped, with bias and activation: forward.cu's steps in reverse, for the
-// outputs that are kept alone.
+// Inverse transforms of the result's spectra, cropped, with bias and activation: forward.cu's steps in reverse, only
+// for the outputs that are kept.
 #include "activation.cuh"
 #include "tile.cuh"
 
-constexpr int POOL_THREADS = 128;  // of a block of inverse_z_pool; tiles.py
+constexpr int POOL_THREADS = 128;  // of a block of inverse_z_pool, as in tiles.py
 
-// F = A + i B of one row of plane 0, from kz = 0 and kz = TZ / 2; beyond TX / 2 from the conjugates.
+// Reads F = A + i B of one row of plane 0, from kz = 0 and kz = TZ / 2; beyond TX / 2 from the conjugates.
 template <class P, class L, class Number>
 DEVICE void read_edge(typename L::C (&v)[P::TX], const Number* Y, long long here, long long stride, int planes, int y) {
   const int mirror = y ? P::TY - y : 0;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int map0 = blockIdx.x % chunks * CB, tile = blockIdx.x / chunks % tiles, plane = blockIdx.x / chunks / tiles;
   const int x_first = tile % g.columns * g.sx, y_first = tile / g.columns % g.rows * g.sy;
 
-  // Along x: lanes run over maps, then y. Only what is kept goes on.
+  // Along x: lanes run over maps, then y. Only the outputs that are kept go on.
   const long long stride = (long long)tiles * g.padded;
   for (int i = threadIdx.x; i < TY * LANES; i += THREADS) {
     const int map = i % LANES * L::MAPS, y = i / LANES;
@@ -95,7 +95,7 @@ DEVICE void store_pair(half* p, int maps, bool paired, float a, float b) {
   if (maps > 1) p[1] = to_half(b);
 }
 
-// Two maps of a column along z: its planes, `step` apart, and their transform.
+// Reads two maps of a column along z from its planes, `step` apart, and transforms them.
 template <int TZ, class Number>
 DEVICE void results_of_column(Complex (&v)[TZ], const Number* source, long long step) {
   constexpr int H = TZ / 2;
@@ -114,14 +114,14 @@ DEVICE void results_of_column(Complex (&v)[TZ], const Number* source, long long 
   transform<TZ, 1>(v);
 }
 
-// What results become: brought back to their size, with bias and activation.
+// The epilogue of results: scale, bias and activation.
 struct Finish {
   float back, bias[2];
   int activation;
 
   DEVICE float operator()(float result, int map) const {
     const float value = back * result + bias[map];
-    // relu, or nothing, is a bound from below; the others are rare enough to ask again for every value.
+    // relu, or none, is a lower bound; the others are rare enough to be tested for every value.
     if (activation > RELU) return activate(value, activation);
     const float least = activation == RELU ? 0.0f : -INFINITY;
     return value < least ? least : value;
@@ -131,7 +131,7 @@ struct Finish {
 // Two maps of a column along z, as in forward_z; rows y0 .. y0 + ny - 1 of `out` come from V.
 //
 // out     (S, z, y, x, maps) Value, `image` values from image to image.
-// factor  what brings results back to their size, before the scale by `peak` is undone.
+// factor  rescales results, before the scale by `peak` is undone.
 // Blocks: (x * pairs, y, slab).
 template <int TZ, class Number, class Value>
 __global__ void __launch_bounds__(256, TZ > 16 ? 2 : 3)
@@ -169,18 +169,19 @@ __global__ void __launch_bounds__(256, TZ > 16 ? 2 : 3)
   raise_peak_by_warp(out_peak, largest);
 }
 
-// The same, max-pooled into fragments: windows of 1 or 2 along each axis. The activations offered do not decrease, so
-// the maximum comes before them.
+// As inverse_z, max-pooled into fragments: windows of 1 or 2 along each axis. The offered activations are monotonic, so
+// the maximum is taken before them.
 //
-// Lanes run over 4 pairs of maps, then 8 neighbouring columns; with px = 2 the last column only helps the one before.
-// Rows follow one another: with py = 2 the row before is kept in shared memory, where no thread looks but the one that
-// wrote it.
+// Lanes run over 4 pairs of maps, then 8 neighbouring columns; with px = 2 the last column only contributes to the one
+// before. Rows follow one another: with py = 2 the previous row is kept in shared memory, in places that only its own
+// thread uses.
 //
-// V       results that are not pooled yet: rows y0 .. y0 + ny - 1 of them.
-// out     (S * pz * py * px, z, y, x, maps) Value: the maximum of the window that begins at i is voxel i / p of fragment i % p.
+// V       results before pooling: rows y0 .. y0 + ny - 1 of them.
+// out     (S * pz * py * px, z, y, x, maps) Value: the maximum of the window that starts at i is voxel i / p of
+//         fragment i % p.
 // sz, nz  windows of a slab, and of an image; my, mx: of an image along y and x.
-// rows    windows along y that a block takes.
-// Blocks: (8 columns * 8 maps in warps, windows along y / rows, slab). Shared memory: sz float2 a thread where py = 2.
+// rows    windows along y per block.
+// Blocks: (8 columns * 8 maps in warps, windows along y / rows, slab). Shared memory: sz float2 per thread if py = 2.
 template <int TZ, class Number, class Value>
 __global__ void __launch_bounds__(POOL_THREADS, TZ > 16 ? 4 : 6)
     inverse_z_pool(const Number* __restrict__ V, Value* __restrict__ out, const float* __restrict__ bias, const float* peak,
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(POOL_THREADS, TZ > 16 ? 4 : 6)
     }
     const long long at = y0 + y - last;  // a window
     Value* row = target + at % py * px * image + at / py * line;
-    // By way of a shuffle, so that nothing of every window is computed before the loop and kept in registers.
+    // The shuffle prevents these values from being computed for every window before the loop and kept in registers.
     const long long beside = shuffle(odd - even, 0), on = shuffle(pz > 1 ? plane : 2 * plane, 0);
     const int depth = shuffle(min(int(sz), int(nz) - z0), 0);
 #pragma unroll

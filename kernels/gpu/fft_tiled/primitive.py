@@ -1,18 +1,19 @@
-"""Fused tiled FFT convolution on a GPU: five kernels a group of tiles, spectra in float16 or in two of them.
+"""Fused tiled FFT convolution on a GPU: five kernels per group of tiles, spectra in float16 or in two of them.
 
-forward_z      columns of the input, transformed along z: registers alone; forward.cu
+forward_z      columns of the input, transformed along z: registers only; forward.cu
 forward_plane  overlapping planes of tiles, transformed along y and x in shared memory
 product        per frequency (tiles x maps in) x (maps in x maps out), on tensor cores: product.cu
-inverse_plane  planes transformed back and cropped: inverse.cu
-inverse_z      columns transformed back, bias, activation; inverse_z_pool: max-pooled into fragments before
+inverse_plane  inverse transforms of planes, cropped: inverse.cu
+inverse_z      inverse transforms of columns, bias, activation; inverse_z_pool: max-pooling into fragments first
 
-half   spectra in float16, scaled by the largest value of the input so that none can overflow; sums in float32. Ten bits
-       of mantissa, as tf32.
+half   spectra in float16, scaled by the largest input value so that none can overflow; sums in float32. Ten bits of
+       mantissa, as tf32.
 quick  the same, and transforms along y and x in float16 too: precision fp16.
-split  spectra as two float16, the second what the first leaves out: fp32, at three times the products.
+split  spectra as two float16, the second being the remainder of the first: fp32, at three times the products.
 
 Source   overlap-save; products per frequency after Mathieu, Henaff, LeCun 2014, tiles after Zlateski et al. 2018.
-Bound    Memory: of 80 -> 80 maps, k = 3, tiles of 32^3, half: about 2,100 bytes an output voxel, with input and output.
+Bound    Memory: for 80 -> 80 maps, k = 3, tiles of 32^3, half: about 2,100 bytes an output voxel, with input and
+         output.
 Tested   tests/kernels/gpu/test_conv_fft_tiled.py
 """
 
@@ -24,9 +25,10 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from znnpy.kernels.gpu.fft_tiled.covered import Covered, covered, kernel_bytes, tiles_for
+from znnpy.kernels.contract import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.kernels.gpu.fft_tiled.spectra import WORDS, KernelSpectra, packed_bytes, transform_kernels
 from znnpy.kernels.gpu.fft_tiled.streaming import KernelStream
+from znnpy.kernels.gpu.fft_tiled.tiled_layer import TiledLayer, kernel_bytes, tiled_layer, tiles_for
 from znnpy.kernels.gpu.fft_tiled.tiles import (
     COLUMN_THREADS,
     MAPS,
@@ -44,7 +46,6 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
     padded,
     plane_block,
 )
-from znnpy.kernels.primitive import Footprint, Kind, Scratch, Variant, Work, as_conv
 from znnpy.shapes import ACTIVATIONS, ConvShape, text
 
 if TYPE_CHECKING:
@@ -52,20 +53,20 @@ if TYPE_CHECKING:
     from znnpy.network import ConvWeights
     from znnpy.shapes import LayerShape, Precision, Vec3
 
-GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra there are at a time
-STREAMED_FROM = 2**26  # bytes of kernel spectra: where they are fewer, they are kept on the device in any case
+GROUPS = (64, 256, 1024, 4096)  # tiles whose spectra are in memory at the same time
+STREAMED_FROM = 2**26  # bytes of kernel spectra: smaller ones are always kept on the device
 _WARP = 32
-_CHUNK = 160  # of the product's depth that is in shared memory at a time
+_CHUNK = 160  # of the product's depth, in shared memory at a time
 
 
 def spectra_for(shape: ConvShape) -> Spectra:
-    """What keeps to the shape's precision."""
+    """Return the type of spectra that satisfies the shape's precision."""
     by_precision: dict[Precision, Spectra] = {"fp32": "split", "tf32": "half", "fp16": "quick"}
     return by_precision[shape.precision]
 
 
-# Warps along rows and columns of the product, matrices of 16 rows for each, stages of rows in shared memory, blocks a
-# multiprocessor: the first whose shared memory fits. Matrices of 8 columns for each warp are at most MOST.
+# Warps along rows and columns of the product, matrices of 16 rows for each, stages of rows in shared memory, blocks per
+# multiprocessor: the first whose shared memory fits is used. Matrices of 8 columns for each warp are at most MOST.
 _PRODUCTS: dict[Spectra, tuple[tuple[int, int, int, int, int], ...]] = {
     "half": ((2, 4, 2, 2, 2),),
     "quick": ((2, 4, 2, 2, 2),),
@@ -76,7 +77,7 @@ _MOST = 5
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """Which instance of the product kernel takes a layer, and how it is launched."""
+    """The instance of the product kernel for a layer, and its launch parameters."""
 
     spectra: Spectra
     columns: int
@@ -85,25 +86,25 @@ class _Product:
 
     @classmethod
     def of(cls, spectra: Spectra, columns: int, depth: int, shared_bytes: int) -> _Product | None:
-        """The first that fits shared memory; None if none does."""
+        """Return the first that fits shared memory; None if none does."""
         products = (cls(spectra, columns, depth, block) for block in _PRODUCTS[spectra])
         return next((product for product in products if product.shared_bytes <= shared_bytes), None)
 
     @property
     def tiles(self) -> int:
-        """Matrices of 8 columns for each warp."""
+        """The matrices of 8 columns for each warp."""
         width = 8 * self.block[1]
         slices = -(-self.columns // (_MOST * width))
         return -(-self.columns // (width * slices))
 
     @property
     def width(self) -> int:
-        """Columns of a block."""
+        """The columns of a block."""
         return 8 * self.block[1] * self.tiles
 
     @property
     def chunk(self) -> int:
-        """A part of the depth, a multiple of 16."""
+        """The part of the depth processed at a time, a multiple of 16."""
         parts = -(-self.depth // _CHUNK)
         return -(-self.depth // (16 * parts)) * 16
 
@@ -115,7 +116,7 @@ class _Product:
 
     @property
     def slices(self) -> int:
-        """Blocks that share the columns of a frequency."""
+        """The blocks that share the columns of a frequency."""
         return -(-self.columns // self.width)
 
     @property
@@ -131,7 +132,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class ConvFftTiled:
-    """Fused tiled FFT: many maps, kernels from 2 on; kernel spectra are kept between patches."""
+    """Fused tiled FFT: for many maps, kernels from 2 on; kernel spectra are kept between patches."""
 
     name: str = "gpu.conv.fft_tiled"
     kind: Kind = "conv"
@@ -149,13 +150,13 @@ class ConvFftTiled:
                 f"needs tensor cores of sm_80 or newer, not sm_{machine.gpu.capability[0]}{machine.gpu.capability[1]}"
             )
         if max(shape.pool) > 2:
-            return f"pools what it computes by 1 or 2 along each axis, not by {text(shape.pool)}"
+            return f"fuses pooling by 1 or 2 along each axis, not by {text(shape.pool)}"
         if shape.activation == "softmax":
-            return "a softmax runs over all maps, and a block has a few: see gpu.conv.direct"
+            return "softmax needs all maps, and a block has only some: see gpu.conv.direct"
         if shape.k == (1, 1, 1):
             return "a 1x1x1 kernel is one matrix product: see gpu.conv.direct"
         if not self._tiles(shape, machine):
-            return f"a kernel of {max(shape.k)} is larger than the tiles that this GPU's shared memory holds"
+            return f"a kernel of {max(shape.k)} is larger than the tiles that fit this GPU's shared memory"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
@@ -272,7 +273,7 @@ class _Step:
         x_peak: int,
         out_peak: int,
     ) -> tuple[Callable[[], None], ...]:
-        """The five kernels of one group, for `run` and for who times them."""
+        """Return the five kernels of one group as calls, for `run` and for benchmarks."""
         inverse_z = self._inverse_z_pool if self._shape.pools else self._inverse_z
         return (
             lambda: self._forward_z(group, x, before, scratch["columns"], x_peak),
@@ -298,7 +299,7 @@ class _Step:
         self._plane(1, self._blocks[0], group, columns, spectra, rows, self._shape.n[2], self._maps[0])
 
     def _multiply(self, group: Group, scratch: Mapping[str, Any]) -> None:
-        """All frequencies at once, or a slab of those that are streamed after the other."""
+        """Multiply all frequencies at once or, if they are streamed, one slab after the other."""
         product, tile = self._product, self._cover.tile
         slabs = (
             [(0, frequencies(tile), self._resident.packed)]
@@ -370,12 +371,12 @@ class _Step:
         )
 
 
-def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, Covered]:
+def _of(shape: LayerShape, variant: Variant) -> tuple[ConvShape, TiledLayer]:
     shape = as_conv(shape)
-    return shape, covered(shape, *_words(variant))
+    return shape, tiled_layer(shape, *_words(variant))
 
 
-@lru_cache(maxsize=256)  # thousands of shapes have the same few
+@lru_cache(maxsize=256)  # thousands of shapes share a few
 def _variant(tile: Vec3, group: int, spectra: Spectra, kernels: str) -> Variant:
     return Variant.of(tile=tile, group=group, spectra=spectra, kernels=kernels)
 

@@ -4,11 +4,11 @@
 // frequency, or a slice of its columns, in shared memory and streams the rows of X, one for each tile, past it.
 //
 // Halves  X and W in float16, sums in float32, Y in float16.
-// Split   X and W as two float16 each, x = h + l: h H + l H + h L leaves out less than 2^-22 of a product. Y in float32.
+// Split   X and W as two float16 each, x = h + l: h H + l H + h L omits less than 2^-22 of a product. Y in float32.
 #include "tile.cuh"
 
 template <class Spectrum>
-struct Words;  // how many float16 a number's real or imaginary part takes
+struct Words;  // number of float16 for a number's real or imaginary part
 template <>
 struct Words<Halves> {
   static constexpr int COUNT = 1;
@@ -23,17 +23,18 @@ struct Product {
   static constexpr int WORDS = Words<Spectrum>::COUNT;
   static constexpr int THREADS = WARP * WARPS_M * WARPS_N;
   static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
-  // Rows in shared memory, float16; 16 bytes more than they need, so that 8 rows of a matrix meet in no bank.
+  // Rows in shared memory, float16, with 16 bytes of padding, so that 8 rows of a matrix have no bank conflicts.
   static constexpr int A_ROW = (WORDS * CHUNK > BN ? WORDS * CHUNK : BN) + 8, B_ROW = CHUNK + 8;
-  // Tensor cores cut off the more the larger a sum is: many products have sums of their own for what is small, and for
-  // every other k. Up to 96 a chunk, of 96 maps at most, one sum errs by less than 1e-6, and leaves more blocks room.
+  // Tensor cores truncate more the larger a sum is, so long products have separate sums for the small terms and for
+  // every other k. Up to 96 per chunk, for 96 maps at most, one sum errs by less than 1e-6 and leaves space for more
+  // blocks.
   static constexpr int SUMS = WORDS == 2 && CHUNK > 96 ? 3 : 1;
 
   const half* X;  // of this frequency: rows of `row` float16
-  const half* W;  // [column][k], then the same again of what the first leaves out (Split), `apart` further
+  const half* W;  // [column][k], then the remainders of the first (Split), `apart` further
   int rows, columns, depth;  // tiles, 2 * maps out, 2 * maps in
   long long apart;
-  int chunks;  // of depth; the last's end is padded with zeros
+  int chunks;  // of depth; the last one is padded with zeros
   half *a, *b;  // shared: STAGES x BM x A_ROW, WORDS x BN x B_ROW
 
   DEVICE void load_b(int column0, int c) const {
@@ -61,7 +62,7 @@ struct Product {
   DEVICE void multiply(float (&sum)[SUMS][MT][NT][4], int stage) const {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int m0 = warp / WARPS_N * MT * 16, n0 = warp % WARPS_N * NT * 8;
-    // Rows of the matrices that this lane points at.
+    // Rows of the matrices that this lane addresses.
     const half* a_at = a + (stage * BM + m0 + lane % 16) * A_ROW + lane / 16 * 8 * WORDS;
     const half* b_at = b + (n0 + lane / 16 * 8 + lane % 8) * B_ROW + lane / 8 % 2 * 8;
 #pragma unroll 2
@@ -101,7 +102,7 @@ struct Product {
     }
   }
 
-  // Sums leave by way of shared memory, where X's rows were, so that whole rows are written.
+  // Sums are written through shared memory, in the place of X's rows, so that whole rows are written.
   DEVICE void store(half* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha, int stage) const {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const int m0 = warp / WARPS_N * MT * 16, n0 = warp % WARPS_N * NT * 8;
@@ -123,7 +124,7 @@ struct Product {
     }
   }
 
-  // float32 pairs are whole sectors of themselves.
+  // float32 pairs are whole sectors by themselves.
   DEVICE void store(float* Y, const float (&sum)[MT][NT][4], int row0, int column0, float alpha, int) const {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const int m0 = row0 + warp / WARPS_N * MT * 16, n0 = column0 + warp % WARPS_N * NT * 8;
@@ -142,11 +143,11 @@ struct Product {
       }
   }
 
-  // All rows, for the columns from `column0`.
+  // Computes all rows, for the columns from `column0`.
   template <class Value>
   DEVICE void run(Value* Y, int column0, float alpha) const {
     const int steps = (rows + BM - 1) / BM * chunks;
-    const bool ahead = STAGES > 1 && chunks == 1;  // rows are loaded while those before are multiplied
+    const bool ahead = STAGES > 1 && chunks == 1;  // rows are loaded while the previous ones are multiplied
     float sum[SUMS][MT][NT][4] = {};
     float* const all = sum[0][0][0];
     constexpr int COUNT = MT * NT * 4;
@@ -183,7 +184,7 @@ struct Product {
 // X      [frequency][tile][depth] float16, in pairs of words by 8 (Split); depth = 2 * maps in, padded
 // W      [word][frequency][columns][depth] float16; `apart` from word to word
 // Y      [frequency][tile][columns] float16 (Halves) or float32 (Split), columns = 2 * maps out, padded; times alpha
-// Blocks: slices of BN columns, times frequencies. A frequency's numbers are fewer than 2^31.
+// Blocks: slices of BN columns, times frequencies. A frequency has fewer than 2^31 numbers.
 template <class Spectrum, class Value, int WARPS_M, int WARPS_N, int MT, int NT, int STAGES, int CHUNK, int BLOCKS>
 __global__ void __launch_bounds__(WARP* WARPS_M* WARPS_N, BLOCKS)
     product(const half* __restrict__ X, const half* __restrict__ W, Value* __restrict__ Y, long long rows,

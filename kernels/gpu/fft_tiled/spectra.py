@@ -1,4 +1,4 @@
-"""Spectra of a layer's kernels on a GPU, as the product kernel takes them."""
+"""Spectra of a layer's kernels on a GPU, in the layout of the product kernel."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ if TYPE_CHECKING:
     from znnpy.network import ConvWeights
     from znnpy.shapes import Vec3
 
-SLABS = 32  # in which kernel spectra are streamed
+SLABS = 32  # number of parts in which kernel spectra are streamed
 SLICE = MAPS  # output maps whose kernels are transformed at a time
 WORDS: dict[Spectra, int] = {"half": 1, "quick": 1, "split": 2}
-_MOST_SCALE = 2.0**126  # of kernels: float32 holds little more, and kernels that need it are next to nothing
-_TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, and as far as can be from nothing
+_MOST_SCALE = 2.0**126  # of kernels: float32 holds little more, and kernels that need it are almost zero
+_TOP = 2.0**11  # float16 spectra of kernels stay below it: far from infinity, and as far as possible from zero
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpectra:
-    """(word, frequency, 2 * maps out, 2 * maps in) float16, maps padded, and what other kernels need to know."""
+    """Kernel spectra (word, frequency, 2 * maps out, 2 * maps in) float16, maps padded, and their scales."""
 
-    packed: Any  # on the device, or in pinned memory of the host
+    packed: Any  # on the device, or in pinned host memory
     bias: Any  # (f',) float32
-    alpha: float  # what the product multiplies its sums by, so that they fit what they are stored as
-    factor: float  # what brings the inverse transform's results back to size
+    alpha: float  # factor of the product's sums, so that they fit their stored type
+    factor: float  # factor that rescales the results of the inverse transform
 
 
 def packed_bytes(fin: int, fout: int, tile: Vec3, spectra: Spectra) -> int:
-    """Of `KernelSpectra.packed`."""
+    """Return the bytes of `KernelSpectra.packed`."""
     return WORDS[spectra] * frequencies(tile) * 4 * padded(fin) * padded(fout) * 2
 
 
 def slab_frequencies(count: int) -> int:
-    """Of `count` frequencies, those that are streamed to the device at a time."""
+    """Return how many of `count` frequencies are streamed to the device at a time."""
     return -(-count // SLABS)
 
 
 def preparing_bytes(fin: int, k: Vec3, tile: Vec3, spectra: Spectra, *, streamed: bool) -> int:
-    """What `transform_kernels` takes on the device beside what it keeps there, while it runs."""
+    """Return the device bytes that `transform_kernels` takes temporarily, besides its result."""
     packed = packed_bytes(fin, SLICE, tile, spectra) if streamed else 0
     return packed + fin * SLICE * (8 * frequencies(tile) + 4 * k[0] * k[1] * k[2] + 4 * tile[0] * k[1] * k[2]) + 8
 
 
 class _Slices:
-    """Spectra of kernels, a slice of output maps at a time: (frequency, f, SLICE) complex64, twice their size.
+    """Spectra of kernels, a slice of output maps at a time: (frequency, f, SLICE) complex64, doubled.
 
-    A kernel is an image of one tile: input maps are its images, output maps its maps.
+    A kernel is treated as an image of one tile: input maps are images, output maps are its maps.
     """
 
     def __init__(self, weights: ConvWeights, tile: Vec3, device: Any) -> None:
@@ -68,7 +68,7 @@ class _Slices:
         self.spectra = device.allocate(8 * frequencies(tile) * self._fin * SLICE, "their spectra")
 
     def transform(self, first: int) -> int:
-        """Those of output maps from `first` on into `spectra`; returns how many they are."""
+        """Transform the slice of output maps from `first` on into `spectra`; return the number of maps."""
         some = self._weights[first : first + SLICE]
         host = np.zeros((self._fin, *self._k, SLICE), np.float32)
         host[..., : len(some)] = some.transpose(1, 2, 3, 4, 0)
@@ -91,21 +91,21 @@ class _Slices:
         return len(some)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._device.free(self._images, self._columns, self.spectra)
 
 
 def transform_kernels(
     weights: ConvWeights, tile: Vec3, spectra: Spectra, device: Any, *, streamed: bool = False
 ) -> KernelSpectra:
-    """Transform kernels (f', f, kz, ky, kx): once to see how large spectra get, once to store them.
+    """Transform kernels (f', f, kz, ky, kx) in two passes: one to find the largest spectra, one to store them.
 
-    streamed  they go to pinned memory of the host, a slice of output maps after the other.
+    streamed  True: store them in pinned host memory, one slice of output maps after the other.
     """
     fout, fin = weights.weight.shape[:2]
     count, words = frequencies(tile), WORDS[spectra]
     pack = device.kernels("fft_tiled/weights.cu", ["weight_bounds", "pack_weights"])
-    there = SLICE if streamed else padded(fout)  # output maps whose spectra the device has at a time
+    there = SLICE if streamed else padded(fout)  # output maps whose spectra are on the device at a time
     shape = words, count, 2 * there, 2 * padded(fin)
     packed = device.view(device.allocate(packed_bytes(fin, there, tile, spectra), "kernel spectra"), shape, np.float16)
     host = device.pinned((words, count, 2 * padded(fout), 2 * padded(fin)), np.float16) if streamed else None
@@ -131,11 +131,11 @@ def transform_kernels(
             device.clear(packed)  # the last slice may have fewer maps
     device.free(bounds, *([packed] if streamed else []))
     slices.close()
-    # |X| <= 2^15, so |Y| / alpha <= 2^15 * scale * heaviest; the passes along y and x may add up all its numbers.
+    # |X| <= 2^15, so |Y| / alpha <= 2^15 * scale * heaviest; the passes along y and x may add up all of its numbers.
     alpha = 1.0
     if spectra != "split" and 0 < heaviest < np.inf:
         alpha = 2.0 ** np.floor(-np.log2(scale * heaviest * tile[1] * tile[2]))
-    # Spectra of inputs and of kernels are twice their size; transforms there and back multiply by the tile's voxels.
+    # Spectra of inputs and of kernels are doubled; the two transforms multiply by the tile's voxels.
     factor = 1.0 / (4.0 * scale * alpha * float(np.prod(tile)))
     kept = packed if host is None else host
     return KernelSpectra(kept, device.put(weights.bias, "biases"), float(alpha), float(factor))

@@ -1,4 +1,4 @@
-"""Kernel spectra that a GPU has no room for: they lie in pinned memory of the host and pass through two buffers."""
+"""Streaming of kernel spectra that do not fit the GPU: from pinned host memory through two device buffers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from znnpy.kernels.gpu.fft_tiled.spectra import KernelSpectra, slab_frequencies
 
 
 class KernelStream:
-    """Slabs of frequencies on their way: one is copied to the device while the one before is multiplied by.
+    """Slabs of frequencies in transit: one is copied to the device while the previous one is used.
 
-    A buffer is filled when what was multiplied by it is done, and the first of them not before the work that is queued
-    so far: their memory may be another step's until then.
+    A buffer is refilled when the products with its previous content are done; the first copy waits for the work queued
+    so far, because the buffers' memory may belong to another step until then.
     """
 
     def __init__(self, resident: KernelSpectra, device: Any) -> None:
@@ -26,9 +26,9 @@ class KernelStream:
         self._there, self._free = ([device.event() for _ in range(2)] for _ in range(2))
 
     def slabs(self, buffers: Any) -> Iterator[tuple[int, int, Any]]:
-        """First frequency, one behind the last, (word, slab, row) float16 on the device, filled as far as they go.
+        """Yield first and end frequency and (word, slab, row) float16 on the device, filled up to the end frequency.
 
-        What the caller queues on `device.stream` before he asks for the next is what a slab is there for.
+        A slab is valid for the work that the caller queues on `device.stream` before requesting the next one.
         """
         device, (words, _, row) = self._device, self._host.shape
         device.stream.record(self._begun)

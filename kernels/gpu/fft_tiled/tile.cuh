@@ -1,27 +1,27 @@
-// Tiles and their spectra: how they are numbered and stored.
+// Tiles and their spectra: numbering and storage.
 //
 // A tile is TZ x TY x TX voxels. Along z it is real, so of TZ frequencies TZ / 2 - 1 are kept as they are, and
 // frequencies 0 and TZ / 2, which are real, share plane 0 as real and imaginary part: TZ / 2 planes of complex numbers,
-// none twice. The four kernels (* numbers of maps are padded with zeros):
+// none stored twice. The four kernels (* numbers of maps are padded with zeros):
 //
-//   forward_z      x (S, z, y, x, maps)              -> U [slab][plane][y][x][map*]    nothing in shared memory
+//   forward_z      x (S, z, y, x, maps)              -> U [slab][plane][y][x][map*]    no shared memory
 //   forward_plane  U, tiles of TY x TX that overlap  -> X [frequency][tile][map*]
 //   inverse_plane  Y [frequency][tile][map*]         -> V [slab][plane][y][x][map*]    outputs only
 //   inverse_z      V                                 -> out (S, z, y, x, maps)
 //
-// A slab is one row of tiles along z of one image. Frequencies: planes p = 1 .. TZ / 2 - 1, (p - 1, ky, kx); then, of
-// kz = 0 and of kz = TZ / 2, those with kx <= TX / 2, (ky, kx): the others are their conjugates.
+// A slab is one row of tiles along z of one image. Frequencies: planes p = 1 .. TZ / 2 - 1, (p - 1, ky, kx); then, for
+// kz = 0 and for kz = TZ / 2, those with kx <= TX / 2, (ky, kx): the others are their conjugates.
 #pragma once
 #include "fft.cuh"
 
-// What spectra are stored as. `Number` is what a complex number is between the kernels.
+// Storage types of spectra. `Number` is the type of complex numbers between the kernels.
 struct Halves {  // float16, scaled so that none can overflow
   using Number = half2;
 };
-struct Quick {  // the same, and the passes along y and x are in float16 too
+struct Quick {  // the same, with passes along y and x in float16 too
   using Number = half2;
 };
-struct Split {  // X as two float16, the second what the first leaves out; the others in float32
+struct Split {  // X as two float16, the second being the remainder of the first; the others in float32
   using Number = float2;
 };
 struct Floats {  // float32, not scaled
@@ -36,8 +36,8 @@ DEVICE Complex load_complex(half2 v) {
 }
 DEVICE Complex load_complex(float2 v) { return {v.x, v.y}; }
 
-// What one lane of a pass along y or x takes: a number of one map in float32, or those of two neighbouring maps in
-// float16. Bits are loaded and stored as they are: conversions between loads would keep the next from setting out.
+// The data of one lane in a pass along y or x: a number of one map in float32, or those of two neighbouring maps in
+// float16. Bits are loaded and stored unconverted: conversions between loads would delay the next load.
 template <class Number>
 struct Lane;
 template <>
@@ -77,7 +77,7 @@ struct LaneOf<Quick> {
   using Type = TwinLane;
 };
 
-// Numbers of two neighbouring maps, which lie on their own size.
+// Numbers of two neighbouring maps, aligned to their total size.
 DEVICE void store_two(half2* target, Complex a, Complex b) {
   *(uint2*)target = make_uint2(bits_of(to_half2(a.re, a.im)), bits_of(to_half2(b.re, b.im)));
 }
@@ -93,8 +93,8 @@ DEVICE void load_two(const float2* source, Complex& a, Complex& b) {
   b = {v.z, v.w};
 }
 
-// A plane of a tile in shared memory: rows along x of CB maps each, one number longer than they need be, so that no two
-// lanes meet in a bank: lanes run over maps, then along x in one pass and along y in the other.
+// A plane of a tile in shared memory: rows along x of CB maps each, padded by one number against bank conflicts: lanes
+// run over maps, then along x in one pass and along y in the other.
 template <int TY_, int TX_, int CB_>
 struct Plane {
   static constexpr int TY = TY_, TX = TX_, CB = CB_, ROW = TX + 1, HX = TX / 2 + 1;
@@ -102,7 +102,7 @@ struct Plane {
   static DEVICE int at(int y, int x, int map) { return (y * ROW + x) * CB + map; }
 };
 
-// Frequency of a plane that is not the first, and of those two that share the first.
+// The frequency of a plane other than the first, and of the two that share the first.
 template <class P>
 DEVICE long long frequency(int plane, int ky, int kx) {
   return ((plane - 1) * P::TY + ky) * P::TX + kx;
@@ -112,7 +112,7 @@ DEVICE long long frequency_of_edge(int planes, int upper, int ky, int kx) {
   return (planes - 1) * P::TY * P::TX + (upper * P::TY + ky) * P::HX + kx;
 }
 
-// Tiles of a launch: `slabs` from `first` on, of each the rows of tiles that cover outputs from y0 on.
+// Tiles of a launch: `slabs` from `first` on, and in each the rows of tiles that cover outputs from y0 on.
 struct Group {
   int first, slabs;  // slabs, counted (image, z)
   int rows, columns; // tiles along y and x
@@ -128,9 +128,9 @@ struct Group {
   }
 };
 
-// A power of two that brings the spectrum of values up to `peak` into float16: 2 (|X| + |X'|) <= 4 * voxels * peak, of
-// the two planes in one, becomes less than 65504. 1 where there is no peak, or none that is a number.
-// exponent: the largest power of two that is not more than the voxels of a tile, 2^exponent.
+// A power of two that scales the spectrum of values up to `peak` into float16: 2 (|X| + |X'|) <= 4 * voxels * peak, for
+// the two planes in one, becomes less than 65504. 1 if there is no peak, or it is not a positive finite number.
+// exponent: 2^exponent is the largest power of two not above the voxels of a tile.
 DEVICE float spectrum_scale(const float* peak, int exponent) {
   if (peak == nullptr || !(*peak > 0.0f) || *peak > 3e38f) return 1.0f;
   const int e = 12 - ilogbf(*peak) - exponent;

@@ -1,8 +1,8 @@
-"""Tiles of the fused tiled FFT: their sizes, how they cover a layer, and how blocks take them. Arithmetic alone.
+"""Tiles of the fused tiled FFT: their sizes, how they cover a layer, and the blocks that process them. Arithmetic only.
 
-A slab is one row of tiles along z of one image. Tiles are taken in groups: several slabs, or, where one is too large,
-some rows of tiles along y of one slab. Where results are max-pooled, slabs overlap along z and groups along y, so that
-each has the whole of its windows.
+A slab is one row of tiles along z of one image. Tiles are processed in groups: several slabs or, if one is too large,
+some rows of tiles along y of one slab. If results are max-pooled, slabs overlap along z and groups along y, so that
+each contains its windows completely.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Spectra = Literal["half", "quick", "split"]
 
 MAPS = 8  # maps of a spectrum are padded to a multiple of it: 16 real numbers, a step of the tensor cores
 SIDES_Z = (8, 16, 24, 32)
-SIDES = (16, 24, 32)  # along y and x, which are alike
+SIDES = (16, 24, 32)  # along y and x, which are equal
 COLUMN_THREADS = 256  # of a block of forward_z and inverse_z
 POOL_THREADS = 128  # of a block of inverse_z_pool
-POOL_ROWS = 16  # windows along y that it takes
+POOL_ROWS = 16  # windows along y per block
 POOL_COLUMNS = 8  # results along x of a warp
 NUMBER = {"half": 4, "quick": 4, "split": 8}  # bytes of a complex number
 
 
-# C++ types: of spectra, of numbers between the kernels, of what a lane of a pass along y or x takes.
+# C++ types: of spectra, of numbers between the kernels, of a lane's data in a pass along y or x.
 TYPES: dict[Spectra, tuple[str, str, str]] = {
     "half": ("Halves", "half2", "Lane<half2>"),
     "quick": ("Quick", "half2", "TwinLane"),
     "split": ("Split", "float2", "Lane<float2>"),
 }
-# Of blocks of forward_plane and inverse_plane, by the side of a plane: maps (the first that divides those there are and
-# that shared memory allows), threads, and blocks whose registers a multiprocessor must have room for.
+# Blocks of forward_plane and inverse_plane by the side of a plane: maps (the first choice that divides the layer's maps
+# and fits shared memory is used), threads, and blocks per multiprocessor that registers must suffice for.
 PLANE_BLOCKS: dict[tuple[int, Spectra], tuple[tuple[int, int, int], ...]] = {
     (16, "half"): ((16, 128, 5), (8, 128, 5)),
     (24, "half"): ((16, 192, 3), (8, 192, 3)),
@@ -51,7 +51,7 @@ PLANE_BLOCKS: dict[tuple[int, Spectra], tuple[tuple[int, int, int], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PlaneBlock:
-    """How a block of forward_plane or inverse_plane takes a plane of a tile."""
+    """The block of forward_plane or inverse_plane for a plane of a tile."""
 
     side: int
     spectra: Spectra
@@ -61,11 +61,11 @@ class PlaneBlock:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: `Plane::NUMBERS`."""
+        """The shared memory of a block: `Plane::NUMBERS`."""
         return self.side * (self.side + 1) * self.maps * NUMBER[self.spectra]
 
     def forward(self, stored: str | None = None) -> str:
-        """The C++ name of `forward_plane`; `stored`: of other spectra than the block's own."""
+        """Return the C++ name of `forward_plane`; `stored`: a type of spectra other than the block's own."""
         return f"forward_plane<{self._sizes}, {stored or TYPES[self.spectra][0]}, {self._launch}>"
 
     @property
@@ -84,7 +84,7 @@ class PlaneBlock:
 
 
 def plane_block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> PlaneBlock | None:
-    """The first block for `maps` maps, padded, that shared memory allows; None if none does."""
+    """Return the first block for `maps` maps, padded, that fits shared memory; None if none does."""
     for count, threads, per_multiprocessor in PLANE_BLOCKS[side, spectra]:
         block = PlaneBlock(side, spectra, count, threads, per_multiprocessor)
         if maps % count == 0 and block.shared_bytes <= shared_bytes:
@@ -93,25 +93,25 @@ def plane_block(side: int, spectra: Spectra, maps: int, shared_bytes: int) -> Pl
 
 
 def frequencies(tile: Vec3) -> int:
-    """Complex numbers of a real tile's spectrum that are kept."""
+    """Return the number of complex numbers kept of a real tile's spectrum."""
     z, y, x = tile
     return (z // 2 - 1) * y * x + 2 * y * (x // 2 + 1)
 
 
 def padded(maps: int) -> int:
-    """Maps of a spectrum, those that are zero included."""
+    """Return the maps of a spectrum, including zero padding."""
     return -(-maps // MAPS) * MAPS
 
 
 class Group(NamedTuple):
-    """Tiles whose spectra there are at a time."""
+    """Tiles whose spectra are in memory at the same time."""
 
     first: int  # slab
     slabs: int
     row: int  # of tiles along y
     rows: int
     columns: int
-    overlap: int = 0  # rows of results that groups of the slab before it and it have twice
+    overlap: int = 0  # rows of results shared with the previous groups of the slab
 
     @property
     def tiles(self) -> int:
@@ -119,16 +119,16 @@ class Group(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How tiles lie over a layer, whatever groups they are taken in."""
+    """The arrangement of tiles over a layer, whatever their groups."""
 
     unpooled: Vec3  # results of an image
-    step: Vec3  # of one tile along y and x, windows along z
+    step: Vec3  # outputs of one tile along y and x, windows along z
     windows: Vec3  # of an image
-    grid: Vec3  # tiles of one image, the most that groups of whole slabs have
+    grid: Vec3  # tiles of one image, as in groups of whole slabs
     tiles: int  # of all images
 
     @classmethod
-    @lru_cache(maxsize=64)  # plans ask for all groups of a tile, and of all tiles of a shape, one after the other
+    @lru_cache(maxsize=64)  # the planner requests all groups of a tile, and all tiles of a shape, in turn
     def of(cls, shape: ConvShape, tile: Vec3) -> Tiling:
         unpooled = shape.unpooled
         z, y, x = valid(tile, shape.k)
@@ -141,18 +141,18 @@ class Tiling(NamedTuple):
 class Cover:
     """The tiles that cover a layer, in groups of about `group` or fewer; at least one row of them along x.
 
-    Windows of a pooling are counted by where they begin: `windows` of an image.
+    Windows of a pooling are counted by their first voxel: `windows` of an image.
     """
 
     shape: ConvShape
     tile: Vec3
     group: int
-    unpooled: Vec3 = field(init=False)  # and what else Tiling says
+    unpooled: Vec3 = field(init=False)  # this and the next fields are those of Tiling
     step: Vec3 = field(init=False)
     windows: Vec3 = field(init=False)
     grid: Vec3 = field(init=False)
     tiles: int = field(init=False)
-    count: int = field(init=False)  # how many groups there are; plans ask for thousands of covers and need no more
+    count: int = field(init=False)  # number of groups; the planner requests thousands of covers and needs only this
     _rows: Sequence[tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Cover:
 
     @property
     def groups(self) -> Sequence[Group]:
-        """As equal as may be."""
+        """The groups, of nearly equal size."""
         _, y, x = self.grid
         if not self._rows:
             return [Group(lo, hi - lo, 0, y, x) for lo, hi in _pieces(self._slabs, self.count)]
@@ -172,7 +172,7 @@ class Cover:
 
     @property
     def largest(self) -> Sequence[Group]:
-        """Groups that none is larger than: one of whole slabs, or those of the first slab."""
+        """Groups that include the largest: one of whole slabs, or those of the first slab."""
         _, y, x = self.grid
         if not self._rows:
             return [Group(0, -(-self._slabs // self.count), 0, y, x)]
@@ -183,7 +183,7 @@ class Cover:
         return self.shape.batch * self.grid[0]
 
     def _rows_of_slab(self) -> Sequence[tuple[int, int, int]]:
-        """Of the groups of one slab: first, end, and those they have twice; empty where groups are of whole slabs."""
+        """Return start, end and shared rows of the groups of one slab; empty if groups consist of whole slabs."""
         _, y, x = self.grid
         if self.group >= y * x:
             return ()
@@ -197,17 +197,17 @@ class Cover:
         ]
 
     def rows_in(self, group: Group) -> tuple[int, int]:
-        """First row along y of the input that a group reads, and how many."""
+        """Return the first row along y of the input that a group reads, and the number of rows."""
         first = group.row * self.step[1] - group.overlap
         return first, min(self.shape.n[1] - first, group.rows * self.step[1] + self.shape.k[1] - 1)
 
     def rows_out(self, group: Group) -> tuple[int, int]:
-        """First row along y of the results that a group has, and how many; windows begin in all but py - 1 of them."""
+        """Return the first row along y of a group's results, and their number; windows start in all but py - 1."""
         first = group.row * self.step[1] - group.overlap
         return first, min(self.unpooled[1] - first, group.rows * self.step[1])
 
     def bytes_of(self, group: Group, spectra: Spectra) -> tuple[int, int, int, int]:
-        """Of what is between the kernels: columns transformed along z, spectra, products, columns of the result."""
+        """Return the bytes between the kernels: columns transformed along z, spectra, products, result columns."""
         fin, fout = padded(self.shape.fin), padded(self.shape.fout)
         planes = NUMBER[spectra] * (group.slabs * self.tile[0] // 2)
         kept = NUMBER[spectra] * frequencies(self.tile) * group.tiles
@@ -219,7 +219,7 @@ class Cover:
         )
 
     def most_bytes(self, spectra: Spectra) -> tuple[int, int, int, int]:
-        """The largest of any group."""
+        """Return the largest of these bytes over all groups."""
         first, *others = (self.bytes_of(group, spectra) for group in self.largest)
         if not others:
             return first
@@ -228,5 +228,5 @@ class Cover:
 
 
 def _pieces(count: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """`range(count)` in pieces as equal as may be."""
+    """Split `range(count)` into nearly equal pieces."""
     return pairwise(count * i // pieces for i in range(pieces + 1))

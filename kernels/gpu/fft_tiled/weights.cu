@@ -1,7 +1,7 @@
-// Spectra of the kernels, brought into the form that the product multiplies by.
+// Conversion of kernel spectra to the form that the product multiplies by.
 #include "tile.cuh"
 
-// S   [frequency][map in][slice] float32 complex: transforms of `slice` output maps' kernels, twice their size
+// S   [frequency][map in][slice] float32 complex: transforms of `slice` output maps' kernels, doubled
 // most  raised to the largest |S|; total: to the largest sum over maps in of |S|
 extern "C" __global__ void weight_bounds(const float2* S, long long frequencies, long long maps_in, long long slice,
                                          float* most, float* total) {
@@ -11,7 +11,7 @@ extern "C" __global__ void weight_bounds(const float2* S, long long frequencies,
     float sum = 0.0f;
     for (long long map = 0; map < maps_in; map++) {
       const float2 v = column[map * slice];
-      const float size = fabsf(v.x) + fabsf(v.y);  // no less than |S|, and no overflow on the way
+      const float size = fabsf(v.x) + fabsf(v.y);  // no less than |S|, without overflow
       sum += size;
       largest = larger_magnitude(largest, size);
     }
@@ -21,8 +21,9 @@ extern "C" __global__ void weight_bounds(const float2* S, long long frequencies,
   raise_peak_by_warp(total, heaviest);
 }
 
-// W   [word][frequency][2 * padded out][2 * padded in] float16, `apart` from word to word: conj(S) * scale as a real matrix,
-//     and in word 1 what float16 left of it. Maps `first` .. `first` + count - 1 are written; padding stays as it was.
+// W   [word][frequency][2 * padded out][2 * padded in] float16, `apart` from word to word: conj(S) * scale as a real
+//     matrix, and in word 1 the remainder of float16. Maps `first` .. `first` + count - 1 are written; padding is left
+//     unchanged.
 extern "C" __global__ void pack_weights(const float2* S, half* W, long long frequencies, long long maps_in, long long slice,
                                         long long first, long long count, long long padded_out, long long padded_in,
                                         long long words, long long apart, float scale) {

@@ -1,1 +1,1 @@
-"""Layers whose tensors live in the memory of the host, computed in sub-layers on a GPU."""
+"""Layers with tensors in host memory, computed in sub-layers on a GPU."""

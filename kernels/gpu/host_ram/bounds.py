@@ -1,14 +1,14 @@
-"""What divisions take at least, of a whole space of them at once: arrays by chunk, order, input and output maps.
+"""Lower bounds for the time of all divisions in a space at once: arrays by chunk, order, input and output maps.
 
-Link       With no computing at all. Some output of a chunk is complete when what was uploaded until then is there, and
-           from then on all outputs that follow are downloaded. Where parts of the input wait for room of others, what
-           is downloaded until those are done does not go beside what is uploaded.
-Computing  In groups of maps of all images and planes at once, which is no more than in parts of those. The first part
-           goes up before it, the last output comes down after it.
-Memory     Buffers, without what is left free between them, and kernels, which do not depend on images and planes.
+Link       Without any computing. Some output of a chunk is complete once the data uploaded until then have arrived, and
+           from then on all following outputs are downloaded. If parts of the input wait for the buffers of others, the
+           downloads until those are done do not overlap uploads.
+Computing  In groups of maps for all images and planes at once, which takes no longer than parts of them. The first part
+           is uploaded before it, the last output is downloaded after it.
+Memory     Buffers, without alignment gaps between them, and kernels, which do not depend on images and planes.
 
-Source  First principles: each is the length of a path through what waits for what.
-Tested  tests/kernels/gpu/test_host_ram_division.py, against all candidates followed
+Source  First principles: each is the length of a path through the dependencies.
+Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _along(axis: int, values: Sequence[int]) -> _Grid:
 
 
 class _Cut:
-    """An axis in parts."""
+    """An axis divided into parts."""
 
     def __init__(self, length: int, size: _Grid) -> None:
         self.length, self.size = length * _ONE, size
@@ -45,9 +45,10 @@ class _Cut:
 
 
 class Bounds:
-    """Of all divisions in `space`.
+    """Lower bounds of all divisions in `space`.
 
-    seconds  (chunks, orders, maps in, maps out) float64; infinite where buffers do not fit, or what was taken out.
+    seconds  (chunks, orders, maps in, maps out) float64; infinite if buffers do not fit, or if the division was
+             removed.
     """
 
     def __init__(self, shape: ConvShape, vram_bytes: int, speeds: Speeds, space: Space, inner: Inner) -> None:
@@ -57,7 +58,7 @@ class Bounds:
         self.seconds = self._link.seconds.copy()
 
     def least(self) -> tuple[float, tuple[int, ...]]:
-        """The smallest bound, and where it is: of several the first."""
+        """Return the smallest bound and its position; of several the first."""
         at = int(self.seconds.argmin())
         return float(self.seconds.flat[at]), tuple(int(n) for n in np.unravel_index(at, self.seconds.shape))
 
@@ -67,9 +68,9 @@ class Bounds:
         return Division(*space.chunks[chunk], space.maps_in[into], space.maps_out[out_of], space.orders[order])
 
     def compute(self, at: tuple[int, ...]) -> bool:
-        """Counts computing and kernels of all divisions with these groups of maps; False where it was done.
+        """Add computing and kernels to the bounds of all divisions with these groups of maps; False if already done.
 
-        A part that the primitive does not compute counts as nothing: it may compute smaller ones.
+        A part that the primitive does not compute counts as zero: the primitive may compute smaller ones.
         """
         into, out_of = at[2:]
         if self._computed[into, out_of]:
@@ -90,10 +91,10 @@ class Bounds:
 
 
 class _Link:
-    """What is known whatever computes the sub-layers.
+    """Bounds that are independent of the primitive for the sub-layers.
 
-    room        bytes that buffers leave
-    first, end  seconds that the first part of the input takes to go up, and the last output to come down
+    room        bytes that buffers leave free
+    first, end  seconds to upload the first part of the input, and to download the last output
     """
 
     def __init__(self, shape: ConvShape, vram_bytes: int, speeds: Speeds, space: Space) -> None:
@@ -111,13 +112,13 @@ class _Link:
         self.seconds = np.where(self.room >= 0, np.maximum(self._beside(), self._apart()), inf)
 
     def _read(self, images: _Grid, planes: _Grid, chunks: _Grid = _ONE) -> _Grid:
-        """Planes of the input of so many images, whose planes of the output are in so many chunks."""
+        """Return the input planes of so many images, whose output planes are in so many chunks."""
         return images * (planes + chunks * (self._shape.k[0] - 1))
 
     def _beside(self) -> _Grid:
-        """What is uploaded until an output is complete, and all that is downloaded from then on, in seconds.
+        """Return the seconds of uploads until an output is complete, plus all downloads from then on.
 
-        The first and the last output of a chunk say most, and of chunks that are alike the first and the last.
+        The first and the last output of a chunk give the largest bounds, and of equal chunks the first and the last.
         """
         images, planes = self._images, self._planes
         up, down = self._shape.fin * self._upload, self._shape.fout * self._download
@@ -138,9 +139,9 @@ class _Link:
         return longest
 
     def _again(self) -> _Grid:
-        """Input maps that go up again in each chunk: all for each group of output maps, but for two groups that stayed.
+        """Return the input maps uploaded again per chunk: all per group of output maps, except two resident groups.
 
-        Nothing goes up again where sums stay.
+        Nothing is uploaded again if sums stay on the device.
         """
         into, turns = self._into, self._out_of.count - 1
         above, below = np.ceil(turns / 2), np.floor(turns / 2)  # where passes end
@@ -148,10 +149,10 @@ class _Link:
         return np.where(self._inputs | (into.count <= STAGED), 0.0, again)
 
     def _apart(self) -> _Grid:
-        """Uploads and downloads of which none goes beside the other, in seconds.
+        """Return the seconds of uploads and downloads that cannot overlap each other.
 
-        Where sums stay, all groups of input maps but two wait until all outputs of the chunk before are downloaded.
-        Where they do not, the next chunk waits for the last pass, which waits for those of all passes but two.
+        If sums stay, all groups of input maps but two wait until all outputs of the previous chunk are downloaded. If
+        they do not, the next chunk waits for the last pass, which waits for the downloads of all passes but two.
         """
         images, planes, into, out_of = self._images, self._planes, self._into, self._out_of
         up, down = self._shape.fin * self._upload, self._shape.fout * self._download
@@ -166,7 +167,7 @@ class _Link:
         return np.where(self._inputs, stay, go)
 
     def _buffers(self) -> _Grid:
-        """Bytes for input, outputs and sums."""
+        """Return the bytes for input, outputs and sums."""
         chunks, into, out_of = self._images.count * self._planes.count, self._into, self._out_of
         slots = np.where(self._inputs, out_of.count, np.minimum(STAGED, chunks * out_of.count))
         wide = FLOAT32 // self._shape.itemsize
@@ -178,4 +179,4 @@ class _Link:
         return nbytes
 
 
-_link = lru_cache(maxsize=4)(_Link)  # a planner asks about many primitives for one layer
+_link = lru_cache(maxsize=4)(_Link)  # the planner requests many primitives for one layer

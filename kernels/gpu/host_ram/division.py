@@ -1,14 +1,15 @@
-"""A layer of the host's memory in sub-layers: which parts, in which order, in which buffers, in how many bytes.
+"""Division of a layer in host memory into sub-layers: parts, order, buffers and bytes.
 
-A sub-layer takes some images, some planes along z where that is one image, some input maps, and gives some output maps.
-Images and planes that go together are a chunk; they go one chunk after the other. Within a chunk
+A sub-layer takes some images, some planes along z if that is one image, some input maps, and computes some output maps.
+Images and planes that are processed together are a chunk; chunks follow one after the other. Within a chunk
 
-outputs  output maps go group after group, and for each the groups of input maps pass, forwards and then backwards: of
-         two that are on the device where a pass ends, the next one uploads neither.
-inputs   input maps go group after group, each uploaded once, and the sums of all output maps stay on the device.
+outputs  output maps are processed group after group, each with all groups of input maps, forwards and backwards in
+         turn: of the two groups on the device at the end of a pass, the next one uploads neither.
+inputs   input maps are processed group after group, each uploaded once, and the sums of all output maps stay on the
+         device.
 
-Sums over groups of input maps are added up on the device, so every output is downloaded once. Parts at the end of an
-axis are what is left: shapes of their own. Arithmetic alone.
+Sums over groups of input maps are added up on the device, so every output is downloaded once. The parts at the end of
+an axis may be smaller: shapes of their own. Arithmetic only.
 
 Source  ZNNi VII-A, sub-layers (S_i, f_i, f'_i); planes, orders and sums on the device are first principles.
 Tested  tests/kernels/gpu/test_host_ram_division.py
@@ -23,53 +24,53 @@ from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
 
-from znnpy.kernels.primitive import Footprint, Scratch
+from znnpy.kernels.contract import Footprint, Scratch
 from znnpy.shapes import FLOAT32, ConvShape
 
 Order = Literal["outputs", "inputs"]
 
-STAGED = 2  # buffers of each kind: one is filled or emptied while the other is computed with
-PEAKS_BYTES = 4 * FLOAT32  # of both parts of the input that are there, of sums to be added up, of the output
-ROOM = 256  # bytes, on which each of several buffers begins
+STAGED = 2  # buffers of each kind: one is filled or emptied while the other is in use
+PEAKS_BYTES = 4 * FLOAT32  # for both parts of the input on the device, for partial sums, for the output
+ROOM = 256  # bytes: alignment of each of several buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:
-    """What is known of a sub-layer: how long it takes on the device, and what its primitive needs."""
+    """The time of a sub-layer on the device, and the memory of its primitive."""
 
     seconds: float
     footprint: Footprint
 
 
-Inner = Callable[[ConvShape], Sublayer | None]  # of one primitive and variant; None: it does not apply
+Inner = Callable[[ConvShape], Sublayer | None]  # for one primitive and variant; None: it does not apply
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Division:
-    """How much a sub-layer takes at a time."""
+    """The sizes of a sub-layer."""
 
     images: int  # S_i
-    planes: int  # of the output; fewer than all of them only where `images` is 1
+    planes: int  # of the output; fewer than all only if `images` is 1
     maps_in: int  # f_i
     maps_out: int  # f'_i
     order: Order = "outputs"
 
 
 class Visit(NamedTuple):
-    """One sub-layer of a chunk. Of two buffers for the input it takes one, and that is the newer one from then on."""
+    """One sub-layer of a chunk. It uses one of two input buffers, which is the newer one from then on."""
 
     group_in: int
     group_out: int
-    uploads: bool  # into the older buffer
-    older: bool  # it takes the older buffer
+    uploads: bool  # whether it uploads, into the older buffer
+    older: bool  # whether it uses the older buffer
     first: bool  # nothing was added to these outputs before
-    last: bool  # they are complete
+    last: bool  # the outputs are complete
 
 
 @lru_cache(maxsize=256)
 def visits(groups_in: int, groups_out: int, order: Order) -> tuple[Visit, ...]:
-    """Sub-layers of one chunk in their order."""
-    held: list[int] = []  # groups of input maps that are on the device, the older first
+    """Return the sub-layers of one chunk in order."""
+    held: list[int] = []  # groups of input maps on the device, the older first
     found = []
     for group_in, group_out, turn in _pairs(groups_in, groups_out, order):
         uploads = group_in not in held
@@ -80,7 +81,7 @@ def visits(groups_in: int, groups_out: int, order: Order) -> tuple[Visit, ...]:
 
 
 def _pairs(groups_in: int, groups_out: int, order: Order) -> Iterator[tuple[int, int, int]]:
-    """Groups of input and of output maps, and how many groups were added to these outputs before."""
+    """Yield groups of input and of output maps, and the number of groups added to these outputs before."""
     if order == "inputs":
         for turn, group_out in product(range(groups_in), range(groups_out)):
             yield turn, group_out, turn
@@ -91,7 +92,7 @@ def _pairs(groups_in: int, groups_out: int, order: Order) -> Iterator[tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """An axis in parts of equal length and what is left of it."""
+    """An axis divided into parts of equal length and a remainder."""
 
     length: int
     size: int
@@ -112,18 +113,18 @@ class Parts:
         return (self.size, self.count - 1), (self.last, 1)
 
     def of(self, number: int) -> tuple[int, int]:
-        """First and end of a part."""
+        """Return start and end of a part."""
         return number * self.size, min((number + 1) * self.size, self.length)
 
 
 def room(nbytes: int) -> int:
-    """Of a buffer, and what is left free until the next one begins."""
+    """Return the bytes of a buffer, rounded up to the start of the next one."""
     return -(-nbytes // ROOM) * ROOM
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A layer and its division: all that follows from sizes."""
+    """A layer and its division, with all derived sizes."""
 
     shape: ConvShape
     division: Division
@@ -155,7 +156,7 @@ class Divided:
 
     @property
     def sums(self) -> bool:
-        """Outputs are sums over groups of input maps."""
+        """Whether outputs are sums over groups of input maps."""
         return self.maps_in.count > 1
 
     @property
@@ -164,12 +165,12 @@ class Divided:
 
     @property
     def visits(self) -> tuple[Visit, ...]:
-        """Of every chunk."""
+        """The sub-layers of every chunk."""
         return visits(self.maps_in.count, self.maps_out.count, self.division.order)
 
     @property
     def count(self) -> int:
-        """Sub-layers."""
+        """The number of sub-layers."""
         return self.chunks * self.maps_in.count * self.maps_out.count
 
     @property
@@ -178,35 +179,35 @@ class Divided:
 
     @property
     def slots(self) -> int:
-        """Buffers for outputs: one for each group of a chunk where their sums stay, be it one."""
+        """The number of output buffers: one for each group of a chunk if their sums stay, even for one group."""
         if self.division.order == "inputs":
             return self.maps_out.count
         return min(STAGED, self.chunks * self.maps_out.count)
 
     @property
     def totals(self) -> int:
-        """Buffers for sums in float32 where outputs are float16; else outputs are added up where they are."""
+        """The number of float32 buffers for sums if outputs are float16; otherwise outputs are summed in place."""
         if not self.sums or self.shape.itemsize == FLOAT32:
             return 0
         return self.maps_out.count if self.division.order == "inputs" else 1
 
     @property
     def x_bytes(self) -> int:
-        """From one buffer for the input to the next."""
+        """The bytes from one input buffer to the next."""
         return room(self.largest.in_bytes)
 
     @property
     def out_bytes(self) -> int:
-        """From one buffer for outputs to the next."""
+        """The bytes from one output buffer to the next."""
         return room(self.largest.out_bytes)
 
     @property
     def landings(self) -> int:
-        """Buffers of the host that outputs are downloaded to."""
+        """The number of host buffers that outputs are downloaded to."""
         return min(STAGED, self.chunks * self.maps_out.count)
 
     def sublayer(self, images: int, planes: int, maps_in: int, maps_out: int) -> ConvShape:
-        """The shape of one; its activation, unless its outputs are yet to be added up."""
+        """Return the shape of a sub-layer, without activation if its outputs are partial sums."""
         shape = self.shape
         return replace(
             shape,
@@ -223,7 +224,7 @@ class Divided:
         return self.sublayer(d.images, d.planes, d.maps_in, d.maps_out)
 
     def shapes(self) -> Iterator[tuple[ConvShape, int]]:
-        """Each shape of a sub-layer, and how many have it."""
+        """Yield each shape of a sub-layer and how often it occurs."""
         axes = (self.images.sizes, self.planes.sizes, self.maps_in.sizes, self.maps_out.sizes)
         for parts in product(*axes):
             sizes, counts = zip(*parts, strict=True)
@@ -231,12 +232,12 @@ class Divided:
 
     @property
     def end_bytes(self) -> int:
-        """Of the last output that is downloaded."""
+        """The bytes of the last output that is downloaded."""
         return self.sublayer(self.images.last, self.planes.last, 1, self.maps_out.last).out_bytes
 
     @property
     def uploaded_bytes(self) -> int:
-        """Of all sub-layers: planes that chunks share, and groups of maps that come again, each time."""
+        """The bytes uploaded for all sub-layers, with shared planes of chunks and repeated groups of maps each time."""
         maps, groups = 0, self.maps_in
         for visit in self.visits:
             if visit.uploads:
@@ -246,15 +247,15 @@ class Divided:
 
     @property
     def map_bytes(self) -> int:
-        """Of one input map, of all chunks together."""
+        """The uploaded bytes of one input map, for all chunks together."""
         shape = self.shape
         planes = shape.out[0] + self.planes.count * (shape.k[0] - 1)
         return shape.batch * planes * prod(shape.n[1:]) * shape.itemsize
 
     def footprint(self, inner: Inner) -> Footprint | None:
-        """Of the layer; None where `inner` does not apply to some sub-layer.
+        """Return the layer's footprint; None if `inner` does not apply to some sub-layer.
 
-        Input and output are no tensors of the device's: no stage holds them. Kernels of all groups of maps stay there.
+        Input and output are not tensors of the device: no stage holds them. Kernels of all groups of maps stay there.
         """
         found = []
         for shape, _ in self.shapes():
@@ -265,13 +266,13 @@ class Divided:
         return self.around(found)
 
     def around(self, found: Sequence[Footprint]) -> Footprint:
-        """The layer's, of those of the shapes of its sub-layers in their order; of the first ones: no more than it is.
+        """Combine the footprints of the sub-layers' shapes in order; of only the first ones, this is a lower bound.
 
-        What kernels take does not depend on images and planes: those of the first ones count.
+        The memory of kernels does not depend on images and planes, so those of the first shapes count.
         """
         groups = [m * n for (_, m), (_, n) in product(self.maps_in.sizes, self.maps_out.sizes)]
         stages = max(footprint.stages for footprint in found)
-        kernels = list(zip(groups, found, strict=False))  # maps are the axes that change first
+        kernels = list(zip(groups, found, strict=False))  # maps are the axes that vary first
         buffers = self.x_buffers * self.x_bytes + self.landings * self.out_bytes + PEAKS_BYTES
         return Footprint(
             resident=sum(n * each.resident for n, each in kernels) + (FLOAT32 * self.shape.fout if self.sums else 0),
@@ -284,7 +285,7 @@ class Divided:
         )
 
     def _buffers(self, last: int) -> Sequence[Scratch]:
-        """Alive in all stages."""
+        """Return the buffers, which are live in all stages."""
         x, out = self.x_bytes, self.out_bytes
         found = {"x": self.x_buffers * x, "out": self.slots * out, "peaks": PEAKS_BYTES}
         if self.sums:
@@ -295,7 +296,7 @@ class Divided:
 
 
 def _together(footprints: Sequence[Footprint]) -> Iterator[Scratch]:
-    """Scratch that all of them can do with, one after the other."""
+    """Yield scratch buffers that suffice for all of them, one after the other."""
     found: dict[str, Scratch] = {}
     for scratch in (scratch for footprint in footprints for scratch in footprint.scratch):
         known = found.get(scratch.name, scratch)

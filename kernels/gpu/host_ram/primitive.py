@@ -1,9 +1,9 @@
-"""A convolution whose input and output live in the memory of the host, computed in sub-layers on a GPU.
+"""A convolution whose input and output are in host memory, computed in sub-layers on a GPU.
 
-Method   Any primitive of the GPU computes the sub-layers; division.py says which there are, search.py which take the
-         least time, step.py runs them with uploads, computing and downloads side by side.
-Memory   Of the device: two parts of the input, two of the output, kernels, and what the inner primitive takes.
-         Of the host: two pinned buffers each way.
+Method   Any primitive of the GPU computes the sub-layers; division.py defines them, search.py finds the fastest,
+         step.py runs them with uploads, computing and downloads in parallel.
+Memory   On the device: two parts of the input, two of the output, kernels, and the memory of the inner primitive. On
+         the host: two pinned buffers each way.
 Bound    The link between host and device, or the inner primitive, whichever takes longer.
 Source   ZNNi VII-A.
 Tested   tests/kernels/gpu/test_host_ram.py, tests/kernels/gpu/test_host_ram_division.py
@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
-from znnpy.kernels.gpu.host_ram.search import TOGETHER, Found, Space, divide
-from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
-from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
-from znnpy.kernels.gpu.modules import Instance
-from znnpy.kernels.primitive import (
+from znnpy.kernels.contract import (
     ConvWeights,
     Footprint,
     Kind,
@@ -34,6 +29,11 @@ from znnpy.kernels.primitive import (
     as_conv,
     why_not_on_gpu,
 )
+from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
+from znnpy.kernels.gpu.host_ram.search import TOGETHER, Found, Space, divide
+from znnpy.kernels.gpu.host_ram.step import SOURCE, HostRamStep, Resident
+from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
     from znnpy.machine import Machine
     from znnpy.shapes import LayerShape
 
-Seconds = Callable[[Primitive, ConvShape, Variant], float]  # as planners know them
+Seconds = Callable[[Primitive, ConvShape, Variant], float]  # the planner's estimate
 
-PREFIX = "inner_"  # of what the variant of the inner primitive says
-# Where nothing says how fast a card is, the link and launches decide: bytes per second, seconds of a sub-layer.
+PREFIX = "inner_"  # of the parameters of the inner primitive's variant
+# Without rates of a GPU, the link and the launches decide: bytes per second, seconds per sub-layer.
 LINK = Speeds(upload=25e9, download=25e9, memory=1e12)
 LAUNCHES = 1e-3
-WITHIN = 0.01  # of the time: much less than predictions are off by
-ROOM = 0.9  # of a card's memory: contexts and libraries take some
-PADDED = 2  # times what groups of its maps take together, a whole layer may take: what maps are padded to
-SLABS = 4  # one image in so many is looked at for variants of the inner primitive
+WITHIN = 0.01  # relative tolerance of the time: much less than the error of predictions
+ROOM = 0.9  # usable part of a GPU's memory: contexts and libraries take some
+PADDED = 2  # a whole layer may take this many times the time of its groups of maps, because of padding
+SLABS = 4  # one image in so many parts is tried for variants of the inner primitive
 
 
 class Choice(NamedTuple):
-    """A variant, and what is predicted of it."""
+    """A variant and its prediction."""
 
     variant: Variant
     found: Found
@@ -62,26 +62,27 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConvHostRam:
-    """Convolution of tensors that a GPU has no room for."""
+    """Convolution of tensors that do not fit the GPU."""
 
     inner: tuple[Primitive, ...]
     name: str = "gpu.conv.host_ram"
     kind: Kind = "conv"
     version: int = 1
-    summary: str = "tensors that a GPU has no room for: they stay with the host, sub-layers go up; mode gpu-host"
+    summary: str = "tensors that do not fit a GPU: they stay in host memory, sub-layers are uploaded; mode gpu-host"
     source: str = "ZNNi VII-A"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
         if reason := why_not_on_gpu(shape, machine):
             return reason
         if not any(self._menu(as_conv(shape), machine)):
-            return f"none of {', '.join(inner.name for inner in self.inner)} computes sub-layers of it"
+            return f"none of {', '.join(inner.name for inner in self.inner)} computes its sub-layers"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """Of each inner primitive and its variants, the division that is best where the link and launches decide.
+        """Return for each inner primitive and variant the best division if the link and the launches decide.
 
-        `fastest` finds the best of all where it is known how long sub-layers take. None where nothing fits the card.
+        `fastest` finds the best overall if the times of sub-layers are known. Variants that do not fit the GPU are
+        omitted.
         """
         shape = as_conv(shape)
         assert machine.gpu is not None
@@ -105,13 +106,14 @@ class ConvHostRam:
         within: float = WITHIN,
         few: bool = False,
     ) -> Choice | None:
-        """The inner primitive, its variant and the division that take the least time in `vram_bytes` of the device.
+        """Return the inner primitive, variant and division that take the least time in `vram_bytes` of the device.
 
-        seconds  of one run of an inner primitive on the device.
-        within   a part of the time: of each inner primitive and variant the division is found but for that.
-        few      of each axis only parts that are all of it, a half, a quarter, ..: planners ask for many shapes.
+        seconds  time of one run of an inner primitive on the device.
+        within   relative tolerance: the division for each inner primitive and variant may be this much slower than the
+                 best.
+        few      True: try only parts that are an axis, its half, its quarter, ..: the planner asks for many shapes.
 
-        None where nothing fits.
+        None if nothing fits.
         """
         ways = []
         for inner, variant in dict.fromkeys(self._menu(shape, machine)):
@@ -130,13 +132,13 @@ class ConvHostRam:
         return best
 
     def footprint(self, shape: LayerShape, variant: Variant, threads: int) -> Footprint:
-        """See `Divided.footprint`: no stage holds input or output, which are no tensors of the device's."""
+        """Return `Divided.footprint`: no stage holds input or output, which are not tensors of the device."""
         inner, own = self._inner(variant)
         divided = _divided(as_conv(shape), variant)
         return divided.around([inner.footprint(sub, own, threads) for sub, _ in divided.shapes()])
 
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
-        """Of all sub-layers and of the link, one after the other: how they overlap `timeline.seconds` knows."""
+        """Return the work of all sub-layers and of the link in sequence; `timeline.seconds` knows how they overlap."""
         inner, own = self._inner(variant)
         shape = as_conv(shape)
         divided = _divided(shape, variant)
@@ -152,11 +154,11 @@ class ConvHostRam:
             Work("gpu_link", 0.0, float(divided.uploaded_bytes)),
             *found.values(),
             *((Work("gpu_stream", float(added), float(SUMMED * added)),) if divided.sums else ()),
-            Work("gpu_link", 0.0, float(shape.out_bytes)),  # the other way, as fast
+            Work("gpu_link", 0.0, float(shape.out_bytes)),  # the other way, at the same speed
         )
 
     def largest(self, shape: LayerShape, variant: Variant) -> tuple[Primitive, ConvShape, Variant]:
-        """Of the sub-layers of a variant, and what computes it: an inner primitive, and its own variant."""
+        """Return the inner primitive of a variant, the largest sub-layer and the inner variant."""
         inner, own = self._inner(variant)
         return inner, _divided(as_conv(shape), variant).largest, own
 
@@ -186,7 +188,7 @@ class ConvHostRam:
         )
 
     def _inner(self, variant: Variant) -> tuple[Primitive, Variant]:
-        """The inner primitive that a variant names, and the variant of that. KeyError where there is none."""
+        """Return the inner primitive that a variant names, and its own variant. KeyError if there is none."""
         name = variant.word("inner")
         own = {key.removeprefix(PREFIX): value for key, value in variant.parameters if key.startswith(PREFIX)}
         for inner in self.inner:
@@ -195,7 +197,7 @@ class ConvHostRam:
         raise KeyError(name)
 
     def _menu(self, shape: ConvShape, machine: Machine) -> Iterator[tuple[Primitive, Variant]]:
-        """Inner primitives and their variants for the whole layer, for one image, for a slab and for a part of it."""
+        """Yield inner primitives and variants that apply to the whole layer, one image, a slab or a part of a slab."""
         slab = -(-shape.out[0] // SLABS) + shape.k[0] - 1
         one = replace(shape, batch=1)
         slim = replace(one, n=(slab, *shape.n[1:]))
@@ -211,13 +213,13 @@ class ConvHostRam:
                         yield inner, variant
 
 
-def instances() -> list[Instance]:
-    """All kernels that may be compiled, but for those of moves.cu."""
-    return [Instance(SOURCE, f"add_part<{value}>", 40) for value in ("float", "half")]
+def instances() -> list[KernelInstance]:
+    """Return all kernels that may be compiled, except those of load_store.cu."""
+    return [KernelInstance(SOURCE, f"add_part<{value}>", 40) for value in ("float", "half")]
 
 
 def _few(shape: ConvShape) -> Space:
-    """Halves of halves of every axis, of maps no fewer than primitives take at a time."""
+    """Return a space of repeated halves of every axis, with no fewer maps than primitives take at a time."""
     planes, soft = shape.out[0], shape.activation == "softmax"
     images = [(count, planes) for count in _halves(shape.batch)]
     return Space(
@@ -233,7 +235,7 @@ def _halves(length: int, least: int = 1) -> list[int]:
 
 
 def _sublayers(inner: Primitive, variant: Variant, machine: Machine, seconds: Seconds) -> Inner:
-    """Where `inner` applies, and offers variants of this kind: those that differ in nothing but sizes and counts."""
+    """Return sub-layers where `inner` applies and has variants of this kind, whatever their sizes and counts."""
     kind = _words(variant)
 
     def of(shape: ConvShape) -> Sublayer | None:
@@ -264,7 +266,7 @@ def _variant(division: Division, inner: Primitive, variant: Variant) -> Variant:
 
 
 def _divided(shape: ConvShape, variant: Variant) -> Divided:
-    """A layer of fewer images or planes than the variant was made for takes those there are."""
+    """Divide a layer; if it has fewer images or planes than the variant, take all of them."""
     order: Order = "inputs" if variant.word("order") == "inputs" else "outputs"
     images = min(variant.count("images"), shape.batch)
     planes = min(variant.count("planes"), shape.out[0])

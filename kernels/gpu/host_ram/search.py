@@ -1,15 +1,16 @@
-"""The division of a layer that takes the least time, found exactly, and what the ZNNi paper's heuristics take.
+"""Exact search for the fastest division of a layer, and the heuristics of the ZNNi paper.
 
-Bounds of all candidates are known at once (bounds.py). The one of the least is looked at: first what its groups of maps
-take to compute, which betters the bounds of all that have such groups; the next time it is followed to its end. When no
-bound is below the time of one that was followed, that one is the best.
+Bounds of all candidates are computed at once (bounds.py). The candidate with the smallest bound is examined: first the
+computing time of its groups of maps, which improves the bounds of all candidates with such groups; the next time it is
+simulated completely. When no bound is below the time of a simulated candidate, that candidate is optimal.
 
-So few are followed, and the result is that of following all in the space, provided that parts of the images and planes
-never take less than all of them together, as the work of primitives has it (fixed costs, borders, padding). Most of the
-time goes into asking the inner primitive about sub-layers: space.py says why there are no more sizes than there are.
+So few are simulated, and the result equals that of simulating the whole space, provided that parts of the images and
+planes never take less time than all of them together, as the work of primitives implies (fixed costs, borders,
+padding). Most of the time is spent on querying the inner primitive about sub-layers: space.py explains the choice of
+sizes.
 
-Source  ZNNi VII-A for the heuristics; bounds are first principles (branch and bound, the best first).
-Tested  tests/kernels/gpu/test_host_ram_division.py, against all candidates followed; benchmarks/host_ram_divisions.py
+Source  ZNNi VII-A for the heuristics; bounds are first principles (best-first branch and bound).
+Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of all candidates; benchmarks/host_ram_divisions.py
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 
+from znnpy.kernels.contract import Footprint
 from znnpy.kernels.gpu.host_ram.bounds import Bounds
 from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner
 from znnpy.kernels.gpu.host_ram.space import FEW as FEW
@@ -25,13 +27,12 @@ from znnpy.kernels.gpu.host_ram.space import TOGETHER as TOGETHER
 from znnpy.kernels.gpu.host_ram.space import Space as Space
 from znnpy.kernels.gpu.host_ram.space import sizes as sizes
 from znnpy.kernels.gpu.host_ram.timeline import Speeds, seconds
-from znnpy.kernels.primitive import Footprint
 from znnpy.shapes import ConvShape
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A division, its predicted seconds, and what the layer needs with it."""
+    """A division, its predicted seconds, and the layer's footprint with it."""
 
     division: Division
     seconds: float
@@ -48,12 +49,12 @@ def divide(
     below: float = inf,
     within: float = 0.0,
 ) -> Found | None:
-    """The division in `space` (None: of all) that takes the least time within `vram_bytes` of device memory.
+    """Return the division in `space` (None: the whole space) with the least time within `vram_bytes` of device memory.
 
-    within  a part of the time: what none can be faster than by more is good enough; 0: the best there is. Many
-            divisions are nearly as fast, and most of the search is spent on them.
+    within  relative tolerance: stop once no other can be faster by more; 0: find the optimum. Many divisions are nearly
+            as fast, and most of the search is spent on them.
 
-    None where none takes less than `below` seconds, or where none can by so much.
+    None if none takes less than `below` seconds, or none can by more than `within`.
     """
     remembered: Inner = cache(inner)
     bounds = Bounds(shape, vram_bytes, speeds, space or Space.whole(shape), remembered)
@@ -73,7 +74,7 @@ def divide(
 def follow(
     shape: ConvShape, division: Division, vram_bytes: int, speeds: Speeds, inner: Inner, *, below: float = inf
 ) -> Found | None:
-    """One division to its end: None where it needs more memory, takes `below` seconds or longer, or does not apply."""
+    """Simulate one division; None if it needs more memory, takes `below` seconds or longer, or does not apply."""
     divided = Divided(shape, division)
     least = divided.largest.in_bytes / speeds.upload + divided.end_bytes / speeds.download
     footprints: list[Footprint] = []
@@ -93,14 +94,14 @@ def follow(
 
 
 def vram(shape: ConvShape, footprint: Footprint) -> int:
-    """Bytes of device memory that a layer takes in all."""
+    """Return the total bytes of device memory of a layer."""
     return footprint.resident + footprint.working(shape)
 
 
 def by_heuristics(shape: ConvShape, vram_bytes: int, speeds: Speeds, inner: Inner) -> Found | None:
-    """The paper's second heuristic: images in groups, all maps at a time; where none fits, one image and some maps.
+    """Apply the paper's second heuristic: groups of images with all maps; if none fits, one image and some maps.
 
-    It knows neither planes nor sums that stay, so it may find nothing where `divide` does.
+    It uses neither planes nor resident sums, so it may find nothing where `divide` does.
     """
     soft = shape.activation == "softmax"
     planes = shape.out[0]
@@ -113,5 +114,5 @@ def by_heuristics(shape: ConvShape, vram_bytes: int, speeds: Speeds, inner: Inne
 
 
 def takes_direct(shape: ConvShape) -> bool:
-    """The paper's first heuristic: direct convolution for kernels of 5^3 and smaller, else the FFT."""
+    """Apply the paper's first heuristic: direct convolution for kernels of 5^3 and smaller, else the FFT."""
     return max(shape.k) <= 5

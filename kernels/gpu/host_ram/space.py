@@ -1,9 +1,9 @@
-"""Which divisions of a layer are looked at: sizes of the parts of each axis, and both orders.
+"""The divisions of a layer that are searched: sizes of the parts of each axis, and both orders.
 
-Of a long axis the smallest size for each number of parts: others differ in what is left for the last part. Of maps, as
-tensor cores take them by eights, also these rounded up. All other multiples of eight would better the time by 0.08 % at
-most over the benchmark's layers (2026-11-22), 0.5 % where images are not cut along z, and by 0.1 % over 190 made-up
-layers, for about twice as many questions to the inner primitive.
+For a long axis the candidates are the smallest size for each number of parts: others differ only in the last part. For
+maps, which tensor cores take by eights, these rounded up as well. All other multiples of eight would improve the time
+by at most 0.08 % over the benchmark's layers (2026-11-22), 0.5 % if images are not cut along z, and 0.1 % over 190
+synthetic layers, at about twice as many queries to the inner primitive.
 
 Tested  tests/kernels/gpu/test_host_ram_division.py; benchmarks/host_ram_divisions.py
 """
@@ -17,14 +17,14 @@ from functools import lru_cache
 from znnpy.kernels.gpu.host_ram.division import Division, Order
 from znnpy.shapes import ConvShape
 
-FEW = 16  # along an axis: every size is a candidate
+FEW = 16  # up to this length of an axis, every size is a candidate
 TOGETHER = 8  # maps that primitives take at a time, or pad to
 
 
 def sizes(length: int, step: int = 0) -> list[int]:
-    """Of the parts of an axis: all up to FEW, or to `step`; of longer ones the smallest for each number of parts.
+    """Return candidate sizes of an axis's parts: all up to FEW, or to `step`; else the smallest per number of parts.
 
-    step  sizes are these, too, rounded up to its multiples; 0: they are not.
+    step  adds these sizes rounded up to multiples of `step`; 0: adds none.
     """
     if length <= (step or FEW):
         return list(range(1, length + 1))
@@ -35,7 +35,7 @@ def sizes(length: int, step: int = 0) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is searched: chunks of images and planes, and numbers of maps."""
+    """The searched space: chunks of images and planes, and numbers of maps."""
 
     chunks: Sequence[tuple[int, int]]
     maps_in: Sequence[int]
@@ -43,13 +43,13 @@ class Space:
     orders: Sequence[Order] = ("outputs", "inputs")
 
     def __post_init__(self) -> None:
-        for name in ("chunks", "maps_in", "maps_out", "orders"):  # so that it can be looked up
+        for name in ("chunks", "maps_in", "maps_out", "orders"):  # hashable, for caches
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @classmethod
-    @lru_cache(maxsize=16)  # a planner asks about many primitives for one layer
+    @lru_cache(maxsize=16)  # the planner requests many primitives for one layer
     def whole(cls, shape: ConvShape) -> Space:
-        """All of it. A softmax sees all maps of a voxel at once."""
+        """Return the whole space. A softmax needs all maps of a voxel at once."""
         planes = shape.out[0]
         images = [(count, planes) for count in sizes(shape.batch)]
         soft = shape.activation == "softmax"

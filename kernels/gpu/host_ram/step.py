@@ -1,8 +1,8 @@
-"""Runs a layer in its sub-layers: three streams and two pinned buffers each way, so that all of them are busy.
+"""Execution of a layer in sub-layers: three streams and two pinned buffers each way keep all of them busy.
 
 While a sub-layer is computed, the host copies the next part of the input into a pinned buffer, queues its upload, and
-copies the outputs before out of another. Events keep the order on the device; the host waits for nothing but pinned
-buffers, and looks at the crew's stop flag as it does.
+copies the previous outputs out of another. Events order the work on the device; the host waits only for pinned buffers,
+and checks the thread pool's stop flag while it does.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.crew import least_share
 from znnpy.kernels.gpu.host_ram.division import Divided, Visit
+from znnpy.kernels.thread_pool import min_chunk
 from znnpy.messages import option
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from znnpy.kernels.crew import Crew
     from znnpy.kernels.gpu.device import Device
+    from znnpy.kernels.thread_pool import ThreadPool
 
     Values = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
-SOURCE, PEAK_SOURCE = "host_ram/sums.cu", "moves.cu"
+SOURCE, PEAK_SOURCE = "host_ram/sums.cu", "load_store.cu"
 THREADS = 256
-WAVES = 16  # blocks a multiprocessor
-LOOK_SECONDS = 0.0001  # between looks at an event: a wait in CUDA would not notice Ctrl-C
-FLOAT16_END = 65520.0  # what is larger, or as large, rounds to infinity
-SUM_WORD, OUT_WORD = 2, 3  # of the peaks, behind those of both buffers for the input
+WAVES = 16  # blocks per multiprocessor
+POLL_SECONDS = 0.0001  # between polls of an event: a wait in CUDA would not notice Ctrl-C
+FLOAT16_END = 65520.0  # values from this size on round to infinity
+SUM_WORD, OUT_WORD = 2, 3  # indices of peaks, after those of both input buffers
 
 
 class Resident(NamedTuple):
-    """What is kept between runs."""
+    """The data kept between runs."""
 
-    kernels: Mapping[tuple[int, int], Any]  # by group of input and of output maps: what the inner primitive keeps
-    bias: Any  # (f',) float32 on the device where outputs are sums, else None
+    kernels: Mapping[tuple[int, int], Any]  # by group of input and of output maps: the inner primitive's resident data
+    bias: Any  # (f',) float32 on the device if outputs are sums, else None
 
 
 class _Task(NamedTuple):
-    """One sub-layer on its way."""
+    """One sub-layer in progress."""
 
     images: tuple[int, int]
     planes: tuple[int, int]  # of the output
@@ -55,7 +55,7 @@ class _Task(NamedTuple):
 
 
 class _Landing(NamedTuple):
-    """An output on its way to the host."""
+    """An output in transit to the host."""
 
     task: _Task
     pinned: Values
@@ -64,8 +64,8 @@ class _Landing(NamedTuple):
 class HostRamStep:
     """A HostStep.
 
-    inner      binds the step of a sub-layer to what is kept of its kernels
-    footprint  says what that asks for
+    inner      binds the step of a sub-layer to its resident kernels
+    footprint  returns that step's footprint
     """
 
     def __init__(self, resident: Resident, divided: Divided, inner: Any, footprint: Any, device: Device) -> None:
@@ -88,50 +88,50 @@ class HostRamStep:
         self._pinned_out = [device.pinned((divided.out_bytes,), np.uint8) for _ in range(divided.landings)]
         self._peaks = device.pinned((OUT_WORD + 1,), np.float32)
         self._uploaded = [device.event() for _ in self._pinned_in]
-        self._read = [device.event() for _ in self._pinned_in]  # what was computed with a part of the input is done
+        self._read = [device.event() for _ in self._pinned_in]  # events after the last use of a part of the input
         self._computed = device.event()
         self._downloaded = [device.event() for _ in range(divided.slots)]
         assert largest.itemsize == self._kind.itemsize
 
-    def run(self, x: Values, out: Values, scratch: Mapping[str, Any], crew: Crew) -> None:
-        """See `HostStep`."""
+    def run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
+        """Compute the layer; see `HostStep.run`."""
         device = self._device
         streams = device.uploads, device.stream, device.downloads
         begun = device.event()
-        device.stream.record(begun)  # scratch may be another step's until then
+        device.stream.record(begun)  # scratch may belong to another step until then
         device.uploads.wait_event(begun)
         device.downloads.wait_event(begun)
         try:
             device.clear(scratch["host_ram.peaks"])
-            self._run(x, out, scratch, crew)
+            self._run(x, out, scratch, pool)
             device.copy_async(
                 self._peaks, device.view(scratch["host_ram.peaks"], (OUT_WORD + 1,), np.float32), device.stream
             )
             device.stream.record(begun)
-            self._await(begun, crew)
+            self._await(begun, pool)
         finally:  # nothing refers to the caller's scratch any more, stopped or not
             for stream in streams:
                 device.synchronize(stream)
         self._check()
 
-    def _run(self, x: Values, out: Values, scratch: Mapping[str, Any], crew: Crew) -> None:
+    def _run(self, x: Values, out: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
         landing: deque[_Landing] = deque()
         tasks, landed = self._tasks(), 0
         first = next(tasks)
-        self._upload(first, x, scratch, crew)
+        self._upload(first, x, scratch, pool)
         following: _Task | None = first
         while following is not None:
             task, following = following, next(tasks, None)
             if following is not None and following.visit.uploads:
-                self._upload(following, x, scratch, crew)
+                self._upload(following, x, scratch, pool)
             self._compute(task, scratch)
             if task.visit.last:
                 if len(landing) == len(self._pinned_out):
-                    self._land(landing.popleft(), out, crew)
+                    self._land(landing.popleft(), out, pool)
                 landing.append(self._download(task, scratch, self._pinned_out[landed % len(self._pinned_out)]))
                 landed += 1
         while landing:
-            self._land(landing.popleft(), out, crew)
+            self._land(landing.popleft(), out, pool)
 
     def _tasks(self) -> Iterator[_Task]:
         divided = self._divided
@@ -148,14 +148,14 @@ class HostRamStep:
     def _maps(self, group_in: int, group_out: int) -> tuple[tuple[int, int], tuple[int, int]]:
         return self._divided.maps_in.of(group_in), self._divided.maps_out.of(group_out)
 
-    def _upload(self, task: _Task, x: Values, scratch: Mapping[str, Any], crew: Crew) -> None:
-        """Into the pinned buffer that belongs to the one on the device, and from there."""
+    def _upload(self, task: _Task, x: Values, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
+        """Copy to the pinned buffer that belongs to the device buffer, and upload from there."""
         device, buffer, (p, q) = self._device, task.buffer, task.planes
         (fin, fin_end), _ = self._maps(*task.visit[:2])
         part = x[slice(*task.images), p : q + self._divided.shape.k[0] - 1, :, :, fin:fin_end]
-        self._await(self._uploaded[buffer], crew)
+        self._await(self._uploaded[buffer], pool)
         staged = self._pinned_in[buffer][: part.nbytes].view(self._kind).reshape(part.shape)
-        _copy(staged, part, crew)
+        _copy(staged, part, pool)
         device.uploads.wait_event(self._read[buffer])
         device.copy_async(self._x(task, scratch), staged, device.uploads)
         device.uploads.record(self._uploaded[buffer])
@@ -230,11 +230,11 @@ class HostRamStep:
         device.downloads.record(self._downloaded[task.slot])
         return _Landing(task, landed)
 
-    def _land(self, landing: _Landing, out: Values, crew: Crew) -> None:
+    def _land(self, landing: _Landing, out: Values, pool: ThreadPool) -> None:
         task = landing.task
-        self._await(self._downloaded[task.slot], crew)
+        self._await(self._downloaded[task.slot], pool)
         _, maps = self._maps(*task.visit[:2])
-        _copy(out[slice(*task.images), slice(*task.planes), :, :, slice(*maps)], landing.pinned, crew)
+        _copy(out[slice(*task.images), slice(*task.planes), :, :, slice(*maps)], landing.pinned, pool)
 
     def _sub(self, task: _Task) -> Any:
         (i, j), (p, q) = task.images, task.planes
@@ -249,7 +249,7 @@ class HostRamStep:
         return self._device.view(scratch["host_ram.out"], self._sub(task).out_shape, self._kind, offset=offset)
 
     def _total(self, task: _Task, scratch: Mapping[str, Any], out: Any) -> Any:
-        """Where a sum is: in float32, so among the outputs where those are."""
+        """Return the place of a sum: in float32, so it is the output itself if that is float32."""
         divided, shape = self._divided, self._sub(task).out_shape
         if not divided.totals:
             return out
@@ -258,16 +258,16 @@ class HostRamStep:
         )
         return self._device.view(scratch["host_ram.totals"], shape, np.float32, offset=offset)
 
-    def _await(self, event: Any, crew: Crew) -> None:
-        """Until an event has happened, and no longer than until the crew is stopped."""
+    def _await(self, event: Any, pool: ThreadPool) -> None:
+        """Wait for an event; raise Stopped if the pool is stopped meanwhile."""
         with self._device.calling("a layer in the memory of the host"):
             while not event.done:
-                crew.check()
-                time.sleep(LOOK_SECONDS)
-        crew.check()
+                pool.check()
+                time.sleep(POLL_SECONDS)
+        pool.check()
 
     def _check(self) -> None:
-        """ValuesOverflowError if a result, or one yet to be added up, is beyond what it is stored in."""
+        """Raise ValuesOverflowError if a result, or a partial sum, exceeds its stored type."""
         end = FLOAT16_END if self._kind == np.float16 else np.inf
         for peak in self._peaks[SUM_WORD:].tolist():
             if peak < end:
@@ -279,8 +279,8 @@ class HostRamStep:
             )
 
 
-def _copy(target: Values, source: Values, crew: Crew) -> None:
-    """By all threads of the crew, row by row: (images, planes, rows, ...) of any strides."""
+def _copy(target: Values, source: Values, pool: ThreadPool) -> None:
+    """Copy row by row with all threads of the pool: (images, planes, rows, ...) of any strides."""
     _, planes, rows = source.shape[:3]
 
     def piece(lo: int, hi: int, worker: int) -> None:
@@ -293,4 +293,4 @@ def _copy(target: Values, source: Values, crew: Crew) -> None:
             lo += end - row
 
     count = len(source) * planes * rows
-    crew.each(piece, count, least=least_share(source.nbytes, count))
+    pool.each(piece, count, least=min_chunk(source.nbytes, count))

@@ -1,9 +1,9 @@
-/* Sums over groups of input maps: what one sub-layer computed is added, and the last one finishes them.
+/* Sums over groups of input maps: adds the result of one sub-layer; the last one applies the epilogue.
  *
  * Computes   total[i] = (first ? 0 : total[i]) + part[i]; with `last`
- *            out[i] = activation(total[i] + bias[i % fout]) instead, and *peak is raised to the largest |out|, or, where
- *            a sum is infinite or not a number, to it: an activation might hide that. total and out may be one array.
- * Launch     blocks of 256 threads that take the values in turn.
+ *            out[i] = activation(total[i] + bias[i % fout]) instead, and *peak is raised to the largest |out| or, if a
+ *            sum is infinite or not a number, to it: an activation might hide that. total and out may be one array.
+ * Launch     blocks of 256 threads with grid-stride loops.
  * Bound      memory: reads two values and writes one.
  * Source     first principles.
  * Tested     tests/kernels/gpu/test_host_ram.py
@@ -11,7 +11,7 @@
 #include "device_ops.cuh"
 #include "activation.cuh"
 
-constexpr unsigned INFINITE = 0x7f800000u;  // bits of infinity; those of NaN lie above
+constexpr unsigned INFINITE = 0x7f800000u;  // bits of infinity; those of NaN are above
 
 template <class T>
 __global__ void add_part(const T* part, float* total, T* out, const float* bias, long long count, long long fout,

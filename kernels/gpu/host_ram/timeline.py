@@ -1,15 +1,16 @@
-"""How long a layer takes in sub-layers: uploads, computing and downloads side by side, each in its order.
+"""Simulated time of a layer in sub-layers: uploads, computing and downloads in parallel, each in its order.
 
-A sub-layer begins when its part of the input is there, the one before is done, and its buffer for outputs is empty. A
-part is uploaded when the sub-layers that read what its buffer held are done; an output is downloaded when it is
-complete. Host and device send to each other at the same time.
+A sub-layer starts when its part of the input has arrived, the previous one is done, and its output buffer is empty. A
+part is uploaded when the sub-layers that read the buffer's previous content are done; an output is downloaded when it
+is complete. Transfers in both directions overlap.
 
-What comes again is not followed to its end: sub-layers of a pass, passes of a chunk, chunks, images. Once all that goes
-on has gone on by the same time, it does so until something differs: a part at the end of an axis, a first or last one.
-So the work is that of the kinds of parts there are, not of their number; buffers of sums that stay are seen one by one.
+Repetitions are not simulated to their end: sub-layers of a pass, passes of a chunk, chunks, images. Once a repetition
+advances all active clocks by the same time, the rest is extrapolated until something differs: a part at the end of an
+axis, a first or last one. So the cost depends on the kinds of parts, not on their number; buffers of resident sums are
+simulated individually.
 
-Source  ZNNi VII-A, where times add up: nothing there is uploaded while something is computed.
-Tested  tests/kernels/gpu/test_host_ram_division.py, against every sub-layer followed
+Source  ZNNi VII-A, where times add up: there, uploads do not overlap computing.
+Tested  tests/kernels/gpu/test_host_ram_division.py, against a simulation of every sub-layer
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import NamedTuple
 from znnpy.kernels.gpu.host_ram.division import STAGED, Divided, Inner
 from znnpy.shapes import FLOAT32
 
-SUMMED = 3 * FLOAT32  # bytes of device memory for each value that is added to a sum: two are read, one is written
-ALIKE = 1e-9  # of the time that something takes, by which it may differ when it comes again
+SUMMED = 3 * FLOAT32  # bytes of device memory for each value added to a sum: two reads, one write
+ALIKE = 1e-9  # relative difference up to which two repetitions count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Bytes per second: to the device and from it, host copies to pinned memory and all, and in its memory."""
+    """Bytes per second: to the device and from it, including host copies to pinned memory, and in device memory."""
 
     upload: float
     download: float
@@ -36,16 +37,16 @@ class Speeds:
 
 
 class _Costs(NamedTuple):
-    """Seconds of one chunk's parts; True: of the last group of maps."""
+    """Seconds for the parts of one chunk; the key True stands for the last group of maps."""
 
     upload: Mapping[bool, float]  # by group of input maps
-    look: Mapping[bool, float]  # for the largest value, where the primitive asks for it
+    look: Mapping[bool, float]  # to find the largest value, if the primitive requests it
     compute: Mapping[tuple[bool, bool, bool], float]  # by both groups, and whether it is the first sum
     download: Mapping[bool, float]
 
 
 def seconds(divided: Divided, speeds: Speeds, inner: Inner) -> float:
-    """Of the whole layer, from the first upload to the last download. ValueError where `inner` does not apply."""
+    """Return the time from the first upload to the last download. ValueError if `inner` does not apply."""
     clocks = _Clocks(divided)
     for images, many in divided.images.sizes:
         chunks = [(_costs(divided, images, planes, speeds, inner), count) for planes, count in divided.planes.sizes]
@@ -75,18 +76,18 @@ def _costs(divided: Divided, images: int, planes: int, speeds: Speeds, inner: In
 
 
 class _Clocks:
-    """When the three are done with what they were given so far, and the buffers are free."""
+    """The times at which the three engines finish their work so far, and at which buffers become free."""
 
     def __init__(self, divided: Divided) -> None:
         self._many_in, self._many_out = divided.maps_in.count, divided.maps_out.count
         self._inputs = divided.division.order == "inputs"
         self.upload = self.compute = self.download = 0.0
-        self._there = [0.0] * STAGED  # of both buffers for the input, the older first
+        self._there = [0.0] * STAGED  # arrival in both input buffers, the older first
         self._free = [0.0] * STAGED
         self._slots = [0.0] * divided.slots  # the next one first
 
     def images(self, chunks: list[tuple[_Costs, int]], count: int) -> None:
-        """`count` groups of images that are alike, in chunks of which so many are alike."""
+        """Simulate `count` equal groups of images, in chunks with their numbers of repetitions."""
 
         def image() -> None:
             for costs, alike in chunks:
@@ -95,10 +96,10 @@ class _Clocks:
         self._repeat(image, count)
 
     def _repeat(self, step: Callable[[], None], count: int) -> None:
-        """`count` times `step`. Once it moves all clocks that it moves by the same time, it does so from then on.
+        """Repeat `step` `count` times, extrapolating once it advances all clocks that it moves by the same time.
 
-        Not the first time: only later does it follow that a clock it leaves alone decides nothing. What waited for that
-        one would have done so the time before, too, and would not have moved.
+        This is not done after the first time: only later does it follow that an unmoved clock decides nothing. If
+        something waited for that clock, it would have waited for it the time before as well, and would not have moved.
         """
         before = self._all
         for done in range(1, count + 1):
@@ -137,7 +138,7 @@ class _Clocks:
             self._pass(costs, ends)
 
     def _group(self, costs: _Costs, turn: int) -> None:
-        """A group of input maps, for all groups of output maps."""
+        """Simulate a group of input maps with all groups of output maps."""
         ends = self._many_out - 1
         first, last = turn == 0, turn == self._many_in - 1
 
@@ -155,12 +156,12 @@ class _Clocks:
             visit(ends)
 
     def _passes(self, costs: _Costs) -> None:
-        """One backwards, one forwards."""
+        """Simulate one backward and one forward pass."""
         self._pass(costs, 1)
         self._pass(costs, 2)
 
     def _pass(self, costs: _Costs, group_out: int) -> None:
-        """A group of output maps, for all groups of input maps: two are there, but for the first pass of a chunk."""
+        """Simulate a group of output maps with all groups of input maps; two are present after a chunk's first pass."""
         ends = self._many_in - 1
         last_out, ending = group_out == self._many_out - 1, 0 if group_out % 2 else ends
         held = STAGED if group_out else 0
@@ -178,7 +179,7 @@ class _Clocks:
     def _visit(
         self, costs: _Costs, last: tuple[bool, bool], buffer: tuple[bool, bool], sums: tuple[bool, bool], slot: int
     ) -> None:
-        """One sub-layer, see `Visit`: last groups of maps; uploads, older; first, last."""
+        """Simulate one sub-layer (see `Visit`): last groups of maps; uploads, older; first, last."""
         (last_in, last_out), (uploads, older), (first, complete) = last, buffer, sums
         there, free, slots = self._there, self._free, self._slots
         if older:

@@ -1,36 +1,36 @@
 /* Convolution as a product of the lowered matrix with the kernels, on float32 units: any shape, stride and padding.
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, stride i - padding + d, f] * kernels[(d, f), g])
- * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart; kernels
- *            (kz * ky * kx * f, padded f') float, bias (padded f') float: f' rounded up to whole groups of GROUP maps.
- * Launch     A block: VOXELS output voxels, counted through all images, and blockDim.x / 32 groups of maps, one a warp; a
- *            lane sums LANE_VOXELS voxels x GROUP maps in registers. Of the lowered matrix [voxels x (d, f)] the next
- *            STEP columns are built in shared memory, a thread always the same column; kernels are read by all lanes at
- *            once. grid (blocks of voxels, blocks of maps). softmax: a block takes all maps, once to find what they sum
- *            to and once more to write them. PADDED: windows reach beyond the image.
+ * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart; kernels (kz * ky
+ *            * kx * f, padded f') float, bias (padded f') float: f' rounded up to whole groups of GROUP maps.
+ * Launch     A block: VOXELS output voxels, counted through all images, and blockDim.x / 32 groups of maps, one a warp;
+ *            a lane sums LANE_VOXELS voxels x GROUP maps in registers. The next STEP columns of the lowered matrix
+ *            [voxels x (d, f)] are built in shared memory, a thread always the same column; kernels are read by all
+ *            lanes at once. grid (blocks of voxels, blocks of maps). softmax: a block takes all maps, once to compute
+ *            the softmax's sum and once more to write them. PADDED: windows reach beyond the image.
  * Bound      arithmetic: GROUP * LANE_VOXELS products for GROUP / 4 + LANE_VOXELS reads of shared memory and L1.
- * Source     Chetlur et al., cuDNN, 2014: the lowering that exists in shared memory alone, without tensor cores.
+ * Source     Chetlur et al., cuDNN, 2014: the lowering that exists only in shared memory, without tensor cores.
  * Tested     tests/kernels/gpu/test_implicit_gemm.py
  */
 #include "activation.cuh"
 
-constexpr int STEP = 16;                           // taps at a time; floats.py
-constexpr int AT_ONCE = 4;                         // inputs of a thread on their way
+constexpr int STEP = 16;                           // taps at a time, as in floats.py
+constexpr int AT_ONCE = 4;                         // inputs of a thread in flight
 constexpr int LANE_VOXELS = 4;                     // of a thread
-constexpr int VOXELS = WARP * LANE_VOXELS;         // of a block; floats.py
-constexpr int ROW = VOXELS + 2;                    // of shared memory: lanes that write 16 taps meet no bank twice
+constexpr int VOXELS = WARP * LANE_VOXELS;         // of a block, as in floats.py
+constexpr int ROW = VOXELS + 2;                    // of shared memory: lanes that write 16 taps have no bank conflicts
 
 struct Sizes {
     long long carried, nz, ny, nx, fin, my, mx, voxels;  // voxels: of one image's output
-    long long taps, ky, kx;                              // taps: with f
+    long long taps, ky, kx;                              // taps: including f
     long long sz, sy, sx, pz, py, px;                    // strides, zeros around the image
 };
 
-/* Where a voxel's window begins, for planes of `before` and of `x`. */
+/* The start of a voxel's window, for planes of `before` and of `x`. */
 template <class T> struct Window {
     const T *before, *x;  // both as if all planes were there
     long long z;
-    int y, x0;  // of the first voxel, which may lie outside
+    int y, x0;  // of the first voxel, which may be outside
 };
 
 template <class T>
@@ -56,7 +56,7 @@ DEVICE void accumulate(float (&sums)[LANE_VOXELS][GROUP], float* tile, const Win
         for (int voxel = threadIdx.x / STEP; voxel < VOXELS; voxel += apart * AT_ONCE) {
             float values[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {  // all are on their way before the first is waited for
+            for (int i = 0; i < AT_ONCE; ++i) {  // all are in flight before the first is waited for
                 values[i] = 0.0f;
                 if (tap >= n.taps || voxel + i * apart >= known) continue;
                 const Window<T>& w = windows[voxel + i * apart];
@@ -91,13 +91,13 @@ DEVICE void accumulate(float (&sums)[LANE_VOXELS][GROUP], float* tile, const Win
     }
 }
 
-/* What softmax needs of a voxel's maps so far: the largest, and the sum of exp(value - largest). */
+/* The running state of a voxel's softmax: the largest map, and the sum of exp(value - largest). */
 struct Summed {
     float largest, sum;
 };
 DEVICE Summed joined(Summed a, Summed b) {
     const float largest = maximum(a.largest, b.largest);
-    if (largest == -INFINITY) return {largest, 0.0f};  // none yet
+    if (largest == -INFINITY) return {largest, 0.0f};  // no maps yet
     return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
 }
 
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(128)
                 for (int g = 0; g < GROUP; ++g) sums[v][g] = 0.0f;
             accumulate<T, GROUP, PADDED>(sums, tile, windows, known, kernels + g0, pitch, sums_maps, n);
 #pragma unroll
-            for (int g = 0; g < GROUP; ++g) {  // last: beside it, small terms would be rounded more
+            for (int g = 0; g < GROUP; ++g) {  // the bias comes last: small terms added to it would be rounded more
                 const float added = sums_maps ? bias[g0 + g] : 0.0f;
 #pragma unroll
                 for (int v = 0; v < LANE_VOXELS; ++v) sums[v][g] += added;

@@ -1,4 +1,4 @@
-"""The implicit matrix product on float32 units: floats.cu, whatever the shape."""
+"""The implicit matrix product on float32 units, for any shape: floats.cu."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT32
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
 
 SOURCE = "implicit_gemm/floats.cu"
 WARP, MOST_WARPS = 32, 4
-VOXELS, STEP, ROW = 128, 16, 130  # floats.cu
-WINDOW_BYTES, SUMMED_BYTES = 32, 8  # floats.cu: Window, Summed
+VOXELS, STEP, ROW = 128, 16, 130  # as in floats.cu
+WINDOW_BYTES, SUMMED_BYTES = 32, 8  # sizes of Window and Summed in floats.cu
 REGISTERS = 128
-MOST_TERMS = 2500  # of a sum, one after another, for an error of 1e-6 of the rms answer: they leave 9e-7
+MOST_TERMS = 2500  # of a sum, in sequence, for an error of 1e-6 of the rms answer: they leave 9e-7
 
 
 def group_of(maps: int) -> int:
-    """Maps that a warp sums at a time."""
+    """Return the maps that a warp sums at a time."""
     return 4 if maps <= 4 else 16
 
 
 def padded(maps: int) -> int:
+    """Return the maps rounded up to whole groups."""
     return -(-maps // group_of(maps)) * group_of(maps)
 
 
 def resident_bytes(fin: int, fout: int, taps: int) -> int:
+    """Return the bytes of weights on the device."""
     return FLOAT32 * padded(fout) * (taps * fin + 1)
 
 
@@ -40,22 +42,24 @@ def _kernel(itemsize: int, group: int, *, pads: bool) -> str:
     return f"lowered<{'half' if itemsize == 2 else 'float'}, {group}, {'true' if pads else 'false'}>"
 
 
-def instances() -> list[Instance]:
-    forgiven = (24, 64)  # bytes on the stack, spilled: by sm_120's compiler alone
+def instances() -> list[KernelInstance]:
+    """Return the kernels for both types, group sizes and paddings."""
+    forgiven = (24, 64)  # bytes on the stack and spilled, tolerated for sm_120's compiler
     return [
-        Instance(SOURCE, _kernel(itemsize, group, pads=pads), REGISTERS, (), *forgiven)
+        KernelInstance(SOURCE, _kernel(itemsize, group, pads=pads), REGISTERS, (), *forgiven)
         for itemsize, group, pads in ((2, 4, False), (4, 16, False), (2, 16, True), (4, 4, True), (4, 16, True))
     ]
 
 
 class FloatWeights(NamedTuple):
-    """On the device."""
+    """Weights on the device."""
 
     kernels: Any  # (taps * f, padded f') float32, taps in the order (dz, dy, dx)
     bias: Any  # (padded f',) float32
 
 
 def prepare(weights: ConvWeights, device: Device) -> FloatWeights:
+    """Upload weights, with maps padded to whole groups."""
     fout = len(weights.bias)
     matrix = weights.weight.transpose(2, 3, 4, 1, 0).reshape(-1, fout)
     more = padded(fout) - fout
@@ -75,7 +79,7 @@ class FloatProduct:
         self._kernel = device.kernels(SOURCE, [name])[name]
 
     def run(self, x: Any, out: Any, before: Any | None, x_peak: int, out_peak: int) -> None:
-        """See DeviceStep."""
+        """Compute the layer; see DeviceStep."""
         del x_peak
         problem, (mz, my, mx) = self._problem, self._problem.out
         old = x if before is None else before

@@ -1,4 +1,4 @@
-"""What both ways of the implicit matrix product are asked for."""
+"""The problem description shared by all methods of the implicit matrix product."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ VALID = Sliding()
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """A convolution with bias and activation, of any number of images; axes are z, y and x."""
+    """A convolution with bias and activation, for any number of images; axes are z, y and x."""
 
     fin: int
     fout: int
-    n: Vec3  # of an image, carried planes included
+    n: Vec3  # of an image, including carried planes
     k: Vec3
     activation: Activation
     precision: Precision
@@ -51,5 +51,5 @@ class Lowering:
 
 
 def image_step(array: Any) -> int:
-    """Values from one image to the next."""
+    """Return the values from one image to the next."""
     return int(array.strides[0] // array.dtype.itemsize)

@@ -1,14 +1,15 @@
-"""The implicit matrix product: a convolution as one product, whose left matrix nobody writes to memory.
+"""The implicit matrix product: a convolution as one product whose left matrix is never written to memory.
 
-Method   [voxels x (taps, maps)] @ [(taps, maps) x maps], the left matrix of which is built in shared memory, a part
-         at a time. units=tensor: in float16 on tensor cores, values as one word (tf32, fp16) or two (fp32), the voxels
-         that the windows of a tile meet kept instead of the matrix's rows; tensor.cu. units=warpgroup: the same where
-         tensor cores read both factors from shared memory themselves, on an H100 or H200; warpgroup.cu. units=float: on
-         float32 units, any shape and activation; floats.cu.
-         No bfloat16: as fast to multiply as float16 and 8 times as coarse; for its range, values that are stored in
+Method   [voxels x (taps, maps)] @ [(taps, maps) x maps], the left matrix of which is built in shared memory, a part at
+         a time. units=tensor: in float16 on tensor cores, values as one word (tf32, fp16) or two (fp32); the input
+         voxels of a tile are kept instead of the matrix's rows; tensor.cu. units=warpgroup: the same where tensor cores
+         read both factors from shared memory themselves, on an H100 or H200; warpgroup.cu. units=float: on float32
+         units, any shape and activation; floats.cu.
+         bfloat16 is not used: it is as fast as float16 and 8 times as coarse; instead of its range, values stored in
          float32 are scaled by a power of two.
-Memory   Nothing beside kernels.
-Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many where values are two words. Few maps in: writing.
+Memory   None besides kernels.
+Bound    Arithmetic: 2 k^3 f f' flops a voxel; three times as many if values are two words. With few input maps:
+         writing.
 Source   Chetlur et al., cuDNN: efficient primitives for deep learning, 2014, 3.
 Tested   tests/kernels/gpu/test_implicit_gemm.py
 """
@@ -21,25 +22,25 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from znnpy.kernels.contract import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
-from znnpy.kernels.primitive import Footprint, Kind, Variant, Work, as_conv, why_not_on_gpu
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu, Machine
     from znnpy.shapes import ConvShape, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
 class ConvImplicitGemm:
-    """Implicit matrix product; see above."""
+    """Implicit matrix product on tensor cores or float32 units."""
 
     name: str = "gpu.conv.implicit_gemm"
     kind: Kind = "conv"
     version: int = 2
-    summary: str = "small kernels, any shape: the lowered matrix is built in shared memory alone"
+    summary: str = "small kernels, any shape: the lowered matrix exists only in shared memory"
     source: str = "Chetlur et al., cuDNN, 2014"
 
     def why_not(self, shape: LayerShape, machine: Machine) -> str | None:
@@ -47,11 +48,11 @@ class ConvImplicitGemm:
             return reason
         if not self.variants(shape, machine):
             terms = prod(as_conv(shape).k) * as_conv(shape).fin
-            return f"adds {terms:,} products one after another, which costs more than 1e-6 in fp32: see gpu.conv.direct"
+            return f"adds {terms:,} products in sequence, which costs more than 1e-6 in fp32: see gpu.conv.direct"
         return None
 
     def variants(self, shape: LayerShape, machine: Machine) -> Sequence[Variant]:
-        """On tensor cores first, where they may be used; weights are stored for the precision."""
+        """Return tensor cores first, if they may be used; weights are stored for the precision."""
         assert machine.gpu is not None
         return _variants(as_conv(shape), machine.gpu)
 
@@ -95,7 +96,7 @@ class ConvImplicitGemm:
         return _Step(tensor.TensorProduct(resident, Lowering.of(shape), shape.batch, device))
 
 
-@lru_cache(maxsize=2)  # why_not and variants of a shape are asked for one after the other
+@lru_cache(maxsize=2)  # why_not and variants of a shape are requested one after the other
 def _variants(shape: ConvShape, gpu: Gpu) -> tuple[Variant, ...]:
     problem, found = Lowering.of(shape), []
     if warpgroup.applies(problem, gpu):

@@ -1,44 +1,44 @@
-/* What the windows of a tile of voxels meet, on its way to shared memory: pieces of 8 values, voxel after voxel.
+/* Loading of a tile's input region to shared memory: pieces of 8 values, voxel after voxel.
  *
  * Source  ours; see warpgroup.cu
  * Tested  tests/kernels/gpu/test_warpgroup.py
  */
 #pragma once
 
-#include "pieces.cuh"
+#include "operands.cuh"
 #include "wgmma.cuh"
 
-constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * WARPGROUP;  // warpgroup.py
+constexpr int WARPGROUPS = 2, THREADS = WARPGROUPS * WARPGROUP;  // as in warpgroup.py
 constexpr int MATRIX = 64;                                       // voxels
-constexpr int AT_ONCE = 2;                                       // pieces that a thread brings through registers
-constexpr int COPIES = 2;                                        // and at once without
+constexpr int AT_ONCE = 2;                                       // pieces that a thread loads at once through registers
+constexpr int COPIES = 2;                                        // and without registers
 
-/* Of a launch: in shared memory, so that the registers are for sums. */
+/* Parameters of a launch, in shared memory, because the registers are for sums. */
 struct alignas(16) Sizes {
     long long before_image, x_image, out_image;
-    Arrival arrivals[2];  // of kernels of a group of taps, in one half of their room or the other
+    Arrival arrivals[2];  // of kernels of a group of taps, for either half of their buffer
     int carried, nz, ny, nx, fin, mz, my, mx, fout, images, kz, pz, py, px, wide_x;
     int tz, ty, tx;                       // of a tile
     int row_z, row_y, row_x;              // from one row of 8 voxels of a matrix to the next
     int lines, columns, rows;             // of the region
-    int deep, pieces;                     // stages of the same maps; of a voxel
-    int flat;                             // planes of all images in a row
+    int deep, pieces;                     // stages of the same maps; pieces of a voxel
+    int flat;                             // whether planes of all images form one row
     int tiles_z, tiles_y, tiles_x;
-    int tiles, origins, offsets, places, firsts, regions, taps, results;  // bytes from here on
-    int staged;  // rows of 8 voxels of out that a warp has in shared memory at once
+    int tiles, origins, offsets, places, firsts, regions, taps, results;  // offsets in bytes from here on
+    int staged;  // rows of 8 voxels of out that a warp stages in shared memory at once
     float by_pieces, by_tiles_x, by_tiles_y, by_tiles_z, by_mz;
     bool wide;       // 8 maps may be read at once
-    bool remembers;  // where rows of a tile come from, since stages are of the same voxels
+    bool remembers;  // whether origins of rows are stored, since stages have the same voxels
 };
 static_assert(sizeof(Sizes) == 224, "warpgroup.py");
 
-/* What loops around products go by: from the launch's parameters, the same for all threads as the compiler sees it. */
+/* Bounds of the loops around products: from the launch's parameters, so that the compiler sees them as uniform. */
 struct Loops {
     int stages, taps, group, groups;
-    bool straight;  // pieces go from memory to the region without a thread's registers
+    bool straight;  // pieces are copied to the region without a thread's registers
 };
 
-/* One tile: its first voxel; behind it where planes of its input lie, null: there is none, and of its output. */
+/* One tile: its first voxel, followed by the addresses of its input planes (null: none) and of its output planes. */
 struct Tile {
     int y, x;
     template <class T> DEVICE T** planes() { return reinterpret_cast<T**>(this + 1); }
@@ -46,31 +46,32 @@ struct Tile {
 static_assert(sizeof(Tile) == sizeof(void*), "warpgroup.py");
 
 /* A row of the region: plane, line and column in a word. Half of shared memory holds fewer than 2^12 rows, of which a
- * line has 8 or more. */
+ * line has 8 or more.
+ */
 constexpr int LINE_BITS = 9, COLUMN_BITS = 12;
-constexpr int TILES = 3;  // that are known at once: one that is multiplied, the next, and the one before or behind
+constexpr int TILES = 3;  // known at once: the current one, the next, and the one before or after
 
-/* Of a tile: its first map and dz. */
+/* The first map and the dz of a stage of a tile. */
 struct Stage {
     int map, dz;
 };
 
 template <class T, int WORDS, int N, bool FOLDED> struct Region {
-    static constexpr int TAP = WORDS * 2 * N * PIECE;  // half of kernels
+    static constexpr int TAP = WORDS * 2 * N * PIECE;  // half values of kernels
 
     Sizes& n;
     const Loops loops;
     float scale;
-    const T* nothing;  // an address that zeros may be copied from
+    const T* nothing;  // an address for copies of zeros
 
-    // What lies behind `n` in shared memory: where it is is read again, so that the registers are for sums.
+    // The arrays after `n` in shared memory: their addresses are read again, because the registers are for sums.
     template <class V> DEVICE V* at(int bytes) const {
         return reinterpret_cast<V*>(reinterpret_cast<unsigned char*>(&n) + bytes);
     }
     DEVICE int* offsets() const { return at<int>(n.offsets); }            // of taps in the region, in pieces
     DEVICE int* places() const { return at<int>(n.places); }              // of rows of the region
-    DEVICE const T** origins() const { return at<const T*>(n.origins); }  // of rows, where n.remembers
-    DEVICE int3* firsts() const { return at<int3>(n.firsts); }            // voxels of matrices in the tile: z, y, x
+    DEVICE const T** origins() const { return at<const T*>(n.origins); }  // of rows, if n.remembers
+    DEVICE int3* firsts() const { return at<int3>(n.firsts); }            // first voxels of matrices in it: z, y, x
     DEVICE half* taps(int round) const { return at<half>(n.taps) + (round & 1) * loops.group * TAP; }
     DEVICE half* region(int stage) const {
         return at<half>(n.regions) + (stage & 1) * WORDS * n.pieces * n.rows * PIECE;
@@ -103,8 +104,9 @@ template <class T, int WORDS, int N, bool FOLDED> struct Region {
         if (threadIdx.x == 0) to.y = (all - along_z * n.tiles_y) * n.ty, to.x = (number - all * n.tiles_x) * n.tx;
     }
 
-    /* Where a piece of a stage's region comes from; null: zeros. `x`: the voxel, where FOLDED. Who asks for a
-     * row of a tile's first stage notes it for later stages: several threads may, and note the same. */
+    /* The source of a piece of a stage's region; null: zeros. `x`: the voxel, if FOLDED. Whoever requests a row in a
+     * tile's first stage stores the origin for later stages: several threads may, and store the same.
+     */
     DEVICE const T* origin(int index, Stage stage, Tile& tile, int& row, int& piece, int& x) const {
         row = quotient(index, n.by_pieces), piece = index - row * n.pieces;
         const int map = stage.map + (FOLDED ? piece : piece * PIECE);
@@ -118,7 +120,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Region {
             x = tile.x - n.px + (at & ((1 << COLUMN_BITS) - 1));
             const bool inside = (unsigned)y < (unsigned)n.ny & (FOLDED | (unsigned)x < (unsigned)n.nx);
             const long long offset = ((long long)y * n.nx + x) * n.fin;
-            from = inside & plane != nullptr ? plane + offset : nullptr;  // no branches: many at once
+            from = inside & plane != nullptr ? plane + offset : nullptr;  // no branches: many loads at once
             if (!FOLDED && n.remembers) origins()[row] = from;
         }
         return from != nullptr & map < n.fin ? from + map : nullptr;
@@ -131,7 +133,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Region {
 
     DEVICE half* place(int stage, int row, int piece) const { return region(stage) + (piece * n.rows + row) * PIECE; }
 
-    /* Pieces of the region of stage `to`, every THREADS-th from `index` on, `last` excluded. */
+    /* Copies pieces of the region of stage `to`, every THREADS-th from `index` on, `last` excluded. */
     DEVICE void copy(int index, int last, int to, Stage stage, Tile& tile) const {
         for (; index < last; index += COPIES * THREADS) {
             const T* from[COPIES];

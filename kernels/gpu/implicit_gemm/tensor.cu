@@ -1,53 +1,53 @@
 /* Convolution as a product of the lowered matrix with the kernels, on tensor cores; strides and padding.
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, stride i - padding + d, f] * kernels[g, f, d])
- * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart. kernels
- *            [slice of maps][chunk of maps in][dz][(dy, dx)][word][BN][CHUNK] half times a power of two, zeros where maps
- *            end; bias (slices * BN) float.
- * Folded     few maps in: what is multiplied as 8 maps are 8 voxels of one map and line, from (y, x) on: `groups` times 8
- *            for kx, all maps, and `step` lines for the next rows of the kernel. Kernels have zeros where kx and ky end; what
- *            is not a number on the line behind them reaches the sums.
- * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L leaves out less than 2^-21 of a product;
- *            of taps few are added up one after another (kept.cuh).
- *            float values are scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
+ * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart. kernels [slice
+ *            of maps][chunk of maps in][dz][(dy, dx)][word][BN][CHUNK] half times a power of two, zero-padded in maps;
+ *            bias (slices * BN) float.
+ * Folded     few maps in: 8 voxels of one map and line, from (y, x) on, are multiplied as if they were 8 maps: `groups`
+ *            times 8 for kx, all maps, and `step` lines for the next rows of the kernel. Kernels are zero-padded in kx
+ *            and ky; a NaN in the input at these zeros reaches the sums.
+ * Words      1: values as one float16. 2: as two, h + l, and h H + l H + h L omits less than 2^-21 of a product; only a
+ *            few taps are added in sequence (partial_sums.cuh).
+ *            float values are scaled by a power of two so that the largest one, *x_peak, stays below 2^14.
  * Launch     A tile: tq x ty x tx output voxels (tq planes, counted through all images), at most BM of them, times BN
- *            maps. For CHUNK maps and one dz a block holds all voxels that the tile's windows meet, its region, in shared
- *            memory: the rows of the lowered matrix are rows of the region, for each (dy, dx) others. While one region is
- *            multiplied the next comes through registers, of the next tile too, and kernels come for the taps of the next
- *            round. A block takes every gridDim.x-th tile. grid (blocks, slices).
+ *            maps. For CHUNK maps and one dz a block holds all input voxels of the tile, its region, in shared memory:
+ *            the rows of the lowered matrix are rows of the region, different ones for each (dy, dx). While one region
+ *            is multiplied the next is loaded through registers, also for the next tile, and kernels are loaded for the
+ *            taps of the next round. A block takes every gridDim.x-th tile. grid (blocks, slices).
  * Bound      tensor cores: 2 BM BN CHUNK flops for (MT * WARPS_N + NT * WARPS_M / 2) * 512 bytes of shared memory.
- * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
+ * Source     Chetlur et al., cuDNN, 2014, 3; the region in place of the lowered matrix is ours.
  * Tested     tests/kernels/gpu/test_implicit_gemm.py
  */
 #include "activation.cuh"
-#include "kept.cuh"
-#include "pieces.cuh"
+#include "partial_sums.cuh"
+#include "operands.cuh"
 
-constexpr int CHUNK = 16;  // maps in, of one product; tensor.py
-constexpr int MOST_TERMS = 64;  // taps that are added up before they are put by, or as many more as come at once
-constexpr int PITCH = 24;  // float16 from row to row: 8 rows meet no bank twice; tensor.py
+constexpr int CHUNK = 16;  // maps in, of one product, as in tensor.py
+constexpr int MOST_TERMS = 64;  // taps added before their sums are flushed, plus up to one group
+constexpr int PITCH = 24;  // float16 from row to row: 8 rows have no bank conflicts; as in tensor.py
 
-/* Of a launch: in shared memory, so that the registers are for sums. */
+/* Parameters of a launch, in shared memory, because the registers are for sums. */
 struct alignas(16) Sizes {
     long long before_image, x_image, out_image, outer;  // outer: planes of all images' outputs
     int carried, nz, ny, nx, fin, mz, my, mx, fout, ky, kx, kz, sz, sy, sx, pz, py, px, ty, tx, lines, columns, rows;
-    int step, groups, maps, wide_x;  // folded: lines and 8 voxels along x as maps, maps and kx as they are; else 1, 1, fin, kx
+    int step, groups, maps, wide_x;  // folded: lines, 8 voxels along x as maps; actual maps, kx; else 1, 1, fin, kx
     float by_lines, by_columns;
     bool wide;  // 8 maps may be read at once
 };
 
 static_assert(sizeof(Sizes) == 160, "tensor.py");
 
-/* One of the planes of a tile: where windows begin, as if all planes were there, and where results go. */
+/* One of the planes of a tile: the start of windows, as if all planes were there, and the place of results. */
 template <class T> struct Plane {
     const T *before, *x;  // null: there is no such plane
     T* out;
     long long z;
     int y0, x0;  // the first voxel of the output
 };
-constexpr int TABLES = 3;  // of planes: a tile's results may be on their way while the next but one begins
+constexpr int TABLES = 3;  // of planes: a tile's results may still be written while the next but one starts
 
-/* Blocks that share a multiprocessor's registers; tensor.py. */
+/* Blocks that share a multiprocessor's registers, as in tensor.py. */
 template <int WARPS, int MATRICES> constexpr int RESIDENT = WARPS <= 4 || MATRICES <= 2 ? 2 : 1;
 
 template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOLDED> struct Gemm {
@@ -55,7 +55,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
     static constexpr int BM = WARPS_M * MT * 16, BN = WARPS_N * NT * 8;
     static constexpr int TAP = WORDS * BN;  // rows of kernels of one tap
 
-    // Fragments of the next tap are loaded while those before are multiplied, where registers hold them.
+    // Fragments of the next tap are loaded while the previous ones are multiplied, if registers suffice.
     static constexpr int AHEAD = 4 * MT * NT + 8 * WORDS * (MT + (NT + 1) / 2) <= 160 ? 1 : 0;
 
     struct Fragments {
@@ -70,7 +70,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
 
     DEVICE half* region(int stage) const { return regions + (stage & 1) * WORDS * n.rows * PITCH; }
 
-    /* The planes of a tile, into the table of this block's `turn`-th. */
+    /* Fills the table of this block's `turn`-th tile with its planes. */
     DEVICE void tabulate(long long tile, int turn, const T* before, const T* x, T* out) const {
         const long long q0 = tile / tiles_x / tiles_y * tq;
         for (int q = threadIdx.x; q < tq; q += THREADS) {
@@ -119,20 +119,20 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         cp_async_commit();
     }
 
-    /* Of a tap: `rows` where those of this lane's voxels begin in the region, `kernels` its own. */
+    /* Loads the fragments of a tap: `rows` is its place in the region, `kernels` its kernels, for this lane. */
     DEVICE void load(Fragments& f, const half* rows, const int (&voxels)[MT], const half* kernels) const {
 #pragma unroll
         for (int word = 0; word < WORDS; ++word) {
 #pragma unroll
             for (int i = 0; i < MT; ++i) ldmatrix(f.a[word][i], rows + word * n.rows * PITCH + voxels[i]);
         }
-        if constexpr (AHEAD) {  // else kernels come as they are multiplied
+        if constexpr (AHEAD) {  // otherwise kernels are loaded as they are multiplied
 #pragma unroll
             for (int j = 0; j < NT; j += 2) load_kernels(f, j, kernels);
         }
     }
 
-    /* Of 16 maps, or the last 8. */
+    /* Loads kernels of 16 maps, or the last 8. */
     DEVICE void load_kernels(Fragments& f, int j, const half* kernels) const {
 #pragma unroll
         for (int word = 0; word < WORDS; ++word) {
@@ -159,7 +159,8 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                     mma_half(sums[i][j], f.a[0][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
                     continue;
                 }
-                // The small ones first. Tensor cores cut off what they add, so long sums are added up outside of them.
+                // The small terms first. Tensor cores truncate their sums, so long sums are accumulated outside of
+                // them.
                 float sum[4] = {};
                 mma_half(sum, f.a[WORDS - 1][i], {f.b[0][pair][low], f.b[0][pair][low + 1]});
                 mma_half(sum, f.a[0][i], {f.b[WORDS - 1][pair][low], f.b[WORDS - 1][pair][low + 1]});
@@ -170,14 +171,14 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         }
     }
 
-    /* The row of the region where the window of a tile's m-th voxel begins. */
+    /* The row of the region where the window of a tile's m-th voxel starts. */
     DEVICE int row_of(int m) const {
         const int x = m % n.tx, y = m / n.tx % n.ty, q = m / (n.tx * n.ty);
         const int row = (q * n.lines + y * n.sy) * n.columns + x * n.sx;
         return row < n.rows ? row : 0;  // voxels beyond the last plane of the tile are not written
     }
 
-    /* The first region and the first kernels. */
+    /* Loads the first region and the first kernels. */
     DEVICE void begin(const half* kernels, int group, const Plane<T>* planes) const {
         Piece<T> piece;
         for (int index = threadIdx.x; index < 2 * n.rows; index += THREADS) {
@@ -187,8 +188,9 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         bring_taps(taps, kernels, min(group, n.ky * n.kx));
     }
 
-    /* A tile, whose first region and kernels are there or on their way: its sums. `stage` and `round` go on from tile to
-     * tile; `next`: planes of the tile behind it, null where there is none. */
+    /* Computes the sums of a tile, whose first region and kernels are loaded or in flight. `stage` and `round` continue
+     * from tile to tile; `next`: planes of the next tile, null if there is none.
+     */
     DEVICE void run(float (&sums)[MT][NT][4], const half* kernels, const int* offsets, int group, int& stage, int& round,
                     const Plane<T>* planes, const Plane<T>* next) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -200,8 +202,8 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
         const int buffer = group * TAP * PITCH;
         const half* coming = kernels;
         Piece<T> piece;
-        Kept<MT * NT * 4> kept;
-        int terms = 0;  // of every sum, since they were put by
+        PartialSums<MT * NT * 4> partial;
+        int terms = 0;  // of every sum, since the last flush
         bool keeps = false;
 #pragma unroll 1
         for (int done = 0; done < stages; ++done, ++stage) {
@@ -237,7 +239,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                 }
                 terms += count;
                 if (WORDS == 2 && terms >= MOST_TERMS) {
-                    kept.put_by(sums[0][0], !keeps);
+                    partial.flush(sums[0][0], !keeps);
                     keeps = true, terms = 0;
                 }
             }
@@ -246,7 +248,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                 put(piece, index, stage + 1);
             }
         }
-        if (keeps) kept.add_to(sums[0][0]);
+        if (keeps) partial.add_to(sums[0][0]);
     }
 
     /* Pairs: two maps may be written at once. */
@@ -254,7 +256,7 @@ template <class T, int WORDS, int WARPS_M, int WARPS_N, int MT, int NT, bool FOL
                        int activation, bool pairs) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
         const int first = blockIdx.y * BN + warp % WARPS_N * NT * 8 + 2 * t;
-        const float back = 1.0f / scale;  // one after the other: their product may be too small for a number
+        const float back = 1.0f / scale;  // two factors: their product may underflow
         float largest = 0.0f;
 #pragma unroll
         for (int i = 0; i < MT; ++i)

@@ -1,4 +1,4 @@
-"""The implicit matrix product on tensor cores: tensor.cu, in float16 products of values as one or two words."""
+"""The implicit matrix product on tensor cores, in float16 products of values as one or two words: tensor.cu."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering, image_step
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, Precision, Vec3
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
 
 SOURCE = "implicit_gemm/tensor.cu"
 WARP = 32
-CHUNK, PITCH, PIECE, TOP = 16, 24, 8, 14  # tensor.cu
+CHUNK, PITCH, PIECE, TOP = 16, 24, 8, 14  # as in tensor.cu
 MOST_FOLDED = 4  # maps in
 SIZES_BYTES, PLANE_BYTES, OFFSET_BYTES, TABLES = 160, 40, 4, 3  # tensor.cu: Sizes, Plane, offsets, TABLES
-MOST_SCALE = 100  # of a power of two
+MOST_SCALE = 100  # exponent of a power of two
 WORDS: dict[Precision, int] = {"fp32": 2, "tf32": 1, "fp16": 1}
-MOST_GROUP = 12  # taps between two barriers: with more, shared memory serves the region better
+MOST_GROUP = 12  # taps between two barriers: with more, the region makes better use of shared memory
 PRECISIONS: dict[str, Precision] = {word: word for word in WORDS}
 SIDES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LOADED = 2.0  # what a row of the region costs, in products of a voxel: assumed
-READ_CYCLES, PRODUCT_CYCLES = 4.0, 1.6  # of a multiprocessor: 512 bytes, and one product of 16 x 8 x 16: assumed
-LARGE = 227 * 2**10  # bytes of shared memory: what work is estimated with
-SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
+LOADED = 2.0  # cost of a row of the region, in products of a voxel: assumed
+READ_CYCLES, PRODUCT_CYCLES = 4.0, 1.6  # per multiprocessor: for 512 bytes, and for one product of 16 x 8 x 16; assumed
+LARGE = 227 * 2**10  # bytes of shared memory assumed for estimates of work
+SLICE = 32  # cost of a slice of maps besides its products, in maps: assumed
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a block multiplies at once."""
+    """The matrices that a block multiplies at once."""
 
     warps: tuple[int, int]  # along voxels, along maps
-    matrices: tuple[int, int]  # of a warp: of 16 voxels, of 8 maps
+    matrices: tuple[int, int]  # per warp: of 16 voxels, of 8 maps
 
     @property
     def voxels(self) -> int:
@@ -57,16 +57,16 @@ class Block:
 
     @property
     def resident(self) -> int:
-        """Blocks that share a multiprocessor's registers; tensor.cu."""
+        """The blocks that share a multiprocessor's registers, as in tensor.cu."""
         return 2 if prod(self.warps) <= 4 or prod(self.matrices) <= 2 else 1
 
     @property
     def registers(self) -> int:
-        """Of a thread, at most."""
+        """The most registers per thread."""
         return min(255, 65536 // (self.resident * self.threads) // 8 * 8)
 
     def crowding(self, words: int) -> float:
-        """Cycles that reading shared memory takes, of those that products take on an H200, where it is the more."""
+        """Return the cycles of reading shared memory relative to those of products on an H200, at least 1."""
         along_voxels, along_maps = self.matrices
         reads, products = words * (along_voxels + along_maps / 2), along_voxels * along_maps * (3 if words == 2 else 1)
         return max(1.0, READ_CYCLES * reads / (PRODUCT_CYCLES * products))
@@ -77,34 +77,34 @@ class Block:
         return f"gemm<{value}, {WORDS[precision]}, {counts}, {'true' if folded else 'false'}>"
 
 
-BLOCKS = (  # the widest first: of equals it is taken
+BLOCKS = (  # widest first, which is chosen among equals
     *(Block((4, 2), (4, maps)) for maps in (8, 7, 6, 5, 4, 3, 2)),
     *(Block((8, 1), (2, maps)) for maps in (3, 2, 1)),
 )
-FOLDED_BLOCKS = tuple(Block((2, 2), (4, maps)) for maps in (5, 4, 3, 2, 1))  # two on a multiprocessor: one writes
-WIDEST = {1: 128, 2: 80}  # maps of a block, by words: what registers hold
+FOLDED_BLOCKS = tuple(Block((2, 2), (4, maps)) for maps in (5, 4, 3, 2, 1))  # two resident: one writes
+WIDEST = {1: 128, 2: 80}  # most maps of a block by words, limited by registers
 
 
 def block_of(fout: int, precision: Precision, *, folded: bool) -> Block:
-    """The block that costs least: maps that are not there count, and what is loaded again for every slice."""
+    """Return the block of least cost, which includes padding maps and the data loaded again for every slice."""
     fitting = [block for block in FOLDED_BLOCKS if folded] or [
         block for block in BLOCKS if block.maps <= WIDEST[WORDS[precision]]
     ]
     return min(fitting, key=lambda block: -(-fout // block.maps) * (block.maps + SLICE))
 
 
-def instances() -> list[Instance]:
-    """The narrowest block of each precision, the widest, and that of 80 maps: the registers of 256 threads."""
+def instances() -> list[KernelInstance]:
+    """Return the narrowest block of each precision, the widest, and that of 80 maps: the registers of 256 threads."""
     blocks = {block.maps: block for block in BLOCKS}
     wanted = {(maps, precision) for precision in WORDS for maps in (8, 24, 80, WIDEST[WORDS[precision]])}
     kernels = [(blocks[maps], precision, False) for maps, precision in sorted(wanted)]
     kernels += [(FOLDED_BLOCKS[0], precision, True) for precision in WORDS]
     return [
-        Instance(
+        KernelInstance(
             SOURCE,
             block.kernel(precision, folded=folded),
             block.registers,
-            stack_bytes=4 * FLOAT32 * prod(block.matrices) + 16 if WORDS[precision] == 2 else 0,  # sums are put by
+            stack_bytes=4 * FLOAT32 * prod(block.matrices) + 16 if WORDS[precision] == 2 else 0,  # for partial sums
             spilled_bytes=64 if WORDS[precision] == 2 else 0,  # outside of the loops
         )
         for block, precision, folded in kernels
@@ -122,12 +122,12 @@ class Matrix:
 
     @property
     def products(self) -> int:
-        """Rows of 16 values."""
+        """The number of rows of 16 values."""
         return chunks_of(self.depth) * prod(self.k)
 
 
 def matrix_of(fin: int, k: Vec3) -> Matrix:
-    """As it is, or folded where that takes fewer products: voxels along x, and two lines, as maps."""
+    """Return the matrix unchanged or, if that takes fewer products, folded: voxels along x, and two lines, as maps."""
     kz, ky, kx = k
     groups = -(-kx // PIECE)
     found = [Matrix(fin, k)]
@@ -139,11 +139,12 @@ def matrix_of(fin: int, k: Vec3) -> Matrix:
 
 
 def is_folded(matrix: Matrix, fin: int) -> bool:
+    """Whether the matrix has voxels along x, or lines, as maps."""
     return matrix.depth != fin
 
 
 class Plan(NamedTuple):
-    """How a problem is cut: tile along (planes, y, x), and taps between two barriers."""
+    """The division of a problem: tile along (planes, y, x), and taps between two barriers."""
 
     matrix: Matrix
     block: Block
@@ -152,7 +153,7 @@ class Plan(NamedTuple):
 
 
 def region_rows(matrix: Matrix, stride: Vec3, tile: Vec3) -> int:
-    """Rows of 16 values that the windows of a tile meet, for one dz."""
+    """Return the rows of 16 values in the input region of a tile, for one dz."""
     _, ky, kx = matrix.k
     return tile[0] * ((tile[1] - 1) * stride[1] + (ky - 1) * matrix.step + 1) * ((tile[2] - 1) * stride[2] + kx)
 
@@ -164,11 +165,11 @@ def _shared_bytes(plan: Plan, stride: Vec3, precision: Precision) -> int:
     return SIZES_BYTES + planes + OFFSET_BYTES * offsets + 2 * rows * PITCH * FLOAT16
 
 
-@lru_cache(maxsize=256)  # of images of all sizes
+@lru_cache(maxsize=256)  # for images of all sizes
 def _fitting(
     fin: int, fout: int, k: Vec3, precision: Precision, stride: Vec3, shared: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Tiles along y and x of which some planes fit with one tap: the most planes, and rows of the region of one."""
+    """Return tiles along y and x that fit with one tap, with the most planes and the region's rows of one plane."""
     matrix = matrix_of(fin, k)
     block, found = block_of(fout, precision, folded=is_folded(matrix, fin)), []
     for ty, tx in product(SIDES, SIDES):
@@ -182,9 +183,9 @@ def _fitting(
 
 @lru_cache(maxsize=4096)
 def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
-    """The tile that costs least: products of voxels that are not there count, and what is loaded.
+    """Return the plan of least cost, which includes products of padding voxels and the data loaded.
 
-    None where no tile and one tap fit `shared` bytes.
+    None if no tile with one tap fits `shared` bytes.
     """
     matrix, (mz, my, mx), stride = matrix_of(problem.fin, problem.k), problem.out, problem.sliding.stride
     block = block_of(problem.fout, problem.precision, folded=is_folded(matrix, problem.fin))
@@ -214,12 +215,13 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
 
 
 def tiles_of(problem: Lowering, images: int, tile: Vec3) -> int:
+    """Return the number of tiles of all images."""
     mz, my, mx = problem.out
     return -(-images * mz // tile[0]) * -(-my // tile[1]) * -(-mx // tile[2])
 
 
 def flops_of(problem: Lowering, images: int, shared: int) -> float:
-    """That tensor cores do, for voxels and maps that are not there too, and while they wait for shared memory."""
+    """Return the flops of tensor cores, including padding voxels and maps, and waits for shared memory."""
     plan = plan_of(problem, images, shared)
     assert plan is not None, "a tile was found"
     products = tiles_of(problem, images, plan.tile) * plan.block.voxels * CHUNK * plan.matrix.products
@@ -228,29 +230,32 @@ def flops_of(problem: Lowering, images: int, shared: int) -> float:
 
 
 def chunks_of(fin: int) -> int:
+    """Return the number of chunks of CHUNK maps."""
     return -(-fin // CHUNK)
 
 
 def resident_bytes(fin: int, fout: int, k: Vec3, precision: Precision) -> int:
+    """Return the bytes of weights on the device."""
     matrix = matrix_of(fin, k)
     columns = columns_of(fout, block_of(fout, precision, folded=is_folded(matrix, fin)))
     return FLOAT16 * WORDS[precision] * columns * CHUNK * matrix.products + FLOAT32 * columns
 
 
 def columns_of(fout: int, block: Block) -> int:
-    """Maps out, with those that fill the last slice."""
+    """Return the output maps, including padding of the last slice."""
     return -(-fout // block.maps) * block.maps
 
 
 class TensorWeights(NamedTuple):
-    """On the device, but for the last."""
+    """Weights on the device, with their scale."""
 
     kernels: Any  # [slice][chunk][dz][(dy, dx)][word][map][CHUNK] float16
     bias: Any  # (slices * maps,) float32
-    unscale: float  # what the kernels were multiplied with, inverted
+    unscale: float  # inverse of the kernels' scale
 
 
 def prepare(weights: ConvWeights, precision: Precision, device: Device) -> TensorWeights:
+    """Upload weights, scaled and split into words, in the layout of `TensorWeights`."""
     fout, fin, *k = weights.weight.shape
     matrix = matrix_of(fin, (k[0], k[1], k[2]))
     block = block_of(fout, precision, folded=is_folded(matrix, fin))
@@ -259,7 +264,7 @@ def prepare(weights: ConvWeights, precision: Precision, device: Device) -> Tenso
     padded[:fout, : matrix.depth] = scale * _folded(weights.weight, matrix)
     cut = padded.reshape(columns // block.maps, block.maps, chunks, CHUNK, *padded.shape[2:])
     cut = cut.transpose(0, 2, 4, 5, 1, 3)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not a number shows in the result
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity show in the result
         high = cut.astype(np.float16)
         words = [high, (cut - high).astype(np.float16)][: WORDS[precision]]
     bias = np.pad(weights.bias, (0, columns - fout)).astype(np.float32)
@@ -271,7 +276,7 @@ def prepare(weights: ConvWeights, precision: Precision, device: Device) -> Tenso
 
 
 def _folded(weight: npt.NDArray[np.float32], matrix: Matrix) -> npt.NDArray[np.float32]:
-    """(f', depth, kz, taps of a plane)."""
+    """Return (f', depth, kz, taps of a plane)."""
     fout, fin, kz, ky, kx = weight.shape
     if not is_folded(matrix, fin):
         return weight.reshape(fout, fin, kz, ky * kx)
@@ -283,7 +288,7 @@ def _folded(weight: npt.NDArray[np.float32], matrix: Matrix) -> npt.NDArray[np.f
 
 
 def scale_of(weight: npt.NDArray[np.float32]) -> np.float32:
-    """A power of two that brings the largest to less than 2^TOP."""
+    """Return a power of two that scales the largest weight to less than 2^TOP."""
     largest = float(np.abs(weight).max())
     power = TOP - 1 - floor(log2(largest)) if 0 < largest < inf else 0
     return np.float32(2.0 ** max(-MOST_SCALE, min(MOST_SCALE, power)))
@@ -300,7 +305,7 @@ class TensorProduct:
         self._kernel = device.kernels(SOURCE, [name])[name]
 
     def run(self, x: Any, out: Any, before: Any | None, x_peak: int, out_peak: int) -> None:
-        """See DeviceStep."""
+        """Compute the layer; see DeviceStep."""
         problem, (matrix, block, tile, group) = self._problem, self._plan
         old = x if before is None else before
         slices = -(-problem.fout // block.maps)
@@ -320,7 +325,7 @@ class TensorProduct:
 
 
 def whole(maps: int, device: Device, *arrays: Any) -> int:
-    """1 if so many maps of every voxel may be read or written at once: 16 bytes at most."""
+    """Return 1 if so many maps of every voxel may be read or written at once (at most 16 bytes), else 0."""
     for array in arrays:
         itemsize = array.dtype.itemsize
         width = min(maps * itemsize, 16)

@@ -2,58 +2,59 @@
  * memory; padding.
  *
  * Computes   out[s, i, g] = activation(bias[g] + sum over d, f of x[s, i - padding + d, f] * kernels[g, f, d])
- * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart. kernels
- *            [slice of maps][stage][tap][word][2][N][8] half times a power of two, zeros where maps end; bias
- *            (slices * N) float.
- * Method     A block computes a tile: 64 voxels of out a matrix, 8 rows of 8 along x, times N maps. What the windows of
- *            the tile meet of a stage's maps, its region, lies in shared memory in pieces of 8 maps of a voxel, voxel
- *            after voxel: any 8 voxels in a row are a core of a factor (wgmma.cuh), so a tap is an offset and the
- *            lowered matrix nowhere. A stage is some chunks of 16 maps and all dz, or one; its taps (chunk, dz, dy, dx)
- *            come in groups. While one is multiplied the next group's kernels and pieces of the next stage's region
- *            come (region.cuh), of the next tile too. A block takes every gridDim.x-th tile. Results go through shared
- *            memory, a row of 8 voxels after the other, from where the hardware copies them while the next tile begins.
+ * Shapes     x (S, n, f), out (S, m, f') float or half, images in C order, any number of values apart. kernels [slice
+ *            of maps][stage][tap][word][2][N][8] half times a power of two, zero-padded in maps; bias (slices * N)
+ *            float.
+ * Method     A block computes a tile: 64 voxels of out per matrix, 8 rows of 8 along x, times N maps. The tile's input
+ *            for a stage's maps, its region, is stored in shared memory in pieces of 8 maps of a voxel, voxel after
+ *            voxel: any 8 consecutive voxels are a core of a factor (wgmma.cuh), so a tap is an offset and the lowered
+ *            matrix is never built. A stage is some chunks of 16 maps and all dz, or one; its taps (chunk, dz, dy, dx)
+ *            are processed in groups. While one is multiplied, the next group's kernels and pieces of the next stage's
+ *            region are loaded (region.cuh), also for the next tile. A block takes every gridDim.x-th tile. Results go
+ *            through shared memory, one row of 8 voxels after the other, from where the hardware copies them while the
+ *            next tile starts.
  * Folded     few maps in: a piece is a map's 8 voxels from x on, two lines are the 16 values of a chunk, a stage has
- *            one map. Kernels have zeros where ky and kx end: what is not a number there reaches the sums.
- * Words      1: values as one float16, summed up by tensor cores, which cut off what they add: thousands of products of
- *            one sign may lose 1e-3. 2: as two, h + l, and l H + h L + h H leaves out less than 2^-21 of a product; no
- *            more than a group of taps is added up there, and few groups one after another (kept.cuh). float values are
- *            scaled by a power of two so that the largest that there is, *x_peak, stays below 2^14.
- * Bound      tensor cores: 64 N 16 products take N / 2 cycles of theirs, and 16 + N / 4 of shared memory's.
- * Source     Chetlur et al., cuDNN, 2014, 3; the region in the lowered matrix's stead is ours.
+ *            one map. Kernels are zero-padded in ky and kx: a NaN in the input at these zeros reaches the sums.
+ * Words      1: values as one float16, summed by tensor cores, which truncate: thousands of products of one sign may
+ *            lose 1e-3. 2: as two, h + l, and l H + h L + h H omits less than 2^-21 of a product; no more than a group
+ *            of taps is summed there, and few groups in sequence (partial_sums.cuh). float values are scaled by a power of two
+ *            so that the largest one, *x_peak, stays below 2^14.
+ * Bound      tensor cores: 64 N 16 products take N / 2 of their cycles, and 16 + N / 4 of shared memory's.
+ * Source     Chetlur et al., cuDNN, 2014, 3; the region in place of the lowered matrix is ours.
  * Tested     tests/kernels/gpu/test_implicit_gemm.py, test_warpgroup.py
  */
 #include "activation.cuh"
-#include "kept.cuh"
+#include "partial_sums.cuh"
 #include "region.cuh"
 
-constexpr int MOST_TERMS = 32;  // groups of taps that are added up before they are put by
+constexpr int MOST_TERMS = 32;  // groups of taps added before their sums are flushed
 
-/* Called, since code for every sum would take registers from all of them. */
+/* A function call, since inlined code for every sum would take registers from all of them. */
 CALLED float smooth(float value, int activation) {
     return activation == TANH ? activate<TANH>(value) : activate<SIGMOID>(value);
 }
 
-/* What becomes of a sum: scaled, and of values below `floor` that. */
+/* The epilogue of a sum: scale, bias, and values below `floor` raised to it. */
 struct End {
     const float* bias;  // of the block's first map
     float before, back, floor;
-    int activation, maps;  // of the block that there are
+    int activation, maps;  // existing maps of the block
 };
 
 template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WORDS, N, FOLDED> {
     using Base = Region<T, WORDS, N, FOLDED>;
     using Base::bring, Base::bring_taps, Base::copy, Base::firsts, Base::loops, Base::n, Base::offsets, Base::planes_in;
     using Base::put, Base::region, Base::stage_of, Base::TAP, Base::taps;
-    static constexpr int MATRICES = WORDS == 1 && N <= 80 ? 2 : 1;  // of a warpgroup; warpgroup.py
+    static constexpr int MATRICES = WORDS == 1 && N <= 80 ? 2 : 1;  // of a warpgroup, as in warpgroup.py
     static constexpr int SUMS = N / 2;
     static constexpr int ROWS = 2 * MATRICES;  // of 8 voxels of a warp
     static constexpr int PITCH = N + (N * sizeof(T) % 128 ? 0 : 16 / (int)sizeof(T));  // from voxel to voxel, staged
 
-    DEVICE T* staged() const {  // this warp's
+    DEVICE T* staged() const {  // of this warp
         return Base::template at<T>(n.results) + threadIdx.x / WARP * n.staged * 8 * PITCH;
     }
 
-    /* The first region and the first kernels. */
+    /* Loads the first region and the first kernels. */
     DEVICE void begin(const half* kernels, Tile& tile) const {
         const int last = n.pieces * n.rows;
         if (loops.straight) copy(threadIdx.x, last, 0, {0, 0}, tile);
@@ -72,7 +73,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         const int low = n.pieces * n.rows, begin = (stage & 1) * WORDS * low;
         sync_warp();
         wgmma_begin(sums);
-        if (WORDS == 2) {  // the small ones first: less is cut off
+        if (WORDS == 2) {  // the small terms first: less is truncated
             unsigned long long at = factor;
 #pragma unroll 1
             for (int tap = first; tap < first + count; ++tap, at += TAP / PIECE) {
@@ -94,8 +95,9 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         wgmma_end();
     }
 
-    /* A tile, whose first region and kernels are there or on their way: its sums. `stage` and `round` go on from tile
-     * to tile; `next`: the tile behind it, if `follows`; `beside` is done once, while the first are multiplied. */
+    /* Computes the sums of a tile, whose first region and kernels are loaded or in flight. `stage` and `round` continue
+     * from tile to tile; `next`: the next tile, if `follows`; `beside` is called once, while the first products run.
+     */
     template <class Beside>
     DEVICE void run(float (&sums)[MATRICES][SUMS], const half* kernels, int& stage, int& round, Tile& tile, Tile& next,
                     bool follows, const Beside& beside) const {
@@ -108,10 +110,10 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
                                    FOLDED ? n.columns : n.rows, along_rows);
         }
         const int last = n.pieces * n.rows;
-        const int share = (last + loops.groups - 1) / loops.groups;  // of the region, brought beside a group of taps
+        const int share = (last + loops.groups - 1) / loops.groups;  // of the region, loaded per group of taps
         const half* coming = kernels;
         float parts[MATRICES][SUMS];
-        Kept<MATRICES * SUMS> kept;
+        PartialSums<MATRICES * SUMS> partial;
         int terms = 0;  // of every sum, so far
 #pragma unroll 1
         for (int done = 0; done < loops.stages; ++done, ++stage) {
@@ -150,13 +152,13 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
                 }
                 if (done == 0 && first == 0) beside();
                 finish(sums, parts);
-                if (WORDS == 2 && ++terms % MOST_TERMS == 0) kept.put_by(sums[0], terms == MOST_TERMS);
+                if (WORDS == 2 && ++terms % MOST_TERMS == 0) partial.flush(sums[0], terms == MOST_TERMS);
             }
         }
-        if (terms >= MOST_TERMS) kept.add_to(sums[0]);
+        if (terms >= MOST_TERMS) partial.add_to(sums[0]);
     }
 
-    /* Wait for the products of a group of taps. */
+    /* Waits for the products of a group of taps. */
     DEVICE void finish(float (&sums)[MATRICES][SUMS], float (&parts)[MATRICES][SUMS]) const {
 #pragma unroll
         for (int i = 0; i < MATRICES; ++i) {
@@ -170,8 +172,9 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         }
     }
 
-    /* Sums become results, and go to their places; the largest magnitude. `from`: this block's first map. `bulk`: the
-     * hardware may copy them. */
+    /* Applies the epilogue to sums and writes them; returns the largest magnitude. `from`: this block's first map.
+     * `bulk`: the hardware may copy them.
+     */
     DEVICE float store(float (&sums)[MATRICES][SUMS], Tile& tile, const End& end, int from, bool bulk) const {
         const int lane = threadIdx.x % WARP;
         const bool linear = end.activation != TANH && end.activation != SIGMOID;
@@ -197,7 +200,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         return largest;
     }
 
-    /* Where a row of this warp goes, and how many of its voxels there are. */
+    /* The place of a row of this warp, and the number of its voxels that exist. */
     DEVICE T* target(int row, Tile& tile, int& voxels) const {
         const int warp = threadIdx.x / WARP, at = warp % 4 * 2 + row % 2;
         const int3 first = firsts()[warp / 4 * MATRICES + row / 2];
@@ -212,15 +215,16 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         for (int i = 0; i < MATRICES * SUMS; ++i) sums[i / SUMS][i % SUMS] *= factor;
     }
 
-    /* No map, no value: where the input is not a number, its sum is not one either. */
+    /* Clears the sums of padding maps: if the input is NaN, they are too. */
     DEVICE void clear(float (&sums)[MATRICES][SUMS], int maps) const {
 #pragma unroll
         for (int i = 0; i < MATRICES * SUMS; ++i)
             if (i % SUMS / 4 * 8 + (int)threadIdx.x % 4 * 2 + i % 2 >= maps) sums[i / SUMS][i % SUMS] = 0.0f;
     }
 
-    /* Two maps of every 8 of a voxel. The kind is asked for once: were it for every value, the code would not fit its
-     * cache. */
+    /* Stages two maps of every 8 of a voxel. The kind of activation is tested once: tests for every value would exceed
+     * the instruction cache.
+     */
     template <bool LINEAR>
     DEVICE float stage(const float (&sums)[SUMS], int half, T* to, const float* bias, const End& end) const {
         float largest = 0.0f;
@@ -242,7 +246,7 @@ template <class T, int WORDS, int N, bool FOLDED> struct Product : Region<T, WOR
         return largest;
     }
 
-    /* All rows that are staged, the first of them `row`, to where lane `row` and those behind it say. */
+    /* Writes all staged rows, the first of them `row`, to the addresses of lane `row` and the following. */
     DEVICE void write(T* to, int voxels, int row, int maps, bool bulk) const {
         const int lane = threadIdx.x % WARP;
         if (PITCH == N && bulk && n.fout == N) {  // voxel after voxel, without gaps
@@ -325,7 +329,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     kernels += blockIdx.y * stages * taps * Tiles::TAP;
 
     const int from = blockIdx.y * N;
-    const float back = unscale / scale;  // powers of two; where this is no number, one after the other
+    const float back = unscale / scale;  // powers of two; if this is not a normal number, each is applied
     const bool at_once = back >= 0x1p-126f && back < INFINITY;
     const End end = {bias + from,
                      at_once ? 1.0f : unscale,

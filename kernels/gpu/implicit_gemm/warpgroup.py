@@ -22,40 +22,40 @@ from znnpy.kernels.gpu.implicit_gemm.tensor import (
     scale_of,
     whole,
 )
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 from znnpy.shapes import ACTIVATIONS, FLOAT16, FLOAT32, Precision, Vec3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights
     from znnpy.machine import Gpu
 
 SOURCE = "implicit_gemm/warpgroup.cu"
-CAPABILITY = (9, 0)  # no other has these instructions
-THREADS, WARPGROUPS, MATRIX, TILES = 256, 2, 64, 3  # warpgroup.cu
-RESIDENT = 2  # blocks of a multiprocessor: while one writes or waits, the other multiplies
-SHARED = 228 * 1024 // RESIDENT - 1024  # bytes that a block may have: what work is estimated with
-RESERVED = 1024  # bytes of shared memory that a block has beside its own
-SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 224, 8, 4, 128  # warpgroup.cu
+CAPABILITY = (9, 0)  # the only one with these instructions
+THREADS, WARPGROUPS, MATRIX, TILES = 256, 2, 64, 3  # as in warpgroup.cu
+RESIDENT = 2  # blocks per multiprocessor: while one writes or waits, the other multiplies
+SHARED = 228 * 1024 // RESIDENT - 1024  # bytes per block assumed for estimates of work
+RESERVED = 1024  # bytes of shared memory per block for the system
+SIZES_BYTES, POINTER, OFFSET_BYTES, ALIGNMENT = 224, 8, 4, 128  # as in warpgroup.cu
 VALUE_BYTES = {"fp16": FLOAT16, "tf32": FLOAT32, "fp32": FLOAT32}  # of activations
 MAPS = tuple(range(16, 129, 16))  # of a block
-WIDEST_OF_TWO = 80  # maps, with which a warpgroup holds two matrices of sums
-MOST_WITH_CACHE = 97 * 1024  # bytes of shared memory that leave enough L1 for values that come through registers
-FEWEST_TAPS = 5  # of a stage, if there are so many maps
-# Taps between two barriers. In fp32 tensor cores add up no more of them, since they cut off what they add.
+WIDEST_OF_TWO = 80  # maps with which a warpgroup holds two matrices of sums
+MOST_WITH_CACHE = 97 * 1024  # bytes of shared memory that leave enough L1 for values loaded through registers
+FEWEST_TAPS = 5  # of a stage, if there are enough maps
+# Taps between two barriers. In fp32 tensor cores add up no more of them, since they truncate sums.
 MOST_GROUP = {"fp16": 16, "tf32": 16, "fp32": 5}
-SLICE = 32  # what a slice of maps costs beside its products, in maps: assumed
+SLICE = 32  # cost of a slice of maps besides its products, in maps: assumed
 ROWS: tuple[Vec3, ...] = ((0, 1, 0), (0, 0, 8), (1, 0, 0))  # from row to row of 8 voxels of a matrix
-# Cycles, fitted to 80 to 80 and 1 to 80 maps on an H200, k = 1 to 9: what a matrix costs beside its products,
-# a group of taps, and a piece of a region; benchmarks/results/layers_gemm-.. and layers_first-.. keep some of it.
+# Cycles, fitted to 80 to 80 and 1 to 80 maps on an H200, k = 1 to 9: cost of a matrix besides its products, of a group
+# of taps, and of a piece of a region; benchmarks/results/layers_gemm-.. and layers_first-.. keep some of it.
 MATRIX_CYCLES = {"fp16": 890, "tf32": 1150, "fp32": 1200}
 ROUND_CYCLES = {"fp16": 450, "tf32": 150, "fp32": 1150}
 PIECE_CYCLES = {"fp16": 1.4, "tf32": 3.0, "fp32": 0.5}
 FOLDED_CYCLES = {"fp16": 2.4, "tf32": 2.8, "fp32": 0.5}
-STACK_BYTES, SPILLED_BYTES = 96, 96  # of a thread, outside of the loops, beside the sums that are put by
-FLOPS_OF_CYCLE = 2867  # 0.7 of what 64 x N x 16 products in N / 2 cycles are: so much a card's power allows
+STACK_BYTES, SPILLED_BYTES = 96, 96  # per thread, outside of the loops, besides the partial sums
+FLOPS_OF_CYCLE = 2867  # 0.7 of the rate of 64 x N x 16 products in N / 2 cycles, limited by a GPU's power
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class Matrix:
     """The kernels as they are multiplied."""
 
     fin: int
-    k: Vec3  # of steps, where it is folded
+    k: Vec3  # in steps, if folded
     folded: bool
 
     @classmethod
     def of(cls, fin: int, k: Vec3) -> Matrix:
-        """Folded, 2 lines of 8 voxels of a map as 16 maps, where that takes fewer products."""
+        """Return the matrix, folded (2 lines of 8 voxels of a map as 16 maps) if that takes fewer products."""
         kz, ky, kx = k
         plain = cls(fin, k, False)
         folded = cls(fin, (kz, -(-ky // 2), -(-kx // PIECE)), True)
@@ -76,7 +76,7 @@ class Matrix:
 
     @property
     def chunks(self) -> int:
-        """Of 16 values along the sums."""
+        """The number of chunks of 16 values along the sums."""
         return self.fin if self.folded else chunks_of(self.fin)
 
     @property
@@ -85,7 +85,7 @@ class Matrix:
 
     @property
     def at_once(self) -> int:
-        """Chunks of a stage, of which there are as few as can be that have FEWEST_TAPS."""
+        """The chunks of a stage: as few as possible with FEWEST_TAPS."""
         if self.folded:
             return 1
         stages = -(-self.chunks // -(-FEWEST_TAPS // prod(self.k)))
@@ -97,17 +97,17 @@ class Matrix:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Lines and voxels from one k to the next."""
+        """The lines and voxels from one k to the next."""
         return (2, PIECE) if self.folded else (1, 1)
 
     @property
     def pieces(self) -> int:
-        """Of a stage and voxel."""
+        """The pieces per stage and voxel."""
         return self.at_once * (1 if self.folded else 2)
 
 
 class Plan(NamedTuple):
-    """How a problem is cut: maps of a block, tile (planes, y, x), rows of a matrix, planes of k and taps at once."""
+    """Division of a problem: maps of a block, tile (planes, y, x), row of a matrix, planes of k and taps at once."""
 
     matrix: Matrix
     maps: int
@@ -115,7 +115,7 @@ class Plan(NamedTuple):
     row: Vec3
     depth: int
     group: int
-    staged: int = 1  # rows of 8 voxels of a warp that are on their way out at once
+    staged: int = 1  # rows of 8 voxels per warp that are written out at once
 
     @property
     def region_rows(self) -> int:
@@ -126,7 +126,7 @@ class Plan(NamedTuple):
 
     @property
     def taps(self) -> int:
-        """Of a stage."""
+        """The taps of a stage."""
         return self.matrix.at_once * self.depth * prod(self.matrix.k[1:])
 
     @property
@@ -135,7 +135,7 @@ class Plan(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Where rows of a tile come from, since stages are of the same voxels."""
+        """Whether origins of a tile's rows are stored, since stages have the same voxels."""
         return not self.matrix.folded and self.matrix.stages > 1 and self.depth == self.matrix.k[0]
 
     def shared_bytes(self, precision: Precision) -> int:
@@ -149,49 +149,50 @@ class Plan(NamedTuple):
 
 
 def staged_bytes(maps: int, precision: Precision) -> int:
-    """Of a row of 8 voxels of every warp."""
+    """Return the staging bytes for a row of 8 voxels of every warp."""
     voxel = maps * VALUE_BYTES[precision]
-    gap = 0 if voxel % 128 else 16  # else all voxels of a row would lie in the same banks
+    gap = 0 if voxel % 128 else 16  # otherwise all voxels of a row would be in the same banks
     return THREADS // 32 * 8 * (voxel + gap)
 
 
 def maps_of(fout: int, precision: Precision) -> int:
-    """Of a block, so that it costs least: maps that are not there count, and what is loaded again for every slice."""
+    """Return the maps of a block of least cost, which includes padding maps and data loaded again per slice."""
     widest = WIDEST_OF_TWO if WORDS[precision] == 2 else MAPS[-1]
     fitting = [maps for maps in reversed(MAPS) if maps <= widest]
     return min(fitting, key=lambda maps: -(-fout // maps) * (maps + SLICE))
 
 
 def matrices_of(maps: int, precision: Precision) -> int:
-    """Of a block; warpgroup.cu."""
+    """Return the matrices of a block, as in warpgroup.cu."""
     return WARPGROUPS * (2 if WORDS[precision] == 1 and maps <= WIDEST_OF_TWO else 1)
 
 
 def tiles_of(problem: Lowering, images: int, tile: Vec3) -> Vec3:
-    """Along z of all images, y and x."""
+    """Return the tiles along z of all images, y and x."""
     mz, my, mx = problem.out
     along_z = -(-images * mz // tile[0]) if is_flat(problem) else images * -(-mz // tile[0])
     return along_z, -(-my // tile[1]), -(-mx // tile[2])
 
 
 def is_flat(problem: Lowering) -> bool:
-    """Whether planes of all images are one row of them: each is made of one plane."""
+    """Whether planes of all images form one row: each output plane depends on one input plane."""
     return problem.k[0] == 1 and problem.sliding.padding[0] == 0
 
 
 def applies(problem: Lowering, gpu: Gpu) -> bool:
+    """Whether this method computes `problem` on `gpu`."""
     plain = problem.sliding.stride == VALID.stride and problem.activation != "softmax"
     return plain and gpu.capability == CAPABILITY and plan_of(problem, 1, shared_of(gpu)) is not None
 
 
 def shared_of(gpu: Gpu) -> int:
-    """Bytes that a block may have."""
+    """Return the bytes that a block may have."""
     return min(gpu.shared_block_bytes, gpu.shared_multiprocessor_bytes // RESIDENT - RESERVED)
 
 
 @lru_cache(maxsize=4096)
 def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
-    """The tile that costs least. None where no tile and one tap fit `shared` bytes."""
+    """Return the plan of least cost; None if no tile with one tap fits `shared` bytes."""
     best, least, (mz, my, mx), flat = None, inf, problem.out, is_flat(problem)
     for plan, each in _cuts(problem.fin, problem.fout, problem.k, problem.precision, shared):
         planes, lines, wide = plan.tile
@@ -204,14 +205,14 @@ def plan_of(problem: Lowering, images: int, shared: int) -> Plan | None:
     return best
 
 
-@lru_cache(maxsize=256)  # images of all sizes are cut in the same ways
+@lru_cache(maxsize=256)  # images of all sizes have the same plans
 def _cuts(fin: int, fout: int, k: Vec3, precision: Precision, shared: int) -> tuple[tuple[Plan, float], ...]:
-    """All plans that fit `shared` bytes, and the cycles of one tile."""
+    """Return all plans that fit `shared` bytes, and the cycles of one tile."""
     matrix, maps, found = Matrix.of(fin, k), maps_of(fout, precision), []
     for row, counts in product(ROWS, _arranged(matrices_of(maps, precision))):
         extent = 7 * row[0] + 1, 7 * row[1] + 1, 64 if row[2] else 8
         tile = counts[0] * extent[0], counts[1] * extent[1], counts[2] * extent[2]
-        # One plane of k at once: its kernels lie in the same order where a stage has one chunk.
+        # One plane of k at once: its kernels have the same order if a stage has one chunk.
         for depth in (matrix.k[0], 1)[: 2 if matrix.at_once == 1 < matrix.k[0] else 1]:
             plan = _grouped(Plan(matrix, maps, tile, row, depth, 1), precision, shared)
             if plan is not None:
@@ -220,7 +221,7 @@ def _cuts(fin: int, fout: int, k: Vec3, precision: Precision, shared: int) -> tu
 
 
 def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
-    """With as many taps at once as fit, and rows on their way out; None where one does not."""
+    """Return the plan with as many taps at once as fit, and rows being written; None if not one tap fits."""
     taps = WORDS[precision] * 2 * CHUNK * plan.maps * FLOAT16  # bytes of a tap, twice
     most = min(plan.taps, MOST_GROUP[precision], (shared - plan._replace(group=0).shared_bytes(precision)) // taps)
     if most < 1:
@@ -233,12 +234,12 @@ def _grouped(plan: Plan, precision: Precision, shared: int) -> Plan | None:
 
 
 def cycles_of(plan: Plan, problem: Lowering, images: int) -> float:
-    """Of a multiprocessor, for one slice of maps."""
+    """Return the cycles of a multiprocessor for one slice of maps."""
     return prod(tiles_of(problem, images, plan.tile)) * _tile_cycles(plan, problem.precision)
 
 
 def _tile_cycles(plan: Plan, precision: Precision) -> float:
-    """The same of one tile."""
+    """Return the cycles of one tile."""
     matrices, folded = matrices_of(plan.maps, precision), plan.matrix.folded
     products = plan.matrix.products * matrices * (3 if precision == "fp32" else 1) * plan.maps / 2
     pieces = plan.stages * plan.matrix.pieces * plan.region_rows
@@ -248,25 +249,25 @@ def _tile_cycles(plan: Plan, precision: Precision) -> float:
 
 
 def flops_of(problem: Lowering, images: int, shared: int) -> float:
-    """That tensor cores could do meanwhile."""
+    """Return the flops that tensor cores could do in that time."""
     plan = plan_of(problem, images, shared)
     assert plan is not None, "a tile was found"
     return FLOPS_OF_CYCLE * -(-problem.fout // plan.maps) * cycles_of(plan, problem, images)
 
 
 def _arranged(count: int) -> Iterator[Vec3]:
-    """All boxes of so many."""
+    """Yield all boxes of so many matrices."""
     for z in (1, 2, 4):
         for y in (1, 2, 4):
             if count % (z * y) == 0:
                 yield z, y, count // (z * y)
 
 
-def instances() -> list[Instance]:
-    """All of them: each has registers of its own."""
+def instances() -> list[KernelInstance]:
+    """Return all kernels: each has its own number of registers."""
     kinds = [(maps, word, folded) for maps, word, folded in product(MAPS, PRECISIONS.values(), (False, True))]
     return [
-        Instance(
+        KernelInstance(
             SOURCE,
             kernel_of(maps, precision, folded=folded),
             128,
@@ -279,18 +280,20 @@ def instances() -> list[Instance]:
 
 
 def kernel_of(maps: int, precision: Precision, *, folded: bool) -> str:
+    """Return the C++ name of the kernel."""
     value = "half" if precision == "fp16" else "float"
     return f"gemm_by_warpgroups<{value}, {WORDS[precision]}, {maps}, {'true' if folded else 'false'}>"
 
 
 def resident_bytes(fin: int, fout: int, k: Vec3, precision: Precision) -> int:
+    """Return the bytes of weights on the device."""
     matrix, maps = Matrix.of(fin, k), maps_of(fout, precision)
     columns, depth = -(-fout // maps) * maps, matrix.stages * matrix.at_once * CHUNK
     return FLOAT16 * WORDS[precision] * columns * depth * prod(matrix.k) + FLOAT32 * columns
 
 
 def prepare(weights: ConvWeights, precision: Precision, device: Device) -> TensorWeights:
-    """`kernels` is [slice][chunk][taps][word][2][map][8]."""
+    """Upload weights; `kernels` is [slice][chunk][taps][word][2][map][8]."""
     fout, fin, kz, ky, kx = weights.weight.shape
     matrix, maps = Matrix.of(fin, (kz, ky, kx)), maps_of(fout, precision)
     slices, scale = -(-fout // maps), scale_of(weights.weight)
@@ -303,7 +306,7 @@ def prepare(weights: ConvWeights, precision: Precision, device: Device) -> Tenso
         padded = np.zeros((slices * maps, matrix.stages * matrix.at_once * CHUNK, kz, ky, kx), np.float32)
         padded[:fout, :fin] = scale * weights.weight
         cut = padded.reshape(slices, maps, -1, 2, PIECE, kz, ky, kx).transpose(0, 2, 5, 6, 7, 3, 1, 4)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not a number shows in the result
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity show in the result
         high = cut.astype(np.float16)
         words = [high, (cut - high).astype(np.float16)][: WORDS[precision]]
     bias = np.pad(weights.bias, (0, slices * maps - fout)).astype(np.float32)
@@ -325,7 +328,7 @@ class WarpgroupProduct:
         self._kernel = device.kernels(SOURCE, [name])[name]
 
     def run(self, x: Any, out: Any, before: Any | None, x_peak: int, out_peak: int) -> None:
-        """See DeviceStep."""
+        """Compute the layer; see DeviceStep."""
         problem, plan = self._problem, self._plan
         matrix, tiles = plan.matrix, tiles_of(problem, len(x), plan.tile)
         flat, old = is_flat(problem), x if before is None else before

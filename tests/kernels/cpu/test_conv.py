@@ -23,15 +23,15 @@ from tests.support.closeness import (
     run,
 )
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_direct
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import TABLE, find, of_kind
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.planner.cost import Rates, seconds
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.kernels.contract import Array, Primitive
     from znnpy.shapes import LayerShape, Vec3
 
 CONVS = [p for p in of_kind("conv") if p.name.startswith("cpu.")]
@@ -179,7 +179,7 @@ def test_residents_are_as_large_as_said(primitive: Primitive) -> None:
     weights = random_weights(shape)
     for variant in some_variants(primitive, shape)[-2:]:
         footprint = primitive.footprint(shape, variant, 2)
-        with Crew(2) as crew:
+        with ThreadPool(2) as crew:
             tracemalloc.start()
             try:
                 resident = primitive.prepare(weights, variant, crew)
@@ -197,7 +197,7 @@ def test_a_bound_step_keeps_what_is_said(primitive: Primitive, activation: str) 
     """Rows of biases and the like: not much, but of wide images with many maps megabytes."""
     shape = ConvShape(1, 2, 64, (4, 5, 900), (2, 2, 3), activation)  # type: ignore[arg-type]
     variant = primitive.variants(shape, MACHINE)[-1]
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         resident = primitive.prepare(random_weights(shape), variant, crew)
         tracemalloc.start()
         try:
@@ -248,7 +248,7 @@ def test_output_may_lie_on_the_input_after_its_last_stage() -> None:
     for s in late.values():
         scratch[s.name] = common[start : start + s.nbytes]
         start += s.nbytes
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         step = primitive.bind(primitive.prepare(weights, variant, crew), shape, variant, crew)
         step.run(shared_x, out, scratch)
     assert_close(out, x, weights, shape)
@@ -276,7 +276,7 @@ def test_large_finite_values_are_no_overflow() -> None:
 def test_a_stopped_crew_stops_a_step(primitive: Primitive) -> None:
     shape = ConvShape(1, 4, 4, (16, 16, 16), (3, 3, 3))
     variant = primitive.variants(shape, MACHINE)[0]
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         step = primitive.bind(primitive.prepare(random_weights(shape), variant, crew), shape, variant, crew)
         crew.stop()
         scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 2).scratch}

@@ -16,19 +16,19 @@ import pytest
 from tests.support.closeness import MACHINE, aligned, assert_close, random_input, random_weights
 from tests.support.task_traces import TWO_CHIPS, assert_trace
 from znnpy.errors import Stopped
-from znnpy.kernels.cpu import conv_fft_tasks, seats
+from znnpy.kernels.contract import Variant
+from znnpy.kernels.cpu import conv_fft_tasks, pinning
+from znnpy.kernels.cpu.pinning import Placements
 from znnpy.kernels.cpu.scheduler import Event
-from znnpy.kernels.cpu.seats import Seating
 from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import bounds, sizes
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.planner.cost import Rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
 
 TASKS = find("cpu.conv.fft_tasks")
 NARROW = Variant.of(width=16)
@@ -71,10 +71,12 @@ def run(
 ) -> Array:
     """One run; with `monkeypatch`, workers sit on two chips that are not there."""
     if monkeypatch is not None:
-        unpinned = [replace(seat, core=None) for seat in seats.seats(threads, min(threads, shape.fout), TWO_CHIPS)]
-        monkeypatch.setattr(conv_fft_tasks, "seating", lambda *counts: Seating(tuple(unpinned)))
+        unpinned = [
+            replace(place, core=None) for place in pinning.placements(threads, min(threads, shape.fout), TWO_CHIPS)
+        ]
+        monkeypatch.setattr(conv_fft_tasks, "place_workers", lambda *counts: Placements(tuple(unpinned)))
     out = np.full(shape.out_shape, np.nan, np.float32)
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), variant, crew), shape, variant, crew)
         step.observe = observe
         scratch = {s.name: aligned(s.nbytes) for s in TASKS.footprint(shape, variant, threads).scratch}
@@ -91,7 +93,7 @@ def test_delays_change_no_byte_and_only_synchronisations_allocate(monkeypatch: p
     tasks = sizes(SHAPE, 16).tasks
     assert (tasks.rows, tasks.columns, tasks.transforms, tasks.products) == (2, 3, 3, 3)
     assert tasks.slabs > 5
-    found = seats.seats(4, 4, TWO_CHIPS)
+    found = pinning.placements(4, 4, TWO_CHIPS)
     workers = set()
     for seed in range(3):
         trace: list[Event] = []
@@ -131,7 +133,7 @@ def test_workers_are_pinned_one_a_core_and_released() -> None:
         time.sleep(1e-3)
 
     seen: list[set[int]] = []
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         shape = ConvShape(2, 16, 16, (9, 9, 9), (3, 3, 3))
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
         step.observe = observe
@@ -145,7 +147,7 @@ def test_workers_are_pinned_one_a_core_and_released() -> None:
 
 def test_a_crew_stopped_in_the_middle_stops_promptly() -> None:
     shape = ConvShape(2, 32, 32, (24, 24, 24), (3, 3, 3))
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         step: Any = TASKS.bind(TASKS.prepare(random_weights(shape), NARROW, crew), shape, NARROW, crew)
         trace: list[Event] = []
 
@@ -167,9 +169,9 @@ def test_why_not_says_why() -> None:
 
     wide = ConvShape(1, 16, 16, (9, 9, 9), (3, 3, 3))
     assert reason(wide) == ""
-    assert "a task is 16 maps wide, and 15 come in" in reason(replace(wide, fin=15))
-    assert "a task is 16 maps wide, and 3 come out" in reason(replace(wide, fout=3))
-    assert "1 images of 16 maps that come in are too few tasks for 17 cores" in reason(wide, 17)
+    assert "a task is 16 maps wide, and there are 15 input maps" in reason(replace(wide, fin=15))
+    assert "a task is 16 maps wide, and there are 3 output maps" in reason(replace(wide, fout=3))
+    assert "1 images of 16 input maps are too few tasks for 17 cores" in reason(wide, 17)
     assert reason(replace(wide, batch=2), 17) == ""
     assert "see cpu.conv.direct" in reason(replace(wide, k=(1, 1, 1)))
 

@@ -21,15 +21,15 @@ from tests.support.closeness import (
     twin,
 )
 from znnpy.errors import ShapeError, Stopped, ValuesOverflowError
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes
 from znnpy.kernels.cpu.native import library
-from znnpy.kernels.crew import Crew
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import find, of_kind
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.shapes import ConvShape, FilterShape, PoolShape, fused
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
     from znnpy.shapes import Activation, Vec3
 
 LANES = find("cpu.conv.fft_lanes")
@@ -178,7 +178,7 @@ def test_only_those_that_can_pool_say_so() -> None:
         others = [p for p in on_cpu if p.name not in (LANES.name, "cpu.conv.first", "cpu.conv.direct_lanes")]
         assert all("pool" in (p.why_not(shape, MACHINE) or "") for p in others)
     soft = replace(SHAPES[0], activation="softmax")
-    assert "softmax looks at all maps" in (LANES.why_not(soft, MACHINE) or "")
+    assert "softmax needs all maps" in (LANES.why_not(soft, MACHINE) or "")
     wide = pooled(1, (1, 1), (1, 1, 1), (20, 1, 1), (14, 1, 1), "none")
     assert LANES.why_not(wide, MACHINE) == "kernel and window reach 33, beyond the largest tile of 32"
 
@@ -214,7 +214,7 @@ def test_direct_sums_that_overflow_are_counted_before_they_are_pooled(fin: int) 
 def test_a_stopped_crew_stops_a_step() -> None:
     shape = SHAPES[0]
     variant = LANES.variants(shape, MACHINE)[0]
-    with Crew(2) as crew:
+    with ThreadPool(2) as crew:
         step = LANES.bind(LANES.prepare(random_weights(shape), variant, crew), shape, variant, crew)
         crew.stop()
         scratch = {s.name: aligned(s.nbytes) for s in LANES.footprint(shape, variant, 2).scratch}

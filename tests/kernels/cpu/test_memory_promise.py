@@ -15,7 +15,7 @@ from znnpy.machine import this_machine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from znnpy.kernels.primitive import Primitive
+    from znnpy.kernels.contract import Primitive
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,9 +14,9 @@ import pytest
 from tests.support.closeness import MACHINE, aligned, assert_close, random_input, random_weights, run
 from znnpy.errors import ValuesOverflowError
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.cpu import conv_direct_lanes, conv_fft_lanes, pool_lanes
 from znnpy.kernels.cpu.native import library
-from znnpy.kernels.primitive import Variant
 from znnpy.kernels.table import find
 from znnpy.planner.cost import Rates, seconds
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, PoolShape
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
     from znnpy.shapes import Vec3
 
 COMPILED = [simd for simd in ("avx512", "avx2") if library.path(simd)]

@@ -13,8 +13,8 @@ from tests.support.ops_cases import CONVOLUTIONS, IMAGES, ROUNDING, WINDOWS, Con
 from znnpy import ops
 from znnpy.errors import ShapeError
 from znnpy.kernels import reference
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.cpu import ops as on_cpu
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.shapes import Activation, Sliding
 
 POINTWISE: list[tuple[Activation, Callable[..., Any]]] = [

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.support.closeness import MACHINE, aligned, fragments, random_input, run
 from znnpy.errors import ShapeError, Stopped
 from znnpy.kernels import reference
-from znnpy.kernels.crew import Crew
 from znnpy.kernels.table import TABLE, find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Array, Primitive
+    from znnpy.kernels.contract import Array, Primitive
     from znnpy.shapes import LayerShape, Vec3
 
 SHAPES: list[LayerShape] = [
@@ -202,7 +202,7 @@ def test_threads_and_repetition_change_no_byte(shape: LayerShape) -> None:
 def test_a_stopped_crew_stops_a_step(shape: LayerShape) -> None:
     for primitive in primitives_for(shape):
         (variant,) = primitive.variants(shape, MACHINE)
-        with Crew(2) as crew:
+        with ThreadPool(2) as crew:
             step = primitive.bind(primitive.prepare(None, variant, crew), shape, variant, crew)
             crew.stop()
             scratch = {s.name: aligned(s.nbytes) for s in primitive.footprint(shape, variant, 2).scratch}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from znnpy.kernels.contract import Primitive
 from znnpy.kernels.cpu.native.library import why_not as not_compiled
-from znnpy.kernels.primitive import Primitive
 from znnpy.kernels.table import TABLE
 from znnpy.machine import this_machine
 from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape

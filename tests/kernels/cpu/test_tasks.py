@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.task_traces import TWO_CHIPS, assert_trace
 from znnpy.errors import ValuesOverflowError
-from znnpy.kernels.cpu import seats
+from znnpy.kernels.cpu import pinning
+from znnpy.kernels.cpu.pinning import Placement, chips_of, pinned
 from znnpy.kernels.cpu.scheduler import Event, Scheduler
-from znnpy.kernels.cpu.seats import Seat, chips_of, pinned
 from znnpy.kernels.cpu.task_graph import Task, TaskGraph, check, graph
 
 GRAPHS = [TaskGraph(1, 1, 1, 1, 1), TaskGraph(4, 5, 1, 4, 4), TaskGraph(2, 3, 4, 5, 2), TaskGraph(3, 1, 2, 1, 3)]
@@ -104,11 +104,11 @@ def test_chips_are_told_by_caches_and_packages(tmp_path: Path) -> None:
 
 
 def test_workers_and_primaries_are_spread_over_chips() -> None:
-    found = seats.seats(4, 2, TWO_CHIPS)
-    assert [seat.chip for seat in found] == [0, 1, 0, 1]
-    assert [seat.core for seat in found] == [0, 2, 1, 3]
-    assert [seat.chip for seat in found if seat.primary] == [0, 1]
-    assert [seat.core for seat in seats.seats(5, 5, ((0, 1, 2), (3, 4)))] == [0, 3, 1, 4, 2]
+    found = pinning.placements(4, 2, TWO_CHIPS)
+    assert [place.chip for place in found] == [0, 1, 0, 1]
+    assert [place.core for place in found] == [0, 2, 1, 3]
+    assert [place.chip for place in found if place.primary] == [0, 1]
+    assert [place.core for place in pinning.placements(5, 5, ((0, 1, 2), (3, 4)))] == [0, 3, 1, 4, 2]
 
 
 def test_where_pinning_cannot_be_workers_share_one_chip_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +116,17 @@ def test_where_pinning_cannot_be_workers_share_one_chip_and_it_is_said(monkeypat
         raise PermissionError(1, "Operation not permitted")
 
     cores = os.sched_getaffinity(0)
-    crowded = seats.seating(len(cores) + 1, 2)
+    crowded = pinning.place_workers(len(cores) + 1, 2)
     assert crowded.unpinned == f"{len(cores) + 1} workers have {len(cores)} cores"
-    assert {(seat.chip, seat.core) for seat in crowded.seats} == {(0, None)}
-    assert seats.seating(1, 1).unpinned == "one worker has nobody to make room for"
+    assert {(place.chip, place.core) for place in crowded.places} == {(0, None)}
+    assert pinning.place_workers(1, 1).unpinned == "a single worker needs no pinning"
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    assert seats.seating(2, 2).unpinned == "the system refuses to pin threads: Operation not permitted"
+    assert pinning.place_workers(2, 2).unpinned == "the system refuses to pin threads: Operation not permitted"
     with pinned(1):
         pass  # the core was taken away meanwhile: the thread stays where it is
     monkeypatch.delattr(os, "sched_setaffinity")
-    assert seats.seating(2, 2).unpinned == "this system pins no threads"
+    assert pinning.place_workers(2, 2).unpinned == "this system pins no threads"
 
 
 def test_a_pinned_thread_goes_back_to_where_it_was() -> None:
@@ -146,10 +146,12 @@ def test_a_pinned_thread_goes_back_to_where_it_was() -> None:
 # What a run does
 
 
-def run_scheduler(tasks: TaskGraph, found: Sequence[Seat], execute: Callable[[Task, int, int], None]) -> list[Event]:
+def run_scheduler(
+    tasks: TaskGraph, found: Sequence[Placement], execute: Callable[[Task, int, int], None]
+) -> list[Event]:
     trace: list[Event] = []
     scheduler = Scheduler(tasks, found, execute, lambda: None, trace.append)
-    threads = [threading.Thread(target=scheduler.work, args=(seat,)) for seat in found]
+    threads = [threading.Thread(target=scheduler.work, args=(place,)) for place in found]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -161,7 +163,7 @@ def run_scheduler(tasks: TaskGraph, found: Sequence[Seat], execute: Callable[[Ta
 @pytest.mark.parametrize("primaries", [1, 2, 4])
 @pytest.mark.parametrize("tasks", GRAPHS, ids=str)
 def test_any_timing_respects_the_graph_the_chips_and_the_priorities(tasks: TaskGraph, primaries: int) -> None:
-    found = seats.seats(4, primaries, TWO_CHIPS)
+    found = pinning.placements(4, primaries, TWO_CHIPS)
     for seed in range(3):
         delays = np.random.default_rng(seed).exponential(2e-4, 1000)
 
@@ -174,7 +176,7 @@ def test_any_timing_respects_the_graph_the_chips_and_the_priorities(tasks: TaskG
 def test_one_worker_that_begins_does_all() -> None:
     """The pool may be busy elsewhere: nobody waits for a worker that never comes."""
     tasks, trace = TaskGraph(2, 3, 2, 2, 2), list[Event]()
-    found = seats.seats(4, 2, TWO_CHIPS)
+    found = pinning.placements(4, 2, TWO_CHIPS)
     Scheduler(tasks, found, lambda task, worker, owner: None, lambda: None, trace.append).work(found[0])
     assert {event.worker for event in trace} == {0}
     assert_trace(trace, tasks, found)
@@ -191,16 +193,16 @@ def test_an_error_stops_every_worker_and_comes_out_once() -> None:
         if task == fails:
             raise ValuesOverflowError(str(task))
 
-    found = seats.seats(4, 4, TWO_CHIPS)
+    found = pinning.placements(4, 4, TWO_CHIPS)
     scheduler = Scheduler(tasks, found, execute, lambda: None)
 
-    def work(seat: Seat) -> None:
+    def work(place: Placement) -> None:
         try:
-            scheduler.work(seat)
+            scheduler.work(place)
         except ValuesOverflowError as error:
             raised.append(str(error))
 
-    threads = [threading.Thread(target=work, args=(seat,), daemon=True) for seat in found]
+    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in found]
     start = time.monotonic()
     for thread in threads:
         thread.start()

@@ -1,6 +1,6 @@
 /* Small kernels that use every operation of device_ops.cuh and activation.cuh once, and divisions, for test_device_ops.py. */
 #include "activation.cuh"
-#include "implicit_gemm/pieces.cuh"
+#include "implicit_gemm/operands.cuh"
 
 extern "C" __global__ void add_one(float* values, long long count) {
     const long long i = global_thread();

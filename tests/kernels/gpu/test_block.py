@@ -19,6 +19,7 @@ from tests.support.closeness import (
     run_on,
 )
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.block.division import card_of
 from znnpy.kernels.gpu.block.primitive import (
     MAPS,
@@ -32,12 +33,11 @@ from znnpy.kernels.gpu.block.primitive import (
     _Division,
     _tile,
 )
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import FLOAT32, ConvShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 BLOCK = ConvBlock()
 H200 = Gpu("H200", (9, 0), 132, 141 << 30, 50 << 20, 227 << 10, 228 << 10, 4.8e12, 13000, ())
@@ -281,7 +281,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert BLOCK.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     for changed, reason in (
         ({"activation": "softmax"}, "softmax needs all maps of a voxel in one place: see gpu.conv.direct"),
-        ({"pool": (1, 1, 2), "k": (1, 1, 2)}, "does not pool into fragments what it computes: see gpu.conv.fft_tiled"),
+        ({"pool": (1, 1, 2), "k": (1, 1, 2)}, "does not fuse pooling into fragments: see gpu.conv.fft_tiled"),
         (
             {"n": (3, 2**20, 2**20), "k": (1, 1, 1)},
             "takes up to 2147483647 blocks of voxels and maps, not 51539607552",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.nvrtc import compile_for
-from znnpy.kernels.gpu.instances import ARCHITECTURES, instances
-from znnpy.kernels.gpu.modules import KERNELS, ONE_CARD, Instance
+from znnpy.kernels.gpu.kernel_instances import ARCHITECTURES, instances
+from znnpy.kernels.gpu.kernel_source import KERNELS, ONE_CARD, KernelInstance
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +28,9 @@ SHOWN = (
 )
 
 
-def chosen() -> Iterator[tuple[int, Instance]]:
+def chosen() -> Iterator[tuple[int, KernelInstance]]:
     """Each instance for one architecture, in turn, so that every architecture sees every source; or all for all."""
-    found: dict[str, list[Instance]] = {}
+    found: dict[str, list[KernelInstance]] = {}
     for instance in instances():
         found.setdefault(instance.source, []).append(instance)
     for kernels in found.values():
@@ -47,9 +47,9 @@ def architectures_of(source: str) -> tuple[int, ...]:
     return (90,) if source in ONE_CARD else ARCHITECTURES
 
 
-def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[Instance]]:
+def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[KernelInstance]]:
     """What is compiled at once."""
-    found: dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[Instance]] = {}
+    found: dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[KernelInstance]] = {}
     for architecture, instance in chosen():
         found.setdefault((architecture, instance.source, instance.defines), []).append(instance)
     return found
@@ -61,7 +61,7 @@ def programs() -> dict[tuple[int, str, tuple[tuple[str, int | str], ...]], list[
     ids=[f"sm_{architecture} {source}" for architecture, source, _ in programs()],
 )
 def test_kernels_compile_within_their_registers(
-    architecture: int, source: str, defines: tuple[tuple[str, int | str], ...], kernels: list[Instance]
+    architecture: int, source: str, defines: tuple[tuple[str, int | str], ...], kernels: list[KernelInstance]
 ) -> None:
     used = compile_for(architecture, source, [kernel.name for kernel in kernels], dict(defines))
     wrong = []

@@ -14,15 +14,15 @@ from tests.support.closeness import MACHINE, assert_close, random_input, random_
 from tests.support.emulator.libraries import Offer
 from znnpy.errors import DeviceError
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu import conv_cudnn, cudnn_plans
 from znnpy.kernels.gpu.conv_cudnn import ConvCudnn, ConvCudnnWorkspace, parts
 from znnpy.kernels.gpu.libraries import Convolution
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, PoolShape, valid
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.shapes import Activation, Precision
 
 PLAIN, ROOMY = ConvCudnn(), ConvCudnnWorkspace()

@@ -10,14 +10,14 @@ import pytest
 
 from tests.support.closeness import INPUTS, MACHINE, assert_close, random_input, random_weights, run_on
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.conv_direct import ConvDirect, DirectStep, prepare, tile_of
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import Activation, ConvShape, PoolShape, Sliding
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 DIRECT = ConvDirect()
 PLAIN, SHARED = Variant.of(kernel="plain"), Variant.of(kernel="shared")
@@ -148,7 +148,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert DIRECT.why_not(SHAPES[0], MACHINE) == "needs a CUDA device"
     assert DIRECT.why_not(pool, WITH_GPU) == "computes convolutions, not pool"
     assert DIRECT.why_not(replace(SHAPES[0], n=(3, 3, 3), pool=(2, 2, 2)), WITH_GPU) == (
-        "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
+        "does not fuse pooling into fragments: see gpu.conv.fft_tiled"
     )
     assert DIRECT.why_not(SHAPES[0], WITH_GPU) is None
 

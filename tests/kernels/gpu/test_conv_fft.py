@@ -11,15 +11,15 @@ import pytest
 from tests.support.closeness import MACHINE, assert_close, random_input, random_weights
 from tests.support.emulator import EmulatedDevice
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu import conv_fft
 from znnpy.kernels.gpu.conv_fft import ConvFft, _counts, _some, good_size
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, PoolShape
 
 if TYPE_CHECKING:
+    from znnpy.kernels.contract import ConvWeights
     from znnpy.kernels.gpu.libraries import Kind
-    from znnpy.kernels.primitive import ConvWeights
 
 FFT = ConvFft()
 GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, ())

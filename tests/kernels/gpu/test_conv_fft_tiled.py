@@ -11,14 +11,14 @@ import pytest
 
 from tests.support.closeness import INPUTS, MACHINE, assert_close, random_input, random_weights
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.fft_tiled.primitive import ConvFftTiled, spectra_for
 from znnpy.kernels.gpu.fft_tiled.tiles import SIDES, SIDES_Z, Cover, frequencies, plane_block
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, FilterShape, PoolShape, Precision, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 TILED = ConvFftTiled()
 LARGE = Gpu("large", (9, 0), 132, 2**37, 2**25, 232448, 233472, 4e12, 13000, ())
@@ -340,7 +340,7 @@ def test_groups_that_pool_have_every_window_once(k: int, group: int) -> None:
 
 def test_pools_by_no_more_than_two() -> None:
     here, shape = replace(MACHINE, gpu=LARGE), ConvShape(1, 3, 3, (49, 49, 49), (3, 3, 3), "relu", (2, 2, 3))
-    assert TILED.why_not(shape, here) == "pools what it computes by 1 or 2 along each axis, not by 2x2x3"
+    assert TILED.why_not(shape, here) == "fuses pooling by 1 or 2 along each axis, not by 2x2x3"
     assert TILED.why_not(replace(shape, pool=(2, 2, 2)), here) is None
     tall = ConvShape(1, 3, 3, (64, 63, 63), (32, 3, 3), "relu")
     assert TILED.why_not(tall, here) is None

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights, run_on
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu import conv_first
 from znnpy.kernels.gpu.conv_first import (
     AHEAD,
@@ -26,12 +27,11 @@ from znnpy.kernels.gpu.conv_first import (
     _wide,
     _widths,
 )
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 FIRST = ConvFirst()
 FLOAT, TENSOR = "float", "tensor"
@@ -281,9 +281,9 @@ def test_what_does_not_apply_says_why() -> None:
         ({"activation": "softmax"}, "softmax needs all maps of a voxel in one place: see gpu.conv.direct"),
         (
             {"fin": 4, "n": (1, 200, 40), "k": (1, 200, 11)},
-            "one row of its taps wants 158944 bytes of shared memory, and a block has 131072",
+            "one row of its taps needs 158944 bytes of shared memory, and a block has 131072",
         ),
-        ({"pool": (1, 1, 2), "k": (1, 1, 1)}, "does not pool into fragments what it computes: see gpu.conv.fft_tiled"),
+        ({"pool": (1, 1, 2), "k": (1, 1, 1)}, "does not fuse pooling into fragments: see gpu.conv.fft_tiled"),
     ):
         assert FIRST.why_not(replace(shape, **changed), WITH_GPU) == reason
 

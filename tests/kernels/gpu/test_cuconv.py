@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from tests.support.closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights, run_on
-from znnpy.kernels.gpu.cuconv import parts
-from znnpy.kernels.gpu.cuconv.parts import PARTS_BYTES, SIDES, choices, cut
+from znnpy.kernels.contract import Variant
+from znnpy.kernels.gpu.cuconv import partition as partitioning
+from znnpy.kernels.gpu.cuconv.partition import PARTS_BYTES, SIDES, choices, partition
 from znnpy.kernels.gpu.cuconv.primitive import CuConv
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import Activation, ConvShape, PoolShape, Vec3
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import ConvWeights
+    from znnpy.kernels.contract import ConvWeights
 
 CUCONV = CuConv()
 GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, ())
@@ -134,10 +134,10 @@ def test_long_sums_are_as_exact_as_short_ones(device: Any, shape: ConvShape, tap
 
 
 def test_partial_sums_come_some_voxels_at_a_time(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PARTS_BYTES", 4 * 4 * 6 * 64)
+    monkeypatch.setattr(partitioning, "PARTS_BYTES", 4 * 4 * 6 * 64)
     shape = ConvShape(2, 3, 4, (4, 9, 8), (3, 1, 2), "relu")
     variant = Variant.of(side=16, taps=1, units="float")
-    c = cut(shape, 16, 1)
+    c = partition(shape, 16, 1)
     assert (c.voxels, c.at_once, c.parts) == (252, 64, 6)
     assert CUCONV.footprint(shape, variant, 1).scratch[0].nbytes == 4 * 4 * 6 * 64
     x, weights = random_input(shape), random_weights(shape)
@@ -175,12 +175,14 @@ def test_choices_keep_to_the_memory(m: Vec3, k: Vec3, maps: tuple[int, int], uni
     assert 1 <= len(found) <= 4
     assert {side for side, _ in found} == set(SIDES)
     for side, taps in found:
-        c = cut(shape, side, taps)
+        c = partition(shape, side, taps)
         assert (c.parts - 1) * taps < prod(k) <= c.parts * taps
         assert c.parts_bytes <= PARTS_BYTES
         assert (c.parts == 1) == (c.at_once == c.voxels and c.parts_bytes == 0)
         assert c.parts == 1 or c.at_once == c.voxels or c.at_once % 64 == 0
-    assert (k == (1, 1, 1)) == all(cut(shape, *choice).parts == 1 for choice in found)  # the paper's one tap is tried
+    assert (k == (1, 1, 1)) == all(
+        partition(shape, *choice).parts == 1 for choice in found
+    )  # the paper's one tap is tried
 
 
 def test_small_layers_take_small_blocks_and_large_ones_large() -> None:
@@ -193,7 +195,7 @@ def test_small_layers_take_small_blocks_and_large_ones_large() -> None:
 
 def test_parts_that_do_not_fit_the_memory_are_not_tried() -> None:
     shape = ConvShape(1, 2, 1024, (33, 33, 33), (29, 29, 29))
-    assert cut(shape, 16, 29).parts_bytes > PARTS_BYTES
+    assert partition(shape, 16, 29).parts_bytes > PARTS_BYTES
     assert {taps for _, taps in choices(shape, 132, "float")} <= {29**2, 29**3}
 
 
@@ -202,7 +204,7 @@ def test_what_does_not_apply_says_why() -> None:
     assert CUCONV.why_not(shape, MACHINE) == "needs a CUDA device"
     assert CUCONV.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     assert CUCONV.why_not(replace(shape, n=(3, 3, 3), pool=(2, 2, 2)), WITH_GPU) == (
-        "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
+        "does not fuse pooling into fragments: see gpu.conv.fft_tiled"
     )
     assert CUCONV.why_not(replace(shape, activation="softmax"), WITH_GPU) == (
         "softmax needs all maps of a voxel in one place: see gpu.conv.direct"

@@ -86,9 +86,9 @@ def test_views_lie_where_they_say(device: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "offset", "strides", "words"),
     [
-        ((65,), 0, None, "ends 4 bytes behind the 256"),
-        ((64,), 1, None, "ends 1 bytes behind the 256"),
-        ((2, 2), 0, (252, 4), "ends 4 bytes behind the 256"),
+        ((65,), 0, None, "ends 4 bytes beyond the 256"),
+        ((64,), 1, None, "ends 1 bytes beyond the 256"),
+        ((2, 2), 0, (252, 4), "ends 4 bytes beyond the 256"),
         ((2,), 8, (-4,), "describe no array"),
         ((2,), -4, None, "describe no array"),
         ((2, 2), 0, (4,), "describe no array"),
@@ -323,11 +323,11 @@ def test_a_card_is_described_from_what_cuda_says(monkeypatch: pytest.MonkeyPatch
         (fake_cupy(driver=0), "this machine has no NVIDIA driver: install one, or run on the CPU"),
         (
             fake_cupy(driver=12080),
-            "the NVIDIA driver speaks CUDA 12.8 and CuPy needs CUDA 13: install a newer driver, or run on the CPU",
+            "the NVIDIA driver supports CUDA 12.8 and CuPy needs CUDA 13: install a newer driver, or run on the CPU",
         ),
         (
             fake_cupy(major=7),
-            r"the GPU, a Fake, is of compute capability 7\.6, and kernels are made for 8\.0 \(Ampere\) and newer: .*",
+            r"the GPU, a Fake, has compute capability 7\.6, and the kernels need 8\.0 \(Ampere\) and newer: .*",
         ),
         (
             fake_cupy(no_compiler="no libnvrtc.so.13\nsearched here\nand there"),

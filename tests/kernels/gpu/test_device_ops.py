@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.emulator import EMULATED_GPU, SMALL_GPU, EmulatedDevice
 from znnpy.errors import DeviceError
-from znnpy.kernels.gpu.modules import KERNELS, source_text
+from znnpy.kernels.gpu.kernel_source import KERNELS, source_text
 from znnpy.shapes import ACTIVATIONS
 
 pytestmark = pytest.mark.slow

@@ -12,14 +12,14 @@ import pytest
 
 from tests.support.closeness import INPUTS, MACHINE, assert_close, error_of, random_input, random_weights
 from znnpy.errors import Stopped, ValuesOverflowError
-from znnpy.kernels.crew import Crew
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.gpu.conv_direct import DirectStep
 from znnpy.kernels.gpu.host_ram.division import Order
 from znnpy.kernels.gpu.host_ram.primitive import ConvHostRam
 from znnpy.kernels.gpu.host_ram.search import Space, vram
 from znnpy.kernels.gpu.host_ram.timeline import Speeds
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.kernels.table import IN_HOST_RAM, TABLE, find
+from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Gpu
 from znnpy.planner.cost import assumed_rates, seconds
 from znnpy.shapes import Activation, ConvShape, PoolShape, Precision
@@ -99,7 +99,7 @@ def run(
     scratch = {s.name: device.put(np.full(s.nbytes, 0xFF, np.uint8), s.name) for s in promised.scratch}
     step = HOST_RAM.bind(resident, shape, chosen, device)
     outs = []
-    with Crew(threads) as crew:
+    with ThreadPool(threads) as crew:
         for _ in range(times):
             out = of_host(np.full(shape.out_shape, np.nan, kind), strided=strided)
             step.run(given, out, scratch, crew)
@@ -278,7 +278,7 @@ def test_stops_between_sub_layers_and_leaves_nothing_under_way(device: Any) -> N
     class Watched(np.ndarray[Any, Any]):
         """An output that stops its run when it is first written to."""
 
-        crew: Crew
+        crew: ThreadPool
 
         def __setitem__(self, at: Any, value: Any) -> None:
             super().__setitem__(at, value)
@@ -286,12 +286,12 @@ def test_stops_between_sub_layers_and_leaves_nothing_under_way(device: Any) -> N
                 self.base.crew.stop()
 
     out = np.full(SHAPE.out_shape, np.nan, np.float32).view(Watched)
-    with Crew(1) as out.crew, pytest.raises(Stopped):
+    with ThreadPool(1) as out.crew, pytest.raises(Stopped):
         step.run(x, out, scratch, out.crew)
     assert all(stream.done for stream in (device.uploads, device.stream, device.downloads))
     assert np.isnan(np.asarray(out)).any()
     again = np.full(SHAPE.out_shape, np.nan, np.float32)
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         step.run(x, again, scratch, crew)
     assert_close(again, x, random_weights(SHAPE), SHAPE)
 
@@ -309,7 +309,7 @@ def test_waiting_for_the_device_ends_when_the_run_is_stopped(device: Any) -> Non
             assert self.looks < 100, "it waits for ever"
             return False
 
-    with Crew(1) as crew:
+    with ThreadPool(1) as crew:
         crew.stop()
         with pytest.raises(Stopped):
             step._await(Never(), crew)
@@ -353,15 +353,11 @@ def test_what_does_not_apply_says_why() -> None:
     assert HOST_RAM.why_not(SHAPE, MACHINE) == "needs a CUDA device"
     assert HOST_RAM.why_not(PoolShape(1, 1, (3, 3, 3), (2, 2, 2)), WITH_GPU) == "computes convolutions, not pool"
     pooled = replace(SHAPE, n=(9, 8, 8), pool=(1, 2, 1))
-    assert HOST_RAM.why_not(pooled, WITH_GPU) == (
-        "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
-    )
+    assert HOST_RAM.why_not(pooled, WITH_GPU) == ("does not fuse pooling into fragments: see gpu.conv.fft_tiled")
     assert HOST_RAM.why_not(SHAPE, WITH_GPU) is None
     assert isinstance(HOST_RAM, ConvHostRam)
     none = ConvHostRam(HOST_RAM.inner[:1])
-    assert none.why_not(replace(SHAPE, k=(1, 1, 1)), WITH_GPU) == (
-        "none of gpu.conv.fft_tiled computes sub-layers of it"
-    )
+    assert none.why_not(replace(SHAPE, k=(1, 1, 1)), WITH_GPU) == "none of gpu.conv.fft_tiled computes its sub-layers"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

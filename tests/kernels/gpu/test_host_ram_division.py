@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.support.closeness import MACHINE
+from znnpy.kernels.contract import Footprint, Scratch, Variant
 from znnpy.kernels.gpu.host_ram import timeline
 from znnpy.kernels.gpu.host_ram.bounds import Bounds
 from znnpy.kernels.gpu.host_ram.division import Divided, Division, Inner, Order, Parts, Sublayer
 from znnpy.kernels.gpu.host_ram.search import Found, by_heuristics, divide, follow, takes_direct, vram
 from znnpy.kernels.gpu.host_ram.space import FEW, Space, sizes
 from znnpy.kernels.gpu.host_ram.timeline import SUMMED, Speeds, seconds
-from znnpy.kernels.primitive import Footprint, Scratch, Variant
 from znnpy.kernels.table import find
 from znnpy.machine import Gpu
 from znnpy.planner.cost import assumed_rates

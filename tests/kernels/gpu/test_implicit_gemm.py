@@ -13,10 +13,10 @@ import pytest
 from tests.support.closeness import INPUTS, MACHINE, random_input, random_weights, run_on
 from tests.support.emulator import EmulatedDevice
 from znnpy.kernels import reference
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import Activation, ConvShape, PoolShape, Precision, Sliding, Vec3
 
@@ -249,12 +249,12 @@ def test_what_does_not_apply_says_why() -> None:
     assert GEMM.why_not(SHAPES[0], MACHINE) == "needs a CUDA device"
     assert GEMM.why_not(pool, WITH_GPU) == "computes convolutions, not pool"
     assert GEMM.why_not(replace(SHAPES[0], n=(3, 3, 3), pool=(2, 2, 2)), WITH_GPU) == (
-        "does not pool into fragments what it computes: see gpu.conv.fft_tiled"
+        "does not fuse pooling into fragments: see gpu.conv.fft_tiled"
     )
     assert GEMM.why_not(SHAPES[0], WITH_GPU) is None
     long = ConvShape(1, 80, 9, (9, 9, 9), (4, 4, 4), "softmax")
     assert GEMM.why_not(long, WITH_GPU) == (
-        "adds 5,120 products one after another, which costs more than 1e-6 in fp32: see gpu.conv.direct"
+        "adds 5,120 products in sequence, which costs more than 1e-6 in fp32: see gpu.conv.direct"
     )
     assert GEMM.why_not(replace(long, precision="tf32"), WITH_GPU) is None
     old = replace(MACHINE, gpu=replace(GPU, capability=(7, 5)))

@@ -24,8 +24,8 @@ from znnpy.shapes import PRECISIONS, ConvShape
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from znnpy.kernels.contract import ConvWeights, Footprint, Primitive, Variant
     from znnpy.kernels.gpu.device import Device
-    from znnpy.kernels.primitive import ConvWeights, Footprint, Primitive, Variant
     from znnpy.machine import Machine
     from znnpy.shapes import Precision
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.emulator import SMALL_GPU, EmulatedDevice
 from znnpy.kernels import reference
-from znnpy.kernels.gpu.moves import C_NAMES, Moves
+from znnpy.kernels.gpu.load_store import C_NAMES, LoadStore
 from znnpy.network import Normalise
 from znnpy.shapes import turn
 
@@ -21,8 +21,8 @@ RAW = sorted(C_NAMES)
 NO_WINDOWS: tuple[Vec3, ...] = ()
 
 
-def moves(device: Any, **changed: Any) -> Moves:
-    return Moves(device, **({"raw": np.uint8, "values": np.float32, "out": np.float32} | changed))
+def moves(device: Any, **changed: Any) -> LoadStore:
+    return LoadStore(device, **({"raw": np.uint8, "values": np.float32, "out": np.float32} | changed))
 
 
 def word(device: Any) -> Any:

@@ -17,10 +17,10 @@ from tests.support.ops_cases import CONVOLUTIONS, IMAGES, ROUNDING, WINDOWS, Con
 from znnpy import ops
 from znnpy.errors import ShapeError
 from znnpy.kernels import reference
+from znnpy.kernels.contract import ConvWeights
 from znnpy.kernels.gpu import ops as on_gpu
 from znnpy.kernels.gpu.implicit_gemm import warpgroup
 from znnpy.kernels.gpu.ops import turning
-from znnpy.kernels.primitive import ConvWeights
 from znnpy.shapes import Activation, Precision, Sliding
 
 POINTWISE: list[tuple[Activation, Callable[..., Any]]] = [

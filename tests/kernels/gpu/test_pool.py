@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.closeness import MACHINE, random_input
 from znnpy.kernels import reference
+from znnpy.kernels.contract import Variant
 from znnpy.kernels.gpu.pool import MaxFilter, MaxoutDirect, PoolFragments, PoolMax
-from znnpy.kernels.primitive import Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
-    from znnpy.kernels.primitive import Primitive
+    from znnpy.kernels.contract import Primitive
     from znnpy.shapes import LayerShape
 
 GPU = Gpu("some card", (9, 0), 132, 2**36, 2**25, 2**17, 2**17, 4e12, 13000, ())

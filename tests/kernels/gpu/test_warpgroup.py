@@ -14,10 +14,10 @@ from tests.support.closeness import MACHINE, error_of, random_input, random_weig
 from tests.support.emulator import EmulatedDevice
 from znnpy.errors import DeviceError
 from znnpy.kernels import reference
+from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.gpu.implicit_gemm import tensor, warpgroup
 from znnpy.kernels.gpu.implicit_gemm.lowering import Lowering
 from znnpy.kernels.gpu.implicit_gemm.primitive import ConvImplicitGemm
-from znnpy.kernels.primitive import ConvWeights, Variant
 from znnpy.machine import Gpu
 from znnpy.shapes import ConvShape, Precision, Sliding, Vec3
 

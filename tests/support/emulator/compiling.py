@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from znnpy.kernels.gpu.modules import kernel_words, source_text
+from znnpy.kernels.gpu.kernel_source import describe_kernels, source_text
 
 HEADER = Path(__file__).parent / "emulator.hpp"
 FLAGS = ("-std=gnu++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-exceptions", "-fno-strict-aliasing",
@@ -52,7 +52,7 @@ def compiled(source: str, names: tuple[str, ...], defines: tuple[tuple[str, int 
             written.write_text(text)
             built = library.with_suffix(".building")
             done = _ran([*command, "-include", str(_header()), "-o", str(built), str(written)])
-            words = kernel_words(source, names, dict(defines))
+            words = describe_kernels(source, names, dict(defines))
             assert done.returncode == 0, f"{words} as C++: {' '.join(command)}\n{done.stderr[:4000]}"
             built.replace(library)
     return _loaded(library)

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from tests.support.emulator.compiling import ONE_LAUNCH, Launch, compiled
 from tests.support.emulator.libraries import NumpyLibraries
-from znnpy.kernels.gpu.arrays import check_view, copy_rows, kernel_arguments
-from znnpy.kernels.gpu.device import ALIGNMENT, refusal
+from znnpy.kernels.gpu.checks import check_view, copy_rows, kernel_arguments
+from znnpy.kernels.gpu.cuda_runtime import refusal
+from znnpy.kernels.gpu.device import ALIGNMENT
 from znnpy.machine import Gpu
 
 POISON = 0xFF  # every byte of it: NaN in float32, float16 and complex64, -1 in integers

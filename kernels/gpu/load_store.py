@@ -3,7 +3,7 @@
 These signatures are fixed (arrays are in device memory; addresses are integers, 0: not wanted; all calls are queued on
 `device.stream` and return at once):
 
-    Moves(device, raw=, values=, out=, windows=, normalise=)   compiles, uploads its tables: `moves.nbytes` bytes
+    LoadStore(device, raw=, values=, out=, windows=, normalise=)   compiles, uploads its tables: `moves.nbytes` bytes
     moves.load(raw, x, peak)                     a raw patch -> normalised activations
     moves.store(first, fragments, out, peak)     a part of the last fragments -> their places in the dense patch
     moves.keep(kept, x, join=)                   the last planes of every image, for the next step of a column
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from znnpy.kernels.gpu.device import Device
     from znnpy.network import Normalise
 
-SOURCE = "moves.cu"
+SOURCE = "load_store.cu"
 THREADS = 256
 TILE = 1024  # voxels of a tile that is transposed in shared memory
 NARROW = 32  # voxels along each side of a tile if input and output are contiguous along different axes
-CHANNELS, MAPS = 4, 8  # as in moves.cu
+CHANNELS, MAPS = 4, 8  # as in load_store.cu
 WAVES = 16  # blocks per multiprocessor: enough to hide each other's latency
 
 C_NAMES = {
@@ -53,7 +53,7 @@ WORDS = {2: "unsigned short", 4: "unsigned int", 8: "uint2", 16: "uint4"}  # typ
 
 
 def kernel_names(raw: str, values: str, out: str) -> list[str]:
-    """Return the C++ names of all kernels that `Moves` runs, for numpy's names of the types."""
+    """Return the C++ names of all kernels that `LoadStore` runs, for numpy's names of the types."""
     raw, values, out = C_NAMES[raw], C_NAMES[values], C_NAMES[out]
     words = [f"{kernel}<{word}>" for kernel in ("keep", "clear") for word in WORDS.values()]
     return [
@@ -65,7 +65,7 @@ def kernel_names(raw: str, values: str, out: str) -> list[str]:
     ]
 
 
-class Moves:
+class LoadStore:
     """The kernels of one session, compiled for its types.
 
     raw        type that the volume stores: any real dtype
@@ -145,9 +145,8 @@ class Moves:
         lines = (m[1] * m[2] * maps, m[2] * maps)
         across = abs(steps[o]) < abs(sx)
         tx = px * -(-NARROW // px) if across else px * -(-TILE // (4 * px))
-        to = (
-            min(NARROW, max(1, 2 * TILE // tx)) if across else 4
-        )  # Fewer for a long period, so that the tile fits any GPU.
+        # Fewer for a long period, so that the tile fits any GPU.
+        to = min(NARROW, max(1, 2 * TILE // tx)) if across else 4
         table = (py * px, px)
         self._kernels[f"store<{self._values}, {self._out}>"](
             (n[r] * -(-n[o] // to) * -(-n[2] // tx),),

@@ -1,4 +1,4 @@
-/* Voxels on their way from memory to factors of float16 products: 8 values at a time, as one word or two.
+/* Loading of voxels as factors of float16 products: 8 values at a time, as one word or two.
  *
  * Tested  tests/kernels/gpu/test_implicit_gemm.py
  */
@@ -6,13 +6,13 @@
 
 #include "device_ops.cuh"
 
-constexpr int PIECE = 8;   // values that a thread brings at once; tensor.py
-constexpr float TOP = 14;  // they are scaled to less than 2^TOP; tensor.py
+constexpr int PIECE = 8;   // values that a thread loads at once, as in tensor.py
+constexpr float TOP = 14;  // values are scaled to less than 2^TOP, as in tensor.py
 
 /* n / d for 0 <= n < 2^20, by 1 / d. */
 DEVICE int quotient(int n, float reciprocal) { return (int)((n + 0.5f) * reciprocal); }
 
-/* n / d for 0 <= n < 2^31 - 64: 1 / d brings it near. */
+/* n / d for 0 <= n < 2^31 - 64: an estimate by 1 / d, then corrections. */
 DEVICE int divided(int n, int d, float reciprocal) {
     int q = (int)(n * reciprocal);
     while ((long long)q * d > n) --q;
@@ -20,8 +20,8 @@ DEVICE int divided(int n, int d, float reciprocal) {
     return q;
 }
 
-/* 8 values, maps of a voxel or voxels of a map, on their way from memory to the region. APART: each in a register of
- * its own, so that nobody waits for them before `put`.
+/* 8 values, maps of a voxel or voxels of a map, in transit from memory to the region. APART: each in a register of its
+ * own, so that nothing waits for them before `put`.
  */
 template <class T, bool APART = false> struct Piece;
 template <> struct Piece<half, true> {
@@ -78,7 +78,9 @@ template <bool APART> struct Piece<float, APART> {
     }
 };
 
-/* A power of two that brings values up to `peak` below 2^TOP; 1 where there is no peak, or none that is a number. */
+/* A power of two that scales values up to `peak` below 2^TOP; 1 if there is no peak, or it is not a positive finite
+ * number.
+ */
 DEVICE float scale_of(const float* peak) {
     if (peak == nullptr || !(*peak > 0.0f) || *peak == INFINITY) return 1.0f;
     const int e = (int)TOP - 1 - ilogbf(*peak);

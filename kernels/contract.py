@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from znnpy.network import ConvWeights as ConvWeights
-from znnpy.shapes import ConvShape, LayerShape
+from znnpy.shapes import ConvShape, FilterShape, LayerShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from znnpy.kernels.crew import Crew
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.machine import Machine
     from znnpy.shapes import Vec3
 
@@ -209,7 +209,7 @@ class DeviceStep(Protocol):
 class HostStep(Protocol):
     """A primitive bound to one shape on a GPU whose input and output live in host memory."""
 
-    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], crew: Crew) -> None:
+    def run(self, x: Any, out: Any, scratch: Mapping[str, Any], pool: ThreadPool) -> None:
         """Compute the layer as `Step.run` does; the work is done when the call returns.
 
         x, out   numpy arrays, pageable, any strides; float16 if the shape's precision is fp16, else float32.
@@ -256,13 +256,13 @@ class Primitive(Protocol):
     def work(self, shape: LayerShape, variant: Variant) -> Sequence[Work]:
         """Return its work, stage by stage; rates turn it into seconds."""
 
-    def prepare(self, weights: ConvWeights | None, variant: Variant, crew: Any, /) -> Any:
+    def prepare(self, weights: ConvWeights | None, variant: Variant, pool: Any, /) -> Any:
         """Return the transformed weights, computed once and shared by every shape; None for layers without weights.
 
         pool  the executor: a ThreadPool on the CPU, a Device on a GPU.
         """
 
-    def bind(self, resident: Any, shape: LayerShape, variant: Variant, crew: Any, /) -> Any:
+    def bind(self, resident: Any, shape: LayerShape, variant: Variant, pool: Any, /) -> Any:
         """Return a step for this shape: a Step or CarryingStep on the CPU, a DeviceStep or HostStep on a GPU.
 
         It may plan transforms, and keeps no memory besides their tables.
@@ -274,6 +274,38 @@ def as_conv(shape: LayerShape) -> ConvShape:
     if not isinstance(shape, ConvShape):
         raise TypeError(f"a primitive for convolutions was given {shape}; ask why_not first")
     return shape
+
+
+Windowed = PoolShape | FilterShape
+
+
+def as_windowed(shape: LayerShape) -> Windowed:
+    """Return `shape` as a pooling or a max-filter; TypeError if it is another kind of layer."""
+    if not isinstance(shape, Windowed):
+        raise TypeError(f"maxima over windows are computed here, not {shape}")
+    return shape
+
+
+def why_not_pooling(shape: LayerShape, *, fragments: bool, other: str) -> str | None:
+    """Return None if `shape` is a pooling with, or without, fragments; else a reason.
+
+    other  the primitive of the same device for the other kind of pooling
+    """
+    if not isinstance(shape, PoolShape):
+        return f"computes poolings, not {shape.kind}"
+    if shape.fragments == fragments:
+        return None
+    return f"{'plain pooling has no fragments' if fragments else 'dense output needs every offset'}: see {other}"
+
+
+def why_not_filter(shape: LayerShape) -> str | None:
+    """Return None if `shape` is a max-filter; else a reason."""
+    return None if isinstance(shape, FilterShape) else f"computes max-filters, not {shape.kind}"
+
+
+def why_not_maxout(shape: LayerShape) -> str | None:
+    """Return None if `shape` is a maxout; else a reason."""
+    return None if isinstance(shape, MaxoutShape) else f"computes maxouts, not {shape.kind}"
 
 
 def why_not_fp32(shape: LayerShape) -> str | None:

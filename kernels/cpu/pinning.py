@@ -12,7 +12,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """The place of one worker."""
 
     worker: int
@@ -22,10 +22,10 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
+class Placements:
     """The places of all workers; `unpinned` is the reason why they are not pinned, if they are not."""
 
-    seats: tuple[Seat, ...]
+    places: tuple[Placement, ...]
     unpinned: str | None = None
 
 
@@ -45,33 +45,35 @@ def chips_of(cores: Iterable[int], root: Path = CPUS) -> tuple[tuple[int, ...], 
     return tuple(tuple(core for _, core in sorted(chip)) for chip in chips.values())
 
 
-def seating(threads: int, primaries: int) -> Seating:
+def place_workers(threads: int, primaries: int) -> Placements:
     """Place workers on the cores that this process may use."""
     if threads == 1:
-        return Seating(seats(1, primaries, None), "a single worker needs no pinning")
+        return Placements(placements(1, primaries, None), "a single worker needs no pinning")
     if not hasattr(os, "sched_setaffinity"):
-        return Seating(seats(threads, primaries, None), "this system pins no threads")
+        return Placements(placements(threads, primaries, None), "this system pins no threads")
     cores = os.sched_getaffinity(0)
     if len(cores) < threads:
-        return Seating(seats(threads, primaries, None), f"{threads} workers have {len(cores)} cores")
+        return Placements(placements(threads, primaries, None), f"{threads} workers have {len(cores)} cores")
     try:
         os.sched_setaffinity(0, cores)  # changes nothing, but is refused where pinning is
     except OSError as error:
-        return Seating(seats(threads, primaries, None), f"the system refuses to pin threads: {error.strerror}")
-    return Seating(seats(threads, primaries, chips_of(cores)))
+        return Placements(placements(threads, primaries, None), f"the system refuses to pin threads: {error.strerror}")
+    return Placements(placements(threads, primaries, chips_of(cores)))
 
 
-def seats(threads: int, primaries: int, chips: Sequence[Sequence[int]] | None) -> tuple[Seat, ...]:
+def placements(threads: int, primaries: int, chips: Sequence[Sequence[int]] | None) -> tuple[Placement, ...]:
     """Return a place for each worker; the first `primaries` are primary.
 
     chips  cores of each chip, `threads` or more in total: workers are assigned to chips round-robin, so that the
            workers, and the primary ones among them, are spread evenly. None: not pinned, and all on one chip.
     """
     if chips is None:
-        return tuple(Seat(worker, 0, worker < primaries, None) for worker in range(threads))
+        return tuple(Placement(worker, 0, worker < primaries, None) for worker in range(threads))
     longest = max(map(len, chips))
     taken = [(chip, cores[rank]) for rank in range(longest) for chip, cores in enumerate(chips) if rank < len(cores)]
-    return tuple(Seat(worker, chip, worker < primaries, core) for worker, (chip, core) in enumerate(taken[:threads]))
+    return tuple(
+        Placement(worker, chip, worker < primaries, core) for worker, (chip, core) in enumerate(taken[:threads])
+    )
 
 
 @contextmanager

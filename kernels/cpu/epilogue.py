@@ -15,14 +15,14 @@ from znnpy.shapes import FLOAT32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from znnpy.kernels.crew import Crew
-    from znnpy.kernels.primitive import Array
+    from znnpy.kernels.contract import Array
+    from znnpy.kernels.thread_pool import ThreadPool
     from znnpy.shapes import Activation
 
 LINES_BYTES = 256 * 1024  # of lines processed at once, which stay in L2
 
 
-class Finish:
+class Epilogue:
     """Bias and activation of one layer, for rows of up to `width` voxels."""
 
     def __init__(self, bias: Array, activation: Activation, width: int) -> None:
@@ -58,7 +58,7 @@ class Finish:
         if self._activation == "relu":
             np.maximum(out, self._zeros[:length], out=out)
         else:
-            squash(self._activation, out, self._maps)
+            activate_rows(self._activation, out, self._maps)
 
 
 def overflow(bad: int, size: int) -> ValuesOverflowError:
@@ -69,15 +69,15 @@ def overflow(bad: int, size: int) -> ValuesOverflowError:
     )
 
 
-def finish_whole(finish: Finish, out: Array, crew: Crew) -> None:
-    """Apply `finish` to every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
+def apply_epilogue(epilogue: Epilogue, out: Array, pool: ThreadPool) -> None:
+    """Apply `epilogue` to every voxel of `out` (S, z, y, x, f') in place: for methods that compute one map at a time.
 
-    finish  the epilogue for rows of x voxels.
+    epilogue  the epilogue for rows of x voxels.
     """
-    _each_block(lambda rows: finish(rows, rows), out, crew)
+    _each_block(lambda rows: epilogue(rows, rows), out, pool)
 
 
-def squash(activation: Activation, rows: Array, maps: int) -> None:
+def activate_rows(activation: Activation, rows: Array, maps: int) -> None:
     """Apply tanh, sigmoid or softmax in place to rows of whole voxels of `maps` channels; others change nothing.
 
     Call it under `quiet()`.
@@ -93,14 +93,14 @@ def squash(activation: Activation, rows: Array, maps: int) -> None:
             pass
 
 
-def squash_whole(activation: Activation, out: Array, crew: Crew) -> None:
-    """Apply `squash` to all of `out` (S, z, y, x, f') in place; softmax by lines, whose size its temporaries have."""
+def activate_output(activation: Activation, out: Array, pool: ThreadPool) -> None:
+    """Apply `activate_rows` to all of `out` (S, z, y, x, f') in place; softmax by lines, to keep temporaries small."""
     if activation not in ("none", "relu"):
         most = 0 if activation == "softmax" else LINES_BYTES
-        _each_block(lambda rows: squash(activation, rows, out.shape[-1]), out, crew, most)
+        _each_block(lambda rows: activate_rows(activation, rows, out.shape[-1]), out, pool, most)
 
 
-def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int = LINES_BYTES) -> None:
+def _each_block(work: Callable[[Array], None], out: Array, pool: ThreadPool, most: int = LINES_BYTES) -> None:
     """Call `work` on parts (lines, x * f') of `out` (S, z, y, x, f') of up to `most` bytes, at least a line."""
     batch, mz, my, mx, fout = out.shape
     lines = max(1, most // (FLOAT32 * mx * fout))
@@ -110,17 +110,17 @@ def _each_block(work: Callable[[Array], None], out: Array, crew: Crew, most: int
     def piece(lo: int, hi: int, worker: int) -> None:
         del worker
         for unit in range(lo, hi):
-            crew.check()
+            pool.check()
             rest, part = divmod(unit, parts)
             s, z = divmod(rest, mz)
             rows = out[s, z, part * lines : (part + 1) * lines]
             work(rows.reshape(len(rows), -1, copy=False))
 
-    crew.each(piece, batch * mz * parts)
+    pool.each(piece, batch * mz * parts)
 
 
 def quiet() -> np.errstate:
-    """Return a context or decorator that silences overflow: `Finish` detects it, and an exp may well overflow."""
+    """Return a context or decorator that silences overflow: `Epilogue` detects it, and an exp may well overflow."""
     return np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
 

@@ -1,6 +1,7 @@
-/* Sums of many terms, put by from time to time: where n are added up one after another, the error grows with n's root.
+/* Long sums in parts: when n terms are added in sequence, the error grows with the square root of n.
  *
- * What is put by lies in local memory, since registers hold the sums; volatile, or the compiler would take them for it.
+ * Partial sums are in local memory, since registers hold the current ones; volatile keeps the compiler from merging
+ * them.
  *
  * Tested  tests/kernels/gpu/test_implicit_gemm.py
  */
@@ -8,11 +9,11 @@
 
 #include "device_ops.cuh"
 
-template <int COUNT> struct Kept {
+template <int COUNT> struct PartialSums {
     volatile float sums[COUNT];
 
-    /* The first time, and later on. */
-    DEVICE void put_by(float* terms, bool first) {
+    /* Adds the terms to the partial sums (`first`: initialises these) and clears the terms. */
+    DEVICE void flush(float* terms, bool first) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             sums[i] = first ? terms[i] : sums[i] + terms[i];

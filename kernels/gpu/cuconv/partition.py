@@ -1,7 +1,7 @@
-"""How cuConv cuts a layer: sides of its blocks, taps of a part, voxels of a launch. Arithmetic only.
+"""Partition of a layer for cuConv: sides of its blocks, taps of a part, voxels of a launch. Arithmetic only.
 
-A part is the sum over some taps of all f values; the paper's is one tap (a row of a filter). More taps in one part make
-fewer partial sums and fewer blocks. All taps in one part make a single stage, as 1x1x1 is in any case.
+A part is the sum over some taps of all f values; in the paper it is one tap (a row of a filter). More taps per part
+make fewer partial sums and fewer blocks. All taps in one part make a single stage, as for 1x1x1 kernels.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import NamedTuple
 
 from znnpy.shapes import FLOAT32, ConvShape
 
-SIDES = (16, 32, 64)  # voxels, and maps, of a block; stages.cu
-THREADS, STAGES = 128, 4  # stages.cu
-PARTS_BYTES = 32 << 20  # of partial sums at a time: they stay in the L2 cache of a large card until they are summed
-MOST_TERMS = 3000  # of a part's sum on float32 units, one after another: more cost more than 1e-6 and are added apart
+SIDES = (16, 32, 64)  # voxels, and maps, of a block, as in stages.cu
+THREADS, STAGES = 128, 4  # as in stages.cu
+PARTS_BYTES = 32 << 20  # of partial sums at a time: they stay in the L2 cache of a large GPU until they are summed
+MOST_TERMS = 3000  # of a part's sum on float32 units, in sequence: more cost more than 1e-6 and are added separately
 MOST_PARTS = 65535  # of a grid along y
-TENSOR_SPEED = 4.0  # products a second of tensor cores, in those of float32 units
-# Clocks, assumed, of a card of the last years; only their ratios choose.
-LAUNCH, BEGIN, LATENCY = 3000, 1500, 800  # a kernel behind another, a block before its first product, a read of L2
-L2_BYTES = 64  # a clock and multiprocessor
+TENSOR_SPEED = 4.0  # throughput of tensor cores relative to float32 units
+# Assumed clock cycles of a recent GPU; only their ratios matter.
+LAUNCH, BEGIN, LATENCY = 3000, 1500, 800  # a kernel after another, a block before its first product, a read of L2
+L2_BYTES = 64  # per clock and multiprocessor
 OF_PEAK = {
     16: 0.5,
     32: 0.6,
     64: 0.8,
-}  # products, as reads of shared memory allow: lanes that sum less read more
-TOGETHER = 4  # blocks that a multiprocessor has the memory for
+}  # fraction of peak that reads of shared memory allow: lanes that sum less read more
+TOGETHER = 4  # blocks that fit a multiprocessor's memory
 
 
-class Cut(NamedTuple):
-    """One layer, cut."""
+class Partition(NamedTuple):
+    """One partitioned layer."""
 
     side: int  # voxels, and maps, of a block
     taps: int  # of a part; the last may have fewer
@@ -41,30 +41,30 @@ class Cut(NamedTuple):
 
     @property
     def parts_bytes(self) -> int:
-        """Partial sums of one launch; none where one part has all taps."""
+        """The partial sums of one launch; 0 if one part has all taps."""
         return FLOAT32 * self.maps * self.parts * self.at_once if self.parts > 1 else 0
 
 
-def cut(shape: ConvShape, side: int, taps: int) -> Cut:
-    """`shape` in blocks of `side` voxels by `side` maps, and parts of `taps` taps."""
+def partition(shape: ConvShape, side: int, taps: int) -> Partition:
+    """Divide `shape` into blocks of `side` voxels by `side` maps, and parts of `taps` taps."""
     parts, maps, values = -(-prod(shape.k) // taps), _fours(shape.fout), _fours(shape.fin)
     voxels = shape.batch * prod(shape.out)
     largest = SIDES[-1]
     fitting = max(1, PARTS_BYTES // (FLOAT32 * maps * parts * largest)) * largest
-    return Cut(side, taps, parts, maps, values, voxels, voxels if parts == 1 else min(voxels, fitting))
+    return Partition(side, taps, parts, maps, values, voxels, voxels if parts == 1 else min(voxels, fitting))
 
 
 def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[int, int], ...]:
-    """(side, taps) worth trying, the likeliest first: of each side the best, and the paper's single taps.
+    """Return (side, taps) worth trying, the most promising first: the best for each side, and the paper's single taps.
 
-    Parts of which not even the fewest voxels fit PARTS_BYTES are left out.
+    Parts are omitted if not even the fewest voxels fit PARTS_BYTES.
     """
     kz, ky, kx = shape.k
     counts = [taps for taps in dict.fromkeys((1, kx, ky * kx)) if taps < kz * ky * kx and _fits(shape, taps)]
     counts.append(kz * ky * kx)
 
     spent = {
-        (side, taps): clocks(cut(shape, side, taps), kz * ky * kx, multiprocessors, units)
+        (side, taps): cycles(partition(shape, side, taps), kz * ky * kx, multiprocessors, units)
         for side in SIDES
         for taps in counts
     }
@@ -73,8 +73,8 @@ def choices(shape: ConvShape, multiprocessors: int, units: str) -> tuple[tuple[i
     return tuple(sorted(dict.fromkeys(tried), key=spent.__getitem__))
 
 
-def clocks(c: Cut, all_taps: int, multiprocessors: int, units: str) -> float:
-    """Roughly, of both stages: blocks in rounds, each step as long as its products, its reads or a latency."""
+def cycles(c: Partition, all_taps: int, multiprocessors: int, units: str) -> float:
+    """Estimate the cycles of both stages: rounds of blocks; a step takes its products, its reads or a latency."""
     depth = 1024 // c.side
     launches = -(-c.voxels // c.at_once)
     blocks = -(-c.at_once // c.side) * -(-c.maps // c.side) * c.parts
@@ -90,7 +90,7 @@ def clocks(c: Cut, all_taps: int, multiprocessors: int, units: str) -> float:
 
 
 def _fits(shape: ConvShape, taps: int) -> bool:
-    c = cut(shape, SIDES[0], taps)
+    c = partition(shape, SIDES[0], taps)
     return c.parts <= MOST_PARTS and c.parts_bytes <= PARTS_BYTES
 
 

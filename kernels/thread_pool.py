@@ -27,10 +27,12 @@ from threadpoolctl import threadpool_limits
 
 from znnpy.errors import Stopped, ThreadError
 
-SHARES = 4  # per thread: while one thread is held up by the system, the others wait for at most a quarter of its part
+CHUNKS_PER_THREAD = (
+    4  # per thread: while one thread is held up by the system, the others wait for at most a quarter of its part
+)
 # With 16 threads 64 chunks took 2.3 ms to hand out, however small (`host_ram_runs-nvidia-h200-2026-11-22.json`).
-SHARE_BYTES = 2**21
-LOOK_SECONDS = 0.1  # interval at which a waiting thread checks the stop flag
+MIN_CHUNK_BYTES = 2**21
+POLL_SECONDS = 0.1  # interval at which a waiting thread checks the stop flag
 
 Piece = Callable[[int, int, int], None]
 
@@ -44,20 +46,20 @@ class _OneBlasThread:
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._crews = 0
+        self._lock = threading.Lock()
+        self._open_pools = 0
         self._limits: threadpool_limits | None = None
 
     def __enter__(self) -> None:
-        with self._turn:
-            if self._crews == 0:
+        with self._lock:
+            if self._open_pools == 0:
                 self._limits = threadpool_limits(limits=1, user_api="blas")
-            self._crews += 1
+            self._open_pools += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._turn:
-            self._crews -= 1
-            if self._crews == 0 and self._limits is not None:
+        with self._lock:
+            self._open_pools -= 1
+            if self._open_pools == 0 and self._limits is not None:
                 self._limits.restore_original_limits()
 
 
@@ -73,22 +75,22 @@ class _Job:
     errors: list[tuple[int, BaseException]] = field(default_factory=list)  # with the first index of the chunk
 
 
-class _Pool:
+class _SharedThreads:
     """Worker threads that take chunks from all jobs in turn."""
 
     def __init__(self) -> None:
-        self._turn = threading.Condition()
-        self._crews: list[int] = []  # number of threads that each open pool asks for
+        self._lock = threading.Condition()
+        self._requests: list[int] = []  # number of threads that each open pool asks for
         self._threads: list[threading.Thread] = []
         self._jobs: deque[_Job] = deque()  # jobs with chunks left to start
 
     def join(self, threads: int) -> None:
         """Keep at least `threads` threads until `leave`. If the system refuses one, undo this and raise ThreadError."""
-        with self._turn:
-            self._crews.append(threads)
+        with self._lock:
+            self._requests.append(threads)
             try:
                 while len(self._threads) < threads:
-                    name = f"znnpy-crew-{len(self._threads)}"
+                    name = f"znnpy-pool-{len(self._threads)}"
                     # A daemon thread: a pool that was never closed must not keep the process alive.
                     thread = threading.Thread(target=self._work, name=name, daemon=True)
                     thread.start()  # it blocks on the lock until it is in the list
@@ -102,24 +104,24 @@ class _Pool:
 
     def leave(self, threads: int) -> None:
         """End the threads that no other pool asks for."""
-        with self._turn:
-            self._crews.remove(threads)
-            wanted = max(self._crews, default=0)
+        with self._lock:
+            self._requests.remove(threads)
+            wanted = max(self._requests, default=0)
             leaving = self._threads[wanted:]
             del self._threads[wanted:]
-            self._turn.notify_all()
+            self._lock.notify_all()
         if wanted == 0:  # otherwise they may be at work for another pool, and end after their chunk
             for thread in leaving:
                 thread.join()
 
     def begin(self, job: _Job) -> None:
-        with self._turn:
+        with self._lock:
             self._jobs.append(job)
-            self._turn.notify(min(len(job.workers), len(job.todo)))
+            self._lock.notify(min(len(job.workers), len(job.todo)))
 
     def drop(self, job: _Job) -> None:
         """Cancel the chunks of `job` that have not started."""
-        with self._turn:
+        with self._lock:
             if not job.todo:
                 return
             self._jobs.remove(job)
@@ -136,7 +138,7 @@ class _Pool:
                 job.piece(lo, hi, worker)
             except BaseException as error:  # whatever it is, `ThreadPool.each` raises it in the waiting thread
                 job.errors.append((lo, error))
-            with self._turn:
+            with self._lock:
                 heappush(job.workers, worker)
                 job.left -= 1
                 if job.left == 0:
@@ -145,36 +147,36 @@ class _Pool:
 
     def _take(self) -> tuple[_Job, int, tuple[int, int]] | None:
         """Return the next chunk and a worker number for it; None when this thread is no longer wanted."""
-        with self._turn:
+        with self._lock:
             while True:
                 if threading.current_thread() not in self._threads:
-                    self._turn.notify()  # pass the wake-up on to another thread
+                    self._lock.notify()  # pass the wake-up on to another thread
                     return None
                 for job in self._jobs:
                     if job.workers:
                         self._jobs.remove(job)
-                        share, worker = job.todo.popleft(), heappop(job.workers)
+                        chunk, worker = job.todo.popleft(), heappop(job.workers)
                         if job.todo:
                             self._jobs.append(job)  # at the back of the queue: pools take turns
-                        return job, worker, share
-                self._turn.wait()
+                        return job, worker, chunk
+                self._lock.wait()
 
 
 _one_blas_thread = _OneBlasThread()
-_pool = _Pool()
+_shared_threads = _SharedThreads()
 
 
 def _after_fork() -> None:
     """Replace the state in a child of fork, which has none of its parent's threads and locks in an arbitrary state."""
-    global _one_blas_thread, _pool
-    _one_blas_thread, _pool = _OneBlasThread(), _Pool()
+    global _one_blas_thread, _shared_threads
+    _one_blas_thread, _shared_threads = _OneBlasThread(), _SharedThreads()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Crew:
+class ThreadPool:
     """The `threads` workers for every step of a run. A context manager: inside it BLAS runs one thread per call.
 
     The division of work depends only on `threads` and the arguments of `each`, so results repeat byte for byte; which
@@ -191,8 +193,8 @@ class Crew:
     def __enter__(self) -> Self:
         self._open.enter_context(_one_blas_thread)
         if self.threads > 1:
-            _pool.join(self.threads)
-            self._open.callback(_pool.leave, self.threads)
+            _shared_threads.join(self.threads)
+            self._open.callback(_shared_threads.leave, self.threads)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -214,7 +216,7 @@ class Crew:
     def each(self, piece: Piece, count: int, *, least: int = 1) -> None:
         """Call `piece(lo, hi, worker)` for chunks of `range(count)` and wait for all of them.
 
-        least  smallest chunk worth handing out (`least_share`).
+        least  smallest chunk worth handing out (`min_chunk`).
 
         Calls with the same `worker`, 0 <= worker < threads and < count, never overlap in time, so data per worker needs
         no lock. If chunks raise, the exception of the one with the lowest index is raised after all chunks have ended;
@@ -222,24 +224,24 @@ class Crew:
         `threads` may run at a time.
         """
         self.check()
-        parts = min(SHARES * self.threads, count // least)
+        parts = min(CHUNKS_PER_THREAD * self.threads, count // least)
         if self.threads == 1 or parts <= 1:
             piece(0, count, 0)
             return
-        todo = deque(shares(count, parts))
+        todo = deque(chunks(count, parts))
 
         def work(lo: int, hi: int, worker: int) -> None:
             self.check()
             piece(lo, hi, worker)
 
         job = _Job(work, todo, list(range(self.threads)), len(todo))
-        pool = _pool
-        pool.begin(job)
+        shared = _shared_threads
+        shared.begin(job)
         try:
-            self._wait(pool, job)
+            self._wait(shared, job)
         except BaseException:  # Ctrl-C: the arrays that the workers write to must outlive them
             self.stop()
-            self._wait(pool, job)
+            self._wait(shared, job)
             raise
         if job.errors:
             error = min(job.errors, key=lambda found: found[0])[1]
@@ -249,19 +251,19 @@ class Crew:
             finally:
                 del error
 
-    def _wait(self, pool: _Pool, job: _Job) -> None:
+    def _wait(self, shared: _SharedThreads, job: _Job) -> None:
         """Wait until every chunk has ended, or after `stop` those that had started."""
-        while not job.ended.wait(LOOK_SECONDS):
+        while not job.ended.wait(POLL_SECONDS):
             if self._stop.is_set():
-                pool.drop(job)
+                shared.drop(job)
 
 
-def least_share(nbytes: int, count: int) -> int:
+def min_chunk(nbytes: int, count: int) -> int:
     """Return how many of `count` items, `nbytes` in total, to put at least in one chunk if they are only copied."""
-    return max(1, -(-SHARE_BYTES * count // max(1, nbytes)))
+    return max(1, -(-MIN_CHUNK_BYTES * count // max(1, nbytes)))
 
 
-def shares(count: int, parts: int) -> Sequence[tuple[int, int]]:
+def chunks(count: int, parts: int) -> Sequence[tuple[int, int]]:
     """Split `range(count)` into at most `parts` near-equal, non-empty ranges (lo, hi)."""
     parts = max(1, min(parts, count))
     bounds = [count * i // parts for i in range(parts + 1)]

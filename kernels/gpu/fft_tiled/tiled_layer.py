@@ -1,6 +1,6 @@
-"""A layer in tiles: which tiles are worth a try, bytes between the kernels, the work of each. Arithmetic alone.
+"""A layer divided into tiles: candidate tiles, bytes between the kernels, the work of each. Arithmetic only.
 
-Plans ask for tens of thousands of variants: what several of them have in common is worked out once.
+The planner requests tens of thousands of variants, so values common to several of them are cached.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import product
 from math import log2, prod
 from typing import NamedTuple
 
+from znnpy.kernels.contract import Scratch, Unit, Work
 from znnpy.kernels.gpu.fft_tiled.spectra import packed_bytes, preparing_bytes, slab_frequencies
 from znnpy.kernels.gpu.fft_tiled.tiles import (
     NUMBER,
@@ -25,18 +26,17 @@ from znnpy.kernels.gpu.fft_tiled.tiles import (
     padded,
     plane_block,
 )
-from znnpy.kernels.primitive import Scratch, Unit, Work
 from znnpy.shapes import ConvShape, Vec3
 
-EXCESS = 1.3  # times the least volume that tiles cover together: those that cover more are slower
+EXCESS = 1.3  # tiles may cover this many times the smallest total volume: larger ones are slower
 _FFT: dict[int, Unit] = {16: "gpu_fft16", 24: "gpu_fft24", 32: "gpu_fft32"}  # by the side of a plane
 
 
-@lru_cache(maxsize=2)  # why_not and variants of a shape are asked for one after the other
+@lru_cache(maxsize=2)  # why_not and variants of a shape are requested one after the other
 def tiles_for(shape: ConvShape, spectra: Spectra, shared_bytes: int) -> Sequence[Vec3]:
-    """Tiles that hold the kernel, fit a block, and do not cover much more than the best do."""
+    """Return the tiles that hold the kernel, fit a block, and cover little more than the best does."""
     covered: dict[Vec3, int] = {}
-    least = shape.k[0] + shape.pool[0] - 1, *shape.k[1:]  # a window along z is of one tile
+    least = shape.k[0] + shape.pool[0] - 1, *shape.k[1:]  # a window along z lies within one tile
     fitting = [
         side
         for side in SIDES
@@ -53,24 +53,24 @@ def tiles_for(shape: ConvShape, spectra: Spectra, shared_bytes: int) -> Sequence
 
 @lru_cache(maxsize=256)  # the same for images of all sizes
 def kernel_bytes(fin: int, fout: int, k: Vec3, tile: Vec3, spectra: Spectra, streamed: bool) -> tuple[int, int, int]:
-    """Of kernel spectra, of what is streamed of them, and of what preparing them takes before there is an arena."""
+    """Return the bytes of kernel spectra, of the slabs that stream them, and of preparing them without an arena."""
     packed, count = packed_bytes(fin, fout, tile, spectra), frequencies(tile)
     slabs = 2 * packed // count * slab_frequencies(count)
     return packed, slabs, preparing_bytes(fin, k, tile, spectra, streamed=streamed)
 
 
-class Covered(NamedTuple):
-    """A layer in tiles, whether its kernels are kept or streamed."""
+class TiledLayer(NamedTuple):
+    """A layer divided into tiles, whether its kernels are kept or streamed."""
 
     cover: Cover
     spectra: Spectra
-    scratch: tuple[Scratch, ...]  # what is between the kernels of a group
+    scratch: tuple[Scratch, ...]  # buffers between the kernels of a group
     stages: tuple[Work, ...]
 
 
-@lru_cache(maxsize=4)  # plans ask for both, one after the other
-def covered(shape: ConvShape, tile: Vec3, group: int, spectra: Spectra) -> Covered:
-    """`shape` in tiles, in groups of about `group`."""
+@lru_cache(maxsize=4)  # the planner requests both, one after the other
+def tiled_layer(shape: ConvShape, tile: Vec3, group: int, spectra: Spectra) -> TiledLayer:
+    """Divide `shape` into tiles, in groups of about `group`."""
     cover = Cover(shape, tile, group)
     columns, planes, products, results = cover.most_bytes(spectra)
     scratch = (
@@ -81,22 +81,22 @@ def covered(shape: ConvShape, tile: Vec3, group: int, spectra: Spectra) -> Cover
     )
     forward, (unit, flops, moved), inverse = _stages(shape, tile, spectra)
     kernels = cover.count * packed_bytes(shape.fin, shape.fout, tile, spectra)
-    return Covered(cover, spectra, scratch, (*forward, Work(unit, flops, float(moved + kernels)), *inverse))
+    return TiledLayer(cover, spectra, scratch, (*forward, Work(unit, flops, float(moved + kernels)), *inverse))
 
 
-@lru_cache(maxsize=16)  # plans ask for all groups of a tile one after the other
+@lru_cache(maxsize=16)  # the planner requests all groups of a tile one after the other
 def _stages(
     shape: ConvShape, tile: Vec3, spectra: Spectra
 ) -> tuple[tuple[Work, Work], tuple[Unit, float, int], tuple[Work, Work]]:
-    """Forward transforms, the product with what it moves beside kernels, and inverse transforms, of all groups."""
+    """Return forward transforms, the product with its bytes except kernels, and inverse transforms, for all groups."""
     tiling = Tiling.of(shape, tile)
     fin, fout = padded(shape.fin), padded(shape.fout)
     kept = frequencies(tile) * tiling.tiles * NUMBER[spectra]  # bytes of one map's spectra
     slabs = shape.batch * tiling.grid[0] * tile[0] // 2 * NUMBER[spectra]
-    columns = slabs * prod(shape.n[1:]), slabs * prod(shape.unpooled[1:])  # and of its columns
-    # A complex transform of n points is 5 n log2 n flops, and two maps share one.
+    columns = slabs * prod(shape.n[1:]), slabs * prod(shape.unpooled[1:])  # bytes of one map's columns
+    # A complex transform of n points takes 5 n log2 n flops, and two maps share one.
     along_z = 2.5 * shape.batch * tiling.grid[0] * tile[0] * log2(tile[0])
-    # Windows along x and y overlap from warp to warp and from block to block.
+    # Windows along x and y overlap between warps and between blocks.
     again = prod(
         1 + (side - 1) / taken for side, taken in zip(shape.pool[1:], (POOL_ROWS, POOL_COLUMNS - 1), strict=True)
     )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, moves, ops, pool
+from znnpy.kernels.gpu import conv_cudnn, conv_direct, conv_fft, conv_first, load_store, ops, pool
 from znnpy.kernels.gpu.block import primitive as block
 from znnpy.kernels.gpu.cuconv import primitive as cuconv
-from znnpy.kernels.gpu.fft_tiled import instances as fft_tiled
+from znnpy.kernels.gpu.fft_tiled import kernel_instances as fft_tiled
 from znnpy.kernels.gpu.host_ram import primitive as host_ram
 from znnpy.kernels.gpu.implicit_gemm import floats, tensor, warpgroup
-from znnpy.kernels.gpu.modules import Instance
+from znnpy.kernels.gpu.kernel_source import KernelInstance
 
 ARCHITECTURES = (80, 86, 89, 90, 120)  # A100; RTX 30; RTX 40, L4, L40; H100, H200; RTX 50
 
 
-def instances() -> tuple[Instance, ...]:
+def instances() -> tuple[KernelInstance, ...]:
     """Return instances of every source in kernels/gpu: the extremes of what its primitives use, and the commonest."""
-    sources: Sequence[Callable[[], Sequence[Instance]]] = (
+    sources: Sequence[Callable[[], Sequence[KernelInstance]]] = (
         block.instances,
         conv_cudnn.instances,
         conv_direct.instances,
@@ -31,19 +31,19 @@ def instances() -> tuple[Instance, ...]:
         ops.instances,
         pool.instances,
         _conv_fft,
-        _moves,
+        _load_store,
     )
     return tuple(instance for source in sources for instance in source())
 
 
-def _moves() -> list[Instance]:
+def _load_store() -> list[KernelInstance]:
     types = (("uint8", "float32", "float32"), ("float64", "float16", "uint8"), ("int64", "float32", "float16"))
-    names = dict.fromkeys(name for trio in types for name in moves.kernel_names(*trio))
-    return [Instance(moves.SOURCE, name, 80) for name in names]
+    names = dict.fromkeys(name for trio in types for name in load_store.kernel_names(*trio))
+    return [KernelInstance(load_store.SOURCE, name, 80) for name in names]
 
 
-def _conv_fft() -> list[Instance]:
+def _conv_fft() -> list[KernelInstance]:
     most = conv_fft.TOGETHER
     names = [f"{kernel}<{value}>" for kernel in ("gather", "scatter") for value in ("float", "half")]
     names += ["pad", "turn", "expand", "multiply<1, 1>", f"multiply<{most}, {most}>"]
-    return [Instance("conv_fft.cu", name, 128) for name in names]
+    return [KernelInstance("conv_fft.cu", name, 128) for name in names]

@@ -19,7 +19,7 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class KernelInstance:
     """One kernel that a primitive may launch, and its resource limits; tests compile it for all architectures."""
 
     source: str  # in kernels/gpu, e.g. "pool.cu"
@@ -46,7 +46,7 @@ def compiler_options(source: str, defines: Mapping[str, int | str]) -> tuple[str
     return (*architecture, STANDARD, "--generate-line-info", *words)
 
 
-def kernel_words(source: str, names: Sequence[str], defines: Mapping[str, int | str]) -> str:
+def describe_kernels(source: str, names: Sequence[str], defines: Mapping[str, int | str]) -> str:
     """Describe kernels for messages, e.g. `pool.cu: forward<2>, backward (TILE=16)`."""
     told = ", ".join(f"{name}={value}" for name, value in sorted(defines.items()))
     return f"{source}: {', '.join(names)}" + (f" ({told})" if told else "")
