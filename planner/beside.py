@@ -28,13 +28,13 @@ from znnpy.errors import NoPlanError
 from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.cells import likely_seconds
+from znnpy.planner.co_execution import expected_seconds
+from znnpy.planner.layer_search import MAX_COLUMN_SECONDS
 from znnpy.planner.memory import MIB, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.search import plan_on_device
 from znnpy.planner.several import covering
-from znnpy.planner.shape_search import LOST_SECONDS
 from znnpy.shapes import Vec3, text
 
 COLUMNS = (1, 2, 4)  # of the processor: fewer have less borders, and take more memory
@@ -62,7 +62,7 @@ class Processor:
     def beside(cls, request: PlanRequest, costs: CostModel, ram_bytes: int) -> Processor:
         """Return the CPU of the machine of a request for GPUs."""
         target, limits = request.target, request.limits
-        there = Limits(ram_bytes, limits.threads).less_feeders(target.devices)
+        there = Limits(ram_bytes, limits.threads).without_feed_threads(target.devices)
         alone = replace(
             request.without_alternatives(),
             limits=there,
@@ -165,12 +165,22 @@ class _Trials:
             self.least = min(self.least, error.needed_bytes or inf)
             return
         other = moving_whole(_in_one_column(other, self.network), self.network, masks=self.masks)
-        memory = replace(gpu.memory, beside=other.memory.peak)
-        plan = replace(gpu, memory=memory, beside=other, alone=self.alone, other=None, runners_up=(), kinds=())
-        if any(memory.over(gpu.limits)):
-            self.least = min(self.least, memory.beside)
-        elif (not other.walks or other.axis == gpu.axis) and (other.seconds_per_step <= LOST_SECONDS or not plan.dealt):
-            self.found[cell], self.likely[cell] = plan, likely_seconds(plan)
+        memory = replace(gpu.memory, cpu_plan=other.memory.peak)
+        plan = replace(
+            gpu,
+            memory=memory,
+            cpu_plan=other,
+            single_device_seconds=self.alone,
+            other=None,
+            runners_up=(),
+            alternatives=(),
+        )
+        if any(memory.excess(gpu.limits)):
+            self.least = min(self.least, memory.cpu_plan)
+        elif (not other.streams or other.axis == gpu.axis) and (
+            other.seconds_per_step <= MAX_COLUMN_SECONDS or not plan.cpu_items
+        ):
+            self.found[cell], self.likely[cell] = plan, expected_seconds(plan)
 
 
 def _no_room(gpu: Plan, needed: float) -> NoPlanError:
@@ -199,9 +209,9 @@ def _of_parts(alone: Plan, request: PlanRequest, costs: CostModel, share: float)
             part = plan_on_device(replace(one, output=(z, y, x)), costs)
         except NoPlanError:  # other parts are thicker
             continue
-        if part.walks:  # on, from cell to cell
+        if part.streams:  # on, from cell to cell
             step, length = part.patch_out[part.axis], alone.output[part.axis]
-            part = replace(part, column=ceil(length / step) * step)
+            part = replace(part, column_planes=ceil(length / step) * step)
         found = covering(part, alone.devices, network, alone.output, masks=masks)
         yield moving_whole(replace(found, limits=alone.limits), network, masks=masks)
 
@@ -255,10 +265,10 @@ def _bar(gpu: Plan, cell: Vec3) -> Vec3:
 
 def _in_one_column(plan: Plan, network: Network) -> Plan:
     """However long that takes: each of its cells is kept when it is written."""
-    if not plan.walks:
+    if not plan.streams:
         return plan
     step, length = plan.patch_out[plan.axis], plan.output[plan.axis]
-    return replace(plan, column=ceil(length / step) * step).covering(plan.output, network, plan.memory)
+    return replace(plan, column_planes=ceil(length / step) * step).for_output(plan.output, network, plan.memory)
 
 
 def moving_whole(plan: Plan, network: Network, *, masks: bool) -> Plan:

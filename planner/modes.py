@@ -36,8 +36,8 @@ class Thresholds:
 
     def accept(self, plan: Plan, alone: Plan) -> bool:
         """Return whether a plan gains enough over the plan of the GPU alone."""
-        if plan.beside is not None:
-            return plan.seconds < self.beside * alone.seconds and plan.dealt > 0
+        if plan.cpu_plan is not None:
+            return plan.seconds < self.beside * alone.seconds and plan.cpu_items > 0
         known = all(choice.measured or choice.fitted for choice in plan.choices[: plan.offloaded])
         return plan.seconds < (self.hosted if known else self.hosted_assumed) * alone.seconds
 
@@ -55,7 +55,7 @@ def make_plan(request: PlanRequest, costs: CostModel | None = None, thresholds: 
     """
     best, lost = _best(request, costs or CostModel(), thresholds or THRESHOLDS)
     kinds = (kind_of(request.network, best, other, _scheme_of(other)) for other in lost) if request.kinds else ()
-    return replace(best, kinds=(*best.kinds, *kinds))
+    return replace(best, alternatives=(*best.alternatives, *kinds))
 
 
 def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tuple[Plan, list[Plan]]:
@@ -73,7 +73,7 @@ def _best(request: PlanRequest, costs: CostModel, thresholds: Thresholds) -> tup
         return alone, []
     if mode == "side-by-side":
         both = plan_beside(alone, request, costs)
-        if not both.dealt:
+        if not both.cpu_items:
             raise NoPlanError(f"{idle(both)}: choose {option('mode', 'gpu')}, or a larger volume")
         return both, [alone]
     is_long = alone.seconds >= thresholds.long_seconds
@@ -115,7 +115,7 @@ def _hosted_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Itera
             yield plan_offloaded(hosted, costs, than=alone)
         except NoPlanError:
             if request.kinds:
-                cover: Cover = "columns" if alone.walks else "patches"
+                cover: Cover = "columns" if alone.streams else "patches"
                 alike = replace(hosted.constraints, patch=alone.patch_out, cover=cover)
                 with suppress(NoPlanError):
                     yield plan_offloaded(replace(hosted, constraints=alike), costs)
@@ -123,7 +123,7 @@ def _hosted_beside(alone: Plan, request: PlanRequest, costs: CostModel) -> Itera
 
 def _scheme_of(plan: Plan) -> str:
     """Describe a plan that is not of one device alone; empty where it is."""
-    if plan.beside is not None:
+    if plan.cpu_plan is not None:
         return "with the processor beside it"
     return f"{plan.mode} with {offloaded_layers(plan)}" if plan.offloaded else ""
 

@@ -53,7 +53,7 @@ def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: Plan | None 
             with suppress(NoPlanError):
                 alone.append(plan_on_device(of_device, costs, options))
     if mode == "cpu-to-gpu":
-        host = limits.less_feeders(1)
+        host = limits.without_feed_threads(1)
         cpu = costs.slowed("cpu", limits.threads / host.threads).options(replace(on_cpu, limits=host))
     search = OffloadSearch(
         request=on_gpu,
@@ -66,4 +66,4 @@ def plan_offloaded(request: PlanRequest, costs: CostModel, *, than: Plan | None 
     )
     plan = search.run(allowed_spaces(on_gpu), wanted.patch, alone)
     kinds = tuple(kind_of(request.network, plan, other) for other in alone) if request.kinds else ()
-    return replace(plan, kinds=kinds)
+    return replace(plan, alternatives=kinds)

@@ -14,9 +14,9 @@ from znnpy.kernels.table import IN_HOST_RAM, TABLE
 from znnpy.machine import Limits, Machine
 from znnpy.network import Network
 from znnpy.option_values import AskedMode, Cover, RigorLevel
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
+from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.memory import CONTEXT_BYTES, DeviceKind, baseline_bytes
-from znnpy.planner.options import Options
 from znnpy.planner.plan import device_of
 from znnpy.planner.sublayers import DividedPrimitive
 from znnpy.shapes import Precision, Vec3
@@ -144,10 +144,10 @@ class CostModel:
         rates = self.rates.get(device)
         return self if rates is None else replace(self, rates={**self.rates, device: rates.slowed(by)})
 
-    def options(self, request: PlanRequest) -> Options:
+    def options(self, request: PlanRequest) -> OptionTable:
         """Return what may run each layer on the request's device; it depends on no limit but the threads."""
         target, threads = request.target, request.limits.threads
         device = target.device
         rates = self.rates.get(device) or assumed_rates(target.machine, threads, device)
         there = tuple(primitive for primitive in self.table if device_of(primitive.name) == device)
-        return Options(there, target.machine, threads, rates, frozenset(request.constraints.only))
+        return OptionTable(there, target.machine, threads, rates, frozenset(request.constraints.only))

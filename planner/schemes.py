@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from znnpy.network import Network, Pool, extent, layer_shape
-from znnpy.planner.candidates import Candidate, Sizes
-from znnpy.planner.space_search import SpaceSearch
+from znnpy.planner.tiling_search import TilingSearch
+from znnpy.planner.tilings import Sizes, Tiling
 from znnpy.shapes import LayerShape, PoolShape, Precision, Vec3, add, multiply, subtract
 
 BATCHES = (2, 4)
@@ -74,13 +74,13 @@ def repeats(network: Network, scheme: Scheme) -> int:
 
 
 @dataclass(frozen=True)
-class Schemed(Candidate):
+class Schemed(Tiling):
     """Patches of one shape by a scheme, which are never divided."""
 
     scheme: Scheme = Scheme(1, ())
 
     @property
-    def new(self) -> Vec3:
+    def step_input(self) -> Vec3:
         z, y, x = self.shapes[0].in_shape[1:4]
         return z, y, x
 
@@ -93,13 +93,13 @@ class Schemed(Candidate):
 
 
 @dataclass
-class SchemeSearch(SpaceSearch):
+class SchemeSearch(TilingSearch):
     """The search among patches of one scheme."""
 
     scheme: Scheme = Scheme(1, ())
 
     @classmethod
-    def like(cls, patches: SpaceSearch, scheme: Scheme) -> SchemeSearch:
+    def like(cls, patches: TilingSearch, scheme: Scheme) -> SchemeSearch:
         """Return the search by a scheme for what another search of patches was asked for."""
         return cls(
             space=patches.space,
@@ -116,7 +116,7 @@ class SchemeSearch(SpaceSearch):
             scheme=scheme,
         )
 
-    def shaped(self, patch: Vec3) -> Candidate:
+    def tiling(self, patch: Vec3) -> Tiling:
         space = self.space
         z, y, x = (size // period for size, period in zip(patch, space.network.period, strict=True))
         shapes = shapes_of(space.network, (z, y, x), self.scheme, space.precision)

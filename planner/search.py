@@ -14,25 +14,25 @@ from znnpy.kernels.table import find
 from znnpy.machine import Machine
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.candidates import Space, all_spaces, splits
 from znnpy.planner.found_plan import choice_of, plan_of
 from znnpy.planner.kinds import kind_of
+from znnpy.planner.layer_options import OptionTable
+from znnpy.planner.layer_search import Solution
 from znnpy.planner.memory import context_bytes
 from znnpy.planner.nearest_miss import no_plan
-from znnpy.planner.options import Options
-from znnpy.planner.plan import Kind, Plan, Stage, device_of
+from znnpy.planner.plan import Alternative, Plan, Stage, device_of
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
 from znnpy.planner.schemes import Scheme, SchemeSearch
 from znnpy.planner.schemes import baselines as baselines_of
-from znnpy.planner.shape_search import Found
-from znnpy.planner.space_search import RUNNERS_UP, SpaceSearch
+from znnpy.planner.tiling_search import RUNNERS_UP, TilingSearch
+from znnpy.planner.tilings import TilingSpace, all_spaces, splits
 from znnpy.shapes import text, turned
 
 ALIKE = 1.03  # times the seconds of the fastest plan: of those that take no longer, the leanest is taken
 
 
 def plan_on_device(
-    request: PlanRequest, costs: CostModel, options: Options | None = None, *, scheme: Scheme | None = None
+    request: PlanRequest, costs: CostModel, options: OptionTable | None = None, *, scheme: Scheme | None = None
 ) -> Plan:
     """Return the fastest plan for one device of a target, whatever the target's mode and number of devices.
 
@@ -45,7 +45,7 @@ def plan_on_device(
     check_device(request)
     searches = _searches(request, options or costs.options(request))
     if scheme is not None:
-        searches = [SchemeSearch.like(patches, scheme) for patches in searches if not patches.space.walks]
+        searches = [SchemeSearch.like(patches, scheme) for patches in searches if not patches.space.streams]
     if not (ranked := _ranked(searches)):
         raise no_plan(request.network, searches, _narrowing(request.constraints))
     ranked = _leanest_first(ranked)
@@ -53,14 +53,14 @@ def plan_on_device(
     plan = _plan(network, machine, ranked)
     others = [*_kinds(network, machine, plan, searches, ranked)] if request.kinds else []
     unrun = _baselines(network, machine, plan, searches) if request.baselines else ()
-    return replace(plan, kinds=(*others, *unrun))
+    return replace(plan, alternatives=(*others, *unrun))
 
 
-def _searches(request: PlanRequest, options: Options) -> Sequence[SpaceSearch]:
+def _searches(request: PlanRequest, options: OptionTable) -> Sequence[TilingSearch]:
     """Return a search of every space that is allowed."""
     target, wanted = request.target, request.constraints
     return [
-        SpaceSearch(
+        TilingSearch(
             space=space,
             limits=request.limits,
             itemsize_in=request.itemsize_in,
@@ -70,18 +70,18 @@ def _searches(request: PlanRequest, options: Options) -> Sequence[SpaceSearch]:
             baseline=request.baseline,
             context=context_bytes(target.context_bytes) if target.device == "gpu" else 0,
             masks=request.masks,
-            splits=splits(space.part) if wanted.depth_first else splits(space.part)[:1],
+            splits=splits(space.stage_network) if wanted.depth_first else splits(space.stage_network)[:1],
             patch=None if wanted.patch is None else turned(wanted.patch, space.axis),
         )
         for space in allowed_spaces(request)
     ]
 
 
-def allowed_spaces(request: PlanRequest) -> list[Space]:
+def allowed_spaces(request: PlanRequest) -> list[TilingSpace]:
     """Return the spaces of columns, of patches, or of both; NoPlanError where there is none of those asked for."""
     wanted = request.constraints
     spaces = all_spaces(request.network, request.output, request.target.layer_precision, wanted.patch)
-    allowed = [space for space in spaces if wanted.columns is None or space.walks == wanted.columns]
+    allowed = [space for space in spaces if wanted.columns is None or space.streams == wanted.columns]
     if not allowed:
         raise NoPlanError(
             f"{spaces[0].network.name} sees one voxel along every axis, so that columns have nothing to carry; drop "
@@ -90,10 +90,10 @@ def allowed_spaces(request: PlanRequest) -> list[Space]:
     return allowed
 
 
-Ranked = Sequence[tuple[SpaceSearch, Found]]  # searches that found something, the fastest first
+Ranked = Sequence[tuple[TilingSearch, Solution]]  # searches that found something, the fastest first
 
 
-def _ranked(searches: Sequence[SpaceSearch]) -> Ranked:
+def _ranked(searches: Sequence[TilingSearch]) -> Ranked:
     return sorted(((search, found) for search in searches if (found := search.run())), key=lambda pair: pair[1].seconds)
 
 
@@ -107,21 +107,21 @@ def _leanest_first(ranked: Ranked) -> Ranked:
         return ranked
     most = ALIKE * fastest.seconds
     near = [(search, search.leaner(found, most)) for search, found in ranked if found.seconds <= most]
-    best = min(near, key=lambda pair: (pair[1].memory.held, pair[1].seconds))
+    best = min(near, key=lambda pair: (pair[1].memory.device_bytes, pair[1].seconds))
     return [best, *(pair for pair in ranked if pair[0] is not best[0])]
 
 
 def _kinds(
-    network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch], ranked: Ranked
-) -> Iterator[Kind]:
+    network: Network, machine: Machine, plan: Plan, searches: Sequence[TilingSearch], ranked: Ranked
+) -> Iterator[Alternative]:
     """Yield the best of columns, of patches and of each without depth first; not the plan itself."""
     for walks in (True, False):
-        of_kind = [search for search in searches if search.space.walks == walks]
-        best = next((pair for pair in ranked if pair[0].space.walks == walks), None)
+        of_kind = [search for search in searches if search.space.streams == walks]
+        best = next((pair for pair in ranked if pair[0].space.streams == walks), None)
         best = best or _least(of_kind)
-        if best is not None and (plan.walks != walks or best[1].memory != plan.memory):
+        if best is not None and (plan.streams != walks or best[1].memory != plan.memory):
             yield kind_of(network, plan, _plan_of(network, machine, *best))
-        if best is None or all(way.parts == 1 for _, way in best[1].ways):
+        if best is None or all(way.sub_batches == 1 for _, way in best[1].layer_runs):
             continue
         whole = [search.undivided() for search in of_kind]
         found = _ranked(whole)
@@ -130,10 +130,12 @@ def _kinds(
             yield kind_of(network, plan, _plan_of(network, machine, *best))
 
 
-def _baselines(network: Network, machine: Machine, plan: Plan, searches: Sequence[SpaceSearch]) -> Iterator[Kind]:
+def _baselines(
+    network: Network, machine: Machine, plan: Plan, searches: Sequence[TilingSearch]
+) -> Iterator[Alternative]:
     """Yield the best patches of every scheme that no session runs, where patches are allowed."""
     for patches in searches:
-        for scheme in () if patches.space.walks else baselines_of(network):
+        for scheme in () if patches.space.streams else baselines_of(network):
             search = SchemeSearch.like(patches, scheme)
             found = search.run()
             best = (search, found) if found else _least([search])
@@ -141,10 +143,12 @@ def _baselines(network: Network, machine: Machine, plan: Plan, searches: Sequenc
                 yield kind_of(network, plan, _plan_of(network, machine, *best), scheme.words)
 
 
-def _least(searches: Sequence[SpaceSearch]) -> tuple[SpaceSearch, Found] | None:
+def _least(searches: Sequence[TilingSearch]) -> tuple[TilingSearch, Solution] | None:
     """Return the smallest need of all shapes and its search; None where no primitive runs some layer."""
-    found = [(search, least) for search in searches if isinstance(least := search.least(), Found)]
-    return min(found, default=None, key=lambda need: (sum(need[1].memory.over(need[0].limits)), need[1].memory.held))
+    found = [(search, least) for search in searches if isinstance(least := search.least(), Solution)]
+    return min(
+        found, default=None, key=lambda need: (sum(need[1].memory.excess(need[0].limits)), need[1].memory.device_bytes)
+    )
 
 
 def check_request(request: PlanRequest, table: tuple[Primitive, ...]) -> None:
@@ -202,7 +206,7 @@ def _narrowing(wanted: Constraints) -> str:
 def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     """Return the best of all spaces as a plan, with the best of the others and the next best as runners-up."""
     search, found = ranked[0]
-    others = [other.runner_up(best) for other, best in ranked if other.space.walks != search.space.walks]
+    others = [other.runner_up(best) for other, best in ranked if other.space.streams != search.space.streams]
     larger = search.next_larger(found.seconds)
     return replace(
         _plan_of(network, machine, search, found),
@@ -211,18 +215,18 @@ def _plan(network: Network, machine: Machine, ranked: Ranked) -> Plan:
     )
 
 
-def _plan_of(network: Network, machine: Machine, search: SpaceSearch, best: Found) -> Plan:
+def _plan_of(network: Network, machine: Machine, search: TilingSearch, best: Solution) -> Plan:
     """Return what was found as a plan without runners-up."""
-    choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.ways)
+    choices = tuple(choice_of(layers, way, search.options.rates) for layers, way in best.layer_runs)
     return plan_of(
         network,
         machine,
         search.limits,
-        best.candidate,
+        best.tiling,
         (Stage(search.device, choices, best.tensors),),
         best.memory,
         itemsize_in=search.itemsize_in,
         itemsize_out=search.itemsize_out,
         preparing_seconds=best.preparing,
-        preparing_measured=best.preparing > 0 and search.options.rates.touching_measured,
+        preparing_measured=best.preparing > 0 and search.options.rates.first_touch_measured,
     )

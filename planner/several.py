@@ -19,7 +19,7 @@ from math import prod
 from znnpy.errors import NoPlanError
 from znnpy.messages import option
 from znnpy.network import Network
-from znnpy.planner.memory import moving_bytes
+from znnpy.planner.memory import transfer_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.search import plan_on_device
@@ -48,8 +48,8 @@ def plan_on_devices(request: PlanRequest, costs: CostModel) -> Plan:
     found = [alone, *_of_parts(one, costs)]
     network, output, masks = request.network, request.output, request.masks
     whole = [replace(covering(plan, devices, network, output, masks=masks), limits=limits) for plan in found]
-    fitting = [plan for plan in whole if not any(plan.memory.over(limits))]  # not every plan in flight fits
-    return replace(min(fitting, key=lambda plan: plan.seconds), alone=alone.seconds)
+    fitting = [plan for plan in whole if not any(plan.memory.excess(limits))]  # not every plan in flight fits
+    return replace(min(fitting, key=lambda plan: plan.seconds), single_device_seconds=alone.seconds)
 
 
 def _of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
@@ -63,9 +63,9 @@ def _of_parts(request: PlanRequest, costs: CostModel) -> Iterator[Plan]:
             plan = plan_on_device(replace(request, output=(z, y, x)), costs)
         except NoPlanError:  # other parts are thicker
             continue
-        if plan.walks:
+        if plan.streams:
             step = plan.patch_out[plan.axis]
-            plan = replace(plan, column=min(plan.column, -(-(z, y, x)[plan.axis] // step) * step))
+            plan = replace(plan, column_planes=min(plan.column_planes, -(-(z, y, x)[plan.axis] // step) * step))
         yield plan
 
 
@@ -73,7 +73,7 @@ def covering(plan: Plan, devices: int, network: Network, output: Vec3, *, masks:
     """Return a plan for the whole output on so many GPUs, where more patches may be in flight than of a part."""
     cover = replace(plan, output=output).cover(network)
     itemsizes = plan.itemsize_in, plan.itemsize_out
-    reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device="gpu")
+    reading, writing, staging = transfer_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device="gpu")
     memory = replace(plan.memory, devices=devices, reading=reading, writing=writing, staging=staging)
     # What else there was is of one GPU, and of a part of the output.
-    return replace(plan.covering(output, network, memory), other=None, runners_up=(), kinds=())
+    return replace(plan.for_output(output, network, memory), other=None, runners_up=(), alternatives=())

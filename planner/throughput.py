@@ -11,7 +11,7 @@ from math import ceil, inf, log2
 from typing import Any, Protocol
 
 from znnpy.errors import NoPlanError
-from znnpy.planner.options import Options
+from znnpy.planner.layer_options import OptionTable
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import CostModel, PlanRequest
 from znnpy.planner.search import plan_on_device
@@ -32,9 +32,9 @@ class Point:
         plan = self.plan
         return {
             "device": plan.device,
-            "cover": "columns" if plan.walks else "patches",
+            "cover": "columns" if plan.streams else "patches",
             "limit_bytes": self.limit,
-            "held_bytes": plan.memory.held,
+            "held_bytes": plan.memory.device_bytes,
             "voxels_per_second": plan.voxels_per_second,
             "patch_out": list(plan.patch_out),
             "primitives": [choice.primitive for choice in plan.choices],
@@ -43,7 +43,7 @@ class Point:
 
 def in_order(point: Point) -> tuple[str, bool, int]:
     """Return a key that brings points of one kind together, the largest limit first."""
-    return point.plan.device, not point.plan.walks, -point.limit
+    return point.plan.device, not point.plan.streams, -point.limit
 
 
 class PlansWithin(Protocol):
@@ -62,7 +62,7 @@ class DevicePlans:
 
     request: PlanRequest
     costs: CostModel
-    options: Options
+    options: OptionTable
 
     def plan(self, nbytes: int) -> Plan:
         """Return the best plan within so many bytes; NoPlanError with the least need where there is none."""
@@ -127,7 +127,7 @@ class _Curve:
         below = min((other for other in self.plans if other > index), default=None)
         if above is not None:
             larger = self.plans[above]
-            if larger.memory.held <= limit:
+            if larger.memory.device_bytes <= limit:
                 self.plans[index] = larger
                 return larger
             if below is not None and larger.voxels_per_second <= FLAT * self.plans[below].voxels_per_second:

@@ -238,7 +238,7 @@ class _Run:
             within = human_bytes(plan.limits.vram_bytes or 0)
             sentences.append(f"planned anew within {within} of VRAM: {refused}{rounding}")
             done = self._run(target, plan)
-            columns = plan.parts_of(self.trained.network)
+            columns = plan.work_items(self.trained.network)
             computed = prod(plan.output) - sum(columns[index].voxels for index in before)
             done = replace(done, timings=replace(done.timings, voxels=computed))
         self.output.complete()
@@ -252,7 +252,7 @@ class _Run:
         with self._awake(target, plan, preparing) as (sessions, wisdom):
             before = preparing.done()
             if self.output.header is None:
-                settings, count = settings_of(self.asked.names, target.machine), len(plan.parts_of(network))
+                settings, count = settings_of(self.asked.names, target.machine), len(plan.work_items(network))
                 header = JournalHeader(
                     self.job, settings, plan.to_json(), target.machine.blas, count, wisdom=wisdom.used
                 )
@@ -294,20 +294,22 @@ class _Run:
         asked = leaner_options(self.asked, target, plan)
         if begun is not None:
             ram = plan.limits.ram_bytes if self.asked.ram is None else parse_bytes(self.asked.ram)
-            asked = replace(asked, ram=ram - plan.memory.beside)  # the processor's plan stays
+            asked = replace(asked, ram=ram - plan.memory.cpu_plan)  # the processor's plan stays
             only = tuple(begun.settings["only"])
-            cover: Cover = "columns" if plan.walks else "patches"
-            mode: AskedMode = "gpu" if plan.beside else plan.mode
+            cover: Cover = "columns" if plan.streams else "patches"
+            mode: AskedMode = "gpu" if plan.cpu_plan else plan.mode
             asked = replace(asked, only=only, cover=cover, patch=plan.patch_out, precision=plan.precision, mode=mode)
         try:
             leaner = choose(asked, self.work, replace(target, precision=plan.precision))
         except NoPlanError as error:
             raise VramError(f"{refused}; and {error}") from None
-        if begun is not None and plan.beside is not None:
-            memory = replace(leaner.memory, beside=plan.memory.beside)
-            limits = replace(leaner.limits, ram_bytes=leaner.limits.ram_bytes + plan.memory.beside)
-            leaner = replace(leaner, limits=limits, memory=memory, beside=plan.beside, alone=leaner.seconds)
-        other = leaner.parts_of(network) != plan.parts_of(network) or leaner.axis != plan.axis
+        if begun is not None and plan.cpu_plan is not None:
+            memory = replace(leaner.memory, cpu_plan=plan.memory.cpu_plan)
+            limits = replace(leaner.limits, ram_bytes=leaner.limits.ram_bytes + plan.memory.cpu_plan)
+            leaner = replace(
+                leaner, limits=limits, memory=memory, cpu_plan=plan.cpu_plan, single_device_seconds=leaner.seconds
+            )
+        other = leaner.work_items(network) != plan.work_items(network) or leaner.axis != plan.axis
         if begun is not None and other:  # what is on disk, and columns of the processor, are of other parts
             raise refused
         return leaner
@@ -336,7 +338,7 @@ def _report(
 ) -> Report:
     """`done` is None where nothing was left to do; `notes` say why the device is not another, `doubts` what is odd."""
     timings = done.timings if done else None
-    lacking = slower_here(machine) if plan.device == "cpu" or plan.beside is not None else ()
+    lacking = slower_here(machine) if plan.device == "cpu" or plan.cpu_plan is not None else ()
     return Report(
         output=target,
         voxels=prod(plan.output),

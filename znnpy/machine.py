@@ -88,7 +88,7 @@ class Limits:
             return replace(self, ram_bytes=self.ram_bytes // number)
         return replace(self, vram_bytes=self.vram_bytes // number)
 
-    def less_feeders(self, gpus: int) -> Limits:
+    def without_feed_threads(self, gpus: int) -> Limits:
         """Return limits without the cores of the threads that feed GPUs, one for each GPU."""
         return replace(self, threads=max(1, self.threads - gpus))
 

@@ -18,7 +18,7 @@ from znnpy.machine import Limits
 from znnpy.messages import option
 from znnpy.network import Network
 from znnpy.options import MeasureOptions
-from znnpy.planner.cost import Rate, Rates
+from znnpy.planner.cost_model import Rate, Rates
 from znnpy.planner.costs import Costs
 from znnpy.planner.memory import baseline_bytes
 from znnpy.planner.request import PlanRequest
@@ -71,7 +71,7 @@ class Measured:
 
     def _memory(self) -> list[str]:
         """The rate at which memory is first written to."""
-        measured, assumed = self.costs.touching, self.assumed.touching
+        measured, assumed = self.costs.touching, self.assumed.first_touch
         if measured is None:
             return []
         return [f"memory is first written to at {measured / 2**30:,.3g} GiB/s (assumed: {assumed / 2**30:,.3g})"]
@@ -130,7 +130,7 @@ def measure(asked: MeasureOptions) -> Measured:
             else:
                 rates, runs = bench.survey(tasks, timing, timer, 1.0 if net is None else SURVEY_SHARE)
             if touching is not None:
-                rates = replace(rates, touching=touching, touching_measured=True)
+                rates = replace(rates, first_touch=touching, first_touch_measured=True)
             if not known:
                 first = bench.costs(rates, runs, [], old)  # there may be no plan for the network
                 write_costs(path, first, overwrite=asked.overwrite or out is None)

@@ -17,7 +17,7 @@ from znnpy.machine import Limits, this_machine
 from znnpy.option_declarations import function_of
 from znnpy.option_values import COVERS
 from znnpy.options import PlanOptions
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.explain import predicted
 from znnpy.planner.kinds import kind_of
 from znnpy.planner.modes import make_plan
@@ -93,7 +93,7 @@ def _here(planning: _Planning, devices: AskedDevices) -> Plan:
             targets.append(OpenTarget(machine=this_machine(), costs=planning.shelf))
             with suppress(NoPlanError):
                 estimated = planning.estimated(targets[1])
-                made = replace(made, kinds=(*made.kinds, kind_of(network, made, estimated)))
+                made = replace(made, alternatives=(*made.alternatives, kind_of(network, made, estimated)))
         log_phase("planned", predicted(made))
         if asked.paranoid:
             check_plan(made, network, target, asked.tell_progress)

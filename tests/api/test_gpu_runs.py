@@ -22,7 +22,7 @@ from znnpy.errors import DeviceError, PlanFileError, ResumeError, VramError
 from znnpy.inference import infer
 from znnpy.machine import Machine
 from znnpy.network import Network
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.planner.plan import Plan
 from znnpy.planning import plan
 from znnpy.report import Report
@@ -130,7 +130,7 @@ def test_the_report_says_what_ran_and_on_what(place: Place) -> None:
     (vram,) = (line for line in lines if line.startswith("VRAM       "))
     assert vram.endswith(", limit: 800 MiB)")
     assert report.vram_bytes is not None
-    assert memory.last.arena + memory.last.residents <= report.vram_bytes <= memory.vram
+    assert memory.last.arena + memory.last.weights <= report.vram_bytes <= memory.vram
     said = report.as_json()
     assert (said["device"], said["gpu"], said["precision"]) == ("gpu", "emulated", "tf32")
     assert (said["vram_bytes"], said["predicted"]["vram_bytes"]) == (report.vram_bytes, memory.vram)

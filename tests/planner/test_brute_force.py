@@ -14,6 +14,7 @@ from tests.support.fake_primitives import BOTH, FAST, FILTER, OVER, POOL, SLOW, 
 from znnpy.errors import NoPlanError
 from znnpy.network import Conv, Layer, MaxFilter, Network, Pool
 from znnpy.planner.layout import Tensor, place
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import Vec3
 
 MakeNetwork = Callable[..., Network]
@@ -69,7 +70,7 @@ def test_equals_brute_force_at_every_limit(tiny_network: MakeNetwork, name: str)
                 assert plan.memory.peak <= ram_bytes
                 assert least * (1 - 1e-12) <= plan.seconds <= sure * (1 + 1e-12), (ram_bytes, columns, depth_first)
                 assert columns is not False or plan.seconds == pytest.approx(least, rel=1e-12)
-                plan.check_runs(network, WITH_GPU, table=table)
+                check_runs(plan, network, WITH_GPU, table=table)
                 missed += plan.seconds > least * (1 + 1e-12) and sure < inf
                 planned_at += 1
     assert planned_at > 90
@@ -112,7 +113,7 @@ def test_what_the_layout_loses_counts(tiny_network: MakeNetwork, monkeypatch: py
         placed, size = place(tensors)
         return placed, size + lossy
 
-    monkeypatch.setattr("znnpy.planner.shape_search.place", wasteful)
+    monkeypatch.setattr("znnpy.planner.layer_search.place", wasteful)
     after = planned(network, SMALL, limit, **words)
     assert after.memory.peak <= limit
     space = wanted(everything(network, SMALL, FEWER), False, True)
@@ -135,9 +136,9 @@ def test_what_one_layout_loses_another_may_not(tiny_network: MakeNetwork, monkey
         placed, size = place(tensors)
         return placed, size + 2**15 * any(tensor.name == "step0.s0" for tensor in tensors)
 
-    monkeypatch.setattr("znnpy.planner.shape_search.place", wasteful)
+    monkeypatch.setattr("znnpy.planner.layer_search.place", wasteful)
     after = planned(network, SMALL, before.memory.peak, **words)
     assert [plan.choices[0].primitive for plan in (before, after)] == [quick.name, fair.name]
     assert before.memory.peak - 2**15 < after.memory.peak < before.memory.peak
-    monkeypatch.setattr("znnpy.planner.shape_search.LAYOUTS", 1)
+    monkeypatch.setattr("znnpy.planner.layer_search.MAX_LAYOUTS", 1)
     assert planned(network, SMALL, before.memory.peak, **words).choices[0].primitive == SLOW.name

@@ -17,6 +17,7 @@ from znnpy.machine import Gpu, Limits, Machine
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import PlanRequest, Target
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import PRECISIONS, Precision, text
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.txt"
@@ -58,9 +59,9 @@ def line(name: str, side: int, ram: str, plan: Plan) -> str:
     """
     methods = " ".join(
         choice.primitive.rpartition(".")[2] + (f"/{parts}" if parts > 1 else "")
-        for choice, parts in zip(plan.choices, plan.parts, strict=True)
+        for choice, parts in zip(plan.choices, plan.sub_batches, strict=True)
     )
-    column = f"columns of {plan.column} along {'zyx'[plan.axis]} by " if plan.walks else ""
+    column = f"columns of {plan.column_planes} along {'zyx'[plan.axis]} by " if plan.streams else ""
     return f"{name} {side}^3 {ram}: {column}{text(plan.patch_out)}: {methods}"
 
 
@@ -72,7 +73,7 @@ def test_plans_are_as_they_were(name: str, side: int, ram: str) -> None:
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {ram}:"))
     assert line(name, side, ram, plan) == expected
     assert plan.memory.peak <= plan.limits.ram_bytes
-    plan.check_runs(read_network(name).network, MACHINE)
+    check_runs(plan, read_network(name).network, MACHINE)
 
 
 @pytest.mark.slow
@@ -82,8 +83,8 @@ def test_gpu_plans_are_as_they_were(name: str, side: int, vram: str, precision: 
     label = f"{vram} {precision} on a GPU"
     expected = next(kept for kept in GOLDEN.read_text().splitlines() if kept.startswith(f"{name} {side}^3 {label}:"))
     assert line(name, side, label, plan) == expected
-    assert plan.memory.over(plan.limits) == (0, 0)
-    plan.check_runs(read_network(name).network, replace(MACHINE, gpu=H200))
+    assert plan.memory.excess(plan.limits) == (0, 0)
+    check_runs(plan, read_network(name).network, replace(MACHINE, gpu=H200))
 
 
 def lines() -> Iterator[str]:

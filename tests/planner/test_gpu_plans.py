@@ -37,6 +37,7 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.planner.memory import MIB, Memory, context_bytes, mebibytes, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import PRECISIONS, ConvShape, Precision
 
 MakeNetwork = Callable[..., Network]
@@ -74,9 +75,9 @@ def test_equals_brute_force_at_every_limit(
             except NoPlanError:
                 assert sure == inf, f"nothing at {ram_bytes} bytes and {vram_bytes} on the GPU"
             else:
-                assert plan.memory.over(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
+                assert plan.memory.excess(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
                 assert least * (1 - 1e-12) <= plan.seconds <= sure * (1 + 1e-12), (ram_bytes, vram_bytes)
-                plan.check_runs(network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=fakes)
+                check_runs(plan, network, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=vram_bytes, table=fakes)
                 missed += plan.seconds > least * (1 + 1e-12) and sure < inf
                 planned_at += 1
     assert planned_at > 20
@@ -93,10 +94,10 @@ def test_what_is_promised_where(plan: Plan) -> None:
     assert memory.writing == writing_bytes(2, plan.patch_out, 4, steps=steps, device="gpu")
     assert memory.peak == BASELINE + memory.reading + memory.writing
     assert memory.vram == CONTEXT + memory.staging + memory.last.total
-    assert memory.held == memory.vram
-    assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
+    assert memory.device_bytes == memory.vram
+    assert memory.excess(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
     on_host = replace(memory, stages=(replace(memory.last, device="cpu"),))
-    assert (on_host.vram, on_host.held) == (0, on_host.peak)
+    assert (on_host.vram, on_host.device_bytes) == (0, on_host.peak)
     assert on_host.peak == memory.peak + memory.last.total
 
 
@@ -108,7 +109,7 @@ def test_weights_that_are_streamed_count_in_the_process() -> None:
 
     def memory_within(ram_bytes: int) -> Memory:
         plan = planned_on_gpu(MIXED, (20, 11, 8), ram_bytes, PLENTY, table=table, columns=False)
-        plan.check_runs(MIXED, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=PLENTY, table=table)
+        check_runs(plan, MIXED, WITH_GPU, ram_bytes=ram_bytes, vram_bytes=PLENTY, table=table)
         memory = plan.memory
         weights = [
             c.shape.fin * c.shape.fout * prod(c.shape.k)
@@ -165,22 +166,22 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan
     assert (read.device, read.precision, read.limits.vram_bytes) == ("gpu", "fp16", CONTEXT + 2**20)
-    read.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=EVERY)
+    check_runs(read, MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=EVERY)
 
 
 def test_a_gpu_that_is_not_here_or_too_small(plan: Plan) -> None:
     with pytest.raises(
         PlanFileError, match=r"run on a GPU, and there is none here; .* `znnpy plan NETWORK --device cpu`"
     ):
-        plan.check_runs(MIXED, MACHINE, table=EVERY)
+        check_runs(plan, MIXED, MACHINE, table=EVERY)
     vram = plan.memory.vram
     small = replace(MACHINE, gpu=replace(GPU, memory_bytes=vram - 10))
     with pytest.raises(PlanFileError, match=rf"needs {vram:,} bytes of VRAM, 10 more than the GPU has .*--vram \d+M`"):
-        plan.check_runs(MIXED, small, table=EVERY)
+        check_runs(plan, MIXED, small, table=EVERY)
     with pytest.raises(PlanFileError, match="bytes of VRAM, 70 more than the limit allows"):
-        plan.check_runs(MIXED, WITH_GPU, vram_bytes=vram - 70, table=EVERY)
+        check_runs(plan, MIXED, WITH_GPU, vram_bytes=vram - 70, table=EVERY)
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
-        plan.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=EVERY)
+        check_runs(plan, MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=EVERY)
 
 
 def test_hand_edited_devices(plan: Plan) -> None:
@@ -202,7 +203,7 @@ def test_hand_edited_devices(plan: Plan) -> None:
     ]  # fmt: skip
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            Plan.from_json(edited(plan, *path, to=to)).check_runs(MIXED, WITH_GPU, table=EVERY)
+            check_runs(Plan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=EVERY)
 
 
 @pytest.mark.slow
@@ -298,8 +299,8 @@ def test_large_volumes_are_planned_quickly() -> None:
         start = time.process_time()
         plan = planned_on_gpu(network, (side,) * 3, 2**38, vram, table=table, precision="tf32")
         assert time.process_time() - start < 9
-        assert plan.memory.over(plan.limits) == (0, 0)
-        plan.check_runs(network, WITH_GPU, table=table)
+        assert plan.memory.excess(plan.limits) == (0, 0)
+        check_runs(plan, network, WITH_GPU, table=table)
 
 
 def test_pooling_in_float16() -> None:
@@ -308,4 +309,4 @@ def test_pooling_in_float16() -> None:
     made = planned_on_gpu(network, (8, 6, 5), PLENTY, PLENTY, table=EVERY, only=["gpu.conv.both"], precision="fp16")
     assert [choice.layers for choice in made.choices] == [(0, 1), (2, 2)]
     assert made.choices[0].shape.precision == "fp16"
-    made.check_runs(network, WITH_GPU, table=EVERY)
+    check_runs(made, network, WITH_GPU, table=EVERY)

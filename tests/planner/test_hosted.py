@@ -17,9 +17,10 @@ from tests.support.flat_requests import make_plan
 from znnpy.errors import NoPlanError, PlanFileError
 from znnpy.machine import Limits
 from znnpy.network import Conv, Network
-from znnpy.planner.cost import Rate, seconds
+from znnpy.planner.cost_model import Rate, seconds
 from znnpy.planner.memory import mebibytes
 from znnpy.planner.plan import Plan
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import Vec3
 
 pytestmark = pytest.mark.usefixtures("sublayers_take_no_longer")
@@ -36,7 +37,7 @@ def test_what_is_promised_where(plan: Plan) -> None:
     front = plan.choices[: plan.offloaded]
     assert (plan.device, plan.overlap, memory.baseline, memory.context) == ("gpu", True, BASELINE, CONTEXT)
     assert memory.handover == 2 * front[-1].shape.out_bytes == 2 * plan.handover_bytes
-    assert memory.stages[0].residents == sum(choice.resident_bytes for choice in front)
+    assert memory.stages[0].weights == sum(choice.resident_bytes for choice in front)
     assert memory.stages[0].arena == max(
         tensor.offset + -(-tensor.nbytes // 256) * 256 for tensor in plan.stages[0].tensors
     )
@@ -44,7 +45,7 @@ def test_what_is_promised_where(plan: Plan) -> None:
     hosted_bytes = memory.stages[0].total
     assert memory.peak == around + hosted_bytes + memory.handover
     assert memory.vram == CONTEXT + memory.staging + memory.last.total
-    assert memory.over(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
+    assert memory.excess(Limits(memory.peak - 3, 1, memory.vram - 7)) == (3, 7)
 
 
 def test_seconds_of_both_sides(plan: Plan) -> None:
@@ -53,7 +54,7 @@ def test_seconds_of_both_sides(plan: Plan) -> None:
     in_turn = replace(plan, overlap=False)
     assert in_turn.seconds_per_step == pytest.approx(front + back)
     assert plan.seconds < in_turn.seconds
-    parts = plan.parts[plan.offloaded]
+    parts = plan.sub_batches[plan.offloaded]
     upload, once = plan.handover_bytes / parts / UPLOAD, back - plan.stages[1].wait_seconds
     assert plan.stages[1].wait_seconds == pytest.approx(upload + (parts - 1) * max(0.0, upload - once / parts))
 
@@ -62,9 +63,9 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     table = (*ON_CPU, *ON_GPU)
     read = Plan.from_json(plan.to_json())
     assert read == plan
-    read.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=table)
+    check_runs(read, MIXED, WITH_GPU, ram_bytes=plan.memory.peak, vram_bytes=plan.memory.vram, table=table)
     with pytest.raises(PlanFileError, match="bytes of RAM, 70 more than the limit allows"):
-        plan.check_runs(MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=table)
+        check_runs(plan, MIXED, WITH_GPU, ram_bytes=plan.memory.peak - 70, table=table)
     edits: list[tuple[tuple[str | int, ...], Any, str]] = [
         (("stages",), [], "damaged: stages: .*at least 1 item"),
         (("stages", 1), ..., "damaged: .*memory is promised for stages on"),
@@ -76,20 +77,20 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     ]
     for path, to, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            Plan.from_json(edited(plan, *path, to=to)).check_runs(MIXED, WITH_GPU, table=table)
+            check_runs(Plan.from_json(edited(plan, *path, to=to)), MIXED, WITH_GPU, table=table)
 
 
 @pytest.mark.slow
 def test_what_is_asked_for_is_kept() -> None:
     some_patch: Vec3 = (2, 2, 4)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, patch=some_patch, columns=True, depth_first=False)
-    assert (plan.patch_out, plan.walks, max(plan.parts)) == (some_patch, True, 1)
+    assert (plan.patch_out, plan.streams, max(plan.sub_batches)) == (some_patch, True, 1)
     only = ("cpu.conv.slow", "gpu.conv.over")
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, only=only)
     names = {choice.primitive for choice in plan.choices if choice.shape.kind == "conv"}
     assert names <= set(only)
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, kinds=True, precision="tf32")
-    assert {kind.device for kind in plan.kinds} == {"cpu", "gpu"}
+    assert {kind.device for kind in plan.alternatives} == {"cpu", "gpu"}
     assert plan.precision == "tf32"
     assert {choice.shape.precision for choice in plan.choices[: plan.offloaded]} == {"fp32"}
 
@@ -117,7 +118,7 @@ def test_the_nearest_miss(plan: Plan) -> None:
     ram_bytes, vram_bytes = caught.value.needs
     need = re.escape(f"the smallest need is {mebibytes(ram_bytes)} and {mebibytes(vram_bytes)}, with ")
     assert re.search(rf"{need}.* allow at least ram='\d+M' and vram='\d+M'$", str(caught.value))
-    assert hosted(MIXED, (20, 11, 8), ram_bytes, vram_bytes).memory.over(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
+    assert hosted(MIXED, (20, 11, 8), ram_bytes, vram_bytes).memory.excess(Limits(ram_bytes, 2, vram_bytes)) == (0, 0)
     with pytest.raises(NoPlanError):
         hosted(MIXED, (20, 11, 8), ram_bytes - 1, vram_bytes - 1)
 
@@ -136,8 +137,8 @@ def test_who_feeds_the_gpu_while_others_compute_has_a_core(mode: str) -> None:
     for choice in plan.choices[: plan.offloaded]:
         work = table[choice.primitive].work(choice.shape, choice.variant)
         assert choice.seconds >= (1 - 1e-9) * slower * seconds(work, HOST_RATES)
-    plan.check_runs(WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
-    (alone,) = (kind.best for kind in plan.kinds if kind.device == "cpu")
+    check_runs(plan, WIDE, WITH_GPU, table=(*ON_CPU, *ON_GPU))
+    (alone,) = (kind.best for kind in plan.alternatives if kind.device == "cpu")
     words |= {"mode": None, "rates": HOST_RATES, "host_rates": None}
     of_all = make_plan(WIDE, (20, 12, 9), WITH_GPU, limits, device="cpu", **words)
     assert alone.voxels_per_second == of_all.voxels_per_second
@@ -186,7 +187,7 @@ def test_images_go_up_while_others_are_computed() -> None:
     words: dict[str, Any] = {"patch": (20, 12, 10), "columns": False, "table": (*ON_CPU, *on_gpu(SLOW, POOL))}
     plan = hosted(WIDE, (20, 12, 9), PLENTY, PLENTY, **words)
     assert plan.choices[plan.offloaded].shape.batch == 1
-    assert plan.parts[plan.offloaded] == 4
+    assert plan.sub_batches[plan.offloaded] == 4
     assert plan.stages[1].wait_seconds == pytest.approx(plan.handover_bytes / 4 / UPLOAD)
 
 
@@ -203,5 +204,5 @@ def test_the_gpu_takes_fewer_images_where_it_has_less_memory() -> None:
         except NoPlanError:
             break
         assert plan.memory.vram <= room
-        parts.add(plan.parts[plan.offloaded])
+        parts.add(plan.sub_batches[plan.offloaded])
     assert len(parts) > 1, parts

@@ -15,12 +15,13 @@ from tests.support.flat_requests import make_plan
 from znnpy.errors import PlanFileError
 from znnpy.network import Network
 from znnpy.planner.plan import Plan
+from znnpy.planner.validate import check_runs
 
 
 def refused(plan: Plan, network: Network, said: str, **words: Any) -> None:
     settings: dict[str, Any] = {"machine": MACHINE, "table": FAKES} | words
     with pytest.raises(PlanFileError, match=said):
-        plan.check_runs(network, **settings)
+        check_runs(plan, network, **settings)
 
 
 def test_another_network(plan: Plan, network: Network) -> None:
@@ -103,15 +104,15 @@ WALKS: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
 def test_a_hand_edited_plan_of_columns(column: Plan, network: Network, what: str) -> None:
     path, to, said = WALKS[what]
     with pytest.raises(PlanFileError, match=said):
-        Plan.from_json(edited(column, *path, to=to)).check_runs(network, MACHINE, table=FAKES)
+        check_runs(Plan.from_json(edited(column, *path, to=to)), network, MACHINE, table=FAKES)
 
 
 def test_a_column_of_another_length(column: Plan, network: Network) -> None:
     """Steps stay as they are: any whole number of them runs."""
     for planes in (1, 7, 62):
         other = Plan.from_json(edited(column, "column", to=planes))
-        other.check_runs(network, MACHINE, table=FAKES)
-        assert other.covering(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
+        check_runs(other, network, MACHINE, table=FAKES)
+        assert other.for_output(column.output, network, column.memory).columns == 2 * ceil(31 / planes)
 
 
 def test_most_layers_left_out(column: Plan, network: Network) -> None:
@@ -177,10 +178,10 @@ def test_a_hand_edited_plan_of_two_layers_in_one(network: Network, what: str) ->
     plan = make_plan(
         network, (20, 11, 8), MACHINE, limits(2**30), table=table, rates=RATES, baseline=5000, columns=False
     )
-    plan.check_runs(network, MACHINE, table=table)
+    check_runs(plan, network, MACHINE, table=table)
     path, to, said = FUSED[what]
     with pytest.raises(PlanFileError, match=said):
-        Plan.from_json(edited(plan, *path, to=to)).check_runs(network, MACHINE, table=table)
+        check_runs(Plan.from_json(edited(plan, *path, to=to)), network, MACHINE, table=table)
 
 
 def overlaps(plan: Plan) -> Iterator[tuple[int, int]]:
@@ -200,4 +201,4 @@ def test_no_tensor_may_move_onto_another(plan: Plan, network: Network) -> None:
 
 def test_the_table_is_the_real_one_unless_told(plan: Plan, network: Network) -> None:
     with pytest.raises(PlanFileError, match="which is not here"):
-        plan.check_runs(network, MACHINE)
+        check_runs(plan, network, MACHINE)

@@ -18,6 +18,7 @@ from znnpy.network import Conv, Network
 from znnpy.planner.memory import MIB, reading_bytes, staging_bytes, writing_bytes
 from znnpy.planner.plan import Plan
 from znnpy.planner.several import plan_on_devices
+from znnpy.planner.validate import check_runs
 from znnpy.shapes import Vec3
 
 TABLE = on_gpu(FAST, POOL, FILTER, MAXOUT)
@@ -43,14 +44,14 @@ def test_one_is_as_ever() -> None:
     plan = several(1)
     alone = {"baseline": BASELINE, "device": "gpu"}
     assert plan == make_plan(MIXED, OUTPUT, WITH_GPU, PLENTY, table=TABLE, rates=HEAVY, **alone)  # type: ignore[arg-type]
-    assert (plan.devices, plan.alone) == (1, None)
+    assert (plan.devices, plan.single_device_seconds) == (1, None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_the_last_patches_of_all_are_written_by_one_thread(devices: int) -> None:
     plan = several(devices)
-    computing = sum(choice.runs * choice.seconds for choice in plan.choices) / plan.columns
+    computing = sum(choice.executions * choice.seconds for choice in plan.choices) / plan.columns
     edges = plan.seconds - computing * ceil(plan.columns / devices)
     last = min(devices, plan.columns) * 4 * MIXED.output_channels * prod(plan.patch_out)
     nbytes = MIXED.input_channels * prod(plan.patch_in) + last
@@ -67,12 +68,12 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
     assert plan.columns > devices / 2
     assert plan.output == OUTPUT
     assert plan.devices == plan.memory.devices == devices
-    assert plan.alone == alone.seconds
+    assert plan.single_device_seconds == alone.seconds
     assert 1 / devices <= plan.seconds / alone.seconds < 1.7 / devices
-    whole = sum(choice.runs * choice.seconds for choice in plan.choices)
+    whole = sum(choice.executions * choice.seconds for choice in plan.choices)
     rounds = -(-plan.columns // devices)
     assert plan.seconds == pytest.approx(whole * rounds / plan.columns, rel=1e-3), "the edges beside"
-    plan.check_runs(MIXED, WITH_GPU, table=TABLE)
+    check_runs(plan, MIXED, WITH_GPU, table=TABLE)
     assert Plan.from_json(plan.to_json()) == plan
     assert f"{alone.seconds / plan.seconds:.2f} times as fast as one GPU alone" in plan.explain()
 
@@ -80,9 +81,9 @@ def test_columns_for_all(devices: int, columns: bool) -> None:
 @pytest.mark.slow
 def test_it_is_cut_where_borders_cost_least() -> None:
     plan = several(2, DEEP, (24, 24, 24))
-    assert plan.patch_out[0] == 24 or plan.column >= 24, "not along z"
-    assert plan.alone is not None
-    assert plan.alone / plan.seconds == pytest.approx(2, rel=0.01)
+    assert plan.patch_out[0] == 24 or plan.column_planes >= 24, "not along z"
+    assert plan.single_device_seconds is not None
+    assert plan.single_device_seconds / plan.seconds == pytest.approx(2, rel=0.01)
 
 
 def test_memory_is_promised_for_all() -> None:
@@ -115,5 +116,5 @@ def test_each_has_its_part_of_the_process() -> None:
 def test_more_gpus_than_planes() -> None:
     plan = several(64, output=(3, 3, 3))
     assert plan.devices == 64
-    assert plan.alone is not None
-    assert plan.seconds <= plan.alone
+    assert plan.single_device_seconds is not None
+    assert plan.seconds <= plan.single_device_seconds

@@ -26,6 +26,7 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import OffloadMode
 from znnpy.planner.plan import Plan, Stage
+from znnpy.planner.validate import check_runs
 from znnpy.run import cpu_backend, pipeline
 from znnpy.run.session import Session
 from znnpy.shapes import turned, turned_back
@@ -59,7 +60,7 @@ def ran(plan: Plan, net: TrainedNetwork, volume: npt.NDArray[Any], device: Emula
         pipeline.run(session, session.crew, source, output, plan.cover(network))
         steps = plan.cover(network).steps
         ahead = [network.margins[choice.layers[1] + 1][plan.axis] for choice in plan.choices]
-        for choice, more, parts, values in zip(plan.choices, ahead, plan.parts, session.written, strict=True):
+        for choice, more, parts, values in zip(plan.choices, ahead, plan.sub_batches, session.written, strict=True):
             assert values == parts * steps(more) * np.prod(choice.shape.out_shape[:4])
     assert (output.times == 1).all()
     assert no_feeder_is_left()
@@ -166,7 +167,7 @@ def test_a_session_holds_what_its_plan_says(device: EmulatedDevice, monkeypatch:
             with Session(plan, network, net.weights, crew, EVERY, device=device):  # type: ignore[arg-type]
                 memory = plan.memory
                 words = 4 * (2 + sum(choice.shape.kind == "conv" for choice in plan.choices[plan.offloaded :]))
-                staging = 2 * (plan.handover_bytes // plan.parts[plan.offloaded])
+                staging = 2 * (plan.handover_bytes // plan.sub_batches[plan.offloaded])
                 staging += 2 * 4 * network.output_channels * int(np.prod(plan.patch_out))
                 assert staging <= memory.staging
                 assert device.allocated == memory.last.arena + memory.last.carries + staging + 2 * words
@@ -213,7 +214,7 @@ def test_uploads_may_be_ahead_of_all_else(device: EmulatedDevice, monkeypatch: p
     monkeypatch.setattr(device, "copy_async", copying)
     for column in (0, 4):
         plan, net, volume = a_plan(column=column, images=1)
-        assert plan.parts[-1] == 4
+        assert plan.sub_batches[-1] == 4
         assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
 
@@ -229,7 +230,7 @@ def test_what_is_planned_runs(device: EmulatedDevice, mode: OffloadMode, columns
         SMALL, output, WITH_GPU, limits, mode=mode, columns=columns, patch=(4, 4, 5), baseline=0, context=0,
         table=(*ON_CPU, *STAND_INS), only=only,
     )  # fmt: skip
-    plan.check_runs(SMALL, WITH_GPU, table=EVERY)
+    check_runs(plan, SMALL, WITH_GPU, table=EVERY)
     assert [choice.device for choice in plan.choices[: plan.offloaded]].count("gpu") == (mode == "gpu-host")
     assert_dense(ran(plan, net, volume, device), definition(net, volume))
 
@@ -275,4 +276,4 @@ def test_plans_that_no_session_runs() -> None:
     ]
     for words, said in edits:
         with pytest.raises(PlanFileError, match=said):
-            replace(plan, **words).check_runs(SMALL, WITH_GPU, table=EVERY)
+            check_runs(replace(plan, **words), SMALL, WITH_GPU, table=EVERY)

@@ -18,13 +18,13 @@ from znnpy.kernels.thread_pool import ThreadPool
 from znnpy.machine import Limits, Machine
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import COVERS, Cover
-from znnpy.planner.cost import UNSEEN_UNITS, Rates
+from znnpy.planner.cost_model import UNPROVEN_UNITS, Rates
 from znnpy.planner.memory import DeviceKind
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan, device_of
 from znnpy.planner.request import Constraints, CostModel
 from znnpy.planner.samples import samples
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
 from znnpy.run import clocks
 from znnpy.run.clocks import CLOCK_SECONDS, MOST_TOUCHING, TOUCHED_PART, CpuClock, touching_rate
 from znnpy.run.learning import Learner
@@ -85,7 +85,7 @@ def test_every_unit_that_a_primitive_names_is_measured(device: DeviceKind) -> No
     }
     found = tasks(device)
     assert {work.unit for task in found for work in task.primitive.work(task.shape, task.variant)} == (
-        named - UNSEEN_UNITS
+        named - UNPROVEN_UNITS
     )
     assert {device_of(task.primitive.name) for task in found} == {device}
 
@@ -207,7 +207,7 @@ def test_the_layers_of_the_best_plans_are_measured_until_all_are_known() -> None
     layers = bench.deepen(bench.assumed, ASKED, clock, timer(clock))
     rates = bench.assumed
     for layer in layers:
-        rates = rates.learnt(
+        rates = rates.with_measurement(
             next(p for p in FAKES if p.name == layer.primitive), layer.shape, layer.variant, layer.seconds
         )
     for cover in (None, *COVERS):
@@ -282,7 +282,7 @@ def test_new_memory_is_measured_within_what_is_free_and_kept(monkeypatch: pytest
     assert bench.touched(None, again=False) == 5e9
     plain = bench.costs(bench.assumed, {"product": 1}, [], None)
     assert plain.touching is None, "what is assumed is not kept as measured"
-    old = bench.costs(replace(bench.assumed, touching=4e9, touching_measured=True), {"product": 1}, [], None)
+    old = bench.costs(replace(bench.assumed, first_touch=4e9, first_touch_measured=True), {"product": 1}, [], None)
     assert old.touching == 4e9
     assert bench.touched(old, again=False) == 4e9
     assert bench.touched(old, again=True) == 5e9

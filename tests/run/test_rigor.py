@@ -19,11 +19,11 @@ from znnpy.machine import Limits
 from znnpy.network import Conv, Network, Pool
 from znnpy.option_values import RigorLevel
 from znnpy.options import PlanOptions
-from znnpy.planner.cost import Rates
+from znnpy.planner.cost_model import Rates
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, KnownRates, PlanRequest, Rigor
-from znnpy.planner.sizes import SIZES
+from znnpy.planner.size_trend import SIZES
 from znnpy.run.learning import Learner
 from znnpy.run.rigor import HOPE, Study, _in_turn, _learnt, rigor_of
 from znnpy.run.target import OpenTarget
@@ -110,7 +110,7 @@ def test_exhaustive_finds_what_is_faster_than_its_estimate() -> None:
     study = clock.study()
     rates = study.rates(SITE, asked("exhaustive"), KNOWN)
     assert study.done == "exhaustive"
-    assert rates["cpu"].hope == 1
+    assert rates["cpu"].optimism == 1
     assert primitives(made(rates)) == primitives(made({"cpu": clock.truth})) == {THIRD.name, POOL.name}
     assert SLOW.name not in {name for name, _, _ in clock.runs}, f"it takes more than {1 / HOPE} times the best"
 

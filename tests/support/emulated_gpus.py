@@ -12,7 +12,7 @@ import pytest
 from tests.support.emulator import EMULATED_GPU, EmulatedDevice
 from znnpy.errors import DeviceError
 from znnpy.machine import Gpu, Machine
-from znnpy.planner.cost import Rates, assumed_rates
+from znnpy.planner.cost_model import Rates, assumed_rates
 from znnpy.run import target
 from znnpy.run.target import DRIVER, Driver
 

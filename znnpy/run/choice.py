@@ -16,12 +16,13 @@ from znnpy.planner.memory import (
     MARGIN_BYTES,
     baseline_bytes,
     context_bytes,
-    moving_bytes,
     staging_bytes,
+    transfer_bytes,
 )
 from znnpy.planner.modes import make_plan
 from znnpy.planner.plan import Plan
 from znnpy.planner.request import Constraints, CostModel, PlanRequest
+from znnpy.planner.validate import check_runs
 from znnpy.run.target import OpenTarget
 from znnpy.shapes import Vec3
 from znnpy.units import human_bytes
@@ -117,14 +118,18 @@ def _known_to_run(plan: Plan, asked: RunOptions, work: Work, target: OpenTarget)
         raise PlanFileError(
             f"the plan is of {option('mode', plan.mode)}, which runs on one GPU: leave out {option('gpus')}"
         )
-    plan.check_runs(network, target.machine)  # before its layers and columns are counted for this output
+    check_runs(plan, network, target.machine)  # before its layers and columns are counted for this output
     held = work.baseline(target)
     cover = replace(plan, output=work.output).cover(network)
     itemsizes, masks = (work.itemsize_in, work.itemsize_out), work.masks
-    reading, writing, staging = moving_bytes(network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device)
+    reading, writing, staging = transfer_bytes(
+        network, cover, plan.patch_in, itemsizes, masks=masks, device=plan.device
+    )
     if plan.offloaded:  # no patch goes to the GPU, but what is handed over
         out_bytes = network.output_channels * prod(plan.patch_out) * itemsizes[1]
-        staging = staging_bytes(plan.handover_bytes // plan.parts[plan.offloaded], out_bytes, writes=cover.steps(0))
+        staging = staging_bytes(
+            plan.handover_bytes // plan.sub_batches[plan.offloaded], out_bytes, writes=cover.steps(0)
+        )
     context = context_bytes(target.context_bytes) if plan.device == "gpu" else 0
     memory = replace(
         plan.memory,
@@ -135,15 +140,15 @@ def _known_to_run(plan: Plan, asked: RunOptions, work: Work, target: OpenTarget)
         context=max(context, plan.memory.context),
         devices=target.devices,
     )
-    here = plan.covering(work.output, network, memory)
+    here = plan.for_output(work.output, network, memory)
     here = replace(here, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
-    if plan.beside is not None:
-        moved = replace(plan.beside, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
+    if plan.cpu_plan is not None:
+        moved = replace(plan.cpu_plan, itemsize_in=itemsizes[0], itemsize_out=itemsizes[1])
         beside = moving_whole(moved, network, masks=masks)
         here = moving_whole(here, network, masks=masks)
-        here = replace(here, beside=beside, memory=replace(here.memory, beside=beside.memory.peak))
+        here = replace(here, cpu_plan=beside, memory=replace(here.memory, cpu_plan=beside.memory.peak))
     ram_bytes = plan.limits.ram_bytes if asked.ram is None else parse_bytes(asked.ram)
     vram_bytes = plan.limits.vram_bytes if asked.vram is None else parse_bytes(asked.vram)
-    here.check_runs(network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
+    check_runs(here, network, target.machine, ram_bytes=ram_bytes, vram_bytes=vram_bytes)
     target.check_free(here)
     return here

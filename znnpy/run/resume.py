@@ -13,6 +13,7 @@ from znnpy.network import Network
 from znnpy.options import RunOptions
 from znnpy.planner.memory import DeviceKind, mebibytes
 from znnpy.planner.plan import AGAIN, Choice, Plan
+from znnpy.planner.validate import check_runs
 from znnpy.run.choice import given_plan
 from znnpy.run.target import DRIVER
 from znnpy.shapes import Vec3, text
@@ -49,8 +50,8 @@ def plan_begun(
             raise ResumeError(
                 f"the run began with {option('mode', plan.mode)}, which runs on one GPU; leave out {option('gpus')}"
             )
-        plan = replace(plan, memory=replace(plan.memory, devices=devices), alone=None)
-        plan.check_runs(network, machine, ram_bytes=plan.limits.ram_bytes)
+        plan = replace(plan, memory=replace(plan.memory, devices=devices), single_device_seconds=None)
+        check_runs(plan, network, machine, ram_bytes=plan.limits.ram_bytes)
     except PlanFileError as error:
         raise ResumeError(
             f"the plan that the run began with: {_why(error)}; start again with {option('overwrite', True)}"
@@ -60,7 +61,7 @@ def plan_begun(
             f"the run began with a plan for {text(plan.output)} voxels, and its output has {text(output)}; start again "
             f"with {option('overwrite', True)}"
         )
-    if (columns := len(plan.parts_of(network))) != begun.columns:
+    if (columns := len(plan.work_items(network))) != begun.columns:
         raise ResumeError(
             f"the journal of the run counts {begun.columns} columns, and its plan has {columns}; start again with "
             f"{option('overwrite', True)}"
@@ -126,7 +127,7 @@ def check_options(asked: RunOptions, begun: JournalHeader, plan: Plan) -> None:
     for word, before, now in (
         ("threads", plan.limits.threads, asked.threads),
         ("patch", plan.patch_out, asked.patch and tuple(asked.patch)),
-        ("cover", "columns" if plan.walks else "patches", asked.cover),
+        ("cover", "columns" if plan.streams else "patches", asked.cover),
         ("device", plan.device, None if asked.device == "auto" else asked.device),
         ("mode", plan.mode, None if asked.mode == "auto" else asked.mode),
         ("precision", plan.precision, asked.precision if plan.device == "gpu" else None),
@@ -135,7 +136,7 @@ def check_options(asked: RunOptions, begun: JournalHeader, plan: Plan) -> None:
         if now is not None and before != now:
             kept = option(word, before) if before else f"no {option(word)}"
             raise ResumeError(f"the run began with {kept}, and now it is {option(word, now)}; leave it out, or {again}")
-    if not asked.depth_first and max(plan.parts) > 1:
+    if not asked.depth_first and max(plan.sub_batches) > 1:
         raise ResumeError(
             "the run began with layers that take their fragments in parts, and now it is "
             f"{option('depth_first', False)}; leave it out, or {again}"
@@ -163,7 +164,7 @@ def limits_taken(asked: RunOptions, plan: Plan) -> list[str]:
 def _what_runs(plan: Plan) -> list[tuple[Vec3, int, int, list[Choice]]]:
     """Return what decides the bytes of an output; not how often layers run, which depends on the volume."""
     return [
-        (one.patch_out, one.axis, one.column, [replace(choice, runs=1) for choice in one.choices])
-        for one in (plan, plan.beside)
+        (one.patch_out, one.axis, one.column_planes, [replace(choice, executions=1) for choice in one.choices])
+        for one in (plan, plan.cpu_plan)
         if one is not None
     ]

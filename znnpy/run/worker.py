@@ -175,7 +175,7 @@ class StepWork:
     """The work of each step of a column by the plan: its output voxels, or fewer where few layers run."""
 
     def __init__(self, plan: Plan, network: Network) -> None:
-        self._ahead = plan.work_ahead(network) if plan.walks else ()
+        self._ahead = plan.warmup_work(network) if plan.streams else ()
         self._whole = float(prod(plan.patch_out))
 
     def of(self, number: int) -> float:

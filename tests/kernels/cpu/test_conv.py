@@ -27,7 +27,7 @@ from znnpy.kernels.contract import ConvWeights, Variant
 from znnpy.kernels.cpu import conv_direct
 from znnpy.kernels.table import TABLE, find, of_kind
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.planner.cost import Rates, seconds
+from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ACTIVATIONS, ConvShape, FilterShape, MaxoutShape, PoolShape
 
 if TYPE_CHECKING:

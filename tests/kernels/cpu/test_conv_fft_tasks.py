@@ -24,7 +24,7 @@ from znnpy.kernels.cpu.task_graph import Task
 from znnpy.kernels.cpu.task_sizes import bounds, sizes
 from znnpy.kernels.table import find
 from znnpy.kernels.thread_pool import ThreadPool
-from znnpy.planner.cost import Rates, seconds
+from znnpy.planner.cost_model import Rates, seconds
 from znnpy.shapes import ConvShape
 
 if TYPE_CHECKING:
